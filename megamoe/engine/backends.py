@@ -1,0 +1,130 @@
+"""Backends: what there is, what works here, and why not. `auto` is the first row that works."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+
+import torch
+
+from megamoe import __version__
+from megamoe.errors import NotAvailable, one_of, require
+
+MODES = ("auto", "staged", "fused", "split")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """One way to compute the layer."""
+
+    name: str
+    why_not: Callable[[torch.device], str]  # the reason it cannot run on a device; "" where it can
+    modes: tuple[str, ...]  # besides "auto"
+    about: str
+
+
+def _not_yet(device: torch.device) -> str:
+    return f"not part of megamoe {__version__}"
+
+
+# Best first: `auto` takes the first one that works on the layer's device.
+BACKENDS = (
+    Backend("blackwell", _not_yet, (), "Gluon kernels for B200 and its kin"),
+    Backend("hopper", _not_yet, (), "Gluon kernels for H100, H200 and H20"),
+    Backend("portable", _not_yet, (), "Triton kernels for any GPU"),
+    Backend("reference", lambda device: "", (), "the exact oracle in PyTorch, CPU or CUDA"),
+)
+NAMES = ("auto", *(backend.name for backend in BACKENDS))
+
+
+def resolve(backend: str, mode: str, device: torch.device) -> Backend:
+    """The backend to use on `device`; refuses with the reason and names what works instead."""
+    one_of(backend, NAMES, "backend")
+    one_of(mode, MODES, "mode")
+    working = [b for b in BACKENDS if not b.why_not(device)]
+    if backend == "auto":
+        chosen = working[0]
+    else:
+        chosen = next(b for b in BACKENDS if b.name == backend)
+        require(
+            chosen in working,
+            f"backend {backend} must work on {device}",
+            got=chosen.why_not(device),
+            fix=f"use {' or '.join(b.name for b in working)}",
+            kind=NotAvailable,
+        )
+    require(
+        mode == "auto" or mode in chosen.modes,
+        f"backend {chosen.name} has mode {' or '.join(('auto', *chosen.modes))}",
+        got=mode,
+        kind=NotAvailable,
+    )
+    return chosen
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `doctor`: a thing, whether it is there, and what it is or why it is not."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What this machine can do."""
+
+    findings: tuple[Finding, ...]
+    best: dict[str, str]  # device -> the backend that `auto` picks there
+
+    def __str__(self) -> str:
+        lines = [f"{'ok' if f.ok else '--':3}{f.name:24}{f.detail}" for f in self.findings]
+        return "\n".join([*lines, *(f"auto on {d}: {b}" for d, b in self.best.items())])
+
+
+def doctor() -> Report:
+    """Look at Python, torch, Triton, the GPUs and every backend; say what works and why not."""
+    devices = [torch.device("cpu")]
+    devices += [torch.device("cuda", idx) for idx in range(torch.cuda.device_count())]
+    findings = [
+        Finding("megamoe", True, __version__),
+        Finding("python", sys.version_info >= (3, 11), platform.python_version()),
+        Finding("torch", True, torch.__version__),
+        _package("triton", "the GPU backends"),
+        _package("safetensors", "saving weights"),
+        *(_gpu(device) for device in devices[1:]),
+    ]
+    if len(devices) == 1:
+        reason = "no NVIDIA GPU found" if torch.version.cuda else "torch is a CPU build"
+        findings.append(Finding("cuda", False, f"{reason}; the reference backend runs on the CPU"))
+    for backend in BACKENDS:
+        reasons = {str(d): backend.why_not(d) for d in devices}
+        working = [d for d, why in reasons.items() if not why]
+        detail = (
+            f"on {', '.join(working)}" if working else "; ".join(dict.fromkeys(reasons.values()))
+        )
+        findings.append(
+            Finding(f"backend {backend.name}", bool(working), f"{backend.about}: {detail}")
+        )
+    best = {str(d): resolve("auto", "auto", d).name for d in devices}
+    return Report(tuple(findings), best)
+
+
+def _package(name: str, use: str) -> Finding:
+    try:
+        return Finding(name, True, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return Finding(name, False, f"not installed; needed for {use}")
+
+
+def _gpu(device: torch.device) -> Finding:
+    facts = torch.cuda.get_device_properties(device)
+    detail = (
+        f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.multi_processor_count} SMs, "
+        f"{facts.total_memory / 2**30:.0f} GiB"
+    )
+    return Finding(str(device), True, detail)

@@ -1,0 +1,211 @@
+"""moe(): the layer as one call, and the checks at its door."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megamoe import reference
+from megamoe.engine import backends
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import (
+    DeviceError,
+    DTypeError,
+    NotAvailable,
+    RangeError,
+    ShapeError,
+    require,
+)
+from megamoe.formats.quantized import Quantized
+from megamoe.formats.spec import recipe_named
+from megamoe.problem import Options, check_top_k
+from megamoe.routing.permute import check_expert_ids
+
+
+def moe(
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    *,
+    activation: str = "swiglu",
+    clamp: float | None = None,
+    weight_at: str = "l1",
+    combine: str = "bf16",
+    shared: ExpertWeights | None = None,
+    backend: str = "auto",
+    mode: str = "auto",
+) -> Tensor:
+    """Send every token through its experts and add up what they say.
+
+    x             bf16 [T, H], or Quantized in the recipe's activation format
+    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may stand twice
+    topk_weights  float32 [T, k]
+    shared        experts that see every token with weight 1, in any recipe
+    returns       bf16 [T, H]
+
+    activation, clamp, weight_at and combine are those of `Options`; docs/numerics.md has the rules.
+    """
+    options = Options(activation, clamp, weight_at, combine)
+    check_tokens(x, topk_idx, topk_weights, weights, weights.num_experts)
+    check_shared(shared, x, weights)
+    backends.resolve(backend, mode, weights.device)
+    with torch.no_grad():
+        return reference.moe(x, topk_idx, topk_weights, weights, options, shared)
+
+
+def check_tokens(
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    num_experts: int,
+) -> None:
+    """Require tokens, ids and weights that fit each other and the experts; values are read too."""
+    require(
+        isinstance(weights, ExpertWeights),
+        "weights must be an ExpertWeights",
+        got=type(weights).__name__,
+        fix="make one with ExpertWeights.quantize or .from_quantized",
+        kind=DTypeError,
+    )
+    _check_x(x, weights)
+    for name, t in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+        require(
+            isinstance(t, Tensor), f"{name} must be a tensor", got=type(t).__name__, kind=DTypeError
+        )
+        require(t.ndim == 2, f"{name} must be [T, top_k]", got=tuple(t.shape), kind=ShapeError)
+        require(
+            t.is_contiguous(),
+            f"{name} must be contiguous",
+            got=f"strides {t.stride()} for {tuple(t.shape)}",
+            fix="call .contiguous()",
+            kind=ShapeError,
+        )
+        require(
+            t.device == weights.device,
+            f"{name} must lie where the weights lie, on {weights.device}",
+            got=t.device,
+            kind=DeviceError,
+        )
+    require(
+        topk_idx.dtype in (torch.int32, torch.int64),
+        "topk_idx must be int32 or int64",
+        got=topk_idx.dtype,
+        kind=DTypeError,
+    )
+    require(
+        topk_weights.dtype == torch.float32,
+        "topk_weights must be float32",
+        got=topk_weights.dtype,
+        fix="call .float()",
+        kind=DTypeError,
+    )
+    require(
+        topk_idx.shape[0] == x.shape[0] and topk_weights.shape == topk_idx.shape,
+        f"topk_idx and topk_weights must both be [{x.shape[0]}, top_k]",
+        got=f"{tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
+        kind=ShapeError,
+    )
+    check_top_k(topk_idx.shape[1], num_experts)
+    check_expert_ids(topk_idx, num_experts)
+    _check_weight_values(topk_idx, topk_weights)
+
+
+def check_shared(
+    shared: ExpertWeights | None, x: Tensor | Quantized, weights: ExpertWeights
+) -> None:
+    """Require shared experts of the same width, on the same device, that can read `x`."""
+    if shared is None:
+        return
+    require(
+        isinstance(shared, ExpertWeights),
+        "shared must be an ExpertWeights",
+        got=type(shared).__name__,
+        kind=DTypeError,
+    )
+    require(
+        shared.hidden == weights.hidden,
+        f"shared experts must be {weights.hidden} wide",
+        got=shared.hidden,
+        kind=ShapeError,
+    )
+    require(
+        shared.device == weights.device,
+        f"shared experts must lie on {weights.device}",
+        got=shared.device,
+        kind=DeviceError,
+    )
+    _check_x(x, shared)
+
+
+def _check_x(x: Tensor | Quantized, weights: ExpertWeights) -> None:
+    acts = recipe_named(weights.recipe).acts
+    if isinstance(x, Quantized):
+        require(
+            x.format == acts.name,
+            f"recipe {weights.recipe} takes BF16 tokens or Quantized ones in {acts.name}",
+            got=x.format,
+            kind=RangeError,
+        )
+        require(
+            x.global_scale is None or x.global_scale.ndim <= 1,
+            "the tokens' global scale must be one number, or one per token",
+            got=None if x.global_scale is None else tuple(x.global_scale.shape),
+            kind=ShapeError,
+        )
+    else:
+        require(
+            isinstance(x, Tensor),
+            "x must be a tensor or Quantized",
+            got=type(x).__name__,
+            kind=DTypeError,
+        )
+        require(
+            x.dtype == torch.bfloat16,
+            "x must be bfloat16",
+            got=x.dtype,
+            fix="call .bfloat16(), or quantise it",
+            kind=DTypeError,
+        )
+        require(
+            not (x.requires_grad and torch.is_grad_enabled()),
+            "the layer has no backward: x must not require grad",
+            got="requires_grad under grad mode",
+            fix="call it under torch.no_grad()",
+            kind=NotAvailable,
+        )
+    require(
+        len(x.shape) == 2 and x.shape[1] == weights.hidden,
+        f"x must be [T, {weights.hidden}]",
+        got=tuple(x.shape),
+        kind=ShapeError,
+    )
+    data = x.data if isinstance(x, Quantized) else x
+    require(
+        data.stride(1) == 1,
+        "the rows of x must be contiguous",
+        got=f"strides {data.stride()}",
+        fix="call .contiguous()",
+        kind=ShapeError,
+    )
+    require(
+        x.device == weights.device,
+        f"x must lie where the weights lie, on {weights.device}",
+        got=x.device,
+        kind=DeviceError,
+    )
+
+
+def _check_weight_values(topk_idx: Tensor, topk_weights: Tensor) -> None:
+    """Require finite weights on the slots that count; names the first offending token and slot."""
+    bad = ~topk_weights.isfinite() & (topk_idx >= 0)
+    if bool(bad.any()):
+        token, slot = bad.nonzero()[0].tolist()
+        require(
+            False,
+            "topk_weights must be finite",
+            got=f"{topk_weights[token, slot].item()} at token {token}, slot {slot}",
+            fix="mask the slot with expert -1",
+            kind=RangeError,
+        )

@@ -1,0 +1,386 @@
+"""ExpertWeights: the experts of one rank in one recipe, checked once, moved and saved as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.engine import checkpoint, files
+from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_of, require
+from megamoe.formats.quantize import dequantize, quantize_into, weight_global_scale
+from megamoe.formats.quantized import (
+    DATA_DTYPE,
+    SCALE_DTYPE,
+    Quantized,
+    data_shape,
+    scale_shape,
+)
+from megamoe.formats.spec import Scale, recipe_named
+from megamoe.problem import check_width
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExpertWeights:
+    """E experts. `quantize` makes them from BF16, `from_quantized` from a checkpoint's tensors.
+
+    w13          [E, 2, intermediate, hidden]: gate at 0, up at 1; a block never holds both
+    w2           [E, hidden, intermediate]
+    b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
+    x_global     NVFP4: float32 scalar, the global scale that tokens are quantised with
+    acts_global  NVFP4: float32 [E], the one of the activation's output
+    """
+
+    recipe: str
+    w13: Quantized
+    w2: Quantized
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    x_global: Tensor | None = None
+    acts_global: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        fmt = recipe_named(self.recipe).weights
+        for name in ("w13", "w2"):
+            part = getattr(self, name)
+            require(
+                isinstance(part, Quantized) and part.format == fmt.name,
+                f"{name} must be a Quantized in {fmt.name} for recipe {self.recipe}",
+                got=getattr(part, "format", type(part).__name__),
+                kind=RangeError,
+            )
+        require(
+            len(self.w13.shape) == 4 and self.w13.shape[1] == 2,
+            "w13 must be [E, 2, intermediate, hidden]",
+            got=self.w13.shape,
+            kind=ShapeError,
+        )
+        num_experts, _, intermediate, hidden = self.w13.shape
+        check_width("hidden", hidden)
+        check_width("intermediate", intermediate)
+        require(num_experts >= 1, "there must be at least one expert", got=0, kind=ShapeError)
+        require(
+            self.w2.shape == (num_experts, hidden, intermediate),
+            f"w2 must be [E, hidden, intermediate] = {(num_experts, hidden, intermediate)}",
+            got=self.w2.shape,
+            kind=ShapeError,
+        )
+        wanted = {"b13": (num_experts, 2, intermediate), "b2": (num_experts, hidden)}
+        if fmt.has_global:
+            wanted |= {"x_global": (), "acts_global": (num_experts,)}
+        for name in ("b13", "b2", "x_global", "acts_global"):
+            _check_extra(getattr(self, name), name, wanted.get(name), required="global" in name)
+        devices = {t.device for t in self.state_dict().values()}
+        require(
+            len(devices) == 1,
+            "all tensors of the experts must lie on one device",
+            got=sorted(map(str, devices)),
+            fix="move them with .to(device)",
+            kind=DeviceError,
+        )
+
+    # -- making --------------------------------------------------------------------------------
+
+    @classmethod
+    def quantize(
+        cls,
+        w13: Tensor,
+        w2: Tensor,
+        recipe: str,
+        *,
+        b13: Tensor | None = None,
+        b2: Tensor | None = None,
+        gate_up: str = "split",
+        x_global: float = 1.0,
+        acts_global: float | Tensor = 1.0,
+        progress: Callable[[int], None] | None = None,
+    ) -> ExpertWeights:
+        """Quantise BF16 (or FP32, FP16) weights [E, 2I, H] and [E, H, I], expert by expert.
+
+        gate_up   "split": all gate rows, then all up rows; "interleaved": gate, up, gate, up, ...
+        x_global, acts_global   NVFP4 only: calibrated global scales of tokens and activations
+        progress  called with the number of experts done
+        Needs little memory beside input and output: values are quantised about a million at a time.
+        """
+        checkpoint.check_source(w13, "w13", 3)
+        checkpoint.check_source(w2, "w2", 3)
+        require(
+            len(w13) == len(w2),
+            "w13 and w2 must have as many experts",
+            got=f"{len(w13)} and {len(w2)}",
+            kind=ShapeError,
+        )
+        extras = checkpoint.extras(
+            recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device
+        )
+        pairs = zip(w13, w2, strict=True)
+        made = cls.quantize_each(pairs, len(w13), recipe, gate_up=gate_up, progress=progress)
+        return replace(made, **extras)
+
+    @classmethod
+    def quantize_each(
+        cls,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        num_experts: int,
+        recipe: str,
+        *,
+        gate_up: str = "split",
+        progress: Callable[[int], None] | None = None,
+    ) -> ExpertWeights:
+        """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist."""
+        one_of(gate_up, checkpoint.GATE_UP, "gate_up")
+        fmt = recipe_named(recipe).weights
+        made: ExpertWeights | None = None
+        done = 0
+        for w13, w2 in experts:
+            checkpoint.check_pair(w13, w2, made and (2 * made.intermediate, made.hidden))
+            if made is None:
+                made = _empty(recipe, num_experts, w13.shape[0] // 2, w13.shape[1], w13.device)
+            require(
+                done < num_experts,
+                f"there must be {num_experts} experts",
+                got="more",
+                kind=ShapeError,
+            )
+            part = made[done : done + 1]
+            for name, out in (("w13", part.w13), ("w2", part.w2)):
+                source = checkpoint.gate_then_up(w13, gate_up) if name == "w13" else w2
+                source = source.unsqueeze(0)
+                if out.global_scale is not None:
+                    out.global_scale.copy_(weight_global_scale(source))
+                quantize_into(source, out)
+                checkpoint.refuse_nan(out, name, first_expert=done)
+            done += 1
+            if progress is not None:
+                progress(done)
+        require(
+            made is not None and done == num_experts,
+            f"there must be {num_experts} experts in {fmt.name}",
+            got=done,
+            kind=ShapeError,
+        )
+        assert made is not None
+        return made
+
+    @classmethod
+    def from_quantized(
+        cls,
+        w13_data: Tensor,
+        w13_scale: Tensor | None,
+        w2_data: Tensor,
+        w2_scale: Tensor | None,
+        *,
+        recipe: str,
+        w13_global: Tensor | None = None,
+        w2_global: Tensor | None = None,
+        b13: Tensor | None = None,
+        b2: Tensor | None = None,
+        gate_up: str = "split",
+        x_global: float = 1.0,
+        acts_global: float | Tensor = 1.0,
+    ) -> ExpertWeights:
+        """Take a checkpoint's tensors as they are, experts stacked in front; nothing is rounded.
+
+        DeepSeek-V3  w8a8: float8_e4m3fn [E, 2I, H], float32 [E, 2 ceil(I/128), ceil(H/128)]
+                     (weight_scale_inv of gate, then of up); E8M0 scales are taken by value
+        DeepSeek-V4  w4*: int8 or uint8 [E, 2I, H/2], float8_e8m0fnu [E, 2I, H/32]
+        gpt-oss      w4*: uint8 blocks [E, 2I, H/32, 16], uint8 scales [E, 2I, H/32],
+                     gate_up="interleaved", b13 and b2
+        NVFP4        uint8 [E, 2I, H/2], float8_e4m3fn [E, 2I, H/16], w13_global [E] or [E, 2],
+                     w2_global [E]
+        """
+        fmt = recipe_named(recipe).weights
+        w13 = checkpoint.read_matrix(w13_data, w13_scale, w13_global, fmt, "w13", gate_up=gate_up)
+        w2 = checkpoint.read_matrix(w2_data, w2_scale, w2_global, fmt, "w2")
+        extras = checkpoint.extras(
+            recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device
+        )
+        return cls(recipe, w13, w2, **extras)
+
+    # -- using ---------------------------------------------------------------------------------
+
+    @property
+    def num_experts(self) -> int:
+        return self.w13.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        return self.w13.shape[3]
+
+    @property
+    def intermediate(self) -> int:
+        return self.w13.shape[2]
+
+    @property
+    def device(self) -> torch.device:
+        return self.w13.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of storage, scales and biases included."""
+        return sum(t.numel() * t.element_size() for t in self.state_dict().values())
+
+    def dequantize(self) -> tuple[Tensor, Tensor]:
+        """FP32 weights [E, 2I, H] (gate rows, then up rows) and [E, H, I]."""
+        return dequantize(self.w13).flatten(1, 2), dequantize(self.w2)
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        """The same experts on `device`."""
+        return self._map(lambda t: t.to(device))
+
+    def __getitem__(self, idx: slice) -> ExpertWeights:
+        """A run of experts, as views."""
+        require(isinstance(idx, slice), "experts are picked by a slice", got=idx, kind=RangeError)
+        picked = range(*idx.indices(self.num_experts))
+        require(
+            len(picked) >= 1, "the slice must hold at least one expert", got=idx, kind=RangeError
+        )
+        parts: dict[str, Any] = {"w13": self.w13[idx], "w2": self.w2[idx]}
+        for name in ("b13", "b2", "acts_global"):
+            if getattr(self, name) is not None:
+                parts[name] = getattr(self, name)[idx]
+        return replace(self, **parts)
+
+    def for_rank(self, rank: int, num_ranks: int) -> ExpertWeights:
+        """The experts of one rank: the rank-th of num_ranks equal runs (A010), as views."""
+        require(
+            num_ranks >= 1 and self.num_experts % num_ranks == 0,
+            "num_experts must be a multiple of num_ranks",
+            got=f"{self.num_experts} experts over {num_ranks} ranks",
+            fix="pad with empty experts",
+            kind=ShapeError,
+        )
+        require(
+            0 <= rank < num_ranks,
+            f"rank must lie between 0 and {num_ranks - 1}",
+            got=rank,
+            kind=RangeError,
+        )
+        per_rank = self.num_experts // num_ranks
+        return self[rank * per_rank : (rank + 1) * per_rank]
+
+    @classmethod
+    def cat(cls, parts: Sequence[ExpertWeights]) -> ExpertWeights:
+        """All experts of `parts`, in order; the parts agree in all but the number of experts."""
+        require(len(parts) >= 1, "there must be at least one part", got=0, kind=ShapeError)
+        names = [set(part.state_dict()) for part in parts]
+        agree = all(
+            (p.recipe, p.hidden, p.intermediate)
+            == (parts[0].recipe, parts[0].hidden, parts[0].intermediate)
+            and (p.x_global is None or torch.equal(p.x_global, parts[0].x_global))  # type: ignore[arg-type]
+            for p in parts
+        )
+        require(
+            agree and all(n == names[0] for n in names),
+            "parts must have one recipe, one shape, the same biases and one x_global",
+            got=[(p.recipe, p.hidden, p.intermediate) for p in parts],
+            kind=ShapeError,
+        )
+        tensors = {
+            name: first if first.ndim == 0 else torch.cat([p.state_dict()[name] for p in parts])
+            for name, first in parts[0].state_dict().items()
+        }
+        return cls.from_state_dict(tensors, parts[0].recipe)
+
+    # -- keeping -------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Every tensor by name: "w13.data", "w13.scale", ..., "b2"."""
+        found: dict[str, Tensor] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Quantized):
+                found |= {f"{field.name}.{name}": t for name, t in value.tensors().items()}
+            elif isinstance(value, Tensor):
+                found[field.name] = value
+        return found
+
+    @classmethod
+    def from_state_dict(cls, tensors: dict[str, Tensor], recipe: str) -> ExpertWeights:
+        """The inverse of `state_dict`."""
+        fmt = recipe_named(recipe).weights
+        parts: dict[str, Any] = {}
+        for name, t in tensors.items():
+            head, _, tail = name.partition(".")
+            if tail:
+                parts.setdefault(head, {})[tail] = t
+            else:
+                parts[head] = t
+        known = {field.name for field in fields(cls)} - {"recipe"}
+        require(
+            {"w13", "w2"} <= set(parts) <= known
+            and all("data" in parts[name] for name in ("w13", "w2")),
+            f"the tensors must be those of an ExpertWeights in {recipe}",
+            got=sorted(tensors),
+            kind=ShapeError,
+        )
+        for name in ("w13", "w2"):
+            part = parts[name]
+            shape = tuple(part["data"].shape)
+            if fmt.element.bits == 4:
+                shape = (*shape[:-1], 2 * shape[-1])
+            parts[name] = Quantized(
+                part["data"], part.get("scale"), fmt.name, shape, part.get("global_scale")
+            )
+        return cls(recipe, **parts)
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file; an existing file is replaced only once the new one is whole."""
+        files.save(path, self.state_dict(), self.recipe)
+
+    @classmethod
+    def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
+        """Read what `save` wrote; a foreign or truncated file is refused."""
+        tensors, recipe = files.load(path, device)
+        return cls.from_state_dict(tensors, recipe)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> ExpertWeights:
+        tensors = {name: change(t) for name, t in self.state_dict().items()}
+        return type(self).from_state_dict(tensors, self.recipe)
+
+
+def _empty(
+    recipe: str, num_experts: int, intermediate: int, hidden: int, device: torch.device
+) -> ExpertWeights:
+    """Uninitialised experts, to be filled."""
+    fmt = recipe_named(recipe).weights
+
+    def matrix(*shape: int, lead: int) -> Quantized:
+        data = torch.empty(
+            data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=device
+        )
+        if fmt.scale is Scale.NONE:
+            return Quantized(data, None, fmt.name, shape)
+        scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=device)
+        g = torch.ones(shape[:lead], device=device) if fmt.has_global else None
+        return Quantized(data, scale, fmt.name, shape, g)
+
+    check_width("hidden", hidden)
+    check_width("intermediate", intermediate)
+    return ExpertWeights(
+        recipe,
+        matrix(num_experts, 2, intermediate, hidden, lead=1),
+        matrix(num_experts, hidden, intermediate, lead=1),
+        **checkpoint.extras(recipe, num_experts, None, None, "split", 1.0, 1.0, device),
+    )
+
+
+def _check_extra(
+    t: Tensor | None, name: str, shape: tuple[int, ...] | None, *, required: bool
+) -> None:
+    """Require a float32 tensor of `shape`, or None where it may be missing."""
+    if t is None:
+        require(shape is None or not required, f"{name} is missing", got=None, kind=ShapeError)
+        return
+    require(shape is not None, f"this recipe has no {name}", got="one", kind=ShapeError)
+    require(t.dtype == torch.float32, f"{name} must be float32", got=t.dtype, kind=DTypeError)
+    require(
+        tuple(t.shape) == shape,
+        f"{name} must have shape {shape}",
+        got=tuple(t.shape),
+        kind=ShapeError,
+    )

@@ -1,0 +1,53 @@
+"""The error types, and `require`: the one way this library refuses input."""
+
+from __future__ import annotations
+
+
+class MegaMoEError(Exception):
+    """Base of every error raised on purpose: what is required, what came, what to do."""
+
+
+class ShapeError(MegaMoEError, ValueError):
+    """A size, rank or stride does not fit."""
+
+
+class DTypeError(MegaMoEError, TypeError):
+    """A tensor or argument has the wrong type."""
+
+
+class DeviceError(MegaMoEError, ValueError):
+    """Tensors that must lie on one device do not."""
+
+
+class RangeError(MegaMoEError, ValueError):
+    """A value lies outside what is legal: an expert id, a NaN weight, an unknown name."""
+
+
+class FileError(MegaMoEError, OSError):
+    """A file is missing, truncated, or not one of ours."""
+
+
+class CapacityError(MegaMoEError, RuntimeError):
+    """More tokens than the layer was built for. Tokens are never dropped."""
+
+
+class NotAvailable(MegaMoEError, RuntimeError):
+    """This build, machine or GPU cannot do it; the text names what can."""
+
+
+def require(
+    ok: bool, what: str, *, got: object, fix: str = "", kind: type[MegaMoEError] = MegaMoEError
+) -> None:
+    """Raise `kind` as 'what; got X; fix' unless `ok`."""
+    if not ok:
+        raise kind("; ".join(part for part in (what, f"got {got}", fix) if part))
+
+
+def one_of(value: object, legal: tuple[str, ...], what: str) -> None:
+    """Require that `value` is one of the names in `legal`."""
+    require(
+        value in legal,
+        f"{what} must be one of {', '.join(legal)}",
+        got=repr(value),
+        kind=RangeError,
+    )

@@ -1,0 +1,1 @@
+"""Number formats: data in `spec.py` (standard library only), exact torch maths beside it."""

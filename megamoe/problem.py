@@ -1,0 +1,115 @@
+"""Problem: one MoE layer call in integers. Options: what it computes beyond the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.errors import RangeError, ShapeError, one_of, require
+
+# The names of the numerics contract; `formats/spec.py` says what each one means.
+RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4")
+
+WIDTH_MULTIPLE = 32  # hidden and intermediate: one MX group is the smallest unit of every format
+MAX_TOP_K = 32  # A009: one warp lane per slot
+OWN_CLAMP = {"swiglu": float("inf"), "gpt_oss": 7.0}  # what `clamp=None` means
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One MoE layer call, as seen from one rank. Integers only: no tensors, no device."""
+
+    num_tokens: int  # on this rank, before dispatch
+    hidden: int  # width of a token
+    intermediate: int  # width after the activation; L1 writes 2 * intermediate
+    num_experts: int  # over all ranks
+    top_k: int
+    num_ranks: int = 1
+    recipe: str = "w4a8_block"
+
+    def __post_init__(self) -> None:
+        one_of(self.recipe, RECIPES, "recipe")
+        require(
+            self.num_tokens >= 0,
+            "num_tokens must not be negative",
+            got=self.num_tokens,
+            kind=ShapeError,
+        )
+        for name in ("hidden", "intermediate"):
+            check_width(name, getattr(self, name))
+        for name in ("num_experts", "num_ranks"):
+            require(
+                getattr(self, name) >= 1,
+                f"{name} must be at least 1",
+                got=getattr(self, name),
+                kind=ShapeError,
+            )
+        require(
+            self.num_experts % self.num_ranks == 0,
+            "num_experts must be a multiple of num_ranks",
+            got=f"{self.num_experts} experts over {self.num_ranks} ranks",
+            fix="pad with empty experts",
+            kind=ShapeError,
+        )
+        check_top_k(self.top_k, self.num_experts)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts per rank; expert e lives on rank e // num_local_experts (A010)."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def tokens_per_expert(self) -> float:
+        """Rows per expert under even routing: the one load figure that heuristics use."""
+        return self.num_tokens * self.num_ranks * self.top_k / self.num_experts
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds of both linears on one rank under even routing, counted as two (A083)."""
+        return 6 * self.num_tokens * self.top_k * self.hidden * self.intermediate
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The choices of the layer that change its result, apart from the recipe."""
+
+    activation: str = "swiglu"  # silu(gate) * up;  "gpt_oss": gate * sigmoid(1.702 gate) * (up + 1)
+    clamp: float | None = None  # gate from above, up on both sides; None is the activation's own
+    weight_at: str = "l1"  # the topk weight multiplies the activation's output, or at "combine"
+    combine: str = "bf16"  # rows on their way to combine; "fp8" has one E8M0 scale per 128 columns
+
+    def __post_init__(self) -> None:
+        one_of(self.activation, tuple(OWN_CLAMP), "activation")
+        one_of(self.weight_at, ("l1", "combine"), "weight_at")
+        one_of(self.combine, ("bf16", "fp8"), "combine")
+        require(
+            self.clamp is None or self.clamp > 0,
+            "clamp must be positive, or None",
+            got=self.clamp,
+            kind=RangeError,
+        )
+
+    @property
+    def limit(self) -> float:
+        """The clamp in force; infinity is none."""
+        return OWN_CLAMP[self.activation] if self.clamp is None else self.clamp
+
+
+def check_width(name: str, value: int) -> None:
+    """Require a positive multiple of 32."""
+    require(
+        value > 0 and value % WIDTH_MULTIPLE == 0,
+        f"{name} must be a positive multiple of {WIDTH_MULTIPLE}",
+        got=value,
+        fix="pad the weights with zero columns",
+        kind=ShapeError,
+    )
+
+
+def check_top_k(top_k: int, num_experts: int) -> None:
+    """Require 1 <= top_k <= min(num_experts, 32)."""
+    require(
+        1 <= top_k <= min(num_experts, MAX_TOP_K),
+        f"top_k must lie between 1 and min(num_experts, {MAX_TOP_K})",
+        got=f"top_k {top_k} with {num_experts} experts",
+        kind=ShapeError,
+    )
