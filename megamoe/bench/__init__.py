@@ -1,0 +1,1 @@
+"""Named models, the main job of `megamoe run`, and measurements."""

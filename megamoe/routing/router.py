@@ -63,4 +63,4 @@ def _keep_groups(choice: Tensor, num_groups: int, num_kept: int) -> Tensor:
 
 def _best(values: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest, best first; ties go to the lower (topk leaves that open)."""
-    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count].contiguous()

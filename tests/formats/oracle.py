@@ -7,7 +7,7 @@ A float's magnitude code is its bits without the sign; `2**128` stands for FP32 
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import NamedTuple
 
 INF32, NAN32 = 0x7F800000, 0x7FC00000
@@ -17,7 +17,7 @@ ONE_SCALE = {"e8m0": 127, "e4m3": 0x38, "fp32": ONE32}
 
 
 class Float(NamedTuple):
-    """A binary float: magnitudes above `top` become `top` (the largest finite code, or infinity)."""
+    """A binary float; magnitudes beyond code `top` become it (the largest number, or infinity)."""
 
     exponent_bits: int
     mantissa_bits: int
@@ -57,12 +57,13 @@ RULES = {
 }
 
 
+@lru_cache(1 << 10)
 def power(exponent: int) -> Fraction:
     """2**exponent."""
     return Fraction(1 << exponent) if exponent >= 0 else Fraction(1, 1 << -exponent)
 
 
-@lru_cache(1 << 17)
+@lru_cache(1 << 12)
 def decode(code: int, kind: Float) -> Fraction:
     """The value of a magnitude code."""
     exponent, mantissa = divmod(code, 1 << kind.mantissa_bits)
@@ -76,9 +77,8 @@ def encode(value: Fraction, kind: Float) -> int:
     if value == 0:
         return 0
     n, d = value.numerator, value.denominator
-    exponent = max(n.bit_length() - d.bit_length() - 1, kind.low)  # at most one too small
-    if value >= power(exponent + 1):
-        exponent += 1
+    exponent = n.bit_length() - d.bit_length()  # of value's leading bit, or one too large
+    exponent = max(exponent - (value < power(exponent)), kind.low)
     shift = kind.mantissa_bits - exponent
     n, d = (n << shift, d) if shift >= 0 else (n, d << -shift)
     units, rest = divmod(n, d)
@@ -112,7 +112,7 @@ def divide(a: Fraction, b: Fraction) -> Fraction:
     return Fraction(0) if b >= power(128) else round_to(a / b, FP32)
 
 
-@lru_cache(1 << 17)
+@lru_cache(40_000)
 def scale_code(amax: int, name: str, g: int = ONE32) -> int:
     """The stored scale of a block whose largest magnitude has FP32 code `amax`."""
     rule = RULES[name]
@@ -129,7 +129,7 @@ def scale_code(amax: int, name: str, g: int = ONE32) -> int:
     return encode(divide(size, round_to(largest * decode(g, FP32), FP32)), E4M3)
 
 
-@lru_cache(1 << 17)
+@lru_cache(40_000)
 def step_code(scale: int, name: str, g: int = ONE32) -> int | None:
     """FP32 code of what values are divided by: the scale, times g for NVFP4. None where NaN."""
     kind = RULES[name].scale
@@ -140,7 +140,7 @@ def step_code(scale: int, name: str, g: int = ONE32) -> int | None:
     return scale if kind == "fp32" else encode(decode(scale, E4M3) * decode(g, FP32), FP32)
 
 
-@lru_cache(1 << 17)
+@lru_cache(40_000)
 def element_code(size: int, step: int, kind: Float) -> int:
     """Magnitude code of element(FP32(x / step)) for FP32 codes of |x| and step > 0."""
     return encode(divide(decode(size, FP32), decode(step, FP32)), kind)
@@ -149,25 +149,21 @@ def element_code(size: int, step: int, kind: Float) -> int:
 def quantise_block(values: list[int], name: str, g: int = ONE32) -> tuple[list[int], int]:
     """Stored element codes and scale code of one block of FP32 bit patterns."""
     kind = RULES[name].element
-    scale = scale_code(max(v & ~FP32.sign for v in values), name, g)
+    sizes = {v: v & 0x7FFFFFFF for v in set(values)}
+    scale = scale_code(max(sizes.values()), name, g)
     step = step_code(scale, name, g)
     if not step:  # NaN, or rounded to 0
         return [0] * len(values), scale
-    codes = [
-        element_code(v & ~FP32.sign, step, kind) | (kind.sign if v & FP32.sign else 0)
-        for v in values
-    ]
-    return codes, scale
+    code = {v: element_code(s, step, kind) | (kind.sign * (v != s)) for v, s in sizes.items()}
+    return [code[v] for v in values], scale
 
 
-@cache
 def exact_scale(scale: int, name: str) -> Fraction:
     """The value of a stored scale that is not NaN."""
     kind = RULES[name].scale
     return power(scale - 127) if kind == "e8m0" else decode(scale, E4M3 if kind == "e4m3" else FP32)
 
 
-@lru_cache(1 << 17)
 def exact_value(code: int, scale: int, name: str, g: int = ONE32) -> Fraction | None:
     """The signed value element * scale * g of one stored element; None where it is NaN."""
     if scale == NAN_SCALE[RULES[name].scale]:
@@ -177,7 +173,7 @@ def exact_value(code: int, scale: int, name: str, g: int = ONE32) -> Fraction | 
     return -size if code & kind.sign else size
 
 
-@lru_cache(1 << 17)
+@lru_cache(40_000)
 def dequantise(code: int, scale: int, name: str, g: int = ONE32) -> int:
     """FP32 bits of one stored element: the exact product, rounded once."""
     value = exact_value(code, scale, name, g)

@@ -25,14 +25,16 @@ def from_bits(patterns: list[int]) -> Tensor:
 
 
 def bits(t: Tensor) -> Tensor:
-    """Unsigned bit patterns of a tensor as int64; every FP32 NaN as the same pattern."""
+    """Unsigned bit patterns of a tensor as int64; every NaN of a wide type as the same pattern."""
+    t = t.contiguous()
     if t.element_size() == 1:
-        return t.contiguous().view(torch.uint8).long()
+        return t.view(torch.uint8).long()
     if t.dtype == torch.bfloat16:
-        return t.contiguous().view(torch.int16).long() & 0xFFFF
-    assert t.dtype == torch.float32
-    raw = t.contiguous().view(torch.int32).long() & 0xFFFFFFFF
-    return raw.masked_fill(t.isnan(), oracle.NAN32)
+        return t.view(torch.int16).long() & 0xFFFF
+    if t.dtype == torch.float32:
+        raw = t.view(torch.int32).long() & 0xFFFFFFFF
+        return raw.masked_fill(t.isnan(), oracle.NAN32)
+    return t.view(torch.int64).masked_fill(t.isnan(), -1)
 
 
 def float_bits(value: float) -> int:
@@ -52,6 +54,24 @@ def finite_bf16() -> Tensor:
     """Every finite BF16 value as FP32: 65 280 of them, both zeros included."""
     patterns = torch.arange(1 << 16, dtype=torch.int64) << 16
     return from_bits(patterns[(patterns & 0x7F800000) != 0x7F800000].tolist())
+
+
+def edge_amaxes() -> Tensor:
+    """Every FP32 exponent with mantissas around 1, 1.5 and 1.75, and subnormals around them."""
+    near = [m + d for m in (0, 0x400000, 0x600000) for d in (-1, 0, 1)]
+    patterns = {(e << 23) + m for e in range(255) for m in near}
+    patterns |= {(m << s) + d for m in (1, 3, 7) for s in range(20) for d in (-1, 0, 1)}
+    return from_bits(sorted(p for p in patterns if 0 < p < oracle.INF32))
+
+
+def around_the_grid(kind: oracle.Float) -> Tensor:
+    """Values and midpoints of `kind` and their FP32 neighbours up to its largest, both signs."""
+    grid = [oracle.decode(code, kind) for code in range(kind.top + 1)]
+    points = grid + [(a + b) / 2 for a, b in itertools.pairwise(grid)]
+    codes = [oracle.encode(point, oracle.FP32) + d for point in points for d in (-1, 0, 1)]
+    last = oracle.encode(grid[-1], oracle.FP32)
+    signs = (0, oracle.FP32.sign)
+    return from_bits([code | sign for code in codes if 0 <= code <= last for sign in signs])
 
 
 def alone(values: Tensor, name: str, width: int = 0) -> Tensor:
@@ -107,13 +127,18 @@ def assert_holds_the_rule(x: Tensor, q: mm.Quantized, every: int = 1) -> None:
             f"amax {max(v & 0x7FFFFFFF for v in block):#010x}"
         )
         _assert_same(got_codes, want_codes, block, f"{where}: element")
-        want_floats = [oracle.dequantise(code, want_scale, q.format, g) for code in want_codes]
+        float_of = {c: oracle.dequantise(c, want_scale, q.format, g) for c in set(want_codes)}
+        want_floats = [float_of[code] for code in want_codes]
         _assert_same(got_floats, want_floats, block, f"{where}: FP32 value")
 
 
 def assert_same_bits(got: Tensor, want: Tensor, x: Tensor, what: str) -> None:
-    """Two tensors hold the same bits; `x`, of their shape, is what they were made from."""
-    _assert_same(*(t.flatten().tolist() for t in (bits(got), bits(want), bits(x))), what)
+    """Two tensors hold the same bits; `x`, of their size, is what they were made from."""
+    assert got.shape == want.shape, f"{what}: got {got.shape}, want {want.shape}"
+    got, want = bits(got), bits(want)
+    if not torch.equal(got, want):
+        first = (got != want).flatten().nonzero()[0]
+        _assert_same(*(t.flatten()[first].tolist() for t in (got, want, bits(x))), what)
 
 
 def _assert_same(got: list[int], want: list[int], values: list[int], what: str) -> None:
@@ -131,5 +156,5 @@ def _block(slab: list[list[int]], rows: slice, cols: slice) -> list[int]:
 def _factor_bits(q: mm.Quantized, height: int) -> list[list[int]]:
     """FP32 bits of the global scale of every row, 1 where the format has none."""
     g = torch.ones(()) if q.global_scale is None else q.global_scale
-    g = g.reshape(*g.shape, *[1] * (len(q.shape) - 1 - g.ndim)).expand(q.shape[:-1])
+    g = g.reshape((*g.shape, *[1] * (len(q.shape) - 1 - g.ndim))).expand(q.shape[:-1])
     return bits(g).reshape(-1, height).tolist()

@@ -16,9 +16,11 @@ from .support import (
     MX,
     NAMES,
     alone,
+    around_the_grid,
     assert_follows_the_rule,
     assert_same_bits,
     bits,
+    edge_amaxes,
     float_bits,
     from_bits,
     stored_codes,
@@ -33,23 +35,6 @@ def one_block(*values: float) -> torch.Tensor:
     x = torch.zeros(1, 32)
     x[0, : len(values)] = torch.tensor(values)
     return x
-
-
-def edge_amaxes() -> torch.Tensor:
-    """Every FP32 exponent with mantissas around 1, 1.5 and 1.75, and subnormals around them."""
-    near = [m + d for m in (0, 0x400000, 0x600000) for d in (-1, 0, 1)]
-    patterns = {(e << 23) + m for e in range(255) for m in near}
-    patterns |= {(m << s) + d for m in (1, 3, 7) for s in range(20) for d in (-1, 0, 1)}
-    return from_bits(sorted(p for p in patterns if 0 < p < oracle.INF32))
-
-
-def midpoints(kind: oracle.Float) -> list[float]:
-    """Grid values, midpoints and the FP32 neighbours of midpoints of `kind`, both signs."""
-    grid = [oracle.decode(code, kind) for code in range(kind.top + 1)]
-    middle = [oracle.encode((a + b) / 2, oracle.FP32) for a, b in zip(grid, grid[1:], strict=False)]
-    codes = [oracle.encode(v, oracle.FP32) for v in grid]
-    codes += [code + d for code in middle for d in (-1, 0, 1)]
-    return from_bits([code | sign for code in codes for sign in (0, 1 << 31)]).tolist()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -118,7 +103,7 @@ def test_subnormal_values_match_the_rule(name):
 
 @pytest.mark.parametrize("name", ["fp8_1x128", "fp8_128x128"])
 def test_an_fp32_scale_may_be_a_coarse_subnormal_or_zero(name):
-    """amax / 448 is at most half of the least subnormal up to 224 of them: then zeros are stored."""
+    """Up to 224 least subnormals, amax / 448 rounds to 0: then zeros are stored."""
     counts = [1, 223, 224, 225, 447, 448, 449, 671, 672, 673, 1120, 4000]
     x = alone(from_bits([n | s for n in counts for s in (0, 1 << 31)]), name)
     q = assert_follows_the_rule(x, name)
@@ -145,8 +130,8 @@ def test_mx_scale_codes_reach_from_zero_to_the_highest(name, highest):
 def test_every_midpoint_of_the_grid_goes_to_even_under_any_scale(name, exponent):
     """The block maximum is the element's largest value, so the step is exactly 2**exponent."""
     kind = oracle.RULES[name].element
-    rows, cols = oracle.RULES[name].block
-    points = torch.tensor(midpoints(kind))
+    cols = oracle.RULES[name].block[1]
+    points = around_the_grid(kind)
     points = torch.nn.functional.pad(points, (0, -len(points) % (cols - 1))).reshape(-1, cols - 1)
     largest = float(oracle.decode(kind.top, kind))
     x = torch.cat((torch.full((len(points), 1), largest), points), dim=1) * 2.0**exponent
@@ -154,7 +139,9 @@ def test_every_midpoint_of_the_grid_goes_to_even_under_any_scale(name, exponent)
     q = assert_follows_the_rule(x, name, g)
     assert len(set(bits(q.scale).flatten().tolist())) == 1
     if exponent == 0:
-        for point, code in zip(x.flatten().tolist(), stored_codes(q).flatten().tolist(), strict=True):
+        for point, code in zip(
+            x.flatten().tolist(), stored_codes(q).flatten().tolist(), strict=True
+        ):
             size, magnitude = abs(Fraction(point)), code & ~kind.sign
             error = abs(oracle.decode(magnitude, kind) - size)
             neighbours = [n for n in (magnitude - 1, magnitude + 1) if 0 <= n <= kind.top]
@@ -210,9 +197,9 @@ def test_nvfp4_takes_one_global_scale_per_row():
     x = torch.randn(len(g), 64, generator=torch.Generator().manual_seed(4)) * g[:, None]
     q = assert_follows_the_rule(x, "nvfp4", g)
     for row, factor in enumerate(GLOBAL_SCALES):
-        lone = mm.quantize(x[row], "nvfp4", global_scale=factor)
-        assert torch.equal(lone.data, q[row].data)
-        assert torch.equal(bits(lone.scale), bits(q[row].scale))
+        lone = mm.quantize(x[row : row + 1], "nvfp4", global_scale=factor)
+        assert torch.equal(lone.data[0], q.data[row])
+        assert torch.equal(bits(lone.scale[0]), bits(q.scale[row]))
 
 
 @pytest.mark.parametrize("lead", [(), (3,), (3, 5)])
@@ -248,9 +235,9 @@ def test_weight_global_scale_is_amax_over_2688_of_finite_values(dtype):
     assert got[1] == got[3] == 1.0
 
 
-@pytest.mark.parametrize("counts", [[1, 1343, 1344, 1345, 2688, 4031, 4032, 4033]])
-def test_weight_global_scale_that_rounds_to_zero_is_one(counts):
-    got = weight_global_scale(from_bits(counts)[:, None])
+def test_weight_global_scale_that_rounds_to_zero_is_one():
+    """Multiples of the least subnormal: up to 1344 of them are at most half of it over 2688."""
+    got = weight_global_scale(from_bits([1, 1343, 1344, 1345, 2688, 4031, 4032, 4033])[:, None])
     assert bits(got).tolist() == [oracle.ONE32] * 3 + [1, 1, 1, 2, 2]
 
 

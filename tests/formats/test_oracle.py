@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import struct
 from fractions import Fraction
@@ -30,7 +31,7 @@ def test_e4m3_landmarks_are_where_the_standard_puts_them():
 )
 def test_codes_rise_with_their_values_and_encode_to_themselves(kind, last):
     values = [oracle.decode(code, kind) for code in range(last + 1)]
-    assert all(a < b for a, b in zip(values, values[1:], strict=False))
+    assert all(a < b for a, b in itertools.pairwise(values))
     assert [oracle.encode(value, kind) for value in values] == list(range(last + 1))
 
 

@@ -1,0 +1,262 @@
+"""The main job: make a layer and tokens, run it, check it, say what it cost.
+
+Three checks, none of which is the computation itself: the layer's rows against the reference run
+token by token on one rank (bitwise where the backend is the reference, else within the recipe's
+tolerance); its error against the BF16 layer, which must be what the recipe's formats make
+plausible; and the tokens counted per expert against the routing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from megamoe import reference
+from megamoe.bench.workloads import Model
+from megamoe.engine.backends import resolve
+from megamoe.engine.functional import moe
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import RangeError, require
+from megamoe.formats.spec import recipe_named
+from megamoe.problem import Problem
+from megamoe.routing.permute import expert_counts
+from megamoe.routing.router import route
+
+SAMPLE = 32  # tokens that are run again one by one, and through the BF16 layer
+CPU_BUDGET = 1 << 30  # BF16 bytes of a layer that "auto" scale still makes on a CPU in seconds
+SCALES = (1.0, 0.5, 0.25, 0.125, 0.0625)
+
+Progress = Callable[[str, int, int], None]  # step, done, of
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What the job found. `ok` is the verdict of all checks."""
+
+    preset: str
+    scale: float
+    recipe: str
+    backend: str
+    device: str
+    problem: Problem
+    experts_touched: int
+    time_ms: float
+    tflops: float
+    bytes_moved: int
+    gbs: float
+    weight_bytes: int
+    bf16_bytes: int
+    error: float  # relative Frobenius against the BF16 layer
+    error_range: tuple[float, float]
+    reference_error: float  # against the reference, token by token
+    reference_bound: float  # 0.0 is bitwise
+    counts_ok: bool
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        low, high = self.error_range
+        close = self.reference_error <= self.reference_bound
+        return close and low <= self.error <= high and self.counts_ok
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "ok": self.ok}
+
+
+def fitting_scale(model: Model, device: torch.device) -> float:
+    """The largest scale whose BF16 layer fits: half a GPU's free memory, seconds on a CPU."""
+    budget = CPU_BUDGET
+    if device.type == "cuda":
+        budget = torch.cuda.mem_get_info(device)[0] // 2
+    return next((s for s in SCALES if model.scaled(s).bf16_bytes <= budget), SCALES[-1])
+
+
+def run(
+    model: Model,
+    *,
+    recipe: str | None = None,
+    num_tokens: int = 64,
+    num_ranks: int = 1,
+    scale: float | None = None,
+    device: str = "cpu",
+    backend: str = "auto",
+    seed: int = 0,
+    progress: Progress = lambda step, done, of: None,
+) -> Result:
+    """Run one layer of `model` on `num_tokens` tokens per rank and check the result."""
+    where = torch.device(device)
+    scale = fitting_scale(model, where) if scale is None else scale
+    layer = model.scaled(scale)
+    name = layer.recipe if recipe is None else recipe
+    problem = Problem(
+        num_tokens,
+        layer.hidden,
+        layer.intermediate,
+        layer.num_experts,
+        layer.top_k,
+        num_ranks,
+        name,
+    )
+    require(num_tokens >= 1, "the job needs at least one token", got=num_tokens, kind=RangeError)
+    chosen = resolve(backend, "auto", where).name
+    made = _Synthetic(layer, where, seed)
+    weights = made.routed(name, lambda done: progress("weights", done, layer.num_experts))
+    shared = made.shared(name)
+    tokens = [made.tokens(num_tokens, rank) for rank in range(num_ranks)]
+
+    progress("layer", 0, 1)
+    began = time.perf_counter()
+    outputs = _layer(tokens, weights, shared, layer, num_ranks, chosen)
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)
+    seconds = time.perf_counter() - began
+    progress("layer", 1, 1)
+
+    x, idx, weight = (torch.cat(parts) for parts in zip(*tokens, strict=True))
+    y = torch.cat(outputs)
+    sample = torch.linspace(0, len(x) - 1, min(SAMPLE, len(x))).long().to(where)
+    exact = _one_by_one(x, idx, weight, weights, shared, layer, sample, progress)
+    plain = made.bf16_layer(x[sample], idx[sample], weight[sample], progress)
+    counts = expert_counts(idx, layer.num_experts)
+    moved = _bytes_moved(weights, counts, x, name)
+    row = recipe_named(name)
+    return Result(
+        preset=model.name,
+        scale=scale,
+        recipe=name,
+        backend=chosen,
+        device=str(where),
+        problem=problem,
+        experts_touched=int((counts > 0).sum()),
+        time_ms=1e3 * seconds,
+        tflops=problem.flops * num_ranks / seconds / 1e12,
+        bytes_moved=moved,
+        gbs=moved / seconds / 1e9,
+        weight_bytes=weights.nbytes,
+        bf16_bytes=layer.bf16_bytes,
+        error=_relative(y[sample], plain),
+        error_range=row.quantisation_error,
+        reference_error=_relative(y[sample], exact),
+        reference_bound=0.0 if chosen == "reference" else row.tolerance,
+        counts_ok=int(counts.sum()) == num_ranks * num_tokens * layer.top_k,
+        notes=[] if scale == 1.0 else [f"widths scaled by {scale:g} to fit this machine"],
+    )
+
+
+def _layer(
+    tokens: list[tuple[Tensor, Tensor, Tensor]],
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    layer: Model,
+    num_ranks: int,
+    backend: str,
+) -> list[Tensor]:
+    """The computation itself: one rank through the public call, several through the reference."""
+    if num_ranks == 1:
+        o = layer.options
+        x, idx, weight = tokens[0]
+        return [
+            moe(
+                x, idx, weight, weights, activation=o.activation, clamp=o.clamp,
+                weight_at=o.weight_at, combine=o.combine, shared=shared, backend=backend,
+            )
+        ]  # fmt: skip
+    owners = [weights.for_rank(rank, num_ranks) for rank in range(num_ranks)]
+    xs, idx, weight = (list(parts) for parts in zip(*tokens, strict=True))
+    return reference.expert_parallel(xs, idx, weight, owners, layer.options, shared)
+
+
+def _one_by_one(
+    x: Tensor,
+    idx: Tensor,
+    weight: Tensor,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    layer: Model,
+    sample: Tensor,
+    progress: Progress,
+) -> Tensor:
+    """The reference on single tokens, on one rank: batch and ranks must not matter."""
+    rows = []
+    for done, token in enumerate(sample.tolist(), 1):
+        one = slice(token, token + 1)
+        rows.append(reference.moe(x[one], idx[one], weight[one], weights, layer.options, shared))
+        progress("check", done, len(sample))
+    return torch.cat(rows)
+
+
+class _Synthetic:
+    """Gaussian experts and tokens, any of them made again on demand from its own seed."""
+
+    def __init__(self, layer: Model, device: torch.device, seed: int) -> None:
+        self.layer, self.device, self.seed = layer, device, seed
+        self.gate = self._normal("gate", 0, layer.num_experts, layer.hidden) / layer.hidden**0.5
+
+    def _normal(self, kind: str, idx: int, *shape: int) -> Tensor:
+        kinds = ("gate", "w13", "w2", "b13", "b2", "shared13", "shared2", "x")
+        rng = torch.Generator(self.device)
+        rng.manual_seed((self.seed * len(kinds) + kinds.index(kind)) * 1_000_003 + idx)
+        return torch.randn(*shape, generator=rng, device=self.device)
+
+    def _expert(self, idx: int, kind: str = "w") -> tuple[Tensor, Tensor]:
+        h, i = self.layer.hidden, self.layer.intermediate
+        w13 = self._normal(f"{kind}13", idx, 2 * i, h) / h**0.5
+        w2 = self._normal(f"{kind}2", idx, h, i) / i**0.5
+        return w13.bfloat16(), w2.bfloat16()
+
+    def _biases(self, experts: list[int]) -> dict[str, Tensor]:
+        if not self.layer.has_bias:
+            return {}
+        h, i = self.layer.hidden, self.layer.intermediate
+        b13 = torch.stack([self._normal("b13", e, 2, i) for e in experts])
+        b2 = torch.stack([self._normal("b2", e, h) for e in experts])
+        return {"b13": b13.bfloat16().float() / 8, "b2": b2.bfloat16().float() / 8}
+
+    def routed(self, recipe: str, progress: Callable[[int], None]) -> ExpertWeights:
+        n = self.layer.num_experts
+        experts: Iterator[tuple[Tensor, Tensor]] = (self._expert(e) for e in range(n))
+        made = ExpertWeights.quantize_each(experts, n, recipe, progress=progress)
+        return replace(made, **self._biases(list(range(n))))
+
+    def shared(self, recipe: str) -> ExpertWeights | None:
+        n = self.layer.num_shared
+        if n == 0:
+            return None
+        return ExpertWeights.quantize_each((self._expert(e, "shared") for e in range(n)), n, recipe)
+
+    def tokens(self, count: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens of one rank, routed by the model's own rule from random logits."""
+        x = self._normal("x", rank, count, self.layer.hidden).bfloat16()
+        idx, weight = route(x.float() @ self.gate.T, self.layer.router)
+        return x, idx, weight
+
+    def bf16_layer(self, x: Tensor, idx: Tensor, weight: Tensor, progress: Progress) -> Tensor:
+        """The same tokens through the unquantised experts, only those they touch."""
+        touched = idx.unique().tolist()
+        experts = (self._expert(e) for e in touched)
+        weights = ExpertWeights.quantize_each(
+            experts, len(touched), "bf16", progress=lambda n: progress("bf16", n, len(touched))
+        )
+        weights = replace(weights, **self._biases(touched))
+        local = torch.searchsorted(torch.tensor(touched, device=idx.device), idx)
+        return reference.moe(x, local, weight, weights, self.layer.options, self.shared("bf16"))
+
+
+def _bytes_moved(weights: ExpertWeights, counts: Tensor, x: Tensor, recipe: str) -> int:
+    """The least traffic of a call (A083): touched experts, tokens in and out, activations."""
+    per_expert = weights.nbytes // weights.num_experts
+    rows = int(counts.sum())
+    act_bytes = recipe_named(recipe).acts.bits_per_value / 8
+    acts = rows * (weights.hidden + 2 * weights.intermediate) * act_bytes
+    return int((counts > 0).sum()) * per_expert + int(acts) + 2 * x.numel() * 2
+
+
+def _relative(a: Tensor, b: Tensor) -> float:
+    """Relative Frobenius distance; exactly 0.0 only for equal bits."""
+    if torch.equal(a, b):
+        return 0.0
+    return float((a.double() - b.double()).norm() / b.double().norm())

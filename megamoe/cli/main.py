@@ -1,0 +1,215 @@
+"""`megamoe`: run, formats, doctor.
+
+Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+
+import megamoe
+from megamoe.bench.workloads import MODELS, model_named
+from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
+from megamoe.formats.spec import FORMATS, RECIPES
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A Mixture-of-Experts layer as one fast call.",
+)
+out, err = Console(), Console(stderr=True)
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    if version:
+        print(megamoe.__version__)
+        raise typer.Exit
+
+
+@app.command()
+def run(
+    preset: Annotated[
+        str, typer.Argument(help=f"Model: {', '.join(MODELS)}.")
+    ] = "deepseek-v4-flash",
+    recipe: Annotated[
+        str | None, typer.Option(help=f"{', '.join(RECIPES)}; default: the model's own.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 64,
+    ranks: Annotated[int, typer.Option(help="Ranks, in one process.")] = 1,
+    scale: Annotated[
+        str, typer.Option(help="Shrink both widths by this factor, or auto to fit this machine.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "auto",
+    backend: Annotated[str, typer.Option(help="auto or the name of a backend.")] = "auto",
+    seed: Annotated[int, typer.Option(help="Seed of weights, tokens and routing.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Make a layer and tokens, run it, check it against the reference, say what it cost."""
+    from megamoe.bench import job
+
+    with _Bars(quiet=as_json) as bars:
+        result = job.run(
+            model_named(preset),
+            recipe=recipe,
+            num_tokens=tokens,
+            num_ranks=ranks,
+            scale=_scale(scale),
+            device=_device(device),
+            backend=backend,
+            seed=seed,
+            progress=bars,
+        )
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=2))
+    else:
+        _print_result(result)
+    raise typer.Exit(0 if result.ok else 1)
+
+
+@app.command()
+def formats(as_json: Json = False) -> None:
+    """Print the number formats and the recipes made of them."""
+    if as_json:
+        rows = {
+            f.name: {
+                "element": f.element.name,
+                "block": f.block,
+                "scale": f.scale.value,
+                "bits_per_value": f.bits_per_value,
+            }
+            for f in FORMATS.values()
+        }
+        recipes = {
+            r.name: {"weights": r.weights.name, "acts": r.acts.name, "tolerance": r.tolerance}
+            for r in RECIPES.values()
+        }
+        print(json.dumps({"formats": rows, "recipes": recipes}, indent=2))
+        return
+    table = Table("format", "element", "block", "scale", "bits/value", "about", title="Formats")
+    for f in FORMATS.values():
+        block = "x".join(map(str, f.block)) if f.scale.value != "none" else "-"
+        scale = f.scale.value + (" x fp32" if f.has_global else "")
+        table.add_row(f.name, f.element.name, block, scale, f"{f.bits_per_value:.3g}", f.about)
+    out.print(table)
+    table = Table("recipe", "weights", "activations", "tolerance", "about", title="Recipes")
+    for r in RECIPES.values():
+        table.add_row(r.name, r.weights.name, r.acts.name, f"{r.tolerance:g}", r.about)
+    out.print(table)
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what works on this machine, and why the rest does not."""
+    from dataclasses import asdict
+
+    report = megamoe.doctor()
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+        return
+    table = Table("", "what", "finding")
+    for f in report.findings:
+        table.add_row("[green]ok[/]" if f.ok else "[yellow]--[/]", f.name, f.detail)
+    out.print(table)
+    for where, name in report.best.items():
+        out.print(f"backend auto on {where}: [bold]{name}[/]")
+
+
+def main() -> None:
+    """Run the command line with errors as one readable line."""
+    try:
+        app()
+    except MegaMoEError as error:
+        err.print(f"[red]megamoe:[/] {error}", highlight=False, soft_wrap=True)
+        sys.exit(3 if isinstance(error, NotAvailable) else 2)
+
+
+def _print_result(r: Any) -> None:
+    p = r.problem
+    table = Table("what", "value", title=f"{r.preset}, {r.recipe}, {r.backend} on {r.device}")
+    low, high = r.error_range
+    against = "bit for bit" if r.reference_error == 0 else f"{r.reference_error:.2e} relative"
+    rows = {
+        "shape": f"{p.hidden} wide, {p.intermediate} inside, top-{p.top_k} of {p.num_experts}",
+        "tokens": f"{p.num_tokens} on each of {p.num_ranks} rank(s)",
+        "experts touched": f"{r.experts_touched} of {p.num_experts}",
+        "time": f"{r.time_ms:.1f} ms",
+        "arithmetic": f"{r.tflops:.3g} TFLOP/s",
+        "bytes moved": f"{r.bytes_moved / 2**20:.1f} MiB, {r.gbs:.3g} GB/s",
+        "weights": f"{r.weight_bytes / 2**20:.0f} MiB, {r.bf16_bytes / r.weight_bytes:.2f}x "
+        f"smaller than BF16 ({r.bf16_bytes / 2**20:.0f} MiB)",
+        "error against BF16 layer": f"{r.error:.4f} relative (plausible {low:g} to {high:g})",
+        "against the reference": f"{against}, token by token (bound {r.reference_bound:g})",
+    }
+    for what, value in rows.items():
+        table.add_row(what, value)
+    out.print(table)
+    for note in r.notes:
+        out.print(f"note: {note}")
+    out.print("[bold green]correct[/]" if r.ok else "[bold red]WRONG: a check failed[/]")
+
+
+def _scale(text: str) -> float | None:
+    if text == "auto":
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    require(0 < value <= 1, "scale must be auto or lie in (0, 1]", got=text, kind=RangeError)
+    return value
+
+
+def _device(name: str) -> str:
+    import torch
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, idx = name.partition(":")
+    require(
+        kind in ("cpu", "cuda") and (not idx or idx.isdigit()),
+        "device must be auto, cpu or cuda[:N]",
+        got=name,
+        kind=RangeError,
+    )
+    found = torch.cuda.device_count()
+    require(
+        kind == "cpu" or int(idx or 0) < found,
+        f"device {name} must exist",
+        got=f"{found} CUDA device(s)",
+        fix="use --device cpu",
+        kind=NotAvailable,
+    )
+    return name
+
+
+class _Bars:
+    """One progress bar per step of a job, on stderr."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
+        self.bars = Progress(*columns, console=err, transient=True, disable=quiet)
+        self.tasks: dict[str, Any] = {}
+
+    def __enter__(self) -> _Bars:
+        self.bars.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bars.stop()
+
+    def __call__(self, step: str, done: int, of: int) -> None:
+        if step not in self.tasks:
+            self.tasks[step] = self.bars.add_task(step, total=of)
+        self.bars.update(self.tasks[step], completed=done)
