@@ -10,14 +10,17 @@ __version__ = "0.1.0"
 # Where each public name lives. `import megamoe` costs nothing: torch loads with the first use.
 _HOME = {
     "ExpertWeights": "engine.weights",
+    "Hardware": "hardware",
     "MegaMoEError": "errors",
     "MoE": "engine.layer",
+    "Plan": "schedule.plan",
     "Problem": "problem",
     "Quantized": "formats.quantized",
     "Router": "routing.spec",
     "dequantize": "formats.quantize",
     "doctor": "engine.backends",
     "moe": "engine.functional",
+    "plan": "schedule.plan",
     "quantize": "formats.quantize",
     "route": "routing.router",
 }

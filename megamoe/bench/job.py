@@ -27,7 +27,7 @@ from megamoe.routing.permute import expert_counts
 from megamoe.routing.router import route
 
 SAMPLE = 32  # tokens that are run again one by one, and through the BF16 layer
-CPU_BUDGET = 1 << 30  # BF16 bytes of a layer that "auto" scale still makes on a CPU in seconds
+CPU_BUDGET = 1 << 29  # BF16 bytes of a layer that "auto" scale still makes on a CPU in seconds
 SCALES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 
 Progress = Callable[[str, int, int], None]  # step, done, of

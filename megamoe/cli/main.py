@@ -1,4 +1,4 @@
-"""`megamoe`: run, formats, doctor.
+"""`megamoe`: run, formats, doctor, bench.
 
 Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here.
 """
@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
@@ -25,6 +26,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A Mixture-of-Experts layer as one fast call.",
 )
+bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
+app.add_typer(bench, name="bench")
 out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -120,10 +123,38 @@ def doctor(as_json: Json = False) -> None:
         return
     table = Table("", "what", "finding")
     for f in report.findings:
-        table.add_row("[green]ok[/]" if f.ok else "[yellow]--[/]", f.name, f.detail)
+        table.add_row("[green]ok[/]" if f.ok else "[yellow]--[/]", f.name, escape(f.detail))
     out.print(table)
     for where, name in report.best.items():
         out.print(f"backend auto on {where}: [bold]{name}[/]")
+
+
+@bench.command("quantize")
+def bench_quantize(
+    preset: Annotated[str, typer.Argument(help=f"Model: {', '.join(MODELS)}.")] = "tiny",
+    recipe: Annotated[str, typer.Option(help=f"{', '.join(RECIPES)}.")] = "w4a8",
+    experts: Annotated[int | None, typer.Option(help="How many; default: all of them.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Quantise a model's experts: GB/s, and the memory it takes beside input and output."""
+    from dataclasses import asdict
+
+    from megamoe.bench.quantizing import measure
+
+    with _Bars(quiet=as_json) as bars:
+        row = measure(model_named(preset), recipe, experts, _device(device), bars)
+    if as_json:
+        print(json.dumps(asdict(row), indent=2))
+        return
+    out.print(
+        f"{row.preset}, {row.recipe}: {row.num_experts} experts, {row.in_bytes / 1e9:.2f} GB "
+        f"of BF16 in {row.seconds:.1f} s, {row.gbs:.2f} GB/s"
+    )
+    out.print(
+        f"memory beside input and output: {row.extra_of_expert:.2f} of one expert's BF16 weights"
+    )
+    out.print(row.provenance, style="dim")
 
 
 def main() -> None:
@@ -131,7 +162,7 @@ def main() -> None:
     try:
         app()
     except MegaMoEError as error:
-        err.print(f"[red]megamoe:[/] {error}", highlight=False, soft_wrap=True)
+        err.print(f"[red]megamoe:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         sys.exit(3 if isinstance(error, NotAvailable) else 2)
 
 

@@ -47,7 +47,7 @@ def moe(
     activation, clamp, weight_at and combine are those of `Options`; docs/numerics.md has the rules.
     """
     options = Options(activation, clamp, weight_at, combine)
-    check_tokens(x, topk_idx, topk_weights, weights, weights.num_experts)
+    check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     backends.resolve(backend, mode, weights.device)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def check_tokens(
     topk_idx: Tensor,
     topk_weights: Tensor,
     weights: ExpertWeights,
-    num_experts: int,
+    num_experts: int | None = None,
 ) -> None:
     """Require tokens, ids and weights that fit each other and the experts; values are read too."""
     require(
@@ -70,6 +70,7 @@ def check_tokens(
         kind=DTypeError,
     )
     _check_x(x, weights)
+    num_experts = weights.num_experts if num_experts is None else num_experts
     for name, t in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         require(
             isinstance(t, Tensor), f"{name} must be a tensor", got=type(t).__name__, kind=DTypeError

@@ -67,13 +67,14 @@ def quantize_into(x: Tensor, out: Quantized) -> None:
     )
     if fmt.scale is Scale.NONE:
         out.data.copy_(x)
+    if fmt.scale is Scale.NONE or x.numel() == 0:
         return
     assert out.scale is not None
     block_rows = fmt.block[0]
     k = x.shape[-1]
     # A slab is a run of rows whose blocks do not reach outside it.
     slab_rows = x.shape[-2] if block_rows > 1 else math.prod(x.shape[:-1])
-    xs = x.reshape(-1, slab_rows, k) if slab_rows else x.new_empty(0, 1, k)
+    xs = x.reshape(-1, slab_rows, k)
     datas = out.data.view(xs.shape[0], slab_rows, -1)
     scales = out.scale.view(xs.shape[0], -(-slab_rows // block_rows), -1)
     factors = _per_row(out, xs.shape[0], slab_rows)
@@ -123,7 +124,7 @@ def weight_global_scale(w: Tensor) -> Tensor:
     """
     amax = torch.zeros(w.shape[0], dtype=torch.float32, device=w.device)
     for expert, rows in enumerate(w):
-        for part in rows.reshape(-1).split(CHUNK):
+        for part in rows.reshape(-1).split(CHUNK) if rows.numel() else ():
             size = part.float().abs()
             amax[expert] = torch.maximum(amax[expert], size.where(size.isfinite(), 0.0).amax())
     g = amax / torch.full_like(amax, NVFP4.element.max * 448.0)
@@ -200,8 +201,14 @@ def _global_scale(given: Tensor | float | None, x: Tensor, fmt: Format) -> Tenso
             kind=RangeError,
         )
         return None
-    factor = torch.as_tensor(1.0 if given is None else given, device=x.device)
-    factor = factor.to(torch.float32)
+    given = 1.0 if given is None else given
+    require(
+        isinstance(given, (Tensor, float, int)),
+        "the global scale must be a number or a tensor",
+        got=type(given).__name__,
+        kind=DTypeError,
+    )
+    factor = torch.as_tensor(given, device=x.device).to(torch.float32)
     require(
         bool((factor > 0).all() and factor.isfinite().all()),
         "the global scale must be positive and finite",
@@ -216,5 +223,5 @@ def _per_row(q: Quantized, num_slabs: int, slab_rows: int) -> Tensor | None:
     if q.global_scale is None:
         return None
     g = q.global_scale
-    g = g.reshape(*g.shape, *[1] * (len(q.shape) - 1 - g.ndim)).expand(q.shape[:-1])
+    g = g.reshape((*g.shape, *[1] * (len(q.shape) - 1 - g.ndim))).expand(q.shape[:-1])
     return g.reshape(num_slabs, slab_rows)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megamoe.errors import DeviceError, DTypeError, ShapeError, require
+from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, require
 from megamoe.formats.spec import Format, Scale, format_named
 
 DATA_DTYPE = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "e2m1": torch.uint8}
@@ -35,6 +35,7 @@ class Quantized:
     global_scale: Tensor | None = None
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(self.shape))
         fmt = self.spec
         check_shape(self.shape, fmt)
         _check(self.data, "data", DATA_DTYPE[fmt.element.name], data_shape(self.shape, fmt))
@@ -106,6 +107,12 @@ class Quantized:
             "only dimensions outside the blocks can be indexed",
             got=f"shape {self.shape} in blocks of {self.spec.block}",
             kind=ShapeError,
+        )
+        require(
+            isinstance(idx, int) or (isinstance(idx, slice) and (idx.step or 1) > 0),
+            "an index must be an integer or a forward slice",
+            got=idx,
+            kind=RangeError,
         )
         if isinstance(idx, int):
             shape = self.shape[1:]

@@ -63,7 +63,7 @@ def max_blocks(num_rows: int, num_experts: int, block_m: int) -> int:
     Each expert that has a row opens a block; after one row each, a block costs block_m rows.
     """
     opened = min(num_rows, num_experts)
-    return opened + (num_rows - opened) // block_m
+    return opened + (num_rows - opened) // (block_m + 1)
 
 
 def pool_rows(
@@ -160,7 +160,7 @@ def waves(
     ((Part(expert=0, first_m=0, num_m=2),), (Part(expert=2, first_m=0, num_m=3), \
 Part(expert=3, first_m=0, num_m=1)))
     """
-    ring_blocks = _ring_blocks(rows, block_m, ring_rows)
+    num_ring = ring_blocks(rows, block_m, ring_rows)
     require(
         experts_per_wave >= 1,
         "experts_per_wave must be at least 1",
@@ -170,7 +170,7 @@ Part(expert=3, first_m=0, num_m=1)))
     found: list[Wave] = []
     expert, first_m = 0, 0
     while expert < len(rows):
-        end = wave_end(rows, block_m, experts_per_wave, ring_blocks, expert, first_m)
+        end = wave_end(rows, block_m, experts_per_wave, num_ring, expert, first_m)
         found.append(tuple(_parts(rows, block_m, (expert, first_m), end)))
         expert, first_m = end
     return tuple(found)
@@ -187,7 +187,8 @@ def _parts(
         expert, first = expert + 1, 0
 
 
-def _ring_blocks(rows: Sequence[int], block_m: int, ring_rows: int | None) -> int:
+def ring_blocks(rows: Sequence[int], block_m: int, ring_rows: int | None) -> int:
+    """Blocks that the ring holds; without a ring, more than the batch has."""
     require(block_m >= 1, "block_m must be at least 1", got=block_m, kind=ShapeError)
     require(
         all(count >= 0 for count in rows),

@@ -1,0 +1,44 @@
+"""Where a figure was made: machine, versions, commit, date."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from megamoe import __version__
+
+
+def provenance(device: torch.device) -> str:
+    """One line that says what a measurement needs to be believed or repeated."""
+    where = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    parts = (
+        f"{where} ({device}, {torch.get_num_threads()} CPU threads)",
+        f"Python {platform.python_version()}",
+        f"torch {torch.__version__}",
+        f"megamoe {__version__} at {_commit()}",
+        date,
+    )
+    return ", ".join(parts)
+
+
+def _commit() -> str:
+    """The checkout's commit, with a + where files differ from it."""
+    root = Path(__file__).parent.parent.parent
+    try:
+        git = ["git", "-C", str(root)]
+        head = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown commit"
+    return head + ("+" if changed else "")

@@ -1,0 +1,227 @@
+"""Orders in which weights and scales are stored for a kernel, as integer maps with inverses.
+
+An `IndexMap` says where element i of the plain order is stored (`forward`) and which element is
+stored at place j (`inverse`). `order` is the plain permutation that `formats.swizzle` applies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from megamoe.errors import RangeError, ShapeError, require
+
+FP4_BITS = 4
+SLAB_ROWS = 64  # rows of weights per warpgroup: the M of wgmma
+BLOCK_K = 128  # columns per slab
+_VALUES_PER_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class IndexMap:
+    """A permutation of 0 .. size - 1, given by integer functions rather than by a table."""
+
+    name: str
+    size: int
+    _forward: Callable[[int], int]
+    _inverse: Callable[[int], int]
+
+    def forward(self, index: int) -> int:
+        """Where element `index` of the plain order is stored."""
+        self._check(index)
+        return self._forward(index)
+
+    def inverse(self, place: int) -> int:
+        """Which element of the plain order is stored at `place`."""
+        self._check(place)
+        return self._inverse(place)
+
+    def order(self) -> list[int]:
+        """stored[j] = plain[order[j]]: what `formats.swizzle.swizzle` takes."""
+        return [self._inverse(place) for place in range(self.size)]
+
+    def _check(self, index: int) -> None:
+        require(
+            0 <= index < self.size,
+            f"an index of {self.name} must lie in 0 .. {self.size - 1}",
+            got=index,
+            kind=RangeError,
+        )
+
+
+def gate_up(intermediate: int, group: int = 8, first: str = "gate") -> IndexMap:
+    """Rows of L1: from all gate rows, then all up rows, to groups that alternate.
+
+    group 8, gate first: A004 (the epilogue finds a gate beside its up). group 64, up first: E005.
+
+    >>> gate_up(16, 8).order()[:16]
+    [0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23]
+    """
+    require(
+        group >= 1 and intermediate >= 1 and intermediate % group == 0,
+        f"intermediate must be a multiple of the group of {group} rows",
+        got=intermediate,
+        fix="pad gate and up with zero rows, or use the group of 8",
+        kind=ShapeError,
+    )
+    require(first in ("gate", "up"), "first must be gate or up", got=first, kind=RangeError)
+    flip = int(first == "up")
+
+    def forward(row: int) -> int:
+        half, r = divmod(row, intermediate)
+        return r // group * 2 * group + (half ^ flip) * group + r % group
+
+    def inverse(place: int) -> int:
+        pair, r = divmod(place, 2 * group)
+        half, r = divmod(r, group)
+        return (half ^ flip) * intermediate + pair * group + r
+
+    return IndexMap(f"gate_up_{group}_{first}_first", 2 * intermediate, forward, inverse)
+
+
+def utccp(num_rows: int) -> IndexMap:
+    """Rows of packed scales: within each 128, row r goes to (r % 32) * 4 + r // 32 (A004, A054).
+
+    >>> utccp(128).order()[:6]
+    [0, 32, 64, 96, 1, 33]
+    """
+    require(
+        num_rows >= 0 and num_rows % 128 == 0,
+        "the number of scale rows must be a multiple of 128",
+        got=num_rows,
+        fix="pad each block of rows to 128",
+        kind=ShapeError,
+    )
+
+    def forward(row: int) -> int:
+        return row // 128 * 128 + row % 32 * 4 + row % 128 // 32
+
+    def inverse(place: int) -> int:
+        return place // 128 * 128 + place % 4 * 32 + place % 128 // 4
+
+    return IndexMap("utccp_4x32", num_rows, forward, inverse)
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterImage:
+    """FP4 weights [num_rows, num_cols] in the order in which Hopper's threads consume them.
+
+    A slab is 64 rows x 128 columns, one warpgroup's share of one K block; tiles of
+    `num_warpgroups` slabs follow each other along K, so a tile's stream is contiguous. A 32-bit
+    word holds the eight values that one thread needs of one row for one K=32 step of wgmma:
+    thread t of four has columns 4t .. 4t+3 (half 0) and 16+4t .. 16+4t+3 (half 1). Magnitudes of
+    half 0 lie in nibbles 0-3 and of half 1 in nibbles 4-7; the spare top bit of each nibble
+    carries signs, so that one AND extracts the signs of a half.
+
+    plain word  = row * (num_cols / 8) + step * 4 + t            step = column // 32
+    stored word = [tile, K block, warpgroup, upper rows, warp, g, t, step in block]
+    with row = ((tile * num_warpgroups + warpgroup) * 4 + warp) * 16 + upper * 8 + g.
+    """
+
+    num_rows: int
+    num_cols: int
+    num_warpgroups: int
+
+    def __post_init__(self) -> None:
+        require(
+            self.num_warpgroups >= 1 and self.num_rows % (SLAB_ROWS * self.num_warpgroups) == 0,
+            f"rows must be a multiple of {SLAB_ROWS} per warpgroup",
+            got=f"{self.num_rows} rows for {self.num_warpgroups} warpgroups",
+            fix="pad with zero rows or use fewer warpgroups",
+            kind=ShapeError,
+        )
+        require(
+            self.num_cols > 0 and self.num_cols % BLOCK_K == 0,
+            f"columns must be a multiple of {BLOCK_K}",
+            got=self.num_cols,
+            fix="pad with zero columns",
+            kind=ShapeError,
+        )
+
+    @property
+    def words(self) -> IndexMap:
+        """Order of the 32-bit words; num_rows * num_cols / 8 of them."""
+        size = self.num_rows * self.num_cols // _VALUES_PER_WORD
+
+        def forward(word: int) -> int:
+            row, rest = divmod(word, self.num_cols // _VALUES_PER_WORD)
+            step, t = divmod(rest, 4)
+            return (self._slab_row(row, step // 4) * 4 + t) * 4 + step % 4
+
+        def inverse(place: int) -> int:
+            rest, step = divmod(place, 4)
+            rest, t = divmod(rest, 4)
+            row, block = self._row_of(rest)
+            return row * (self.num_cols // _VALUES_PER_WORD) + (block * 4 + step) * 4 + t
+
+        return IndexMap("register_image_words", size, forward, inverse)
+
+    @property
+    def exponents(self) -> IndexMap:
+        """Order of the scale bytes, one per row and 32 columns: [.., g, step in block]."""
+        size = self.num_rows * self.num_cols // 32
+
+        def forward(index: int) -> int:
+            row, step = divmod(index, self.num_cols // 32)
+            return self._slab_row(row, step // 4) * 4 + step % 4
+
+        def inverse(place: int) -> int:
+            rest, step = divmod(place, 4)
+            row, block = self._row_of(rest)
+            return row * (self.num_cols // 32) + block * 4 + step
+
+        return IndexMap("register_image_exponents", size, forward, inverse)
+
+    @property
+    def bits(self) -> IndexMap:
+        """The whole image, bit by bit: plain bit = (row * num_cols + column) * 4 + bit of E2M1."""
+        size = self.num_rows * self.num_cols * FP4_BITS
+        words = self.words
+
+        def forward(index: int) -> int:
+            value, bit = divmod(index, FP4_BITS)
+            row, col = divmod(value, self.num_cols)
+            word = row * (self.num_cols // 8) + col // 32 * 4 + col % 16 // 4
+            return words.forward(word) * 32 + word_bit(col, bit)
+
+        def inverse(place: int) -> int:
+            stored, shift = divmod(place, 32)
+            row, rest = divmod(words.inverse(stored), self.num_cols // 8)
+            step, t = divmod(rest, 4)
+            half, v, bit = word_value(shift)
+            return (row * self.num_cols + step * 32 + half * 16 + t * 4 + v) * FP4_BITS + bit
+
+        return IndexMap("register_image_bits", size, forward, inverse)
+
+    def _slab_row(self, row: int, block: int) -> int:
+        # [tile, K block, warpgroup, upper, warp, g] of one row in one K block, as one number
+        rest, g = divmod(row, 8)
+        rest, upper = divmod(rest, 2)
+        rest, warp = divmod(rest, 4)
+        tile, group = divmod(rest, self.num_warpgroups)
+        slab = (tile * (self.num_cols // BLOCK_K) + block) * self.num_warpgroups + group
+        return ((slab * 2 + upper) * 4 + warp) * 8 + g
+
+    def _row_of(self, slab_row: int) -> tuple[int, int]:
+        rest, g = divmod(slab_row, 8)
+        rest, warp = divmod(rest, 4)
+        rest, upper = divmod(rest, 2)
+        rest, group = divmod(rest, self.num_warpgroups)
+        tile, block = divmod(rest, self.num_cols // BLOCK_K)
+        return (((tile * self.num_warpgroups + group) * 4 + warp) * 2 + upper) * 8 + g, block
+
+
+def word_bit(col: int, bit: int) -> int:
+    """Bit of the word that holds bit 0-2 (magnitude) or 3 (sign) of the value in column `col`."""
+    half, v = col % 32 // 16, col % 4
+    if bit == 3:
+        return 8 * v + (3 if half else 7)
+    return 16 * half + 4 * v + bit
+
+
+def word_value(shift: int) -> tuple[int, int, int]:
+    """(half, value 0-3, bit 0-3) that lies at bit `shift` of a word: the inverse of `word_bit`."""
+    nibble, bit = divmod(shift, 4)
+    if bit == 3:
+        return int(nibble % 2 == 0), nibble // 2, 3
+    return nibble // 4, nibble % 4, bit

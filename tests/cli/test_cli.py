@@ -1,0 +1,72 @@
+"""The command line as a script sees it: output, JSON, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import megamoe
+from megamoe.formats.spec import FORMATS, RECIPES
+
+
+def megamoe_cli(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "megamoe", *args], capture_output=True, text=True, timeout=300
+    )
+
+
+def test_run_prints_a_table_and_ends_with_correct():
+    done = megamoe_cli("run", "tiny", "--tokens", "8", "--ranks", "2", "--recipe", "w4a8_block")
+    assert done.returncode == 0, done.stderr
+    for words in ("experts touched", "TFLOP/s", "bit for bit", "smaller than BF16"):
+        assert words in done.stdout
+    assert done.stdout.strip().endswith("correct")
+
+
+def test_run_json_is_for_machines():
+    done = megamoe_cli("run", "tiny", "--tokens", "8", "--json")
+    result = json.loads(done.stdout)
+    assert result["ok"] is True and result["problem"]["num_tokens"] == 8
+    assert done.stderr == ""
+
+
+def test_formats_lists_every_format_and_recipe():
+    listed = json.loads(megamoe_cli("formats", "--json").stdout)
+    assert list(listed["formats"]) == list(FORMATS) and list(listed["recipes"]) == list(RECIPES)
+    text = megamoe_cli("formats").stdout
+    assert all(name in text for name in (*FORMATS, *RECIPES))
+
+
+def test_doctor_says_what_auto_picks():
+    assert json.loads(megamoe_cli("doctor", "--json").stdout)["best"]["cpu"] == "reference"
+    assert "reference" in megamoe_cli("doctor").stdout
+
+
+def test_version():
+    assert megamoe_cli("--version").stdout.strip() == megamoe.__version__
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "words"),
+    [
+        (("run", "gpt-9"), 2, "preset must be one of"),
+        (("run", "tiny", "--recipe", "w1a1"), 2, "recipe must be one of"),
+        (("run", "tiny", "--tokens", "0"), 2, "at least one token"),
+        (("run", "tiny", "--tokens", "-3"), 2, "got -3"),
+        (("run", "tiny", "--ranks", "3"), 2, "8 experts over 3 ranks"),
+        (("run", "tiny", "--scale", "7"), 2, "scale must be auto or lie in (0, 1]"),
+        (("run", "tiny", "--scale", "big"), 2, "got big"),
+        (("run", "tiny", "--device", "tpu"), 2, "cpu or cuda[:N]"),
+        (("run", "tiny", "--device", "cuda:99"), 3, "use --device cpu"),
+        (("run", "tiny", "--backend", "hopper"), 3, "use reference"),
+        (("run", "tiny", "--tokens", "many"), 2, "--tokens"),
+        (("fly",), 2, "No such command"),
+    ],
+    ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
+)
+def test_errors_are_one_readable_line_and_an_exit_code(args, code, words):
+    done = megamoe_cli(*args)
+    assert done.returncode == code
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr

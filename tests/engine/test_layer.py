@@ -1,0 +1,128 @@
+"""MoE as a torch module, the choice of backend, and doctor."""
+
+import copy
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine import backends
+from megamoe.errors import CapacityError, NotAvailable
+from megamoe.routing.samplers import sample_routing
+
+E, I, H, K = 8, 64, 96, 2
+
+
+def weights(recipe="w4a8", seed=0, experts=E):
+    rng = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(experts, 2 * I, H, generator=rng).bfloat16()
+    w2 = torch.randn(experts, H, I, generator=rng).bfloat16()
+    return mm.ExpertWeights.quantize(w13, w2, recipe)
+
+
+def tokens(count=10, seed=0, **options):
+    x = torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return x, *sample_routing(count, E, K, seed=seed, **options)
+
+
+def test_the_module_is_the_function():
+    layer = mm.MoE(weights(), E, K, clamp=2.0, shared=weights("bf16", 1, 1), combine="fp8")
+    wanted = mm.moe(*tokens(), layer.weights, clamp=2.0, shared=layer.shared.weights, combine="fp8")
+    assert torch.equal(layer(*tokens()), wanted)
+
+
+def test_stats_are_added_to_never_overwritten():
+    layer = mm.MoE(weights(), E, K)
+    total = torch.zeros(E, dtype=torch.int64)
+    for seed in range(3):
+        x, idx, weight = tokens(seed=seed, masked_ratio=0.3)
+        layer(x, idx, weight)
+        total += torch.tensor([(idx == e).sum() for e in range(E)])
+        assert torch.equal(layer.stats, total)
+
+
+def test_a_refused_call_changes_nothing():
+    layer = mm.MoE(weights(), E, K, max_tokens_per_rank=10)
+    layer(*tokens())
+    before = layer.stats.clone()
+    with pytest.raises(CapacityError, match="max_tokens_per_rank = 10 tokens; got 11"):
+        layer(*tokens(11))
+    x, idx, weight = tokens()
+    idx[3, 1] = E
+    with pytest.raises(mm.MegaMoEError, match="token 3, slot 1"):
+        layer(x, idx, weight)
+    assert torch.equal(layer.stats, before)
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double", "float"])
+def test_casting_a_model_leaves_the_experts_bytes_alone(cast):
+    model = torch.nn.Sequential(mm.MoE(weights("w8a8"), E, K))
+    before = {n: t.clone() for n, t in model[0].weights.state_dict().items()}
+    wanted = model[0](*tokens())
+    getattr(model, cast)()
+    for name, t in model[0].weights.state_dict().items():
+        assert t.dtype == before[name].dtype
+        assert torch.equal(t.view(torch.uint8), before[name].view(torch.uint8))
+    assert torch.equal(model[0](*tokens()), wanted)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_models_state_dict_carries_the_experts(assign):
+    one = mm.MoE(weights("nvfp4", 0), E, K, shared=weights("w8a8", 5, 1))
+    two = mm.MoE(weights("nvfp4", 1), E, K, shared=weights("w8a8", 6, 1))
+    assert not torch.equal(one(*tokens()), two(*tokens()))
+    two.load_state_dict(copy.deepcopy(one.state_dict()), assign=assign)
+    assert torch.equal(one(*tokens()), two(*tokens()))
+
+
+def test_weights_of_another_shape_do_not_load():
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        mm.MoE(weights(), E, K).load_state_dict(mm.MoE(weights(experts=4), 4, K).state_dict())
+
+
+def test_auto_is_the_best_that_works_and_the_rest_says_why_not():
+    cpu = torch.device("cpu")
+    assert backends.resolve("auto", "auto", cpu).name == "reference"
+    assert mm.MoE(weights(), E, K).backend == "reference"
+    with pytest.raises(NotAvailable, match="use reference"):
+        mm.MoE(weights(), E, K, backend="hopper")
+    with pytest.raises(NotAvailable, match="mode auto; got fused"):
+        mm.moe(*tokens(), weights(), mode="fused")
+
+
+def test_doctor_names_every_backend_and_a_reason(monkeypatch):
+    report = mm.doctor()
+    named = {f.name: f for f in report.findings}
+    for backend in backends.BACKENDS:
+        finding = named[f"backend {backend.name}"]
+        assert finding.ok == (not backend.why_not(torch.device("cpu")))
+        assert finding.detail
+    assert report.best["cpu"] == "reference"
+    assert "backend reference" in str(report)
+
+
+def test_the_repr_says_what_the_layer_is():
+    assert "w4a8, 8 experts, top_k=2, hidden=96" in repr(mm.MoE(weights(), E, K))
+
+
+def test_there_is_no_silent_gradient():
+    x, idx, weight = tokens()
+    x.requires_grad_()
+    with pytest.raises(NotAvailable, match="no backward"):
+        mm.moe(x, idx, weight, weights())
+    with torch.no_grad():
+        assert mm.moe(x, idx, weight, weights()).shape == x.shape
+
+
+def test_int32_and_int64_ids_agree():
+    x, idx, weight = tokens()
+    w = weights()
+    assert torch.equal(mm.moe(x, idx.int(), weight, w), mm.moe(x, idx, weight, w))
+
+
+def test_rows_may_be_strided():
+    x, idx, weight = tokens()
+    wide = torch.zeros(10, 2 * H, dtype=torch.bfloat16)
+    wide[:, :H] = x
+    w = weights()
+    assert torch.equal(mm.moe(wide[:, :H], idx, weight, w), mm.moe(x, idx, weight, w))

@@ -1,0 +1,1 @@
+"""Tests of the layout: regions, capacity, the workspace, and stored orders."""

@@ -1,0 +1,110 @@
+"""Stored orders are permutations, and their inverses take them back, over the whole domain."""
+
+from __future__ import annotations
+
+import pytest
+
+from megamoe.errors import RangeError, ShapeError
+from megamoe.layout.tiles import RegisterImage, gate_up, utccp, word_bit, word_value
+
+IMAGES = [RegisterImage(64, 128, 1), RegisterImage(256, 384, 2), RegisterImage(256, 256, 4)]
+MAPS = [
+    *(gate_up(i, g, first) for i in (64, 192, 2880) for g in (8, 64) for first in ("gate", "up")),
+    *(utccp(n) for n in (0, 128, 384)),
+    *(index for image in IMAGES for index in (image.words, image.exponents, image.bits)),
+]
+
+
+@pytest.mark.parametrize("index", MAPS, ids=lambda m: f"{m.name}-{m.size}")
+def test_inverse_takes_every_index_back(index):
+    order = index.order()
+    assert sorted(order) == list(range(index.size))
+    for place, plain in enumerate(order):
+        assert index._forward(plain) == place
+
+
+@pytest.mark.parametrize("index", [gate_up(64), utccp(128)], ids=lambda m: m.name)
+def test_an_index_outside_is_refused(index):
+    for bad in (-1, index.size):
+        with pytest.raises(RangeError, match=rf"must lie in 0 .. 127; got {bad}"):
+            index.forward(bad)
+        with pytest.raises(RangeError):
+            index.inverse(bad)
+
+
+def test_interleave_by_8_puts_gate_before_up():
+    order = gate_up(16, 8).order()
+    assert order == [*range(8), *range(16, 24), *range(8, 16), *range(24, 32)]
+
+
+def test_interleave_by_64_puts_up_first():
+    order = gate_up(128, 64, "up").order()
+    assert order[:64] == list(range(128, 192))
+    assert order[64:128] == list(range(64))
+
+
+def test_scale_rows_follow_the_published_formula():
+    for row in range(256):
+        assert utccp(256).forward(row) == (row & ~127) + (row & 31) * 4 + ((row >> 5) & 3)
+
+
+def test_scale_rows_are_the_transpose_of_4_by_32():
+    assert utccp(128).order() == [j + 32 * i for j in range(32) for i in range(4)]
+
+
+def test_a_word_holds_one_row_and_the_columns_of_one_thread():
+    image = RegisterImage(64, 128, 1)
+    for stored in range(image.words.size):
+        values = {divmod(image.bits.inverse(stored * 32 + bit), 4) for bit in range(32)}
+        rows = {value // 128 for value, _ in values}
+        cols = sorted({value % 128 for value, _ in values})
+        assert len(rows) == 1 and len(cols) == 8
+        t = cols[0] % 16 // 4
+        base = cols[0] - 4 * t
+        assert base % 32 == 0
+        assert cols == [base + 16 * h + 4 * t + v for h in (0, 1) for v in range(4)]
+
+
+def test_one_and_extracts_the_signs_of_a_half():
+    signs = {0: 0, 1: 0}
+    for col in range(4):
+        signs[0] |= 1 << word_bit(col, 3)
+        signs[1] |= 1 << word_bit(16 + col, 3)
+    assert signs == {0: 0x80808080, 1: 0x08080808}
+    magnitudes = sum(1 << word_bit(c, b) for c in (0, 1, 2, 3, 16, 17, 18, 19) for b in range(3))
+    assert magnitudes == 0x77777777
+
+
+def test_word_bits_and_values_are_inverse():
+    for half in (0, 1):
+        for v in range(4):
+            for bit in range(4):
+                assert word_value(word_bit(16 * half + v, bit)) == (half, v, bit)
+
+
+def test_a_thread_finds_its_16_bytes_in_a_row():
+    # four words (the K steps of a block) of one row and thread lie together: one 128-bit load
+    words = RegisterImage(64, 256, 1).words
+    for row in range(64):
+        for t in range(4):
+            places = [words.forward(row * 32 + step * 4 + t) for step in range(4)]
+            assert places == [places[0] + i for i in range(4)] and places[0] % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: gate_up(96, 64), "multiple of the group of 64 rows; got 96"),
+        (lambda: utccp(100), "multiple of 128; got 100"),
+        (lambda: RegisterImage(96, 128, 1), "64 per warpgroup; got 96 rows"),
+        (lambda: RegisterImage(64, 96, 1), "multiple of 128; got 96"),
+    ],
+)
+def test_a_shape_that_does_not_tile_is_refused(call, says):
+    with pytest.raises(ShapeError, match=says):
+        call()
+
+
+def test_only_gate_or_up_may_come_first():
+    with pytest.raises(RangeError, match="gate or up; got down"):
+        gate_up(64, 8, "down")

@@ -1,0 +1,1 @@
+"""Tests of the schedule: blocks, waves, dealing, peeling, heuristics and plans."""

@@ -1,0 +1,85 @@
+"""The rooms and their one-way imports, held by a test."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent / "megamoe"
+FILES = sorted(ROOT.rglob("*.py"))
+
+# A room imports only rooms to its left.
+ORDER = [
+    "errors", "problem", "hardware", "formats", "routing", "reference", "layout", "schedule",
+    "kernels", "distributed", "engine", "compat", "integrations", "trace", "bench", "cli",
+]  # fmt: skip
+NO_TORCH = {"errors", "problem", "layout", "schedule", "trace"}
+NO_TORCH_FILES = {"formats/spec.py", "routing/spec.py", "bench/workloads.py", "__init__.py"}
+SEE_REFERENCE = {"reference", "distributed", "engine", "bench"}
+
+
+def imports(path: Path, *, top_level: bool = False) -> set[str]:
+    """Modules that a file imports; `from megamoe import x` counts as megamoe.x."""
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level else ast.walk(tree)
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            found |= {f"megamoe.{a.name}" for a in node.names} if module == "megamoe" else {module}
+    return found
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    room = room_of(path)
+    if room in ("__init__", "__main__"):
+        return
+    for name in imports(path):
+        top, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if top == "megamoe" and target in ORDER:
+            assert ORDER.index(target) <= ORDER.index(room), f"{room} may not import {name}"
+            assert target != "reference" or room in SEE_REFERENCE, f"{room} must not see the oracle"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_rooms_without_torch_do_not_load_it(path):
+    if room_of(path) in NO_TORCH or str(path.relative_to(ROOT)) in NO_TORCH_FILES:
+        loaded = {name.partition(".")[0] for name in imports(path)}
+        assert not loaded & {"torch", "triton", "numpy"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_no_file_is_long(path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def test_a_forbidden_import_would_be_seen(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("from megamoe import reference\nimport torch.nn\n")
+    assert imports(bad) == {"megamoe.reference", "torch.nn"}
+
+
+@pytest.mark.parametrize("what", ["megamoe", "megamoe.formats.spec", "megamoe.cli.main"])
+def test_importing_costs_no_torch(what):
+    code = f"import sys, {what}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT.parent).returncode == 0
+
+
+def test_every_public_name_resolves():
+    import megamoe
+
+    for name in megamoe.__all__:
+        assert getattr(megamoe, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        megamoe.nothing  # noqa: B018
