@@ -29,7 +29,10 @@ def provenance(device: torch.device) -> str:
 
 
 def _commit() -> str:
-    """The checkout's commit, with a + where files differ from it."""
+    """The checkout's commit, with a + where files differ from it.
+
+    A copy without git history may carry the commit in a file `.commit` at its root.
+    """
     root = Path(__file__).parent.parent.parent
     try:
         git = ["git", "-C", str(root)]
@@ -40,5 +43,6 @@ def _commit() -> str:
             [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return "unknown commit"
+        note = root / ".commit"
+        return note.read_text().strip() if note.is_file() else "unknown commit"
     return head + ("+" if changed else "")

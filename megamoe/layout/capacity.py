@@ -63,7 +63,7 @@ def max_blocks(num_rows: int, num_experts: int, block_m: int) -> int:
     Each expert that has a row opens a block; after one row each, a block costs block_m rows.
     """
     opened = min(num_rows, num_experts)
-    return opened + (num_rows - opened) // (block_m + 1)
+    return opened + (num_rows - opened) // block_m
 
 
 def pool_rows(

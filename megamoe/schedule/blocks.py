@@ -47,6 +47,11 @@ def valid_m(rows: int, m: int, block_m: int) -> int:
     return min(rows - m * block_m, block_m)
 
 
+def aligned_m(valid: int, multiple: int) -> int:
+    """Rows that the tensor cores compute for `valid` rows: up to their next step (A036)."""
+    return (valid + multiple - 1) // multiple * multiple
+
+
 def interleaved(
     idx: int, num_m: int, num_l1_n: int, num_l2_n: int, lag: int
 ) -> tuple[int, int, int]:

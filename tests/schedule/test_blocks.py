@@ -13,6 +13,7 @@ from megamoe.schedule.blocks import (
     L2,
     Block,
     Grid,
+    aligned_m,
     arrival_mask,
     arrival_masks,
     block_mn,
@@ -141,6 +142,10 @@ def test_row_blocks_cover_the_rows(rows, block_m):
     num = num_m_blocks(rows, block_m)
     assert sum(valid_m(rows, m, block_m) for m in range(num)) == rows
     assert all(1 <= valid_m(rows, m, block_m) <= block_m for m in range(num))
+
+
+def test_the_tensor_cores_see_whole_steps():
+    assert [aligned_m(m, 16) for m in (1, 16, 17, 48)] == [16, 16, 32, 48]  # A036
 
 
 def test_n_runs_fastest():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -111,7 +112,8 @@ def test_a_plan_needs_no_torch():
         "mm.plan(mm.Problem(8, 256, 256, 8, 2), 'h200')\n"
         "assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)
 
 
 def test_decode_of_one_rank_on_h200():
@@ -183,6 +185,19 @@ def test_the_overlap_rule_of_the_paper():
     assert floor.nvlink_bytes == rows * (7168 + 7168 // 32 + 2 * 7168)
     assert floor.bound == "tensor"
     assert mm.plan(dataclasses.replace(PRO, num_ranks=1), "b200").floor.nvlink_bytes == 0
+
+
+def test_the_bytes_of_a_call_term_by_term():
+    # one expert of 256 x 128 in FP4 (17 bytes a group of 32), 3 tokens, FP8 rows with FP32 scales
+    problem = mm.Problem(3, 256, 128, 1, 1, 1, "w4a8_block")
+    assert dict(mm.plan(problem, "h200").floor.hbm) == {
+        "weights": 3 * 256 * 128 * 17 // 32,
+        "rows in": 3 * (256 + 8),
+        "activation": 3 * 2 * (128 + 4),  # written by L1, read by L2
+        "rows out": 3 * 256 * 2,
+    }
+    small = mm.plan(problem, "h200", combine="fp8").floor
+    assert dict(small.hbm)["rows out"] == 3 * (256 + 4)
 
 
 def test_even_routing_spreads_every_row():
