@@ -35,6 +35,23 @@ class NotAvailable(MegaMoEError, RuntimeError):
     """This build, machine or GPU cannot do it; the text names what can."""
 
 
+class MegaMoETimeout(MegaMoEError, TimeoutError):
+    """A wait ran past its bound. Nobody trapped: every role drained, and a reset makes it usable.
+
+    rank      whose wait it was
+    barrier   what it waited for: a barrier with its tag, or a word of the workspace
+    expected  the value that did not come
+    seen      the value that stood there
+    """
+
+    def __init__(self, rank: int, barrier: str, expected: int, seen: int) -> None:
+        self.rank, self.barrier, self.expected, self.seen = rank, barrier, expected, seen
+        super().__init__(
+            f"rank {rank} waited too long for {barrier}: expected {expected:#x}; got {seen:#x}; "
+            "reset the world before the next call"
+        )
+
+
 def require(
     ok: bool, what: str, *, got: object, fix: str = "", kind: type[MegaMoEError] = MegaMoEError
 ) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megamoe import reference
 from megamoe.bench.workloads import Model
+from megamoe.distributed.local import LocalWorld
 from megamoe.engine.backends import resolve
 from megamoe.engine.functional import moe
 from megamoe.engine.weights import ExpertWeights
@@ -110,11 +111,12 @@ def run(
 
     progress("layer", 0, 1)
     began = time.perf_counter()
-    outputs = _layer(tokens, weights, shared, layer, num_ranks, chosen)
+    outputs, received = _layer(tokens, weights, shared, layer, num_ranks, chosen, progress)
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     seconds = time.perf_counter() - began
-    progress("layer", 1, 1)
+    if num_ranks == 1:
+        progress("layer", 1, 1)
 
     x, idx, weight = (torch.cat(parts) for parts in zip(*tokens, strict=True))
     y = torch.cat(outputs)
@@ -142,7 +144,8 @@ def run(
         error_range=row.quantisation_error,
         reference_error=_relative(y[sample], exact),
         reference_bound=0.0 if chosen == "reference" else row.tolerance,
-        counts_ok=int(counts.sum()) == num_ranks * num_tokens * layer.top_k,
+        counts_ok=int(counts.sum()) == num_ranks * num_tokens * layer.top_k
+        and (received is None or torch.equal(received, counts.cpu())),
         notes=[] if scale == 1.0 else [f"widths scaled by {scale:g} to fit this machine"],
     )
 
@@ -154,8 +157,12 @@ def _layer(
     layer: Model,
     num_ranks: int,
     backend: str,
-) -> list[Tensor]:
-    """The computation itself: one rank through the public call, several through the reference."""
+    progress: Progress,
+) -> tuple[list[Tensor], Tensor | None]:
+    """The computation itself: one rank through the public call, several through `LocalWorld`.
+
+    Also the rows that each expert received, where the ranks counted them.
+    """
     if num_ranks == 1:
         o = layer.options
         x, idx, weight = tokens[0]
@@ -164,10 +171,14 @@ def _layer(
                 x, idx, weight, weights, activation=o.activation, clamp=o.clamp,
                 weight_at=o.weight_at, combine=o.combine, shared=shared, backend=backend,
             )
-        ]  # fmt: skip
+        ], None  # fmt: skip
     owners = [weights.for_rank(rank, num_ranks) for rank in range(num_ranks)]
     xs, idx, weight = (list(parts) for parts in zip(*tokens, strict=True))
-    return reference.expert_parallel(xs, idx, weight, owners, layer.options, shared)
+    outputs, received = LocalWorld(num_ranks).run(
+        xs, idx, weight, owners, layer.options, shared,
+        progress=lambda done, of: progress("layer", done, of),
+    )  # fmt: skip
+    return outputs, torch.cat(received)
 
 
 def _one_by_one(

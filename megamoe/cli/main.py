@@ -12,11 +12,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
 import megamoe
 from megamoe.bench.workloads import MODELS, model_named
+from megamoe.cli import bench as bench_commands
+from megamoe.cli.shared import Bars, device_named
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
 from megamoe.formats.spec import FORMATS, RECIPES
 
@@ -27,6 +28,7 @@ app = typer.Typer(
     help="A Mixture-of-Experts layer as one fast call.",
 )
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
+bench_commands.add_to(bench)
 app.add_typer(bench, name="bench")
 out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
@@ -62,14 +64,14 @@ def run(
     """Make a layer and tokens, run it, check it against the reference, say what it cost."""
     from megamoe.bench import job
 
-    with _Bars(quiet=as_json) as bars:
+    with Bars(quiet=as_json) as bars:
         result = job.run(
             model_named(preset),
             recipe=recipe,
             num_tokens=tokens,
             num_ranks=ranks,
             scale=_scale(scale),
-            device=_device(device),
+            device=device_named(device),
             backend=backend,
             seed=seed,
             progress=bars,
@@ -142,8 +144,8 @@ def bench_quantize(
 
     from megamoe.bench.quantizing import measure
 
-    with _Bars(quiet=as_json) as bars:
-        row = measure(model_named(preset), recipe, experts, _device(device), bars)
+    with Bars(quiet=as_json) as bars:
+        row = measure(model_named(preset), recipe, experts, device_named(device), bars)
     if as_json:
         print(json.dumps(asdict(row), indent=2))
         return
@@ -200,47 +202,3 @@ def _scale(text: str) -> float | None:
         value = -1.0
     require(0 < value <= 1, "scale must be auto or lie in (0, 1]", got=text, kind=RangeError)
     return value
-
-
-def _device(name: str) -> str:
-    import torch
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    kind, _, idx = name.partition(":")
-    require(
-        kind in ("cpu", "cuda") and (not idx or idx.isdigit()),
-        "device must be auto, cpu or cuda[:N]",
-        got=name,
-        kind=RangeError,
-    )
-    found = torch.cuda.device_count()
-    require(
-        kind == "cpu" or int(idx or 0) < found,
-        f"device {name} must exist",
-        got=f"{found} CUDA device(s)",
-        fix="use --device cpu",
-        kind=NotAvailable,
-    )
-    return name
-
-
-class _Bars:
-    """One progress bar per step of a job, on stderr."""
-
-    def __init__(self, *, quiet: bool) -> None:
-        columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
-        self.bars = Progress(*columns, console=err, transient=True, disable=quiet)
-        self.tasks: dict[str, Any] = {}
-
-    def __enter__(self) -> _Bars:
-        self.bars.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bars.stop()
-
-    def __call__(self, step: str, done: int, of: int) -> None:
-        if step not in self.tasks:
-            self.tasks[step] = self.bars.add_task(step, total=of)
-        self.bars.update(self.tasks[step], completed=done)

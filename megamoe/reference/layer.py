@@ -77,13 +77,17 @@ def expert_parallel(
             first += len(owner.w13)
         y = combine(routed.rows, routed.valid, routed.weights, options)
         if shared is not None:
-            count = len(shared.w13)
-            every = torch.arange(count, device=idx.device).expand(len(idx), count)
-            also = _Slots(tokens, every, torch.ones_like(every, dtype=torch.float32), options)
-            also.fill(shared, 0)
-            y = combine(also.rows, also.valid, also.weights, options, start=y)
+            y = add_shared(y, tokens, shared, options)
         outputs.append(y.to(torch.bfloat16))
     return outputs
+
+
+def add_shared(y: Tensor, x: Tensor | Quantized, shared: Experts, options: Options) -> Tensor:
+    """Add the rows of the shared experts, which see every token with weight 1, to FP32 [T, H]."""
+    every = torch.arange(len(shared.w13), device=y.device).expand(len(y), len(shared.w13))
+    slots = _Slots(x, every, torch.ones_like(every, dtype=torch.float32), options)
+    slots.fill(shared, 0)
+    return combine(slots.rows, slots.valid, slots.weights, options, start=y)
 
 
 def received(topk_idx: Sequence[Tensor], num_experts: int, num_ranks: int) -> Tensor:
@@ -134,25 +138,33 @@ def tokens_as(x: Tensor | Quantized, experts: Experts) -> Tensor:
 def expert_rows(
     x: Tensor, weight: Tensor, experts: Experts, expert: int, options: Options
 ) -> Tensor:
-    """L1, activation, requantisation and L2 of one expert: float64 [m, H] -> rows for combine.
+    """L1, activation, requantisation and L2 of one expert: float64 [m, H] -> rows for combine."""
+    return l2_rows(l1_acts(x, weight, experts, expert, options), weight, experts, expert, options)
 
-    They are BF16 [m, H], or under `combine="fp8"` the FP32 values of FP8 rows.
-    """
-    at_l1 = weight[:, None] if options.weight_at == "l1" else None
+
+def l1_acts(x: Tensor, weight: Tensor, experts: Experts, expert: int, options: Options) -> Tensor:
+    """L1, the activation and requantisation: float64 [m, H] -> float64 values [m, I]."""
     w13 = dequantize(experts.w13[expert], torch.float64)
     b13 = (None, None) if experts.b13 is None else experts.b13[expert]
     gate = linear(x, w13[0], b13[0]).to(torch.bfloat16)
     up = linear(x, w13[1], b13[1]).to(torch.bfloat16)
     acts = activate(gate, up, options)
-    if at_l1 is not None:
-        acts = acts * at_l1
+    if options.weight_at == "l1":
+        acts = acts * weight[:, None]
     g = None if experts.acts_global is None else experts.acts_global[expert]
     quantised = quantize(acts, recipe_named(experts.recipe).acts.name, global_scale=g)
+    return dequantize(quantised, torch.float64)
+
+
+def l2_rows(
+    acts: Tensor, weight: Tensor, experts: Experts, expert: int, options: Options
+) -> Tensor:
+    """L2: float64 [m, I] -> BF16 [m, H], or under `combine="fp8"` the FP32 values of FP8 rows."""
     b2 = None if experts.b2 is None else experts.b2[expert]
-    if b2 is not None and at_l1 is not None:
-        b2 = b2 * at_l1  # the weight already stands in the activations; the bias needs it too
+    if b2 is not None and options.weight_at == "l1":
+        b2 = b2 * weight[:, None]  # the weight already stands in the activations; bias needs it too
     w2 = dequantize(experts.w2[expert], torch.float64)
-    rows = linear(dequantize(quantised, torch.float64), w2, b2).to(torch.bfloat16)
+    rows = linear(acts, w2, b2).to(torch.bfloat16)
     if options.combine == "fp8":
         return dequantize(quantize(rows, "fp8_combine"))
     return rows

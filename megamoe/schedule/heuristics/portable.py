@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import Hardware
 from megamoe.problem import Problem
@@ -25,6 +27,24 @@ BLOCK_M = (
     (float("inf"), 128, "prefill: the widest tile that eight warps hold"),
 )
 # fmt: on
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The shape of one program's work, and how the compiler pipelines it."""
+
+    block_m: int  # tokens: the MMA's N operand
+    block_n: int  # weight rows: the MMA's M operand
+    block_k: int
+    num_warps: int
+    num_stages: int
+    group_m: int = 1  # token tiles that run side by side on the same weights; 1 is along N
+
+
+def tile(recipe: str, rows_per_expert: float, phase: str) -> Tile:
+    """The tile of "l1" or "l2". Both phases share block_m: slots are sorted once."""
+    m = next(m for edge, m, _ in BLOCK_M if rows_per_expert <= edge)
+    return Tile(m, 128, 128, 4 if m <= 32 else 8, 3)
 
 
 def mma(problem: Problem) -> tuple[str, str]:

@@ -1,0 +1,139 @@
+"""What `megamoe bench` measures, as data: layers, token counts, grouped GEMM shapes.
+
+A *cell* is one layer at one number of tokens, written "flash-ep8/64". Standard library only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from megamoe.bench.workloads import MODELS
+from megamoe.errors import RangeError, one_of, require
+from megamoe.problem import Options
+
+TOKENS = (8, 64, 512, 2048, 8192)  # decode to prefill
+
+# With this seed the three smallest cells touch 25, 33 and 27 experts: as many as in the recorded
+# runs of benchmarks/h200/peers.json, so that a call reads the same bytes.
+SEED = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The routed experts of one layer, all on one rank."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    options: Options = field(default_factory=Options)
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A layer and a number of tokens."""
+
+    shape: Shape
+    num_tokens: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.shape.name}/{self.num_tokens}"
+
+    @property
+    def num_pairs(self) -> int:
+        """Token-expert pairs: the rows both linears compute."""
+        return self.num_tokens * self.shape.top_k
+
+
+# One rank's share of an expert-parallel layer over eight ranks: its experts, and tokens whose
+# top_k experts all lie on it.
+SHARES = {
+    s.name: s
+    for s in (
+        Shape("flash-ep8", 4096, 2048, 32, 6),
+        Shape("pro-ep8", 7168, 3072, 48, 6),
+        Shape("v3-ep8", 7168, 2048, 32, 8),
+    )
+}
+PRESETS = {
+    m.name: Shape(m.name, m.hidden, m.intermediate, m.num_experts, m.top_k, m.options, m.has_bias)
+    for m in MODELS.values()
+}
+SHAPES = SHARES | PRESETS
+
+
+def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tuple[Cell, ...]:
+    """The cells of each name: "flash-ep8" at `tokens` (default TOKENS), "flash-ep8/64" alone.
+
+    >>> [cell.name for cell in cells_named(["v3-ep8/8", "tiny"], [16])]
+    ['v3-ep8/8', 'tiny/16']
+    """
+    require(len(names) > 0, "there must be at least one workload", got="none", kind=RangeError)
+    found: dict[str, Cell] = {}
+    for name in names:
+        shape_name, slash, count = name.partition("/")
+        one_of(shape_name, tuple(SHAPES), "workload")
+        counts = [_count(count)] if slash else (TOKENS if tokens is None else tokens)
+        for num_tokens in counts:
+            require(
+                num_tokens >= 1,
+                "a cell needs at least one token",
+                got=num_tokens,
+                kind=RangeError,
+            )
+            cell = Cell(SHAPES[shape_name], num_tokens)
+            found[cell.name] = cell
+    return tuple(found.values())
+
+
+def _count(text: str) -> int:
+    require(
+        text.isdigit(),
+        "a cell is written workload/tokens",
+        got=repr(text),
+        fix="for example flash-ep8/64",
+        kind=RangeError,
+    )
+    return int(text)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmShape:
+    """A grouped GEMM: group g multiplies rows[g] rows [., k] with its own matrix [n, k]."""
+
+    name: str
+    n: int
+    k: int
+    rows: tuple[int, ...]
+
+    @property
+    def num_groups(self) -> int:
+        return len(self.rows)
+
+    @property
+    def flops(self) -> int:
+        return 2 * sum(self.rows) * self.n * self.k
+
+
+# C011
+GEMM_SHAPES = {
+    s.name: s
+    for s in (
+        GemmShape("A", 4096, 7168, (80, 176, 128, 72, 64, 248, 96, 160)),
+        GemmShape("B", 7168, 2048, (40, 76, 168, 72, 164, 148, 196, 160)),
+        GemmShape("C", 3072, 4096, (192, 320)),
+        GemmShape("D", 4096, 1536, (128, 384)),
+    )
+}
+
+
+def gemms_named(names: Sequence[str]) -> tuple[GemmShape, ...]:
+    """The grouped GEMM shapes of those names, or an error that lists the names."""
+    require(len(names) > 0, "there must be at least one shape", got="none", kind=RangeError)
+    for name in names:
+        one_of(name, tuple(GEMM_SHAPES), "shape")
+    return tuple(GEMM_SHAPES[name] for name in names)

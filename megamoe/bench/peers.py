@@ -1,0 +1,71 @@
+"""Recorded times of other libraries, kept as data beside the package, and ratios to them.
+
+A file has "provenance", "method" and "cells": {"flash-ep8/8": {"some-peer": microseconds}}.
+The best peer of a cell is the fastest one listed. Standard library only.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from megamoe.errors import FileError, require
+
+BEST = "best"
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Microseconds per cell and peer."""
+
+    provenance: str
+    method: str
+    cells: dict[str, dict[str, float]]
+
+    def best(self, cell: str) -> tuple[str, float] | None:
+        """Name and time of the fastest peer in a cell."""
+        times = self.cells.get(cell)
+        return min(times.items(), key=lambda item: item[1]) if times else None
+
+    def ratios(self, cell: str, us: float) -> dict[str, float]:
+        """us / peer for each peer that was recorded in the cell, and for the best of them."""
+        found = self.best(cell)
+        if found is None:
+            return {}
+        return {BEST: us / found[1], **{n: us / t for n, t in self.cells[cell].items()}}
+
+    @property
+    def common(self) -> tuple[str, ...]:
+        """The peers that were recorded in every cell."""
+        sets = [set(times) for times in self.cells.values()]
+        return tuple(sorted(set.intersection(*sets))) if sets else ()
+
+
+def load(path: str | Path) -> Peers:
+    """Read a file of recorded times; anything else is refused with what is wrong."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise FileError(f"the peers file must be readable; got {error}") from error
+    except ValueError as error:
+        raise FileError(f"the peers file must be JSON; got {error} in {path}") from error
+    require(
+        isinstance(found, dict) and isinstance(found.get("cells"), dict),
+        'the peers file must hold {"provenance", "method", "cells": {cell: {peer: us}}}',
+        got=f"{type(found).__name__} in {path}",
+        kind=FileError,
+    )
+    cells: dict[str, dict[str, float]] = {}
+    for cell, times in found["cells"].items():
+        good = isinstance(times, dict) and all(
+            isinstance(t, int | float) and t > 0 for t in times.values()
+        )
+        require(
+            good,
+            "every cell of the peers file must map peers to positive microseconds",
+            got=f"{times!r} for {cell}",
+            kind=FileError,
+        )
+        cells[str(cell)] = {str(name): float(t) for name, t in times.items()}
+    return Peers(str(found.get("provenance", "")), str(found.get("method", "")), cells)

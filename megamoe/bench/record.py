@@ -1,0 +1,167 @@
+"""Rows of a benchmark and the files made of them: JSON and CSV. Standard library only."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import TextIO
+
+from megamoe.bench.floors import Ceilings, Cost
+from megamoe.bench.peers import BEST, Peers
+from megamoe.bench.stats import Timing, geomean
+
+OK, WRONG, FAILED, ABSENT = "ok", "WRONG", "failed", "absent"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contestant in one cell. There are times only where the result was checked and right."""
+
+    cell: str
+    contestant: str
+    recipe: str
+    ours: bool
+    status: str  # ok, WRONG (not timed), failed (raised), absent (cannot run here)
+    note: str  # why not, or what to know
+    provenance: str
+    touched: int = 0  # experts that some token uses, or groups
+    how: str = ""  # "graph" or "eager"
+    count: int = 0  # timed calls
+    us: float | None = None  # median, L2 flushed
+    low_us: float | None = None
+    spread: float | None = None  # between rounds
+    tflops: float | None = None
+    gbs: float | None = None
+    flops: int = 0
+    num_bytes: int = 0  # touched weights + tokens in and out
+    weight_bytes: int = 0
+    floor_us: float | None = None
+    floor_by: str = ""
+    of_floor: float | None = None  # us / floor_us
+    read_us: float | None = None  # one launch that reads the touched weights
+    of_read: float | None = None
+    error: float | None = None  # relative Frobenius
+    bound: float | None = None
+    versus: dict[str, float] = field(default_factory=dict)  # us / recorded peer
+
+    @property
+    def label(self) -> str:
+        """Contestant and recipe in one word."""
+        return f"{self.contestant} {self.recipe}".strip() if self.ours else self.contestant
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What turns a checked contestant into a row with figures."""
+
+    cost: Cost
+    timing: Timing
+    read: Timing | None
+    ceilings: Ceilings
+
+    def columns(self) -> dict[str, object]:
+        us = self.timing.us
+        floor_us, floor_by = self.cost.floor(self.ceilings)
+        read_us = None if self.read is None else self.read.us
+        return {
+            "how": self.timing.how,
+            "count": self.timing.count,
+            "us": us,
+            "low_us": self.timing.low_us,
+            "spread": self.timing.spread,
+            "tflops": self.cost.flops / us / 1e6,
+            "gbs": self.cost.num_bytes / us / 1e3,
+            "flops": self.cost.flops,
+            "num_bytes": self.cost.num_bytes,
+            "weight_bytes": self.cost.weight_bytes,
+            "floor_us": floor_us,
+            "floor_by": floor_by,
+            "of_floor": us / floor_us,
+            "read_us": read_us,
+            "of_read": None if read_us is None else us / read_us,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All rows of a run, with what is needed to believe or repeat them."""
+
+    title: str
+    provenance: str
+    method: str
+    ceilings: Ceilings
+    rows: tuple[Row, ...]
+    peers: Peers | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """1: a wrong result, or one of our backends raised; 3: nothing could be timed; else 0."""
+        if any(r.status == WRONG or (r.ours and r.status == FAILED) for r in self.rows):
+            return 1
+        return 0 if any(r.status == OK for r in self.rows) else 3
+
+    def geomeans(self) -> dict[str, dict[str, tuple[float, int]]]:
+        """Per contestant: geometric mean of each ratio, and over how many cells it was taken."""
+        found: dict[str, dict[str, tuple[float, int]]] = {}
+        ratios = {"x floor": "of_floor", "x read": "of_read"}
+        peers = () if self.peers is None else (BEST, *self.peers.common)
+        for label in dict.fromkeys(r.label for r in self.rows if r.status == OK):
+            rows = [r for r in self.rows if r.label == label and r.status == OK]
+            values = {
+                name: [v for r in rows if (v := getattr(r, column)) is not None]
+                for name, column in ratios.items()
+            }
+            values |= {f"/ {n}": [r.versus[n] for r in rows if n in r.versus] for n in peers}
+            found[label] = {n: (geomean(v), len(v)) for n, v in values.items() if v}
+        return found
+
+    def best_of_ours(self) -> dict[str, Row]:
+        """The fastest checked row of ours in each cell."""
+        best: dict[str, Row] = {}
+        for r in self.rows:
+            if r.ours and r.status == OK and r.us is not None:
+                old = best.get(r.cell)
+                if old is None or old.us is None or r.us < old.us:
+                    best[r.cell] = r
+        return best
+
+    def as_dict(self) -> dict[str, object]:
+        peers = None if self.peers is None else asdict(self.peers)
+        return {
+            "title": self.title,
+            "provenance": self.provenance,
+            "method": self.method,
+            "ceilings": asdict(self.ceilings),
+            "rows": [asdict(r) for r in self.rows],
+            "geomeans": {
+                label: {n: {"mean": mean, "cells": cells} for n, (mean, cells) in means.items()}
+                for label, means in self.geomeans().items()
+            },
+            "peers": peers,
+            "exit_code": self.exit_code,
+        }
+
+
+def write(report: Report, folder: str | Path, name: str) -> list[Path]:
+    """Write `name`.json and `name`.csv into `folder`, which is made if it is missing."""
+    where = Path(folder)
+    where.mkdir(parents=True, exist_ok=True)
+    as_json, as_csv = where / f"{name}.json", where / f"{name}.csv"
+    as_json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
+    with as_csv.open("w", newline="") as file:
+        write_csv(report.rows, file)
+    return [as_json, as_csv]
+
+
+def write_csv(rows: Sequence[Row], file: TextIO) -> None:
+    """One line per row; ratios to recorded peers get a column each, provenance stands last."""
+    writer = csv.writer(file, lineterminator="\n")
+    names = [f.name for f in fields(Row) if f.name not in ("versus", "provenance")]
+    peers = list(dict.fromkeys(peer for r in rows for peer in r.versus))
+    writer.writerow([*names, *(f"vs_{peer}" for peer in peers), "provenance"])
+    for r in rows:
+        values = ["" if (v := getattr(r, name)) is None else v for name in names]
+        writer.writerow([*values, *(r.versus.get(peer, "") for peer in peers), r.provenance])

@@ -1,0 +1,1 @@
+"""Worlds: how the ranks of a layer reach each other."""

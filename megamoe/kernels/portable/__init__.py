@@ -1,0 +1,1 @@
+"""Triton kernels that run wherever Triton runs, and in its interpreter on a CPU."""

@@ -1,0 +1,62 @@
+"""The timer, the ceilings and the gate on a GPU, small."""
+
+import pytest
+import torch
+
+from megamoe.bench import ceilings
+from megamoe.bench.cells import cells_named
+from megamoe.bench.gate import poisoned_call
+from megamoe.bench.layer import Settings, measure
+from megamoe.bench.reading import Reader
+from megamoe.bench.record import ABSENT, OK
+from megamoe.bench.timer import Timer
+from megamoe.errors import MegaMoEError
+
+pytestmark = pytest.mark.gpu
+CUDA = torch.device("cuda")
+
+
+def test_graphs_are_timed_and_their_output_is_poisoned():
+    a = torch.randn(2048, 2048, device=CUDA)
+    timer = Timer(CUDA, repeats=5, rounds=2)
+    one = timer.prepare(lambda: a @ a)
+    assert one.how == "graph"
+    assert torch.equal(poisoned_call(one, timer), a @ a)
+    timing = timer.time({"one": one})["one"]
+    assert timing.count == 10 and 5 < timing.us < 10_000
+
+
+def test_a_call_that_synchronises_is_refused():
+    a = torch.randn(8, device=CUDA)
+    with pytest.raises(MegaMoEError, match="capturable"):
+        Timer(CUDA, repeats=1, rounds=1).prepare(lambda: a * float(a.sum().item()))
+    torch.cuda.synchronize()
+    assert (a + 1).isfinite().all()
+
+
+def test_the_read_kernel_reads_at_the_speed_of_memory():
+    found = ceilings.measure(CUDA, Reader(CUDA))
+    assert found.read_gbs > 0.8 * found.copy_gbs and found.tflops["bf16"] > 10
+
+
+def test_a_flushed_read_is_slower_than_a_cached_one():
+    words = torch.zeros(8 << 20, dtype=torch.int32, device=CUDA)  # 32 MB: fits in L2
+    times = {}
+    for flush in ("none", "memset", "read"):
+        timer = Timer(CUDA, flush=flush, repeats=20, rounds=1)
+        times[flush] = timer.time({"sum": timer.prepare(lambda: words.sum())})["sum"].us
+    assert min(times["memset"], times["read"]) > times["none"]
+
+
+@pytest.mark.parametrize("cell", ["tiny/8", "tiny/600"])
+def test_contestants_on_a_gpu(cell):
+    settings = Settings(
+        backends=("reference", "torch-bf16", "torch-fp8"), recipes=("w8a8", "w4a16"),
+        device="cuda", repeats=3, rounds=2,
+    )  # fmt: skip
+    report = measure(cells_named([cell]), settings)
+    by_name = {r.label: r for r in report.rows}
+    assert by_name["reference w8a8"].status == OK and by_name["reference w8a8"].how == "eager"
+    assert by_name["torch-bf16"].status in (OK, ABSENT), by_name["torch-bf16"].note
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert by_name["torch-fp8"].status == OK, by_name["torch-fp8"].note
