@@ -23,6 +23,7 @@ _HOME = {
     "plan": "schedule.plan",
     "quantize": "formats.quantize",
     "route": "routing.router",
+    "simulate": "schedule.simulate",
 }
 __all__ = sorted(_HOME)
 

@@ -1,4 +1,4 @@
-"""`megamoe`: run, formats, doctor, bench.
+"""`megamoe`: run, plan, simulate, formats, doctor, bench.
 
 Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here.
 """
@@ -17,6 +17,8 @@ from rich.table import Table
 import megamoe
 from megamoe.bench.workloads import MODELS, model_named
 from megamoe.cli import bench as bench_commands
+from megamoe.cli import plan as plan_command
+from megamoe.cli import simulate as simulate_command
 from megamoe.cli.shared import Bars, device_named
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
 from megamoe.formats.spec import FORMATS, RECIPES
@@ -30,6 +32,8 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
 bench_commands.add_to(bench)
 app.add_typer(bench, name="bench")
+plan_command.add_to(app)
+simulate_command.add_to(app)
 out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

@@ -30,11 +30,23 @@ def _not_yet(device: torch.device) -> str:
     return f"not part of megamoe {__version__}"
 
 
+def _portable(device: torch.device) -> str:
+    try:
+        import triton
+    except ImportError:
+        return "triton is not installed"
+    if device.type == "cpu":
+        interpreted = bool(triton.knobs.runtime.interpret)
+        return "" if interpreted else "needs a GPU; on a CPU only Triton's interpreter runs it"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major >= 8 else f"needs sm_80 or newer, this is sm_{major}{minor}"
+
+
 # Best first: `auto` takes the first one that works on the layer's device.
 BACKENDS = (
     Backend("blackwell", _not_yet, (), "Gluon kernels for B200 and its kin"),
     Backend("hopper", _not_yet, (), "Gluon kernels for H100, H200 and H20"),
-    Backend("portable", _not_yet, (), "Triton kernels for any GPU"),
+    Backend("portable", _portable, ("staged",), "Triton kernels for any GPU since Ampere"),
     Backend("reference", lambda device: "", (), "the exact oracle in PyTorch, CPU or CUDA"),
 )
 NAMES = ("auto", *(backend.name for backend in BACKENDS))

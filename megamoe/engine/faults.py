@@ -7,6 +7,7 @@ follows each call to pinned memory; the next call, or `check()`, reads it there 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from megamoe.errors import RangeError, require
 
@@ -18,18 +19,28 @@ class Faults:
 
     def __init__(self, device: torch.device) -> None:
         self.word = torch.full((1,), NONE, dtype=torch.int32, device=device)
-        self._seen = torch.full((1,), NONE, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._seen: Tensor | None = torch.full(
+            (1,), NONE, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         self._top_k = 1
+
+    @classmethod
+    def around(cls, word: Tensor) -> Faults:
+        """A view of a word that somebody else reads: nothing travels, nothing is raised."""
+        found = cls.__new__(cls)
+        found.word, found._seen, found._top_k = word, None, 1
+        return found
 
     def follow(self, top_k: int) -> None:
         """After a call: let the word travel to the host, on the call's stream."""
         self._top_k = top_k
-        self._seen.copy_(self.word, non_blocking=True)
+        if self._seen is not None:
+            self._seen.copy_(self.word, non_blocking=True)
 
     def raise_if_seen(self) -> None:
         """Raise what has arrived so far, once; never waits."""
-        first = int(self._seen)
-        if first == NONE:
+        first = NONE if self._seen is None else int(self._seen)
+        if self._seen is None or first == NONE:
             return
         self.word.fill_(NONE)
         self._seen.fill_(NONE)
@@ -42,10 +53,11 @@ class Faults:
             kind=RangeError,
         )
 
-    def check(self) -> None:
+    def check(self, top_k: int) -> None:
         """Wait for the GPU, then raise what it found."""
-        if self.word.is_cuda:
-            torch.cuda.current_stream(self.word.device).synchronize()
+        self._top_k = top_k
+        if self._seen is not None:
+            self._seen.copy_(self.word)
         self.raise_if_seen()
 
 

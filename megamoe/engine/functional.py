@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe import reference
-from megamoe.engine import backends
+from megamoe.engine import backends, faults
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import (
     DeviceError,
@@ -19,7 +19,7 @@ from megamoe.errors import (
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import Options, check_top_k
-from megamoe.routing.permute import check_expert_ids
+from megamoe.routing.permute import check_expert_ids, expert_counts
 
 
 def moe(
@@ -49,9 +49,40 @@ def moe(
     options = Options(activation, clamp, weight_at, combine)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    backends.resolve(backend, mode, weights.device)
+    chosen = backends.resolve(backend, mode, weights.device).name
     with torch.no_grad():
-        return reference.moe(x, topk_idx, topk_weights, weights, options, shared)
+        return run(chosen, x, topk_idx, topk_weights, weights, options, shared)
+
+
+def run(
+    backend: str,
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    shared: ExpertWeights | None,
+    found: faults.Faults | None = None,
+    stats: Tensor | None = None,
+) -> Tensor:
+    """One checked call on a resolved backend; `stats` is added to.
+
+    The reference reads ids and weights and refuses bad ones at once. A GPU backend reads nothing
+    back: `found`, or the device's shared word, tells of them on the next call.
+    """
+    if backend == "reference":
+        check_values(topk_idx, topk_weights, weights.num_experts)
+        y = reference.moe(x, topk_idx, topk_weights, weights, options, shared)
+        if stats is not None:
+            stats += expert_counts(topk_idx, weights.num_experts)
+        return y
+    from megamoe.engine import staged
+
+    found = found or faults.of_device(weights.device)
+    found.raise_if_seen()
+    y = staged.moe(x, topk_idx, topk_weights, weights, options, shared, found.word, stats)
+    found.follow(topk_idx.shape[1])
+    return y
 
 
 def check_tokens(
@@ -61,7 +92,7 @@ def check_tokens(
     weights: ExpertWeights,
     num_experts: int | None = None,
 ) -> None:
-    """Require tokens, ids and weights that fit each other and the experts; values are read too."""
+    """Require tokens, ids and weights that fit each other and the experts; no value is read."""
     require(
         isinstance(weights, ExpertWeights),
         "weights must be an ExpertWeights",
@@ -109,8 +140,6 @@ def check_tokens(
         kind=ShapeError,
     )
     check_top_k(topk_idx.shape[1], num_experts)
-    check_expert_ids(topk_idx, num_experts)
-    _check_weight_values(topk_idx, topk_weights)
 
 
 def check_shared(
@@ -198,8 +227,9 @@ def _check_x(x: Tensor | Quantized, weights: ExpertWeights) -> None:
     )
 
 
-def _check_weight_values(topk_idx: Tensor, topk_weights: Tensor) -> None:
-    """Require finite weights on the slots that count; names the first offending token and slot."""
+def check_values(topk_idx: Tensor, topk_weights: Tensor, num_experts: int) -> None:
+    """Require legal ids, and finite weights on the slots that count; names the first offender."""
+    check_expert_ids(topk_idx, num_experts)
     bad = ~topk_weights.isfinite() & (topk_idx >= 0)
     if bool(bad.any()):
         token, slot = bad.nonzero()[0].tolist()

@@ -8,14 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamoe import reference
-from megamoe.engine import backends
-from megamoe.engine.functional import check_shared, check_tokens
+from megamoe.engine import backends, faults
+from megamoe.engine.functional import check_shared, check_tokens, run
+from megamoe.engine.op import describe, moe_op
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options, check_top_k
-from megamoe.routing.permute import expert_counts
 
 
 class MoE(nn.Module):
@@ -77,7 +76,8 @@ class MoE(nn.Module):
         self.options = Options(activation, clamp, weight_at, combine)
         self.num_experts, self.top_k = num_experts, top_k
         self.max_tokens_per_rank = max_tokens_per_rank
-        self.backend = backends.resolve(backend, mode, weights.device).name
+        self._wanted = (backend, mode)
+        backends.resolve(backend, mode, weights.device)  # refuse before anything is built
         self.experts = _Held(weights)
         self.shared = None if shared is None else _Held(shared)
         self.register_buffer(
@@ -85,6 +85,12 @@ class MoE(nn.Module):
             torch.zeros(weights.num_experts, dtype=torch.int64, device=weights.device),
             persistent=False,
         )
+        self._settle()
+
+    @property
+    def backend(self) -> str:
+        """The backend of the device that the experts lie on."""
+        return backends.resolve(*self._wanted, self.weights.device).name
 
     @property
     def weights(self) -> ExpertWeights:
@@ -94,6 +100,12 @@ class MoE(nn.Module):
     @torch.no_grad()
     def forward(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H]."""
+        if torch.compiler.is_compiling():
+            assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
+            tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
+            return moe_op(
+                x, topk_idx, topk_weights, tensors, self.stats, self._faults.word, self._what
+            )
         weights = self.experts.weights
         shared = None if self.shared is None else self.shared.weights
         check_tokens(x, topk_idx, topk_weights, weights, self.num_experts)
@@ -112,9 +124,25 @@ class MoE(nn.Module):
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
-        y = reference.moe(x, topk_idx, topk_weights, weights, self.options, shared)
-        self.stats += expert_counts(topk_idx, self.num_experts)
-        return y
+        return run(
+            self.backend, x, topk_idx, topk_weights, weights, self.options, shared,
+            self._faults, self.stats,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Wait for the GPU and raise if any call so far had a bad expert id or weight."""
+        self._faults.check(self.top_k)
+
+    def _settle(self) -> None:
+        """What depends on the device: where faults are kept, and what a compiled model passes."""
+        weights, shared = self.weights, None if self.shared is None else self.shared.weights
+        self._faults = faults.Faults(weights.device)
+        self._what = describe(weights, shared, self.options, self.backend)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        super()._apply(fn, recurse)
+        self._settle()
+        return self
 
     def extra_repr(self) -> str:
         w = self.weights

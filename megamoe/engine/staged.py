@@ -22,7 +22,7 @@ from megamoe.kernels.portable.dispatch import Routing, dispatch
 from megamoe.kernels.portable.launch import Arithmetic, Held
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.portable import tile
+from megamoe.schedule.heuristics.portable import tiles
 
 
 def moe(
@@ -89,8 +89,7 @@ class _Pass:
         w, how = self.weights, self.how
         num_tokens, top_k = idx.shape
         tokens, x_global = self._tokens(routing)
-        per_expert = num_tokens * top_k / w.num_experts
-        tile1, tile2 = (tile(w.recipe, per_expert, phase) for phase in ("l1", "l2"))
+        tile1, tile2, _ = tiles(w.recipe, num_tokens * top_k / w.num_experts)
         order = Order.empty(idx.numel(), w.num_experts, tile1.block_m, w.device)
         sort_slots(idx, order, stats)
         acts = how.hold(order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device)

@@ -2,9 +2,18 @@
 
 import triton
 import triton.language as tl
+from triton.language.target_info import current_target
+from triton.runtime.jit import constexpr_function
 
 # The interpreter keeps BF16 as raw 16-bit words and would multiply those: go through FP32 there.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@constexpr_function
+def HAS_FP8():
+    """Whether the GPU converts to E4M3; false where kernels are compiled without one."""
+    target = current_target()
+    return not INTERPRETED.value and target is not None and target.arch >= 89
 
 
 @triton.jit
@@ -35,3 +44,23 @@ def to_bf16(x):
         return rounded.to(tl.bfloat16, bitcast=True)
     else:
         return x.to(tl.bfloat16)
+
+
+@triton.jit
+def quotient(x, y):
+    """x / y correctly rounded, y > 0.
+
+    A product with the rounded reciprocal and one exact correction give the IEEE quotient
+    (Markstein) for a third of a division, as long as the reciprocal is a normal number.
+    """
+    if INTERPRETED:
+        return tl.div_rn(x, y)
+    else:
+        wide = tl.broadcast_to(y, x.shape)
+        if tl.min(tl.reshape(y, (y.numel,))) > 1e-36 and tl.max(tl.reshape(y, (y.numel,))) < 1e36:
+            reciprocal = tl.broadcast_to(tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y), x.shape)
+            first = x * reciprocal
+            result = tl.fma(tl.fma(-first, wide, x), reciprocal, first)
+        else:
+            result = tl.div_rn(x, wide)
+        return result

@@ -1,12 +1,14 @@
 """Number formats inside kernels, bit by bit as `formats` defines them.
 
-Roundings are written as exact FP32 and integer operations, so that the GPU and Triton's interpreter
-give the same bytes: adding and taking away 2**23 times the grid's step rounds to the grid, ties to
-even. Values stay FP32 on the element's grid until they are stored.
+Roundings are exact FP32 and integer operations that the GPU and Triton's interpreter agree on:
+adding and taking away 2**23 times the grid's step rounds to the grid, ties to even. Where the GPU
+has an E4M3 conversion it gives the same bytes.
 """
 
 import triton
 import triton.language as tl
+
+from megamoe.kernels.device.compat import HAS_FP8
 
 INF_BITS = tl.constexpr(0x7F800000)
 
@@ -65,21 +67,27 @@ def e8m0_value(code):
 @triton.jit
 def e4m3_round(x):
     """`x` on the grid of E4M3: nearest, ties to even, saturating at 448, sign kept."""
-    size = tl.minimum(tl.abs(x), 448.0)
-    bits = size.to(tl.int32, bitcast=True)
-    normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
-    small = (size + 16384.0) - 16384.0  # below 2**-6 the grid's step is 2**-9
-    value = tl.where(size < 0.015625, small, normal.to(tl.float32, bitcast=True))
-    return _with_sign_of(value, x)
+    if HAS_FP8():
+        return x.to(tl.float8e4nv).to(tl.float32)
+    else:
+        size = tl.minimum(tl.abs(x), 448.0)
+        bits = size.to(tl.int32, bitcast=True)
+        normal = (bits + 0x7FFFF + ((bits >> 20) & 1)) & ~0xFFFFF
+        small = (size + 16384.0) - 16384.0  # below 2**-6 the grid's step is 2**-9
+        value = tl.where(size < 0.015625, small, normal.to(tl.float32, bitcast=True))
+        return _with_sign_of(value, x)
 
 
 @triton.jit
-def e4m3_code(value):
-    """The byte of a value that lies on the grid of E4M3."""
-    bits = abs_bits(value)
-    size = bits.to(tl.float32, bitcast=True)
-    code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), (bits >> 20) - 960)
-    return (code | _sign_bit(value, 24)).to(tl.uint8)
+def e4m3_code(x):
+    """The byte of the E4M3 value nearest to `x`."""
+    if HAS_FP8():
+        return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = abs_bits(e4m3_round(x))
+        size = bits.to(tl.float32, bitcast=True)
+        code = tl.where(size < 0.015625, (size * 512.0).to(tl.int32), (bits >> 20) - 960)
+        return (code | _sign_bit(x, 24)).to(tl.uint8)
 
 
 @triton.jit
@@ -97,19 +105,25 @@ def e4m3_value(code):
 def e2m1_round(x):
     """`x` on the grid of E2M1 0 .5 1 1.5 2 3 4 6: nearest, ties to even, saturating, sign kept."""
     size = tl.minimum(tl.abs(x), 6.0)
-    halves = (size + 4194304.0) - 4194304.0
-    ones = (size + 8388608.0) - 8388608.0
-    twos = (size + 16777216.0) - 16777216.0
-    return _with_sign_of(tl.where(size < 2.0, halves, tl.where(size < 4.0, ones, twos)), x)
+    normal = (_e2m1_bits(size) & ~0x3FFFFF).to(tl.float32, bitcast=True)
+    small = (size + 4194304.0) - 4194304.0  # below 1 the grid's step is 0.5
+    return _with_sign_of(tl.where(size < 1.0, small, normal), x)
 
 
 @triton.jit
-def e2m1_code(value):
-    """The 4-bit code of a value that lies on the grid of E2M1."""
-    size = abs_bits(value).to(tl.float32, bitcast=True)
-    high = tl.where(size < 4.0, size + 2.0, size * 0.5 + 4.0)
-    code = tl.where(size < 2.0, size * 2.0, high).to(tl.int32)
-    return (code | _sign_bit(value, 28)).to(tl.uint8)
+def e2m1_code(x):
+    """The 4-bit code of the E2M1 value nearest to `x`."""
+    size = tl.minimum(tl.abs(x), 6.0)
+    small = (size + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
+    code = tl.where(size < 1.0, small, (_e2m1_bits(size) >> 22) - 252)
+    return (code | _sign_bit(x, 28)).to(tl.uint8)
+
+
+@triton.jit
+def _e2m1_bits(size):
+    """FP32 bits rounded to one mantissa bit; the bits below it are not cleared."""
+    bits = size.to(tl.int32, bitcast=True)
+    return bits + 0x1FFFFF + ((bits >> 22) & 1)
 
 
 @triton.jit

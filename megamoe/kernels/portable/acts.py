@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from megamoe.formats.spec import E2M1, E4M3, FORMATS, Scale
-from megamoe.kernels.device.compat import to_bf16
+from megamoe.kernels.device.compat import quotient, to_bf16
 from megamoe.kernels.device.numbers import (
     INF_BITS,
     Kind,
@@ -60,11 +60,6 @@ def _exact_quotient(x, step):
     return x * pow2(254 - field)
 
 
-@triton.jit
-def _quotient(x, step):
-    return tl.div_rn(x, step)
-
-
 def _kind(hold: str, name: str) -> Kind:
     """The format of that name held in one of the ways above."""
     fmt = FORMATS[name]
@@ -79,7 +74,7 @@ def _kind(hold: str, name: str) -> Kind:
         EXPONENT=fmt.element.max_exponent,
         MANTISSA=fmt.element.max_mantissa,
         scale=scale,
-        divide=_exact_quotient if fmt.scale is Scale.E8M0 else _quotient,
+        divide=_exact_quotient if fmt.scale is Scale.E8M0 else quotient,
         round=e4m3_round if is_wide else e2m1_round,
         code=e4m3_code if is_wide else e2m1_code,
     )
@@ -95,12 +90,11 @@ SCALED = {"fp8_1x128": _kind("scaled", "fp8_1x128")}
 
 @triton.jit
 def quantise_blocks(x, g, ACTS: tl.constexpr):
-    """FP32 [r, blocks, group] -> values on the element's grid, stored scales, scales as FP32."""
+    """FP32 [r, blocks, group] -> quotients yet to be rounded, stored scales, scales as FP32."""
     stored, scale, step = ACTS.scale(tl.max(abs_bits(x), 2), g, ACTS.EXPONENT, ACTS.MANTISSA)
     dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
     divisor = tl.where(dead, 1.0, step)
-    quotient = ACTS.divide(x, tl.broadcast_to(divisor[:, :, None], x.shape))
-    return ACTS.round(tl.where(dead[:, :, None], 0.0, quotient)), stored, scale
+    return tl.where(dead[:, :, None], 0.0, ACTS.divide(x, divisor[:, :, None])), stored, scale
 
 
 @triton.jit
@@ -116,9 +110,9 @@ def store_acts(
         tl.store(out + at, to_bf16(x), mask=mask)
     else:
         G: tl.constexpr = ACTS.GROUP
-        value, stored, scale = quantise_blocks(tl.reshape(x, (ROWS, COLS // G, G)), g, ACTS)
+        ratio, stored, scale = quantise_blocks(tl.reshape(x, (ROWS, COLS // G, G)), g, ACTS)
         if ACTS.HOLD == "values":
-            held = to_bf16(tl.reshape(value * scale[:, :, None], (ROWS, COLS)))
+            held = to_bf16(tl.reshape(ACTS.round(ratio) * scale[:, :, None], (ROWS, COLS)))
             tl.store(out + at, held, mask=mask)
         else:
             block = first_col // G + tl.arange(0, COLS // G)
@@ -127,13 +121,13 @@ def store_acts(
             scale_mask = row_mask[:, None] & (block < num_blocks)[None, :]
             tl.store(out_scale + scale_at, stored.to(out_scale.dtype.element_ty), mask=scale_mask)
             if ACTS.HOLD == "scaled":
-                held = to_bf16(tl.reshape(value, (ROWS, COLS)))
+                held = to_bf16(tl.reshape(ACTS.round(ratio), (ROWS, COLS)))
                 tl.store(out + at, held, mask=mask)
             elif ACTS.BITS == 8:
-                code = tl.reshape(ACTS.code(value), (ROWS, COLS))
+                code = tl.reshape(ACTS.code(ratio), (ROWS, COLS))
                 tl.store(out + at, code, mask=mask)
             else:
-                pairs = tl.reshape(ACTS.code(value), (ROWS, COLS // 2, 2))
+                pairs = tl.reshape(ACTS.code(ratio), (ROWS, COLS // 2, 2))
                 low, high = tl.split(pairs)
                 byte = first_col // 2 + tl.arange(0, COLS // 2)
                 byte_at = row.to(tl.int64)[:, None] * (width // 2) + byte[None, :]

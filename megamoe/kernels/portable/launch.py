@@ -125,6 +125,12 @@ def linear(
     num_cols, width = w.shape[1:]
     _check_tile(tile, how, order)
     require(
+        out_scale is None or tile.block_n == 128,
+        "one scale of FP8 combine is one block of 128 columns",
+        got=f"block_n {tile.block_n}",
+        kind=RangeError,
+    )
+    require(
         store in ("rows", "slots", "atomic"),
         "store is rows, slots or atomic",
         got=store,

@@ -9,7 +9,7 @@ from megamoe.hardware import Hardware
 from megamoe.problem import Problem
 from megamoe.schedule.choice import Picked, Role, Term, Tiles
 
-BLOCK_MS = (16, 32, 64, 128)
+BLOCK_MS = (16, 64)
 BLOCK_NS = (64, 128)
 BLOCK_KS = (64, 128)
 CLUSTER = 1
@@ -18,15 +18,7 @@ MODES = ("staged",)
 WAVE_RULE = ("divisor", "launches are whole phases; equal waves are the simplest")
 DEAL = ("static", "one program per block, or block-cyclic when persistent")
 
-# fmt: off
-# (mean rows per expert up to, block_m, why). tl.dot needs 16 rows.
-BLOCK_M = (
-    (16.5,         16,  "decode: the least that tl.dot takes"),
-    (32.5,         32,  "small batches: one tile covers an expert"),
-    (64.5,         64,  "middle batches: one tile covers an expert"),
-    (float("inf"), 128, "prefill: the widest tile that eight warps hold"),
-)
-# fmt: on
+INF = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,35 +33,56 @@ class Tile:
     group_m: int = 1  # token tiles that run side by side on the same weights; 1 is along N
 
 
-def tile(recipe: str, rows_per_expert: float, phase: str) -> Tile:
-    """The tile of "l1" or "l2". Both phases share block_m: slots are sorted once."""
-    m = next(m for edge, m, _ in BLOCK_M if rows_per_expert <= edge)
-    return Tile(m, 128, 128, 4 if m <= 32 else 8, 3)
+# (recipes, mean rows per expert up to, tile of L1, tile of L2, why). The first row that fits wins;
+# both tiles of a row share block_m, since slots are sorted once; L2 has block_n 128, a combine scale. Measured on one H200, 2026-11-15,
+# torch 2.11.0+cu130, triton 3.6.0, over one EP8 rank's share of DeepSeek-V4-Flash, -Pro and -V3.
+_W8, _W4 = ("w8a8",), ("w4a16", "w4a8", "w4a4")
+TILES = (
+    (_W8, 16.5, Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 3), "weights stream at 3.2-3.9 TB/s"),
+    (_W8, INF, Tile(64, 128, 128, 8, 3, 8), Tile(64, 128, 128, 4, 3, 8), "128 tokens spill: 1.5x slower"),
+    (_W4, 16.5, Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 2), "decoding is the limit; stages do not matter"),
+    (_W4, INF, Tile(64, 128, 64, 4, 3, 8), Tile(64, 128, 64, 4, 3, 8), "within 5% of the best tile of each cell"),
+    (("bf16",), 16.5, Tile(16, 128, 64, 4, 4), Tile(16, 128, 64, 4, 4), "four stages fit; not measured"),
+    (("bf16",), INF, Tile(64, 128, 64, 8, 3, 8), Tile(64, 128, 64, 4, 3, 8), "as w8a8; not measured"),
+    (("w4a8_block",), 16.5, Tile(16, 128, 128, 4, 3), Tile(16, 128, 128, 4, 2), "as w4a16, a 1x128 scale a step"),
+    (("w4a8_block",), INF, Tile(64, 128, 128, 8, 3, 8), Tile(64, 128, 128, 8, 3, 8), "as w4a16; not measured"),
+    (("nvfp4",), 16.5, Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3), "as w4a16; not measured"),
+    (("nvfp4",), INF, Tile(64, 64, 128, 4, 3, 8), Tile(64, 128, 64, 4, 3, 8), "as w4a16; not measured"),
+)  # fmt: skip
+
+
+def tiles(recipe: str, rows_per_expert: float) -> tuple[Tile, Tile, str]:
+    """(tile of L1, tile of L2, why)."""
+    return next(
+        (l1, l2, why)
+        for recipes, edge, l1, l2, why in TILES
+        if recipe in recipes and rows_per_expert <= edge
+    )
 
 
 def mma(problem: Problem) -> tuple[str, str]:
     """(operand type, why)."""
     if problem.recipe == "w8a8":
         return "fp8", "FP8 operands where the GPU has them"
-    if problem.recipe in ("w4a8", "w4a8_block"):
-        return "fp8", "FP4 decoded to FP8 before the product"
     return "bf16", "decoded to BF16 before the product: exact"
 
 
 def block_m(problem: Problem) -> Picked:
     """The token tile."""
-    load = problem.tokens_per_expert
-    return next(Picked(m, why) for edge, m, why in BLOCK_M if load <= edge)
+    l1, _, why = tiles(problem.recipe, problem.tokens_per_expert)
+    return Picked(l1.block_m, why)
 
 
 def block_n(problem: Problem, hw: Hardware, num_sms: int, block_m: int) -> Picked:
     """The weight tile."""
-    return Picked(128, "fills eight warps; 256 spills")
+    l1, _, why = tiles(problem.recipe, problem.tokens_per_expert)
+    return Picked(l1.block_n, why)
 
 
 def block_k(problem: Problem, block_m: int) -> Picked:
-    """The depth: 128 so that a scale of 1x128 covers one step."""
-    return Picked(128, "one 1x128 scale a step")
+    """The depth of one step."""
+    l1, _, why = tiles(problem.recipe, problem.tokens_per_expert)
+    return Picked(l1.block_k, why)
 
 
 def check(problem: Problem, tiles: Tiles) -> None:
@@ -93,5 +106,5 @@ def shared_memory(problem: Problem, tiles: Tiles) -> tuple[tuple[Term, ...], tup
 
 def roles(problem: Problem, tiles: Tiles) -> tuple[Role, ...]:
     """One role: the compiler pipelines."""
-    warps = 4 if tiles.block_m <= 32 else 8
+    warps = 4 if tiles.block_m <= 16 else 8
     return (Role("program", warps, 255 if warps == 4 else 128, "no warp roles in plain Triton"),)

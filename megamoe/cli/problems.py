@@ -1,0 +1,90 @@
+"""What `plan` and `simulate` share: a problem from a preset or from numbers, and overrides."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from megamoe.bench.workloads import MODELS, model_named
+from megamoe.errors import RangeError, require
+from megamoe.formats.spec import RECIPES
+from megamoe.hardware import MACHINES
+from megamoe.problem import Problem
+from megamoe.schedule.choice import Value
+from megamoe.schedule.overrides import OVERRIDES
+
+DEFAULT_PRESET = "deepseek-v4-flash"
+RECIPE_HELP = f"{', '.join(RECIPES)}; default: the model's own, or w4a8_block."
+SET_HELP = f"name=value, as often as wanted: {', '.join(OVERRIDES)}."
+
+Preset = Annotated[str | None, typer.Argument(help=f"Model: {', '.join(MODELS)}.")]
+Hidden = Annotated[int | None, typer.Option(help="Width of a token.")]
+Intermediate = Annotated[int | None, typer.Option(help="Width after the activation.")]
+Experts = Annotated[int | None, typer.Option(help="Experts over all ranks.")]
+TopK = Annotated[int | None, typer.Option("--top-k", help="Experts of a token.")]
+Recipe = Annotated[str | None, typer.Option(help=RECIPE_HELP)]
+Tokens = Annotated[int, typer.Option(help="Tokens per rank.")]
+Ranks = Annotated[int, typer.Option(help="Ranks that share the experts.")]
+Machine = Annotated[str, typer.Option("--hardware", help=f"{', '.join(MACHINES)}.")]
+Set = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def problem_from(
+    preset: str | None,
+    shape: dict[str, int | None],
+    *,
+    recipe: str | None,
+    tokens: int,
+    ranks: int,
+) -> tuple[str, Problem]:
+    """(name, problem): a preset, with given numbers in place of its own, or four numbers alone.
+
+    `shape` has hidden, intermediate, num_experts and top_k, each None if not given.
+    """
+    missing = [name for name, value in shape.items() if value is None]
+    if preset is None and len(missing) < len(shape):
+        require(
+            not missing,
+            "a shape without a preset needs hidden, intermediate, experts and top-k",
+            got="no " + ", no ".join(n.removeprefix("num_").replace("_", "-") for n in missing),
+            fix="name a preset, or give all four",
+            kind=RangeError,
+        )
+        name, own = "custom shape", {}
+    else:
+        model = model_named(preset or DEFAULT_PRESET)
+        name = model.name
+        own = {field: getattr(model, field) for field in shape}
+        recipe = recipe or model.recipe
+    given = {field: value for field, value in shape.items() if value is not None}
+    if own and any(own[field] != value for field, value in given.items()):
+        name += ", changed"
+    whole = {**own, **given}
+    return name, Problem(
+        tokens,
+        whole["hidden"],
+        whole["intermediate"],
+        whole["num_experts"],
+        whole["top_k"],
+        ranks,
+        recipe or "w4a8_block",
+    )
+
+
+def overrides_from(pairs: list[str] | None) -> dict[str, Value]:
+    """--set block_m=64 --set deal=static: integers where they look like one."""
+    found: dict[str, Value] = {}
+    for pair in pairs or []:
+        name, equals, text = pair.partition("=")
+        require(
+            bool(name and equals and text),
+            "--set takes name=value",
+            got=pair,
+            fix="for example --set block_m=64",
+            kind=RangeError,
+        )
+        is_integer = text.lstrip("-").isdigit()
+        found[name.strip().replace("-", "_")] = int(text) if is_integer else text
+    return found

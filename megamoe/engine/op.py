@@ -1,0 +1,63 @@
+"""The layer as one torch operator, so that `torch.compile(fullgraph=True)` sees a single node.
+
+A compiled model passes the experts' tensors and a text that says what they are; the operator
+puts them together again and runs the same checked call as everywhere else.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+from megamoe.engine.faults import Faults
+from megamoe.engine.functional import check_shared, check_tokens, run
+from megamoe.engine.weights import ExpertWeights
+from megamoe.problem import Options
+
+
+def describe(
+    weights: ExpertWeights, shared: ExpertWeights | None, options: Options, backend: str
+) -> str:
+    """What the operator must know beside the tensors."""
+    parts = [(w.recipe, list(w.state_dict())) for w in (weights, shared) if w is not None]
+    return json.dumps({"parts": parts, "options": asdict(options), "backend": backend})
+
+
+@torch.library.custom_op("megamoe::moe", mutates_args=("stats", "error"))
+def moe_op(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    tensors: list[Tensor],
+    stats: Tensor,
+    error: Tensor,
+    what: str,
+) -> Tensor:
+    """bf16 [T, H], [T, k], [T, k] -> bf16 [T, H]; `what` comes from `describe`."""
+    parts, options, backend = _parse(what)
+    found, first = [], 0
+    for recipe, names in parts:
+        mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
+        found.append(ExpertWeights.from_state_dict(mine, recipe))
+        first += len(names)
+    weights, shared = (*found, None)[:2]
+    check_tokens(x, topk_idx, topk_weights, weights)
+    check_shared(shared, x, weights)
+    return run(
+        backend, x, topk_idx, topk_weights, weights, options, shared, Faults.around(error), stats
+    )
+
+
+@moe_op.register_fake
+def _(x, topk_idx, topk_weights, tensors, stats, error, what):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(what: str) -> tuple[list[tuple[str, list[str]]], Options, str]:
+    read = json.loads(what)
+    return read["parts"], Options(**read["options"]), read["backend"]

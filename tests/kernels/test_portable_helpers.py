@@ -1,0 +1,97 @@
+"""Quantising, dispatch and sorting kernels: the bytes of `formats`, the maps of `routing`."""
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine.faults import NONE
+from megamoe.kernels.portable.acts import PLAIN
+from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
+from megamoe.kernels.portable.sort import Order, sort_slots
+from megamoe.routing.permute import permute
+from tests.kernels.support import DEVICE, INTERPRETED, MARKS
+
+pytestmark = MARKS
+
+FORMATS = ("mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_combine")
+
+
+def bits(t):
+    return t.contiguous().view(torch.int32 if t.dtype == torch.float32 else torch.uint8).cpu()
+
+
+def assert_same(a, b):
+    assert torch.equal(bits(a.data), bits(b.data))
+    canonical = [
+        q.scale.nan_to_num(7.0) if q.scale.dtype == torch.float32 else q.scale for q in (a, b)
+    ]
+    assert torch.equal(bits(canonical[0]), bits(canonical[1]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 32), (5, 96), (7, 2880), (3, 512)], ids=str)
+def test_quantised_bytes_are_those_of_formats(name, dtype, shape):
+    rng = torch.Generator().manual_seed(shape[0])
+    x = torch.randn(*shape, generator=rng)
+    x *= torch.exp2(torch.randint(-130, 100, (shape[0], 1), generator=rng).float())
+    x = x.to(dtype)
+    if shape[0] > 4:
+        x[0, 3], x[1, 40], x[2, :32], x[3, ::7] = float("nan"), float("-inf"), 0.0, -0.0
+    assert_same(quantize(x.to(DEVICE), name), mm.quantize(x, name))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_bf16_value_gets_the_bytes_of_formats(name):
+    codes = torch.arange(-(2**15), 2**15, 16 if INTERPRETED else 1, dtype=torch.int32)
+    values = codes.to(torch.int16).view(torch.bfloat16)
+    x = torch.zeros(len(values), 32, dtype=torch.bfloat16)
+    x[:, 5] = values
+    x[:, 9] = 1.5
+    assert_same(quantize(x.to(DEVICE), name), mm.quantize(x, name))
+
+
+@pytest.mark.parametrize("g", [1e-30, 0.37, 1.0, 1e30])
+def test_nvfp4_under_a_global_scale(g):
+    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    wanted = mm.quantize(x, "nvfp4", global_scale=g)
+    assert_same(quantize(x.to(DEVICE), "nvfp4", g=torch.tensor(g, device=DEVICE)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("num", "experts", "top_k", "tile"),
+    [(1, 4, 1, 16), (10, 8, 3, 16), (100, 32, 6, 16), (300, 33, 8, 64), (7, 300, 2, 64)],
+)
+def test_sorting_gives_the_maps_of_routing(num, experts, top_k, tile):
+    rng = torch.Generator().manual_seed(num)
+    idx = torch.randint(-1, experts, (num, top_k), generator=rng)
+    wanted = permute(idx, experts, tile)
+    order = Order.empty(num * top_k, experts, tile, torch.device(DEVICE))
+    for t in order[:-1]:
+        t.fill_(-77)
+    stats = torch.full((experts,), 5, dtype=torch.int64, device=DEVICE)
+    sort_slots(idx.int().to(DEVICE), order, stats)
+    assert torch.equal(order.counts.cpu(), wanted.counts)
+    assert torch.equal(stats.cpu() - 5, wanted.counts.long())
+    for name in ("tile_idx_to_group_idx", "tile_idx_to_mn_limit", "num_non_exiting_tiles"):
+        assert torch.equal(getattr(order, name).cpu(), getattr(wanted, name)), name
+    used = wanted.permuted_idx_to_expanded_idx >= 0
+    got = order.permuted_idx_to_expanded_idx.cpu()
+    assert torch.equal(got[used], wanted.permuted_idx_to_expanded_idx[used])
+
+
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_dispatch_masks_what_is_not_legal_and_keeps_the_first(id_dtype):
+    idx = torch.tensor([[0, 3], [-1, 2], [7, 1], [1, -9], [2, 0], [3, 3]], dtype=id_dtype)
+    weight = torch.ones(6, 2)
+    weight[4, 1] = float("nan")
+    weight[1, 0] = float("inf")  # masked: never read
+    idx, weight = idx.to(DEVICE), weight.to(DEVICE)
+    out, out_w = torch.empty(6, 2, dtype=torch.int32, device=DEVICE), torch.empty_like(weight)
+    found = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
+    count = torch.tensor([5], dtype=torch.int32, device=DEVICE)
+    routing = Routing(idx, weight, out, out_w, found, count)
+    dispatch(None, None, None, PLAIN, routing=routing, num_experts=4)
+    assert out.tolist() == [[0, 3], [-1, 2], [-1, 1], [1, -1], [2, -1], [-1, -1]]
+    assert found.item() == 2 * 2 + 0
+    assert out_w.isfinite().all()
