@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from megamoe.bench.floors import Ceilings
+from megamoe.bench.inputs import normal, words
 from megamoe.bench.reading import Reader
 from megamoe.bench.timer import Run, Timer
 from megamoe.errors import MegaMoEError
@@ -38,7 +39,7 @@ def measure(device: torch.device, reader: Reader) -> Ceilings:
 
 
 def _copy_us(timer: Timer, num_bytes: int) -> float:
-    source = torch.empty(num_bytes // 4, dtype=torch.int32, device=timer.device).random_()
+    source = words(timer.device, num_bytes // 4)
     target = torch.empty_like(source)
     return _us(timer, lambda: target.copy_(source))
 
@@ -49,7 +50,7 @@ def _us(timer: Timer, run: Run) -> float:
 
 def _matmuls(timer: Timer, width: int, device: torch.device) -> dict[str, float]:
     """Microseconds per MMA type: cuBLAS in BF16, and in FP8 with the better kind of scale."""
-    a, b = (torch.randn(width, width, device=device).bfloat16() for _ in range(2))
+    a, b = (normal(device, seed, width, width).bfloat16() for seed in range(2))
     found = {"bf16": _us(timer, lambda: a @ b.T)}
     if device.type != "cuda":
         return found

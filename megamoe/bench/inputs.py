@@ -18,6 +18,12 @@ def normal(device: torch.device, seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=rng, device=device)
 
 
+def words(device: torch.device, count: int) -> Tensor:
+    """Random 32-bit words. A generator of their own: a failed graph capture spoils torch's."""
+    rng = torch.Generator(device).manual_seed(0)
+    return torch.empty(count, dtype=torch.int32, device=device).random_(generator=rng)
+
+
 class Weights:
     """The experts of one shape in every recipe that is asked for; each is made once.
 

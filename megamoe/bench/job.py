@@ -21,7 +21,7 @@ from megamoe.distributed.local import LocalWorld
 from megamoe.engine.backends import resolve
 from megamoe.engine.functional import moe
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import RangeError, require
+from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import Problem
 from megamoe.routing.permute import expert_counts
@@ -103,7 +103,16 @@ def run(
         name,
     )
     require(num_tokens >= 1, "the job needs at least one token", got=num_tokens, kind=RangeError)
-    chosen = resolve(backend, "auto", where).name
+    # Several ranks run the protocol with the reference's arithmetic.
+    wanted = "reference" if num_ranks > 1 and backend == "auto" else backend
+    chosen = resolve(wanted, "auto", where).name
+    require(
+        num_ranks == 1 or chosen == "reference",
+        "several ranks in one process run on the reference backend",
+        got=chosen,
+        fix="use --backend reference or --ranks 1",
+        kind=NotAvailable,
+    )
     made = _Synthetic(layer, where, seed)
     weights = made.routed(name, lambda done: progress("weights", done, layer.num_experts))
     shared = made.shared(name)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from megamoe.bench.inputs import words
 from megamoe.bench.timer import Prepared, Run, Timer
 from megamoe.errors import MegaMoEError
 
@@ -39,7 +40,7 @@ class Reader:
         count = max(num_bytes // 64, 1) * 16  # whole 64 bytes: loads stay 16 bytes wide
         if self._words.numel() < count:
             self._words = torch.empty(0, dtype=torch.int32, device=self.device)
-            self._words = torch.empty(count, dtype=torch.int32, device=self.device).random_()
+            self._words = words(self.device, count)
         return self._words[:count]
 
     def _variants(self, words: Tensor) -> Iterator[Run]:

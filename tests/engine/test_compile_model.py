@@ -35,7 +35,7 @@ def layer(recipe, device):
 def test_a_model_with_the_layer_compiles_whole(recipe, device):
     torch.compiler.reset()
     backend = "inductor" if device == "cuda" or shutil.which("g++") else "aot_eager"
-    model = Block(layer(recipe, device)).eval()
+    model = Block(layer(recipe, device)).eval().to(device)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         for seed in range(2):

@@ -49,10 +49,14 @@ def test_the_layer_on_a_gpu_has_the_cpus_bits(recipe, options):
     idx, weight = sample_routing(65, E, K, skew="zipf", masked_ratio=0.1)
     cpu = mm.moe(x, idx, weight, weights, shared=weights[:1], **options)
     there = weights.to("cuda")
-    gpu = mm.moe(x.cuda(), idx.cuda(), weight.cuda(), there, shared=there[:1], **options)
+    gpu = mm.moe(
+        x.cuda(), idx.cuda(), weight.cuda(), there, shared=there[:1], backend="reference", **options
+    )
     assert torch.equal(cpu, gpu.cpu())
     q = mm.quantize(x.cuda(), recipe_named(recipe).acts.name)
-    again = mm.moe(q, idx.cuda(), weight.cuda(), there, shared=there[:1], **options)
+    again = mm.moe(
+        q, idx.cuda(), weight.cuda(), there, shared=there[:1], backend="reference", **options
+    )
     assert torch.equal(gpu, again)
 
 
@@ -60,10 +64,10 @@ def test_tf32_does_not_reach_the_oracle():
     weights = mm.ExpertWeights.quantize(*source(), "bf16").to("cuda")
     x = torch.randn(33, H, device="cuda").bfloat16()
     idx, weight = (t.cuda() for t in sample_routing(33, E, K))
-    wanted = mm.moe(x, idx, weight, weights)
+    wanted = mm.moe(x, idx, weight, weights, backend="reference")
     torch.set_float32_matmul_precision("medium")
     try:
-        assert torch.equal(mm.moe(x, idx, weight, weights), wanted)
+        assert torch.equal(mm.moe(x, idx, weight, weights, backend="reference"), wanted)
     finally:
         torch.set_float32_matmul_precision("highest")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.formats.spec import INTERPRETER_FACTOR, recipe_named
+from megamoe.formats.spec import FP8_COMBINE_FACTOR, INTERPRETER_FACTOR, recipe_named
 from megamoe.routing.samplers import sample_routing
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -15,8 +15,9 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 MARKS = [] if INTERPRETED else [pytest.mark.gpu]
 
 
-def tolerance(recipe):
-    return recipe_named(recipe).tolerance * (INTERPRETER_FACTOR if INTERPRETED else 1.0)
+def tolerance(recipe, combine="bf16"):
+    factor = FP8_COMBINE_FACTOR if combine == "fp8" else 1.0
+    return recipe_named(recipe).tolerance * factor * (INTERPRETER_FACTOR if INTERPRETED else 1.0)
 
 
 def experts(recipe, num, intermediate, hidden, *, seed=0, bias=False, **extra):

@@ -51,16 +51,18 @@ def quotient(x, y):
     """x / y correctly rounded, y > 0.
 
     A product with the rounded reciprocal and one exact correction give the IEEE quotient
-    (Markstein) for a third of a division, as long as the reciprocal is a normal number.
+    (Markstein) for a third of a division, as long as nothing on the way is subnormal.
     """
     if INTERPRETED:
         return tl.div_rn(x, y)
     else:
         wide = tl.broadcast_to(y, x.shape)
-        if tl.min(tl.reshape(y, (y.numel,))) > 1e-36 and tl.max(tl.reshape(y, (y.numel,))) < 1e36:
+        flat = tl.reshape(y, (y.numel,))
+        if (tl.min(flat) > 1e-20) & (tl.max(flat) < 1e20):
             reciprocal = tl.broadcast_to(tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y), x.shape)
             first = x * reciprocal
             result = tl.fma(tl.fma(-first, wide, x), reciprocal, first)
+            result = tl.where(first == 0.0, first, result)  # the correction would lose -0
         else:
             result = tl.div_rn(x, wide)
         return result
