@@ -93,37 +93,21 @@ def run(
     scale = fitting_scale(model, where) if scale is None else scale
     layer = model.scaled(scale)
     name = layer.recipe if recipe is None else recipe
-    problem = Problem(
-        num_tokens,
-        layer.hidden,
-        layer.intermediate,
-        layer.num_experts,
-        layer.top_k,
-        num_ranks,
-        name,
-    )
+    sizes = (num_tokens, layer.hidden, layer.intermediate, layer.num_experts, layer.top_k)
+    problem = Problem(*sizes, num_ranks, name)
     require(num_tokens >= 1, "the job needs at least one token", got=num_tokens, kind=RangeError)
-    # Several ranks run the protocol with the reference's arithmetic.
-    wanted = "reference" if num_ranks > 1 and backend == "auto" else backend
-    chosen = resolve(wanted, "auto", where).name
-    require(
-        num_ranks == 1 or chosen == "reference",
-        "several ranks in one process run on the reference backend",
-        got=chosen,
-        fix="use --backend reference or --ranks 1",
-        kind=NotAvailable,
-    )
+    chosen = _backend(backend, num_ranks, where)
     made = _Synthetic(layer, where, seed)
     weights = made.routed(name, lambda done: progress("weights", done, layer.num_experts))
     shared = made.shared(name)
     tokens = [made.tokens(num_tokens, rank) for rank in range(num_ranks)]
 
     progress("layer", 0, 1)
-    began = time.perf_counter()
+    if chosen != "reference":
+        _layer(tokens, weights, shared, layer, num_ranks, chosen, progress)  # compiles the kernels
+    began = _now(where)
     outputs, received = _layer(tokens, weights, shared, layer, num_ranks, chosen, progress)
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
-    seconds = time.perf_counter() - began
+    seconds = _now(where) - began
     if num_ranks == 1:
         progress("layer", 1, 1)
 
@@ -157,6 +141,27 @@ def run(
         and (received is None or torch.equal(received, counts.cpu())),
         notes=[] if scale == 1.0 else [f"widths scaled by {scale:g} to fit this machine"],
     )
+
+
+def _backend(backend: str, num_ranks: int, device: torch.device) -> str:
+    """The backend's name; several ranks run the protocol with the reference's arithmetic."""
+    wanted = "reference" if num_ranks > 1 and backend == "auto" else backend
+    chosen = resolve(wanted, "auto", device).name
+    require(
+        num_ranks == 1 or chosen == "reference",
+        "several ranks in one process run on the reference backend",
+        got=chosen,
+        fix="use --backend reference or --ranks 1",
+        kind=NotAvailable,
+    )
+    return chosen
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _layer(

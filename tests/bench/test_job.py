@@ -58,6 +58,11 @@ def test_auto_scale_fits_the_cpu_budget():
         assert model.scaled(scale).bf16_bytes <= job.CPU_BUDGET
 
 
+def test_several_ranks_run_on_the_reference():
+    with pytest.raises(MegaMoEError, match="needs a GPU|reference"):
+        job.run(MODELS["tiny"], num_tokens=4, num_ranks=2, backend="portable")
+
+
 @pytest.mark.parametrize(
     "change",
     [{"num_tokens": 0}, {"num_ranks": 3}, {"scale": 2.0}, {"recipe": "w1"}, {"backend": "x"}],
