@@ -1,0 +1,27 @@
+"""Eight ranks in one process, through the protocol between ranks, bit for bit as one rank."""
+
+import torch
+
+import megamoe as mm
+from megamoe.distributed.local import LocalWorld
+from megamoe.routing.samplers import sample_routing
+
+RANKS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 32, 128, 64, 4
+torch.manual_seed(0)
+weights = mm.ExpertWeights.quantize(
+    torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN),
+    torch.randn(EXPERTS, HIDDEN, INTERMEDIATE),
+    "w4a8",
+)
+counts = [5, 0, 9, 1, 0, 3, 12, 2]  # tokens differ from rank to rank; none is fine
+x = [torch.randn(n, HIDDEN).bfloat16() for n in counts]
+routing = [sample_routing(n, EXPERTS, TOP_K, skew="zipf", seed=r) for r, n in enumerate(counts)]
+idx, weight = map(list, zip(*routing, strict=True))
+
+owners = [weights.for_rank(rank, RANKS) for rank in range(RANKS)]
+outputs, received = LocalWorld(RANKS).run(x, idx, weight, owners)
+for rank, y in enumerate(outputs):
+    assert torch.equal(y, mm.moe(x[rank], idx[rank], weight[rank], weights, backend="reference"))
+    print(
+        f"rank {rank}: {counts[rank]:2} tokens in and out, {int(received[rank].sum()):3} rows received"
+    )
