@@ -22,6 +22,5 @@ owners = [weights.for_rank(rank, RANKS) for rank in range(RANKS)]
 outputs, received = LocalWorld(RANKS).run(x, idx, weight, owners)
 for rank, y in enumerate(outputs):
     assert torch.equal(y, mm.moe(x[rank], idx[rank], weight[rank], weights, backend="reference"))
-    print(
-        f"rank {rank}: {counts[rank]:2} tokens in and out, {int(received[rank].sum()):3} rows received"
-    )
+    rows = int(received[rank].sum())
+    print(f"rank {rank}: {counts[rank]:2} tokens in and out, {rows:3} rows received")

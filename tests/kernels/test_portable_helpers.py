@@ -45,9 +45,10 @@ def test_quantised_bytes_are_those_of_formats(name, dtype, shape):
 def test_every_bf16_value_gets_the_bytes_of_formats(name):
     codes = torch.arange(-(2**15), 2**15, 16 if INTERPRETED else 1, dtype=torch.int32)
     values = codes.to(torch.int16).view(torch.bfloat16)
-    x = torch.zeros(len(values), 32, dtype=torch.bfloat16)
+    x = torch.zeros(len(values), 128, dtype=torch.bfloat16)
     x[:, 5] = values
     x[:, 9] = 1.5
+    x = x.view(-1, 1024)  # eight blocks a row
     assert_same(quantize(x.to(DEVICE), name), mm.quantize(x, name))
 
 
