@@ -133,6 +133,7 @@ def check_tokens(
         fix="call .float()",
         kind=DTypeError,
     )
+    _check_no_grad("topk_weights", topk_weights)
     require(
         topk_idx.shape[0] == x.shape[0] and topk_weights.shape == topk_idx.shape,
         f"topk_idx and topk_weights must both be [{x.shape[0]}, top_k]",
@@ -198,13 +199,7 @@ def _check_x(x: Tensor | Quantized, weights: ExpertWeights) -> None:
             fix="call .bfloat16(), or quantise it",
             kind=DTypeError,
         )
-        require(
-            not (x.requires_grad and torch.is_grad_enabled()),
-            "the layer has no backward: x must not require grad",
-            got="requires_grad under grad mode",
-            fix="call it under torch.no_grad()",
-            kind=NotAvailable,
-        )
+        _check_no_grad("x", x)
     require(
         len(x.shape) == 2 and x.shape[1] == weights.hidden,
         f"x must be [T, {weights.hidden}]",
@@ -224,6 +219,17 @@ def _check_x(x: Tensor | Quantized, weights: ExpertWeights) -> None:
         f"x must lie where the weights lie, on {weights.device}",
         got=x.device,
         kind=DeviceError,
+    )
+
+
+def _check_no_grad(name: str, t: Tensor) -> None:
+    """Refuse what would silently get no gradient."""
+    require(
+        not (t.requires_grad and torch.is_grad_enabled()),
+        f"the layer has no backward: {name} must not require grad",
+        got="requires_grad under grad mode",
+        fix="call it under torch.no_grad()",
+        kind=NotAvailable,
     )
 
 

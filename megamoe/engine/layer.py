@@ -97,7 +97,6 @@ class MoE(nn.Module):
         """The experts, where they lie now."""
         return self.experts.weights
 
-    @torch.no_grad()
     def forward(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H]."""
         if torch.compiler.is_compiling():
@@ -124,10 +123,11 @@ class MoE(nn.Module):
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
-        return run(
-            self.backend, x, topk_idx, topk_weights, weights, self.options, shared,
-            self._faults, self.stats,
-        )  # fmt: skip
+        with torch.no_grad():
+            return run(
+                self.backend, x, topk_idx, topk_weights, weights, self.options, shared,
+                self._faults, self.stats,
+            )  # fmt: skip
 
     def check(self) -> None:
         """Wait for the GPU and raise if any call so far had a bad expert id or weight."""

@@ -108,8 +108,11 @@ def test_the_repr_says_what_the_layer_is():
 def test_there_is_no_silent_gradient():
     x, idx, weight = tokens()
     x.requires_grad_()
-    with pytest.raises(NotAvailable, match="no backward"):
-        mm.moe(x, idx, weight, weights())
+    for call in (lambda *a: mm.moe(*a, weights()), mm.MoE(weights(), E, K)):
+        with pytest.raises(NotAvailable, match="no backward: x"):
+            call(x, idx, weight)
+        with pytest.raises(NotAvailable, match="no backward: topk_weights"):
+            call(x.detach(), idx, weight.clone().requires_grad_())
     with torch.no_grad():
         assert mm.moe(x, idx, weight, weights()).shape == x.shape
 
