@@ -21,6 +21,7 @@ F32, BF16, U8, I32, F8 = (
 )  # fmt: skip
 DATA = {"bf16": BF16, "fp8_128x128": F8, "mxfp4": U8, "nvfp4": U8}
 SCALE = {"bf16": BF16, "fp8_128x128": F32, "mxfp4": U8, "nvfp4": U8}
+STACK_LIMIT = 400  # bytes a thread: wide tiles spill a little, docs/measurements/portable.md
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 
 
@@ -55,7 +56,8 @@ def test_grouped_gemms_compile_to_tensor_core_code(recipe, rows, arch):
     for phase, tile in zip(("l1", "l2"), tiles(recipe, rows), strict=False):
         kernel = compiled(recipe, phase, tile, arch)
         assert re.search(MMA[arch], kernel.asm["ptx"]), phase
-        assert resources(kernel)["shared"] <= 232448
+        used = resources(kernel)
+        assert used["shared"] <= 232448 and used["stack"] <= STACK_LIMIT
 
 
 @pytest.mark.parametrize("arch", [90, 100])

@@ -82,8 +82,8 @@ def dispatch(
     """Quantise `x` [T, H], if any, into `out` and `out_scale`; check and copy the routing too.
 
     An id out of range or a weight that is not finite becomes a masked slot and is noted in `error`;
-    the slots of padding rows become -1. `block` and `num_warps` reach 76 to 94% of the copy
-    bandwidth in every way the layer holds activations (one H200, 2026-11-15, 8192 x 7168).
+    the slots of padding rows become -1. `block` and `num_warps` are the best or near it in a sweep
+    on one H200 (docs/measurements/portable.md).
     """
     shape = x.shape if x is not None else (routing.idx.shape[0], 1) if routing else (0, 1)
     num_tokens, hidden = shape
