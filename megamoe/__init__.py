@@ -13,6 +13,7 @@ _HOME = {
     "Hardware": "hardware",
     "MegaMoEError": "errors",
     "MoE": "engine.layer",
+    "Placement": "schedule.placement",
     "Plan": "schedule.plan",
     "Problem": "problem",
     "Quantized": "formats.quantized",
@@ -24,6 +25,7 @@ _HOME = {
     "quantize": "formats.quantize",
     "route": "routing.router",
     "simulate": "schedule.simulate",
+    "warmup": "engine.warm",
 }
 __all__ = sorted(_HOME)
 

@@ -35,6 +35,10 @@ class NotAvailable(MegaMoEError, RuntimeError):
     """This build, machine or GPU cannot do it; the text names what can."""
 
 
+class RankError(MegaMoEError, ConnectionError):
+    """The ranks of a group do not fit together, or one of them left."""
+
+
 class MegaMoETimeout(MegaMoEError, TimeoutError):
     """A wait ran past its bound. Nobody trapped: every role drained, and a reset makes it usable.
 
@@ -44,11 +48,18 @@ class MegaMoETimeout(MegaMoEError, TimeoutError):
     seen      the value that stood there
     """
 
-    def __init__(self, rank: int, barrier: str, expected: int, seen: int) -> None:
+    def __init__(
+        self,
+        rank: int,
+        barrier: str,
+        expected: int,
+        seen: int,
+        fix: str = "reset the world before the next call",
+    ) -> None:
         self.rank, self.barrier, self.expected, self.seen = rank, barrier, expected, seen
         super().__init__(
             f"rank {rank} waited too long for {barrier}: expected {expected:#x}; got {seen:#x}; "
-            "reset the world before the next call"
+            f"{fix}"
         )
 
 

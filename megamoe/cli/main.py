@@ -1,4 +1,4 @@
-"""`megamoe`: run, plan, simulate, formats, doctor, bench.
+"""`megamoe`: run, plan, simulate, balance, formats, doctor, bench.
 
 Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here.
 """
@@ -16,6 +16,7 @@ from rich.table import Table
 
 import megamoe
 from megamoe.bench.workloads import MODELS, model_named
+from megamoe.cli import balance as balance_command
 from megamoe.cli import bench as bench_commands
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
@@ -34,6 +35,7 @@ bench_commands.add_to(bench)
 app.add_typer(bench, name="bench")
 plan_command.add_to(app)
 simulate_command.add_to(app)
+balance_command.add_to(app)
 out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

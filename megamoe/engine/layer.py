@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megamoe.engine import backends, faults
+from megamoe.engine import backends, faults, parallel
+from megamoe.engine.across import across_op, handle_of
 from megamoe.engine.functional import check_shared, check_tokens, run
 from megamoe.engine.op import describe, moe_op
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
+from megamoe.errors import CapacityError, DTypeError, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options, check_top_k
+from megamoe.schedule.placement import Placement
+from megamoe.schedule.statistics import Statistics
+
+if TYPE_CHECKING:
+    from megamoe.distributed.group import GroupWorld
 
 
 class MoE(nn.Module):
     """A Mixture-of-Experts layer over the experts of one rank.
 
     weights              this rank's experts; `num_experts` counts over all ranks
-    group                torch.distributed process group, or None for one rank
+    group                torch.distributed process group, or None for one rank; all its ranks build
+                         the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit
+    placement            which experts stand on which rank; None: contiguous, each once
+    timeout_s            bound of every wait for another rank
     stats                int64 [E_local], added to by every call: tokens each local expert received
 
     Casts such as `.half()` leave the experts' bytes alone; `.to(device)` moves them.
     """
 
     stats: Tensor
+    _sent: Tensor
+    _world: GroupWorld | None
 
     def __init__(
         self,
@@ -38,46 +50,65 @@ class MoE(nn.Module):
         *,
         group: Any = None,
         max_tokens_per_rank: int | None = None,
+        placement: Placement | None = None,
+        timeout_s: float = 300.0,
         activation: str = "swiglu",
         clamp: float | None = None,
         weight_at: str = "l1",
         combine: str = "bf16",
+        fast_math: bool = False,
         shared: ExpertWeights | None = None,
         backend: str = "auto",
         mode: str = "auto",
     ) -> None:
         super().__init__()
+        self.num_experts, self.top_k = num_experts, top_k
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self._wanted = (backend, mode)
+        self._has_group, self._world = group is not None, None
+
+        def build(num_ranks: int) -> Placement:
+            self.options = Options(activation, clamp, weight_at, combine, fast_math)
+            return self._build(weights, shared, placement, num_ranks)
+
+        if group is None:
+            require(
+                build(1).is_contiguous,
+                "a placement needs a group",
+                got="experts in another order on one rank",
+                fix="order the weights with weights.take",
+                kind=ShapeError,
+            )
+        else:
+            self._world = parallel.join(self, build, group, timeout_s)
+            zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
+            self.register_buffer("_sent", zeros, persistent=False)
+            self._handle = handle_of(self)
+
+    def _build(
+        self,
+        weights: ExpertWeights,
+        shared: ExpertWeights | None,
+        placement: Placement | None,
+        num_ranks: int,
+    ) -> Placement:
+        """Check everything that this rank brings, and hold it."""
         require(
             isinstance(weights, ExpertWeights),
             "weights must be an ExpertWeights",
             got=type(weights).__name__,
             kind=DTypeError,
         )
+        check_top_k(self.top_k, self.num_experts)
+        limit = self.max_tokens_per_rank
         require(
-            group is None,
-            f"megamoe {backends.__version__} runs one rank per layer",
-            got="a process group",
-            fix="leave group out; `megamoe run --ranks R` runs R ranks in one process",
-            kind=NotAvailable,
-        )
-        require(
-            num_experts == weights.num_experts,
-            "num_experts must be the experts of all ranks, and one rank holds all of them",
-            got=f"num_experts {num_experts} with weights of {weights.num_experts}",
-            kind=ShapeError,
-        )
-        check_top_k(top_k, num_experts)
-        require(
-            max_tokens_per_rank is None or max_tokens_per_rank >= 0,
+            limit is None or limit >= 0,
             "max_tokens_per_rank must not be negative",
-            got=max_tokens_per_rank,
+            got=limit,
             kind=ShapeError,
         )
-        self.options = Options(activation, clamp, weight_at, combine)
-        self.num_experts, self.top_k = num_experts, top_k
-        self.max_tokens_per_rank = max_tokens_per_rank
-        self._wanted = (backend, mode)
-        backends.resolve(backend, mode, weights.device)  # refuse before anything is built
+        placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
+        backends.resolve(*self._wanted, weights.device)  # refuse before anything is built
         self.experts = _Held(weights)
         self.shared = None if shared is None else _Held(shared)
         self.register_buffer(
@@ -86,11 +117,13 @@ class MoE(nn.Module):
             persistent=False,
         )
         self._settle()
+        return placement
 
     @property
     def backend(self) -> str:
         """The backend of the device that the experts lie on."""
-        return backends.resolve(*self._wanted, self.weights.device).name
+        name = backends.resolve(*self._wanted, self.weights.device).name
+        return parallel.backend_over_group(self._wanted[0], name) if self._has_group else name
 
     @property
     def weights(self) -> ExpertWeights:
@@ -101,20 +134,16 @@ class MoE(nn.Module):
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H]."""
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
+            if self._world is not None:
+                return across_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
             tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
             return moe_op(
                 x, topk_idx, topk_weights, tensors, self.stats, self._faults.word, self._what
             )
-        weights = self.experts.weights
-        shared = None if self.shared is None else self.shared.weights
-        check_tokens(x, topk_idx, topk_weights, weights, self.num_experts)
-        check_shared(shared, x, weights)
-        require(
-            topk_idx.shape[1] == self.top_k,
-            f"topk_idx must be [T, {self.top_k}]",
-            got=tuple(topk_idx.shape),
-            kind=ShapeError,
-        )
+        if self._world is not None:
+            return self._across(x, topk_idx, topk_weights, self.stats, self._sent)
+        weights, shared = self._parts()
+        self._check(x, topk_idx, topk_weights)
         limit = self.max_tokens_per_rank
         require(
             limit is None or x.shape[0] <= limit,
@@ -129,13 +158,69 @@ class MoE(nn.Module):
                 self._faults, self.stats,
             )  # fmt: skip
 
+    def _across(
+        self,
+        x: Tensor | Quantized,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        stats: Tensor,
+        sent: Tensor,
+    ) -> Tensor:
+        """The call over the group; what one rank refuses, all refuse."""
+        assert self._world is not None
+        grad = torch.is_grad_enabled()
+
+        def check() -> None:
+            with torch.set_grad_enabled(grad):
+                self._check(x, topk_idx, topk_weights)
+
+        calc = parallel.CALCS[self.backend](*self._parts(), self.options, self.num_experts, stats)
+        with torch.no_grad():
+            y = self._world.run(calc, x, topk_idx, topk_weights, check)
+            parallel.add_counts(sent, topk_idx)
+        return y
+
+    def _parts(self) -> tuple[ExpertWeights, ExpertWeights | None]:
+        return self.experts.weights, None if self.shared is None else self.shared.weights
+
+    def _check(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> None:
+        weights, shared = self._parts()
+        check_tokens(x, topk_idx, topk_weights, weights, self.num_experts)
+        check_shared(shared, x, weights)
+        require(
+            topk_idx.shape[1] == self.top_k,
+            f"topk_idx must be [T, {self.top_k}]",
+            got=tuple(topk_idx.shape),
+            kind=ShapeError,
+        )
+
+    @property
+    def sent(self) -> Tensor:
+        """int64 [num_experts]: rows that this rank's tokens asked each expert for."""
+        return self.stats if self._world is None else self._sent
+
+    def statistics(self) -> Statistics:
+        """What all ranks sent and received so far; over a group, all ranks call it."""
+        return parallel.statistics(self, self._world)
+
+    def save_stats(self, path: str | Path) -> None:
+        """`statistics()` as a file for `megamoe balance`; over a group rank 0 writes it."""
+        found = self.statistics()
+        if self._world is None or self._world.rank == 0:
+            found.save(path)
+
     def check(self) -> None:
         """Wait for the GPU and raise if any call so far had a bad expert id or weight."""
         self._faults.check(self.top_k)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._world is not None:  # a copy is another layer to a compiled model
+            self._handle = handle_of(self)
+
     def _settle(self) -> None:
         """What depends on the device: where faults are kept, and what a compiled model passes."""
-        weights, shared = self.weights, None if self.shared is None else self.shared.weights
+        weights, shared = self._parts()
         self._faults = faults.Faults(weights.device)
         self._what = describe(weights, shared, self.options, self.backend)
 
@@ -145,9 +230,10 @@ class MoE(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        w = self.weights
+        w, world = self.weights, self._world
+        ranks = "" if world is None else f" on rank {world.rank} of {world.num_ranks}"
         return (
-            f"{w.recipe}, {w.num_experts} experts, top_k={self.top_k}, hidden={w.hidden}, "
+            f"{w.recipe}, {w.num_experts} experts{ranks}, top_k={self.top_k}, hidden={w.hidden}, "
             f"intermediate={w.intermediate}, backend={self.backend}, {w.nbytes / 2**20:.0f} MiB"
         )
 

@@ -263,6 +263,10 @@ class ExpertWeights:
         per_rank = self.num_experts // num_ranks
         return self[rank * per_rank : (rank + 1) * per_rank]
 
+    def take(self, experts: Sequence[int]) -> ExpertWeights:
+        """Some experts in any order, copied: those of one rank under a placement."""
+        return self.cat([self[e : e + 1] for e in experts])
+
     @classmethod
     def cat(cls, parts: Sequence[ExpertWeights]) -> ExpertWeights:
         """All experts of `parts`, in order; the parts agree in all but the number of experts."""

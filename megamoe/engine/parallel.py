@@ -1,0 +1,336 @@
+"""The layer over a process group: what each rank computes, and what all ranks must agree on."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megamoe import __version__
+from megamoe.distributed.wire import Wire
+from megamoe.engine.functional import check_values
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
+from megamoe.formats.quantize import dequantize, quantize
+from megamoe.formats.quantized import Quantized
+from megamoe.formats.spec import recipe_named
+from megamoe.problem import Options
+from megamoe.reference import layer as reference
+from megamoe.schedule.placement import Placement
+from megamoe.schedule.statistics import Statistics
+
+if TYPE_CHECKING:
+    from megamoe.distributed.group import GroupWorld
+    from megamoe.engine.layer import MoE
+
+MODES = ("auto", "staged")
+
+
+class Calc(ABC):
+    """One rank's part in a call: its tokens quantised, its experts' rows, its tokens combined."""
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        shared: ExpertWeights | None,
+        options: Options,
+        num_experts: int,
+        stats: Tensor,
+    ) -> None:
+        self.weights, self.shared, self.options = weights, shared, options
+        self.num_experts, self.stats = num_experts, stats
+        self.acts = recipe_named(weights.recipe).acts.name
+        self.tokens_wire = Wire(self.acts, weights.hidden)
+        rows = "bf16" if options.combine == "bf16" else "fp8_combine"
+        self.rows_wire = Wire(rows, weights.hidden)
+
+    def check(self, topk_idx: Tensor, topk_weights: Tensor) -> None:
+        check_values(topk_idx, topk_weights, self.num_experts)
+
+    def tokens(self, x: Tensor | Quantized) -> Quantized:
+        if isinstance(x, Quantized):
+            return x
+        if self.acts == "bf16":
+            return Quantized(x, None, "bf16", tuple(x.shape))
+        return self._quantize(x)
+
+    @abstractmethod
+    def _quantize(self, x: Tensor) -> Quantized: ...
+
+    @abstractmethod
+    def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized: ...
+
+    @abstractmethod
+    def combine(
+        self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+    ) -> Tensor: ...
+
+
+class ReferenceCalc(Calc):
+    """With the oracle's arithmetic."""
+
+    def _quantize(self, x: Tensor) -> Quantized:
+        return quantize(x, self.acts, global_scale=self.weights.x_global)
+
+    def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
+        num, hidden = x.shape
+        found = torch.empty(num, hidden, dtype=torch.bfloat16, device=expert.device)
+        plain = replace(self.options, combine="bf16")  # FP8 rows are made of the BF16 ones
+        for e in sorted(set(expert.tolist())):
+            at = (expert == e).nonzero()[:, 0]
+            values = dequantize(_pick(x, at), torch.float64)
+            found[at] = reference.expert_rows(values, weight[at], self.weights, e, plain)
+        self.stats += torch.bincount(expert, minlength=len(self.stats))
+        return quantize(found, self.rows_wire.format)
+
+    def combine(
+        self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+    ) -> Tensor:
+        values = rows.data if rows.scale is None else dequantize(rows)
+        room = torch.zeros(idx.numel(), rows.shape[1], dtype=values.dtype, device=idx.device)
+        room[slots] = values
+        room = room.view(*idx.shape, rows.shape[1])
+        y = reference.combine(room, idx >= 0, weights, self.options)
+        if self.shared is not None:
+            y = reference.add_shared(y, x, self.shared, self.options)
+        return y.to(torch.bfloat16)
+
+
+class PortableCalc(Calc):
+    """With the portable kernels, in the launches of staged mode."""
+
+    def _quantize(self, x: Tensor) -> Quantized:
+        from megamoe.kernels.portable.dispatch import quantize as launch
+
+        return launch(x, self.acts, g=self.weights.x_global)
+
+    def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
+        from megamoe.engine import staged
+
+        num, hidden = x.shape
+        room, scale = staged.slots(num, 1, hidden, self.options, expert.device)
+        if num:
+            tokens = x.data if x.format == "bf16" else x
+            chosen = expert.int()[:, None], weight[:, None]
+            self._fill(tokens, self.weights, *chosen, room, scale, 0, self.stats)
+        room = room.view(num, hidden)
+        if scale is None:
+            return Quantized(room, None, "bf16", (num, hidden))
+        return Quantized(
+            room.view(torch.float8_e4m3fn),
+            scale.view(num, scale.shape[-1]),
+            "fp8_combine",
+            (num, hidden),
+        )
+
+    def combine(
+        self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+    ) -> Tensor:
+        from megamoe.engine import staged
+        from megamoe.kernels.portable.combine import combine
+
+        (num_tokens, top_k), hidden = idx.shape, rows.shape[1]
+        extra = 0 if self.shared is None else self.shared.num_experts
+        y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=idx.device)
+        if num_tokens == 0:
+            return y
+        room, scale = staged.slots(num_tokens, top_k + extra, hidden, self.options, idx.device)
+        at = slots // top_k * (top_k + extra) + slots % top_k
+        room.view(-1, hidden)[at] = rows.data.view(room.dtype)
+        if scale is not None and rows.scale is not None:
+            scale.view(-1, scale.shape[-1])[at] = rows.scale
+        if self.shared is not None:
+            every = torch.arange(extra, dtype=torch.int32, device=idx.device).repeat(num_tokens, 1)
+            ones = torch.ones(num_tokens, extra, device=idx.device)
+            self._fill(x, self.shared, every, ones, room, scale, top_k, None)
+        weighted = self.options.weight_at == "combine"
+        combine(room, scale, idx.int(), weights, y, weighted=weighted)
+        return y
+
+    def _fill(
+        self,
+        x: Tensor | Quantized,
+        weights: ExpertWeights,
+        idx: Tensor,
+        weight: Tensor,
+        room: Tensor,
+        scale: Tensor | None,
+        first_slot: int,
+        stats: Tensor | None,
+    ) -> None:
+        """The rows of experts idx [T, k] into `room` [T, slots, H] from `first_slot` on."""
+        from megamoe.engine import staged
+
+        one = staged.Pass(x, weights, self.options, room, scale)
+        one.run(idx, weight, first_slot=first_slot, stats=stats)
+
+
+class HopperCalc(PortableCalc):
+    """With the Hopper kernels."""
+
+    def _fill(
+        self,
+        x: Tensor | Quantized,
+        weights: ExpertWeights,
+        idx: Tensor,
+        weight: Tensor,
+        room: Tensor,
+        scale: Tensor | None,
+        first_slot: int,
+        stats: Tensor | None,
+    ) -> None:
+        from megamoe.engine import hopper
+        from megamoe.kernels.portable.dispatch import Routing
+
+        word = torch.zeros(1, dtype=torch.int32, device=idx.device)  # ids are checked already
+        routing = Routing(idx, weight, torch.empty_like(idx), torch.empty_like(weight), word, None)
+        if scale is None:
+            hopper.run_pass(x, weights, self.options, routing, room, first_slot, stats)
+            return
+        rows = room.new_empty(*idx.shape, room.shape[2], dtype=torch.bfloat16)
+        hopper.run_pass(x, weights, self.options, routing, rows, 0, stats)
+        mine = slice(first_slot, first_slot + idx.shape[1])
+        room[:, mine], scale[:, mine] = hopper.as_fp8(rows)
+
+
+CALCS = {"reference": ReferenceCalc, "portable": PortableCalc, "hopper": HopperCalc}
+
+
+def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: float) -> GroupWorld:
+    """Build this rank's part of a layer together with all other ranks', or fail with them.
+
+    The fused world, with symmetric memory between the ranks, will be chosen here.
+    """
+    from megamoe.distributed.group import GroupWorld
+    from megamoe.distributed.rendezvous import Rendezvous
+
+    meeting = Rendezvous(group, timeout_s)
+
+    def make() -> tuple[Placement, dict[str, Any]]:
+        mode = layer._wanted[1]
+        require(
+            mode in MODES,
+            f"over a process group megamoe {__version__} runs staged",
+            got=f"mode {mode}",
+            fix="use mode='auto' or 'staged'; fused needs symmetric memory between the ranks",
+            kind=NotAvailable,
+        )
+        placement = build(meeting.num_ranks)
+        return placement, {**describe(layer, placement), "timeout_s": timeout_s}
+
+    return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)
+
+
+def backend_over_group(wanted: str, found: str) -> str:
+    """`auto` over a group is the best backend that computes there."""
+    if wanted == "auto" and found not in CALCS:
+        return "portable"
+    require(
+        found in CALCS,
+        f"over a process group the backend must be {' or '.join(CALCS)}",
+        got=found,
+        kind=NotAvailable,
+    )
+    return found
+
+
+def placement_of(
+    num_experts: int, num_ranks: int, weights: ExpertWeights, given: Placement | None
+) -> Placement:
+    """The placement in force; the weights must be as many as it has places on a rank."""
+    if given is None:
+        local = weights.num_experts
+        require(
+            local * num_ranks == num_experts,
+            "num_experts must be the experts of all ranks, and all ranks hold as many",
+            got=f"num_experts {num_experts} with weights of {local} on each of {num_ranks} rank(s)",
+            kind=ShapeError,
+        )
+        return Placement.contiguous(num_experts, num_ranks)
+    require(
+        isinstance(given, Placement),
+        "placement must be a Placement",
+        got=type(given).__name__,
+        kind=DTypeError,
+    )
+    require(
+        (given.num_experts, given.num_ranks) == (num_experts, num_ranks),
+        f"placement must be of {num_experts} experts over {num_ranks} rank(s)",
+        got=f"{given.num_experts} experts over {given.num_ranks}",
+        kind=ShapeError,
+    )
+    require(
+        weights.num_experts == given.slots_per_rank,
+        f"the placement has {given.slots_per_rank} places on a rank",
+        got=f"weights of {weights.num_experts} experts",
+        fix="take this rank's with weights.take(placement.slots[rank])",
+        kind=ShapeError,
+    )
+    return given
+
+
+def add_counts(counts: Tensor, topk_idx: Tensor) -> None:
+    """counts[e] += slots of expert e; nothing waits for the GPU."""
+    idx = topk_idx.reshape(-1).long()
+    counts.scatter_add_(0, idx.clamp(min=0), (idx >= 0).long())
+
+
+def statistics(layer: MoE, world: GroupWorld | None) -> Statistics:
+    """What all ranks sent and received."""
+
+    def mine() -> list[list[int]]:
+        return [layer.sent.tolist(), layer.stats.tolist()]
+
+    w = layer.weights
+    if world is None:
+        placement, found = Placement.contiguous(layer.num_experts, 1), [mine()]
+    else:
+        placement, found = world.placement, world.meeting.meet("gather statistics", mine)
+    sent, received = (tuple(tuple(rank[i]) for rank in found) for i in range(2))
+    return Statistics(w.hidden, w.intermediate, layer.top_k, w.recipe, placement, sent, received)
+
+
+def describe(layer: MoE, placement: Placement) -> dict[str, Any]:
+    """What all ranks must have alike; the first difference is what the error names."""
+    weights, shared = layer.weights, None if layer.shared is None else layer.shared.weights
+    device = weights.device
+    arch = "" if device.type != "cuda" else str(torch.cuda.get_device_capability(device))
+    where = "contiguous"
+    if not placement.is_contiguous:
+        where = hashlib.sha256(repr(placement.slots).encode()).hexdigest()[:12]
+    return {
+        "version": __version__,
+        **_shape(weights),
+        "num_experts": layer.num_experts,
+        "top_k": layer.top_k,
+        **asdict(layer.options),
+        "backend": layer.backend,
+        "device": device.type + arch,
+        "experts_per_rank": weights.num_experts,
+        "placement": where,
+        "biases": [b is not None for b in (weights.b13, weights.b2)],
+        "x_global": None if weights.x_global is None else float(weights.x_global),
+        "shared": None if shared is None else {**_shape(shared), "num": shared.num_experts},
+    }
+
+
+def _shape(weights: ExpertWeights) -> dict[str, Any]:
+    return {
+        "recipe": weights.recipe,
+        "hidden": weights.hidden,
+        "intermediate": weights.intermediate,
+    }
+
+
+def _pick(q: Quantized, at: Tensor) -> Quantized:
+    """Some rows of tokens; the wire gave every row its own global scale."""
+    parts: dict[str, Any] = {}
+    for name, t in q.tensors().items():  # as bytes where they are FP8: every torch indexes those
+        raw = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
+        parts[name] = raw[at].view(t.dtype)
+    return replace(q, shape=(len(at), q.shape[1]), **parts)
