@@ -20,7 +20,7 @@ class Faults:
     def __init__(self, device: torch.device) -> None:
         self.word = torch.full((1,), NONE, dtype=torch.int32, device=device)
         self._seen: Tensor | None = torch.full(
-            (1,), NONE, dtype=torch.int32, pin_memory=device.type == "cuda"
+            (1,), NONE, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
         )
         self._top_k = 1
 
