@@ -1,0 +1,1 @@
+"""Doors from other frameworks: models that call the layer without knowing it."""
