@@ -76,6 +76,7 @@ class Options:
     clamp: float | None = None  # gate from above, up on both sides; None is the activation's own
     weight_at: str = "l1"  # the topk weight multiplies the activation's output, or at "combine"
     combine: str = "bf16"  # rows on their way to combine; "fp8" has one E8M0 scale per 128 columns
+    fast_math: bool = False  # the GPU's approximate division in the activation (A015)
 
     def __post_init__(self) -> None:
         one_of(self.activation, tuple(OWN_CLAMP), "activation")

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import __version__
 from megamoe.bench import ceilings as ceilings_of
 from megamoe.bench.cells import SEED, GemmShape
 from megamoe.bench.contestants import rowwise, rowwise_experts, torch_function
@@ -26,8 +25,9 @@ from megamoe.bench.provenance import provenance
 from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, FAILED, OK, WRONG, Measured, Report, Row
 from megamoe.bench.timer import Prepared, Run, Timer
+from megamoe.engine import backends
 from megamoe.errors import NotAvailable, RangeError, one_of, require
-from megamoe.formats.quantize import dequantize, quantize
+from megamoe.formats.quantize import dequantize, quantize, weight_global_scale
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES
@@ -43,22 +43,30 @@ class GemmInputs:
         self.w = (normal(device, seed + 1, g, n, k) * k**-0.5).bfloat16()
         self.counts = torch.tensor(shape.rows, dtype=torch.int32, device=device)
         self._held: dict[tuple[str, str], Quantized] = {}
+        self._exact: dict[str, Tensor] = {}
 
     def rows_as(self, fmt: str) -> Quantized:
         """The rows in a format of `formats`."""
         return self._as("x", fmt)
 
     def weights_as(self, fmt: str) -> Quantized:
-        """The matrices in a format of `formats`; NVFP4 with global scale 1."""
+        """The matrices in a format of `formats`; NVFP4 with a global scale each."""
         return self._as("w", fmt)
 
     def _as(self, name: str, fmt: str) -> Quantized:
         if (name, fmt) not in self._held:
-            self._held[name, fmt] = quantize(getattr(self, name), fmt)
+            source = getattr(self, name)
+            g = weight_global_scale(source) if (name, fmt) == ("w", "nvfp4") else None
+            self._held[name, fmt] = quantize(source, fmt, global_scale=g)
         return self._held[name, fmt]
 
     def exact(self, recipe: str) -> Tensor:
         """What a recipe must give: its values multiplied in float64, rounded to BF16."""
+        if recipe not in self._exact:
+            self._exact[recipe] = self._product(recipe)
+        return self._exact[recipe]
+
+    def _product(self, recipe: str) -> Tensor:
         row = recipe_named(recipe)
         x = dequantize(self.rows_as(row.acts.name), torch.float64).split(list(self.shape.rows))
         w = self.weights_as(row.weights.name)
@@ -103,22 +111,17 @@ def register(name: str, factory: Factory) -> None:
     CONTESTANTS[name] = factory
 
 
-def portable(inputs: GemmInputs, recipe: str) -> GemmEntry:
-    """`megamoe.kernels.portable.grouped_gemm(x, w, counts) -> bf16 [M, n]`, where it exists.
+def portable(
+    inputs: GemmInputs, recipe: str, schedule: str = "static", sort_by_m: bool = False
+) -> GemmEntry:
+    """Our grouped GEMM; rows come quantised, and their counts lie on the device."""
+    backends.resolve("portable", "auto", inputs.device)
+    from megamoe.kernels.portable import grouped_gemm
 
-    x [M, k] and w [G, n, k] are Quantized in the recipe's formats, counts int32 [G] on the device.
-    """
-    try:
-        from megamoe.kernels.portable import grouped_gemm
-    except ImportError as error:
-        raise NotAvailable(
-            "the portable kernels must offer a grouped GEMM of their own; "
-            f"got none in megamoe {__version__}; use torch-bf16"
-        ) from error
     row = recipe_named(recipe)
     x, w = inputs.rows_as(row.acts.name), inputs.weights_as(row.weights.name)
     return GemmEntry(
-        run=lambda: grouped_gemm(x, w, inputs.counts),
+        run=lambda: grouped_gemm(x, w, inputs.counts, schedule=schedule, sort_by_m=sort_by_m),
         check=inputs.check(recipe, row.tolerance),
         weight_bytes=w.nbytes,
         row_bytes=x.nbytes,
@@ -168,8 +171,13 @@ def torch_fp8(inputs: GemmInputs) -> GemmEntry:
     )  # fmt: skip
 
 
+# Tiles dealt by number or drawn by ticket (C005), groups as they come or large ones first (C010).
+VARIANTS = {"": ("static", False), "-sorted": ("static", True),
+            "-dynamic": ("dynamic", False), "-dynamic-sorted": ("dynamic", True)}  # fmt: skip
 for _recipe in RECIPES:
-    register(f"portable-{_recipe}", partial(portable, recipe=_recipe))
+    for _ending, (_schedule, _sorted) in VARIANTS.items():
+        _make = partial(portable, recipe=_recipe, schedule=_schedule, sort_by_m=_sorted)
+        register(f"portable-{_recipe}{_ending}", _make)
 register("torch-bf16", torch_bf16)
 register("torch-fp8", torch_fp8)
 

@@ -31,6 +31,10 @@ BACKEND_HELP = (
     "Comma-separated: auto, reference, portable, hopper, blackwell, with :mode if wanted; "
     "torch-bf16, torch-fp8."
 )
+CONTESTANT_HELP = (
+    "Comma-separated: portable-RECIPE with -dynamic, -sorted or -dynamic-sorted if wanted; "
+    "torch-bf16, torch-fp8."
+)
 FLUSH_HELP = "How L2 is emptied before each call: memset, read or none."
 
 Workloads = Annotated[str, typer.Option(help=SHAPE_HELP)]
@@ -98,8 +102,8 @@ def gemm(
         str, typer.Option(help=f"Comma-separated: {', '.join(GEMM_SHAPES)}.")
     ] = ALL_GEMMS,
     contestants: Annotated[
-        str, typer.Option(help="Comma-separated: portable-RECIPE, torch-bf16, torch-fp8.")
-    ] = "portable-nvfp4,torch-bf16,torch-fp8",
+        str, typer.Option(help=CONTESTANT_HELP)
+    ] = "portable-nvfp4,portable-nvfp4-dynamic,torch-bf16,torch-fp8",
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",

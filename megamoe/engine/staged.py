@@ -7,19 +7,16 @@ graph and replayed with other routing; padding rows are masked and may hold anyt
 
 from __future__ import annotations
 
-import functools
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from megamoe.engine.weights import ExpertWeights
-from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch
-from megamoe.kernels.portable.launch import Arithmetic, Held
+from megamoe.kernels.portable.hold import hold
+from megamoe.kernels.portable.launch import Held
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import Options
 from megamoe.schedule.heuristics.portable import tiles
@@ -36,9 +33,12 @@ def moe(
     stats: Tensor | None = None,
     num_valid: Tensor | None = None,
     *,
-    fast_math: bool = False,
+    pdl: bool = False,
 ) -> Tensor:
-    """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to."""
+    """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to.
+
+    With `pdl` each launch is placed while the one before it ends: the same bits.
+    """
     num_tokens, hidden = x.shape
     top_k = topk_idx.shape[1]
     device = weights.device
@@ -49,18 +49,18 @@ def moe(
     idx = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     weight = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     routing = Routing(topk_idx, topk_weights, idx, weight, error, num_valid)
-    rows, row_scale = _slots(num_tokens, top_k + extra, hidden, options, device)
-    pass_one = _Pass(x, weights, options, rows, row_scale, fast_math)
+    rows, row_scale = slots(num_tokens, top_k + extra, hidden, options, device)
+    pass_one = Pass(x, weights, options, rows, row_scale, pdl)
     pass_one.run(idx, weight, first_slot=0, routing=routing, stats=stats)
     if shared is not None:
         every = torch.arange(extra, dtype=torch.int32, device=device).repeat(num_tokens, 1)
         ones = torch.ones(num_tokens, extra, device=device)
-        _Pass(x, shared, options, rows, row_scale, fast_math).run(every, ones, first_slot=top_k)
-    combine(rows, row_scale, idx, weight, y, weighted=options.weight_at == "combine")
+        Pass(x, shared, options, rows, row_scale, pdl).run(every, ones, first_slot=top_k)
+    combine(rows, row_scale, idx, weight, y, weighted=options.weight_at == "combine", pdl=pdl)
     return y
 
 
-class _Pass:
+class Pass:
     """The routed experts, or the shared ones, over all tokens: their rows go to their slots."""
 
     def __init__(
@@ -70,11 +70,11 @@ class _Pass:
         options: Options,
         rows: Tensor,
         row_scale: Tensor | None,
-        fast_math: bool,
+        pdl: bool = False,
     ) -> None:
         self.x, self.weights, self.options = x, weights, options
-        self.rows, self.row_scale, self.fast_math = rows, row_scale, fast_math
-        self.how = launch.arithmetic(weights.recipe, has_fp8=_has_fp8(weights.device))
+        self.rows, self.row_scale, self.pdl = rows, row_scale, pdl
+        self.how = launch.arithmetic_on(weights.device, weights.recipe)
 
     def run(
         self,
@@ -89,48 +89,41 @@ class _Pass:
         w, how = self.weights, self.how
         num_tokens, top_k = idx.shape
         tokens, x_global = self._tokens(routing)
-        tile1, tile2, _ = tiles(w.recipe, num_tokens * top_k / w.num_experts)
+        load = num_tokens * top_k / w.num_experts
+        tile1, tile2, _ = tiles(w.recipe, load, is_native=how.is_native)
         order = Order.empty(idx.numel(), w.num_experts, tile1.block_m, w.device)
-        sort_slots(idx, order, stats)
+        sort_slots(idx, order, stats, pdl=self.pdl)
         acts = how.hold(order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device)
         launch.gated(
             tokens, w.w13, order, weight, acts, tile1, how, self.options, top_k=top_k,
-            x_global=x_global, acts_global=w.acts_global, bias=w.b13, fast_math=self.fast_math,
+            x_global=x_global, acts_global=w.acts_global, bias=w.b13, pdl=self.pdl,
         )  # fmt: skip
         launch.linear(
             acts, w.w2, order, self.rows, tile2, how, top_k=top_k, store="slots",
             out_scale=self.row_scale, first_slot=first_slot, topk_weights=weight, bias=w.b2,
-            weight_bias=self.options.weight_at == "l1", x_global=w.acts_global,
+            weight_bias=self.options.weight_at == "l1", x_global=w.acts_global, pdl=self.pdl,
         )  # fmt: skip
 
     def _tokens(self, routing: Routing | None) -> tuple[Held, Tensor | None]:
         """Tokens as the GEMM loads them, and NVFP4's global scale of each; checks the routing."""
         x, w, how = self.x, self.weights, self.how
         if isinstance(x, Quantized):
-            held, g = _held(x, how), x.global_scale
+            held, g = hold(x, how), x.global_scale
             if routing is not None:
-                dispatch(None, None, None, how.acts, routing=routing, num_experts=w.num_experts)
+                dispatch(
+                    None, None, None, how.acts, routing=routing, num_experts=w.num_experts,
+                    pdl=self.pdl,
+                )  # fmt: skip
         else:
             held, g = how.hold(*x.shape, w.device), w.x_global
             dispatch(
                 x, launch.as_bytes(held.data), held.scale, how.acts, g=g, routing=routing,
-                num_experts=w.num_experts,
+                num_experts=w.num_experts, pdl=self.pdl,
             )  # fmt: skip
         return held, None if g is None else g.expand(x.shape[0]).contiguous()
 
 
-def _held(x: Quantized, how: Arithmetic) -> Held:
-    """Tokens that come quantised, as the GEMM loads them: exactly the same values."""
-    if how.data_dtype == torch.float8_e4m3fn:
-        return Held(x.data, x.scale)
-    if how.has_scale:
-        return Held(x.data.to(torch.bfloat16), x.scale)
-    if x.global_scale is not None:
-        x = replace(x, global_scale=torch.ones_like(x.global_scale))
-    return Held(dequantize(x).to(torch.bfloat16), None)
-
-
-def _slots(
+def slots(
     num_tokens: int, num_slots: int, hidden: int, options: Options, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
     """Room for the rows on their way to combine, and their scales where they are FP8."""
@@ -140,9 +133,3 @@ def _slots(
     blocks = -(-hidden // 128)
     scale = torch.empty(num_tokens, num_slots, blocks, dtype=torch.uint8, device=device)
     return rows, scale
-
-
-@functools.cache
-def _has_fp8(device: torch.device) -> bool:
-    """Whether the GPU multiplies FP8; the interpreter does."""
-    return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)

@@ -9,10 +9,13 @@ from pathlib import Path
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.kernels.device import compat
+
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 class Stand:
@@ -42,7 +45,7 @@ def _same(target):
 
 
 def compile_kernel(fn, args, arch, **options):
-    """The compiled kernel: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata`."""
+    """The compiled kernel, Triton's or Gluon's: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata`."""
     target = GPUTarget("cuda", arch, 32)
     compat.current_target = functools.partial(_same, target)  # as on a machine with that GPU
     compat.current_target.__triton_builtin__ = True
@@ -53,18 +56,55 @@ def compile_kernel(fn, args, arch, **options):
     packed, signature, constants, attrs = fn._pack_args(
         backend, keywords, bound, specialization, {}
     )
-    source = ASTSource(fn, signature, constants, attrs)
+    kind = GluonASTSource if fn.is_gluon() else ASTSource
+    source = kind(fn, signature, constants, attrs)
     return triton.compile(source, target=target, options=packed.__dict__)
+
+
+def _dump(kernel, what):
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        return subprocess.run(
+            [TOOLS / "cuobjdump", what, file.name], capture_output=True, text=True, check=True
+        ).stdout
 
 
 def resources(kernel):
     """Registers, stack (spills) and shared memory of a compiled kernel, in bytes where bytes."""
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        text = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = _dump(kernel, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
+
+
+def advice(kernel, arch="sm_90a"):
+    """What the assembler says of the MMAs: it tells where it waits for each before the next."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(kernel.asm["ptx"])
+        command = [
+            TOOLS / "ptxas",
+            "-v",
+            f"--gpu-name={arch}",
+            source,
+            "-o",
+            source.with_suffix(""),
+        ]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return re.findall(r"wgmma.mma_async instructions are serialized.*", done.stderr + done.stdout)
+
+
+def main_loop(kernel):
+    """The machine instructions of the largest loop that multiplies."""
+    found = re.findall(
+        r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _dump(kernel, "--dump-sass"), re.MULTILINE
+    )
+    lines = [(int(at, 16), re.sub(r"^@!?U?P\w+ ", "", text)) for at, text in found]
+    best = []
+    for end, text in lines:
+        target = re.search(r"^BRA.* (0x[0-9a-f]+)", text)
+        if target and int(target[1], 16) < end:
+            body = [line for at, line in lines if int(target[1], 16) <= at <= end]
+            is_loop = any("GMMA" in line for line in body) and not any("EXIT" in b for b in body)
+            best = max(best, body if is_loop else [], key=len)
+    return best

@@ -8,10 +8,13 @@ import torch
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.kernels.portable.dispatch import _dispatch_kernel
+from megamoe.kernels.portable.grouped import _prepare_kernel
+from megamoe.kernels.portable.hold import HELD, VALUES
 from megamoe.kernels.portable.launch import arithmetic
+from megamoe.kernels.portable.pack import _pack_kernel
 from megamoe.problem import RECIPES
 from megamoe.schedule.heuristics.portable import tiles
-from tests.kernels.compiling import Stand, compile_kernel, resources
+from tests.kernels.compiling import Stand, advice, compile_kernel, main_loop, resources
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -19,33 +22,41 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 F32, BF16, U8, I32, F8 = (
     torch.float32, torch.bfloat16, torch.uint8, torch.int32, torch.float8_e4m3fn,
 )  # fmt: skip
-DATA = {"bf16": BF16, "fp8_128x128": F8, "mxfp4": U8, "nvfp4": U8}
-SCALE = {"bf16": BF16, "fp8_128x128": F32, "mxfp4": U8, "nvfp4": U8}
-STACK_LIMIT = 400  # bytes a thread: wide tiles spill a little, docs/measurements/portable.md
+WORDS = (Stand(I32), Stand(I32))
+DATA = {"bf16": BF16, "fp8_128x128": F8, "mxfp4": I32, "nvfp4": I32}
+DEPTH = {"mxfp4": 8, "nvfp4": 8, "mxfp4_codes": 2, "nvfp4_codes": 2}  # codes of one element
+SCALE = {"bf16": Stand(BF16), "fp8_128x128": Stand(F32), "mxfp4": WORDS, "nvfp4": WORDS}
+FP4 = [r for r in RECIPES if r.startswith("w4") or r == "nvfp4"]
+STACK_LIMIT = 448  # bytes a thread: wide tiles spill a little, docs/measurements/portable.md
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 
 
-def compiled(recipe, phase, tile, arch):
-    how = arithmetic(recipe)
-    x, out, some = Stand(how.data_dtype), Stand(U8 if recipe == "w8a8" else BF16), Stand(F32)
+def compiled(recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=False):
+    how = arithmetic(recipe, has_mx=has_mx)
+    is_coded = how.acts.HOLD.value == "codes"
+    x, out, some = Stand(how.data_dtype), Stand(U8 if is_coded else BF16), Stand(F32)
     weights = how.weights.name
-    depth = tile.block_k // 2 if DATA[weights] == U8 else tile.block_k
-    w = Stand(DATA[weights], (8192, 4096)).rows((tile.block_n, depth))
+    block = (tile.block_n, tile.block_k // DEPTH.get(weights, 1))
+    w = Stand(DATA.get(weights, U8), (8192, 4096)).rows(block)
+    x_scale = w_scale = (Stand(U8), 4096 // how.group) if how.is_native else some
+    if not how.is_native:
+        w_scale = (Stand(U8), Stand(I32)) if bytewise else SCALE[weights]
     maps = [Stand(I32)] * 4
     common = dict(  # noqa: C408  keywords read like the call
         TOKENS=how.tokens, WEIGHTS=how.weights, HAS_BIAS=True, HAS_GLOBAL=recipe == "nvfp4",
         WEIGHTED=True, TOP_K=6, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
-    head = (x, some, w, Stand(SCALE[weights]), some, some, some, some)
+    head = (x, x_scale, w, w_scale, some, some, some, some)
     if phase == "l1":
         return compile_kernel(
-            gemm._gated_kernel, (*head, out, some, some, *maps, 4096, 2048, 10.0), arch,
+            gemm._gated_kernel,
+            (*head, out, Stand(how.scale_dtype), some, *maps, 4096, 2048, 10.0), arch,
             ACTS=how.acts, ACTIVATION="swiglu", FAST_MATH=False, GATHER=True, **common,
         )  # fmt: skip
     return compile_kernel(
-        gemm._linear_kernel, (*head, Stand(BF16), some, *maps, 2048, 4096, 0, 6), arch,
-        ACTS=PLAIN, STORE="slots", WEIGHT_BIAS=True, **common,
+        gemm._linear_kernel, (*head, Stand(BF16), some, *maps, Stand(I32), 2048, 4096, 0, 6), arch,
+        ACTS=PLAIN, STORE="slots", WEIGHT_BIAS=True, GATHER=alone, DYNAMIC=alone, **common,
     )  # fmt: skip
 
 
@@ -60,10 +71,87 @@ def test_grouped_gemms_compile_to_tensor_core_code(recipe, rows, arch):
         assert used["shared"] <= 232448 and used["stack"] <= STACK_LIMIT
 
 
+@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_mma_waits_for_the_one_before_on_hopper(recipe, rows):
+    for phase, tile in zip(("l1", "l2"), tiles(recipe, rows), strict=False):
+        assert not advice(compiled(recipe, phase, tile, 90)), phase
+
+
+@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("recipe", FP4)
+def test_fp4_weights_are_decoded_where_they_lie_on_hopper(recipe, rows):
+    """From shared memory once, 16 bytes at a time, to registers of the MMA; nothing spills."""
+    for phase, tile in zip(("l1", "l2"), tiles(recipe, rows), strict=False):
+        kernel = compiled(recipe, phase, tile, 90)
+        loop = main_loop(kernel)
+        reads = [line.split()[0] for line in loop if line.startswith("LDS")]
+        assert {"LDS.128", "LDS"} >= set(reads), phase  # weights, and words of four scales
+        values = tile.block_n * tile.block_k * (2 if phase == "l1" else 1) // (32 * tile.num_warps)
+        assert reads.count("LDS.128") == values // 32, phase
+        assert not any(re.match("STS|LDL|STL|SHFL", line) for line in loop), phase
+        if recipe != "w4a8_block":  # its tokens' scales come from global memory
+            assert not any(line.startswith("LDG.") for line in loop), phase
+            assert len(loop) <= 5.5 * values, phase
+        assert resources(kernel)["stack"] <= 32, phase  # around the loop, with a bias
+
+
+@pytest.mark.parametrize("recipe", ["w4a16", "nvfp4"])
+def test_rows_of_an_odd_number_of_scales_compile(recipe):
+    for phase, tile in zip(("l1", "l2"), tiles(recipe, 1000), strict=False):
+        kernel = compiled(recipe, phase, tile, 90, bytewise=True)
+        assert "wgmma.mma_async" in kernel.asm["ptx"] and resources(kernel)["stack"] == 0
+
+
+NATIVE = {
+    "w4a8": "kind::mxf8f6f4.block_scale",
+    "w4a4": "kind::mxf4.block_scale",
+    "nvfp4": "kind::mxf4nvf4.block_scale",
+}
+
+
+@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize("recipe", NATIVE)
+def test_blackwell_multiplies_codes_and_scales(recipe, rows):
+    for phase, tile in zip(("l1", "l2"), tiles(recipe, rows, is_native=True), strict=False):
+        kernel = compiled(recipe, phase, tile, 100, has_mx=True)
+        found = set(re.findall(r"tcgen05\.mma[\w.:]*", kernel.asm["ptx"]))
+        assert found and all(NATIVE[recipe] in name for name in found), phase
+        assert resources(kernel)["stack"] <= STACK_LIMIT, phase
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("rows", [1, 1000])
+def test_the_dynamic_grouped_gemm_compiles_to_tensor_core_code(rows, arch):
+    kernel = compiled("nvfp4", "l2", tiles("nvfp4", rows)[1], arch, alone=True)
+    assert re.search(MMA[arch], kernel.asm["ptx"]) and "atom" in kernel.asm["ptx"]
+    assert resources(kernel)["stack"] <= STACK_LIMIT
+
+
+@pytest.mark.parametrize("name", [*HELD, None])
+def test_its_preparation_compiles(name):
+    ints, some = Stand(I32), Stand(U8)
+    data = Stand(BF16) if name == "bf16" else some
+    kernel = compile_kernel(
+        _prepare_kernel,
+        (ints, Stand(F32), Stand(F32), ints, ints, ints, ints, ints, data, some, Stand(BF16),
+         1024, 8, 24, 4096, 4096), 90,
+        FORMAT=None if name is None else HELD[name], VALUES=VALUES, HAS_GLOBAL=name == "nvfp4",
+        SORTED=True, TILE_M=64, GROUPS=8, CHUNK=256,
+    )  # fmt: skip
+    assert resources(kernel)["stack"] == 0
+
+
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("name", CODES)
 def test_quantisers_compile(name, arch):
     some, ints = Stand(F32), Stand(I32)
+    if name in ("mxfp4", "nvfp4"):
+        packed = compile_kernel(
+            _pack_kernel, (ints, 2048, some, Stand(torch.int64), Stand(U8), 512, 128), arch,
+            ACTS=CODES[name], HAS_G=name == "nvfp4", ROWS=2, BLOCKS=32, num_warps=2,
+        )  # fmt: skip
+        assert resources(packed)["stack"] == 0 and "ld.global.v4" in packed.asm["ptx"]
     kernel = compile_kernel(
         _dispatch_kernel,
         (Stand(BF16), 4096, some, Stand(U8), Stand(U8), Stand(torch.int64), some, ints, some, ints,

@@ -52,9 +52,22 @@ def test_every_bf16_value_gets_the_bytes_of_formats(name):
     assert_same(quantize(x.to(DEVICE), name), mm.quantize(x, name))
 
 
-@pytest.mark.parametrize("g", [1e-30, 0.37, 1.0, 1e30])
-def test_nvfp4_under_a_global_scale(g):
-    x = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_rows_that_are_no_whole_words_get_the_same_bytes(name):
+    """BF16 rows are packed two at a time where they can be; odd strides and offsets cannot."""
+    wide = torch.randn(5, 2 * 96 + 1, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for x in (wide[:, :96], wide[:, 1:97], wide[2:4, 97:]):
+        there = wide.to(DEVICE).as_strided(x.shape, x.stride(), x.storage_offset())
+        assert_same(quantize(there, name), mm.quantize(x.contiguous(), name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("g", [1e-30, 1e-12, 0.37, 1.0, 1e12, 1e30])
+def test_nvfp4_under_a_global_scale(g, dtype):
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(600, 64, generator=rng)
+    x *= torch.exp2(torch.randint(-40, 40, (600, 1), generator=rng).float()) * g
+    x = x.to(dtype)
     wanted = mm.quantize(x, "nvfp4", global_scale=g)
     assert_same(quantize(x.to(DEVICE), "nvfp4", g=torch.tensor(g, device=DEVICE)), wanted)
 

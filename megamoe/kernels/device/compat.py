@@ -2,6 +2,7 @@
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
@@ -16,11 +17,52 @@ def HAS_FP8():
     return not INTERPRETED.value and target is not None and target.arch >= 89
 
 
+@constexpr_function
+def HAS_PTX():
+    """Whether kernels may hold PTX."""
+    target = current_target()
+    return not INTERPRETED.value and target is not None and target.backend == "cuda"
+
+
+@constexpr_function
+def HAS_PDL():
+    """Whether a launch can be told to start while the one before it ends."""
+    target = current_target()
+    is_cuda = not INTERPRETED.value and target is not None and target.backend == "cuda"
+    return is_cuda and target.arch >= 90
+
+
+@triton.jit
+def after_previous():
+    """First line of a kernel that may be launched with `overlap`: nothing is read before it.
+
+    The next launch may place its programs from here on; they wait here until this one has ended
+    and its writes are seen. Without `overlap` it does nothing.
+    """
+    if HAS_PDL():
+        gdc_launch_dependents()
+        gdc_wait()
+
+
+def overlap(is_wanted: bool) -> dict[str, bool]:
+    """Launch options: programmatic dependent launch (E009), where it is wanted."""
+    return {"launch_pdl": True} if is_wanted else {}
+
+
+@triton.jit
+def to_fp32(x):
+    """FP32 of any float; the interpreter's own cast makes zeros of BF16's subnormals."""
+    if INTERPRETED and x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
+
+
 @triton.jit
 def bf16_mul(a, b):
     """BF16 product; the callers' products are exact, so no rounding is left open."""
     if INTERPRETED:
-        return (a.to(tl.float32) * b.to(tl.float32)).to(tl.bfloat16)
+        return to_bf16(to_fp32(a) * to_fp32(b))
     else:
         return a * b
 
@@ -29,7 +71,7 @@ def bf16_mul(a, b):
 def dot(a, b, acc):
     """acc + a @ b with FP32 sums."""
     if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+        return tl.dot(to_fp32(a), to_fp32(b), acc, input_precision="ieee")
     else:
         return tl.dot(a, b, acc)
 
@@ -61,7 +103,7 @@ def quotient(x, y):
         if (tl.min(flat) > 1e-20) & (tl.max(flat) < 1e20):
             reciprocal = tl.broadcast_to(tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y), x.shape)
             first = x * reciprocal
-            result = tl.fma(tl.fma(-first, wide, x), reciprocal, first)
+            result = tl.fma(tl.fma(first, -wide, x), reciprocal, first)
             result = tl.where(first == 0.0, first, result)  # the correction would lose -0
         else:
             result = tl.div_rn(x, wide)

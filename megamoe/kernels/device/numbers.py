@@ -8,7 +8,7 @@ has an E4M3 conversion it gives the same bytes.
 import triton
 import triton.language as tl
 
-from megamoe.kernels.device.compat import HAS_FP8
+from megamoe.kernels.device.compat import HAS_FP8, HAS_PTX, bf16_mul
 
 INF_BITS = tl.constexpr(0x7F800000)
 
@@ -104,26 +104,36 @@ def e4m3_value(code):
 @triton.jit
 def e2m1_round(x):
     """`x` on the grid of E2M1 0 .5 1 1.5 2 3 4 6: nearest, ties to even, saturating, sign kept."""
-    size = tl.minimum(tl.abs(x), 6.0)
-    normal = (_e2m1_bits(size) & ~0x3FFFFF).to(tl.float32, bitcast=True)
-    small = (size + 4194304.0) - 4194304.0  # below 1 the grid's step is 0.5
-    return _with_sign_of(tl.where(size < 1.0, small, normal), x)
+    shifted, power = _e2m1_shifted(tl.minimum(tl.abs(x), 6.0))
+    return _with_sign_of(tl.fma(power, -4194307.0, shifted), x)
 
 
 @triton.jit
 def e2m1_code(x):
     """The 4-bit code of the E2M1 value nearest to `x`."""
-    size = tl.minimum(tl.abs(x), 6.0)
-    small = (size + 4194304.0).to(tl.int32, bitcast=True) - 0x4A800000
-    code = tl.where(size < 1.0, small, (_e2m1_bits(size) >> 22) - 252)
-    return (code | _sign_bit(x, 28)).to(tl.uint8)
+    return ((e2m1_low_bits(tl.minimum(tl.abs(x), 6.0)) & 7) | _sign_bit(x, 28)).to(tl.uint8)
 
 
 @triton.jit
-def _e2m1_bits(size):
-    """FP32 bits rounded to one mantissa bit; the bits below it are not cleared."""
-    bits = size.to(tl.int32, bitcast=True)
-    return bits + 0x1FFFFF + ((bits >> 22) & 1)
+def e2m1_low_bits(size):
+    """The code nearest to `size`, 0..6, in the three lowest bits; those above are not cleared.
+
+    With `power` 2**e the code is 2 e more than the steps up to `size`. The sum's mantissa holds
+    those steps plus 6, and its exponent, twice, is 298 + 2 e: modulo 8 they add up to the code.
+    """
+    bits = _e2m1_shifted(size)[0].to(tl.int32, bitcast=True)
+    return bits + (bits >> 22)
+
+
+@triton.jit
+def _e2m1_shifted(size):
+    """`size`, 0..6, plus 2**23 + 6 of the grid's steps there, which rounds it; and two steps.
+
+    The step is 0.5 below 2, where the power is 1, and doubles with it.
+    """
+    power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & INF_BITS
+    power = power.to(tl.float32, bitcast=True)
+    return tl.fma(power, 4194307.0, size), power
 
 
 @triton.jit
@@ -139,6 +149,69 @@ def e8m0_to_bf16(code):
     """BF16 of E8M0 codes 0..254: exact; code 0 is a subnormal."""
     wide = code.to(tl.int16)
     return tl.where(wide == 0, 0x40, wide << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+def _decode_asm() -> str:
+    """PTX: word $8 of E2M1 codes 7..0, and a BF16 factor twice in $9 -> BF16 $0..$7.
+
+    A code's sign and magnitude are moved to a BF16's sign and its lowest exponent and highest
+    mantissa bits by one multiplication; that is the value times 2**-126, subnormal or not.
+    """
+    lines = [".reg .b32 x, v, up, none;", "mov.b32 up, 0x7E807E80;", "mov.b32 none, 0x80008000;"]
+    for code in range(4):  # with code + 4, in the other half of the word
+        shift = 4 * (code % 2)
+        lines += [
+            f"shr.u32 x, $8, {8 * (code // 2)};",
+            f"and.b32 v, x, {0x000F000F << shift:#x};",
+            f"mul.lo.u32 v, v, {(1 << 12 | 1 << 6) >> shift};",
+            "and.b32 v, v, 0x81C081C0;",
+            "fma.rn.bf16x2 v, v, up, none;",  # times 2**126; adding -0 keeps the sign of zero
+            "fma.rn.bf16x2 v, v, $9, none;",
+            f"mov.b32 {{${code}, ${code + 4}}}, v;",
+        ]
+    return "{" + " ".join(lines) + "}"
+
+
+DECODE_ASM = tl.constexpr(_decode_asm())
+
+
+@triton.jit
+def e2m1_words(words, factor):
+    """BF16 [n, 8 w] of words [n, w] of eight E2M1 codes, times BF16 factors: exact.
+
+    factor   int32 [n, w], the same BF16 in both halves; its product with 6 must be finite
+    """
+    N: tl.constexpr = words.shape[0]
+    W: tl.constexpr = words.shape[1]
+    if HAS_PTX():
+        v0, v1, v2, v3, v4, v5, v6, v7 = tl.inline_asm_elementwise(
+            DECODE_ASM, "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, factor],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16,
+                   tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        low = tl.join(tl.join(v0, v1), tl.join(v2, v3))
+        high = tl.join(tl.join(v4, v5), tl.join(v6, v7))
+        return tl.reshape(tl.permute(tl.join(low, high), (0, 1, 4, 3, 2)), (N, 8 * W))
+    else:
+        code = (words[:, :, None] >> (tl.arange(0, 8) * 4)[None, None, :]) & 15
+        scale = factor.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        value = bf16_mul(e2m1_to_bf16(code.to(tl.int16)), scale[:, :, None])
+        return tl.reshape(value, (N, 8 * W))
+
+
+@triton.jit
+def e8m0_twice(code):
+    """BF16 of E8M0 codes 0..254 (int32), in both halves of a word: exact; code 0 is a subnormal."""
+    return tl.where(code == 0, 0x00400040, code * 0x00800080)
+
+
+@triton.jit
+def e4m3_twice(code):
+    """BF16 of E4M3 codes that are no NaN (int32), in both halves of a word: exact."""
+    small = ((code & 0x7F) << 20) | ((code & 0x80) << 24)  # FP32 of the value times 2**-120
+    bits = (small.to(tl.float32, bitcast=True) * 1.329227995784916e36).to(tl.int32, bitcast=True)
+    return bits | ((bits >> 16) & 0xFFFF)
 
 
 @triton.jit

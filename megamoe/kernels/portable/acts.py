@@ -6,6 +6,7 @@ A `Kind` of ACTS says which format the contract asks for and how the tile is hel
   values  BF16 values code * scale, where the GPU lacks the format's MMA: exact for E8M0 and E4M3
           scales (NVFP4's global scale is applied to the sums)
   scaled  the codes' values in BF16 beside FP32 scales, likewise exact
+ORDERED ones lie in the order of K that FP4 weights want (korder.py): `values`, `scaled` and BF16.
 """
 
 import triton
@@ -26,6 +27,7 @@ from megamoe.kernels.device.numbers import (
     e8m0_value,
     pow2,
 )
+from megamoe.kernels.portable.korder import held_cols, tile_in_order, tile_positions
 
 
 @triton.jit
@@ -69,6 +71,7 @@ def _kind(hold: str, name: str) -> Kind:
     return Kind(
         f"{hold}-{name}",
         HOLD=hold,
+        ORDERED=hold in ("values", "scaled"),
         BITS=fmt.element.bits,
         GROUP=fmt.block[1],
         EXPONENT=fmt.element.max_exponent,
@@ -80,7 +83,8 @@ def _kind(hold: str, name: str) -> Kind:
     )
 
 
-PLAIN = Kind("plain", HOLD="plain")
+PLAIN = Kind("plain", HOLD="plain", ORDERED=False)
+ORDERED = Kind("ordered", HOLD="plain", ORDERED=True)
 CODES = {
     name: _kind("codes", name) for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_combine")
 }
@@ -98,6 +102,17 @@ def quantise_blocks(x, g, ACTS: tl.constexpr):
 
 
 @triton.jit
+def _store_held(held, out, row, row_mask, first_col, width, ACTS: tl.constexpr, COLS: tl.constexpr):
+    """BF16 values as they stand or, for FP4 weights, in their order of K: the zeros behind too."""
+    col = first_col + tl.arange(0, COLS)
+    if ACTS.ORDERED:
+        held, col, width = tile_in_order(held), tile_positions(first_col, COLS), held_cols(width)
+    start = row.to(tl.uint32).to(tl.int64) * width  # rows are not negative: nothing to extend
+    at = start[:, None] + col[None, :]
+    tl.store(out + at, held, mask=row_mask[:, None] & (col < width)[None, :])
+
+
+@triton.jit
 def store_acts(
     x, g, out, out_scale, row, row_mask, first_col, width,
     ACTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -107,13 +122,13 @@ def store_acts(
     mask = row_mask[:, None] & (col < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + col[None, :]
     if ACTS.HOLD == "plain":
-        tl.store(out + at, to_bf16(x), mask=mask)
+        _store_held(to_bf16(x), out, row, row_mask, first_col, width, ACTS, COLS)
     else:
         G: tl.constexpr = ACTS.GROUP
         ratio, stored, scale = quantise_blocks(tl.reshape(x, (ROWS, COLS // G, G)), g, ACTS)
         if ACTS.HOLD == "values":
             held = to_bf16(tl.reshape(ACTS.round(ratio) * scale[:, :, None], (ROWS, COLS)))
-            tl.store(out + at, held, mask=mask)
+            _store_held(held, out, row, row_mask, first_col, width, ACTS, COLS)
         else:
             block = first_col // G + tl.arange(0, COLS // G)
             num_blocks = tl.cdiv(width, G)
@@ -122,7 +137,7 @@ def store_acts(
             tl.store(out_scale + scale_at, stored.to(out_scale.dtype.element_ty), mask=scale_mask)
             if ACTS.HOLD == "scaled":
                 held = to_bf16(tl.reshape(ACTS.round(ratio), (ROWS, COLS)))
-                tl.store(out + at, held, mask=mask)
+                _store_held(held, out, row, row_mask, first_col, width, ACTS, COLS)
             elif ACTS.BITS == 8:
                 code = tl.reshape(ACTS.code(ratio), (ROWS, COLS))
                 tl.store(out + at, code, mask=mask)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import to_bf16
+from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.portable.acts import combine_value
 
 
@@ -15,6 +15,7 @@ def _combine_kernel(
     COLS: tl.constexpr,
 ):  # fmt: skip
     """EXTRA slots follow the routed ones in `rows`: shared experts, always there, weight 1."""
+    after_previous()
     token = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < hidden
@@ -48,6 +49,7 @@ def combine(
     *,
     weighted: bool,
     num_warps: int = 4,
+    pdl: bool = False,
 ) -> None:
     """rows [T, k + extra, H] -> y [T, H]; FP8 bytes where `row_scale` is given."""
     num_tokens, slots, hidden = rows.shape
@@ -59,5 +61,5 @@ def combine(
     _combine_kernel[(triton.cdiv(hidden, cols), num_tokens)](
         rows, row_scale if row_scale is not None else rows, idx, weights, y, num_tokens, hidden,
         TOP_K=top_k, EXTRA=slots - top_k, WEIGHTED=weighted, IS_FP8=row_scale is not None,
-        COLS=cols, num_warps=num_warps, enable_fp_fusion=False,
+        COLS=cols, num_warps=num_warps, enable_fp_fusion=False, **overlap(pdl),
     )  # fmt: skip

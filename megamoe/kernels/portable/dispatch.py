@@ -15,8 +15,10 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import format_named
+from megamoe.kernels.device.compat import after_previous, overlap
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.portable.acts import CODES, store_acts
+from megamoe.kernels.portable.pack import can_pack, pack
 
 
 @triton.jit
@@ -27,6 +29,7 @@ def _dispatch_kernel(
     HAS_COUNT: tl.constexpr, HAS_G: tl.constexpr,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
+    after_previous()
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     inside = row < num_tokens
     if HAS_TOKENS:
@@ -78,6 +81,7 @@ def dispatch(
     num_experts: int = 0,
     block: tuple[int, int] = (2, 1024),
     num_warps: int = 2,
+    pdl: bool = False,
 ) -> None:
     """Quantise `x` [T, H], if any, into `out` and `out_scale`; check and copy the routing too.
 
@@ -90,6 +94,10 @@ def dispatch(
     if num_tokens == 0:
         return
     rows, cols = block[0], min(block[1], max(triton.next_power_of_2(hidden), 128))
+    if x is not None and out is not None and routing is None and can_pack(x, acts):
+        assert out_scale is not None
+        pack(x, out, out_scale, acts, g=g, block=(rows, cols), num_warps=num_warps)
+        return
     some = next(t for t in (x, routing and routing.idx) if t is not None)
     r = routing or Routing(some, some, some, some, some, None)
     top_k = r.idx.shape[1] if routing else 1
@@ -101,6 +109,7 @@ def dispatch(
         ACTS=acts, HAS_TOKENS=x is not None, HAS_ROUTING=routing is not None,
         HAS_COUNT=r.num_valid is not None, HAS_G=g is not None, TOP_K=top_k,
         SLOTS=triton.next_power_of_2(top_k), ROWS=rows, COLS=cols, num_warps=num_warps,
+        **overlap(pdl),
     )  # fmt: skip
 
 
@@ -113,5 +122,6 @@ def quantize(x: Tensor, format: str, *, g: Tensor | None = None) -> Quantized:
     if fmt.has_global:
         g = torch.ones((), device=x.device) if g is None else g
     raw = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    dispatch(x, data.view(torch.uint8), raw, CODES[format], g=g)
+    block, num_warps = ((1, 1024), 1) if format == "nvfp4" else ((2, 1024), 2)  # a sweep's best
+    dispatch(x, data.view(torch.uint8), raw, CODES[format], g=g, block=block, num_warps=num_warps)
     return Quantized(data, scale, format, shape, g if fmt.has_global else None)

@@ -8,18 +8,17 @@ where it belongs. Formats come in as `Kind`s (operands.py, acts.py).
 import triton
 import triton.language as tl
 
-from megamoe.kernels.device.compat import to_bf16
+from megamoe.kernels.device.compat import after_previous, to_bf16
 from megamoe.kernels.portable.acts import store_acts
-from megamoe.kernels.portable.operands import add_product
+from megamoe.kernels.portable.operands import add_product, second_scale
 
 
 @triton.jit
-def _place(live, num_n, GROUP_M: tl.constexpr):
-    """(token tile, column block) of this program: GROUP_M token tiles share their weights' columns.
+def _place(program, live, num_n, GROUP_M: tl.constexpr):
+    """(token tile, column block) of a program: GROUP_M token tiles share their weights' columns.
 
     GROUP_M = 1 walks the columns of one token tile first; a large one walks along M.
     """
-    program = tl.program_id(0)
     per_group = GROUP_M * num_n
     first = program // per_group * GROUP_M
     size = tl.minimum(live - first, GROUP_M)
@@ -49,11 +48,14 @@ def _gated_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """L1 and the activation: acts[row, n] of one token tile and BLOCK_N columns."""
+    after_previous()
     live = tl.load(num_tiles)
     num_n = tl.cdiv(intermediate, BLOCK_N)
+    if ACTS.ORDERED:  # whole blocks of 128, the last one filled with zeros
+        num_n = tl.cdiv(intermediate, 128) * (128 // BLOCK_N)
     if tl.program_id(0) >= live * num_n:
         return
-    tile, n = _place(live, num_n, GROUP_M)
+    tile, n = _place(tl.program_id(0), live, num_n, GROUP_M)
     expert = tl.load(tile_group + tile).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < tl.load(tile_limit + tile)
@@ -67,19 +69,23 @@ def _gated_kernel(
     up_scale = gate_scale + tl.cdiv(intermediate, 128)
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in tl.range(0, hidden, BLOCK_K):
+    for k in tl.range(0, tl.maximum(hidden, 1), BLOCK_K):  # see add_product
         tokens, token_scale = TOKENS.load(x, x_scale, x_row, valid, k, hidden, BLOCK_K)
         tile_g, scale_g, factor_g = WEIGHTS.load(
             w, w_scale, first, gate_row, used, gate_scale, k, hidden, BLOCK_K
         )
-        gate = add_product(gate, tile_g, scale_g, factor_g, tokens, token_scale, TOKENS, WEIGHTS)
         tile_u, scale_u, factor_u = WEIGHTS.load(
             w, w_scale, first + intermediate, gate_row + intermediate, used, up_scale, k, hidden,
             BLOCK_K,
         )  # fmt: skip
-        up = add_product(up, tile_u, scale_u, factor_u, tokens, token_scale, TOKENS, WEIGHTS)
+        gate = add_product(gate, tile_g, scale_g, factor_g, tokens, token_scale, TOKENS, WEIGHTS)
+        again = second_scale(token_scale, TOKENS)
+        up = add_product(up, tile_u, scale_u, factor_u, tokens, again, TOKENS, WEIGHTS)
+    # Loaded again: it need not live through the loop.
+    slot = tl.load(to_expanded + row, mask=valid, other=0, eviction_policy="evict_first")
     if HAS_GLOBAL:
-        token_global = tl.load(x_global + x_row, mask=valid, other=0.0)[None, :]
+        token = slot // TOP_K if GATHER else row
+        token_global = tl.load(x_global + token, mask=valid, other=0.0)[None, :]
         gate *= tl.load(w_global + expert * 2) * token_global
         up *= tl.load(w_global + expert * 2 + 1) * token_global
     if HAS_BIAS:
@@ -87,8 +93,8 @@ def _gated_kernel(
         up += tl.load(bias + gate_row + intermediate, mask=used, other=0.0)[:, None]
     acts = _activate(gate, up, clamp, ACTIVATION, FAST_MATH)
     if WEIGHTED:
-        acts *= tl.load(topk_weights + expanded, mask=valid, other=0.0)[None, :]
-    acts = tl.trans(tl.where(used[:, None] & valid[None, :], acts, 0.0))
+        acts *= tl.load(topk_weights + slot, mask=valid, other=0.0)[None, :]
+    acts = tl.trans(tl.where(used[:, None], acts, 0.0))
     g = tl.load(acts_global + expert) if HAS_GLOBAL else 1.0
     store_acts(
         acts, g, out, out_scale, row, valid, n * BLOCK_N, intermediate, ACTS, BLOCK_M, BLOCK_N
@@ -96,32 +102,29 @@ def _gated_kernel(
 
 
 @triton.jit
-def _linear_kernel(
-    x, x_scale, w, w_scale, w_global, x_global, bias, topk_weights, out, out_scale,
-    to_expanded, tile_group, tile_limit, num_tiles, width, num_cols, first_slot, num_slots,
+def _linear_tile(
+    program, live, num_n, x, x_scale, w, w_scale, w_global, x_global, bias, topk_weights,
+    out, out_scale, to_expanded, tile_group, tile_limit, width, num_cols, first_slot, num_slots,
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, ACTS: tl.constexpr,
     STORE: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
-    """One linear over permuted rows. STORE: "rows" as they stand, "slots" at (token, slot),
-    "atomic" added to the token in FP32 in any order."""
-    live = tl.load(num_tiles)
-    num_n = tl.cdiv(num_cols, BLOCK_N)
-    if tl.program_id(0) >= live * num_n:
-        return
-    tile, n = _place(live, num_n, GROUP_M)
+    """One token tile and BLOCK_N columns of `_linear_kernel`."""
+    tile, n = _place(program, live, num_n, GROUP_M)
     expert = tl.load(tile_group + tile).to(tl.int64)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = row < tl.load(tile_limit + tile)
     x_row = row.to(tl.int64)
+    if GATHER:
+        x_row = tl.load(to_expanded + row, mask=valid, other=0).to(tl.int64) // TOP_K
     col = n * BLOCK_N + tl.arange(0, BLOCK_N)
     used = col < num_cols
     w_row = expert * num_cols + col
     first = (expert * num_cols + n * BLOCK_N).to(tl.int32)
     scale_row = expert * tl.cdiv(num_cols, 128) + n * BLOCK_N // 128
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for k in tl.range(0, width, BLOCK_K):
+    for k in tl.range(0, tl.maximum(width, 1), BLOCK_K):  # see add_product
         tokens, token_scale = TOKENS.load(x, x_scale, x_row, valid, k, width, BLOCK_K)
         tile_w, scale_w, factor = WEIGHTS.load(
             w, w_scale, first, w_row, used, scale_row, k, width, BLOCK_K
@@ -135,7 +138,7 @@ def _linear_kernel(
         if WEIGHT_BIAS:
             extra = extra * tl.load(topk_weights + expanded, mask=valid, other=0.0)[None, :]
         acc += extra
-    rows = tl.trans(tl.where(used[:, None] & valid[None, :], acc, 0.0))
+    rows = tl.trans(tl.where(used[:, None], acc, 0.0))
     if STORE == "atomic":
         rows = to_bf16(rows).to(tl.float32)
         if WEIGHTED:
@@ -149,4 +152,45 @@ def _linear_kernel(
         store_acts(
             to_bf16(rows).to(tl.float32), 1.0, out, out_scale, out_row, valid,
             n * BLOCK_N, num_cols, ACTS, BLOCK_M, BLOCK_N,
+        )  # fmt: skip
+
+
+@triton.jit
+def _linear_kernel(
+    x, x_scale, w, w_scale, w_global, x_global, bias, topk_weights, out, out_scale,
+    to_expanded, tile_group, tile_limit, num_tiles, ticket, width, num_cols, first_slot, num_slots,
+    TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, ACTS: tl.constexpr,
+    STORE: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT_BIAS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+    DYNAMIC: tl.constexpr,
+):  # fmt: skip
+    """One linear over permuted rows. STORE: "rows" as they stand, "slots" at (token, slot),
+    "atomic" added to the token in FP32 in any order.
+
+    A program takes the tile of its own number, or with DYNAMIC draws tiles from `ticket` until none
+    is left (C005); which program computes a tile changes no bit of it.
+    """
+    after_previous()
+    live = tl.load(num_tiles)
+    num_n = tl.cdiv(num_cols, BLOCK_N)
+    if DYNAMIC:
+        program = tl.atomic_add(ticket, 1, sem="relaxed")
+        while program < live * num_n:
+            _linear_tile(
+                program, live, num_n, x, x_scale, w, w_scale, w_global, x_global, bias,
+                topk_weights, out, out_scale, to_expanded, tile_group, tile_limit,
+                width, num_cols, first_slot, num_slots, TOKENS, WEIGHTS, ACTS, STORE, WEIGHTED,
+                WEIGHT_BIAS, HAS_BIAS, HAS_GLOBAL, GATHER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
+                GROUP_M,
+            )  # fmt: skip
+            program = tl.atomic_add(ticket, 1, sem="relaxed")
+    else:
+        if tl.program_id(0) >= live * num_n:
+            return
+        _linear_tile(
+            tl.program_id(0), live, num_n, x, x_scale, w, w_scale, w_global, x_global, bias,
+            topk_weights, out, out_scale, to_expanded, tile_group, tile_limit,
+            width, num_cols, first_slot, num_slots, TOKENS, WEIGHTS, ACTS, STORE, WEIGHTED,
+            WEIGHT_BIAS, HAS_BIAS, HAS_GLOBAL, GATHER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
         )  # fmt: skip

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -12,10 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.formats.spec import recipe_named
+from megamoe.kernels.device.compat import overlap
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.portable import gemm
-from megamoe.kernels.portable.acts import CODES, PLAIN, SCALED, VALUES
+from megamoe.kernels.portable.acts import CODES, ORDERED, PLAIN, SCALED, VALUES
+from megamoe.kernels.portable.korder import held_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
 from megamoe.problem import Options
@@ -36,29 +38,74 @@ class Arithmetic:
     weights: Kind
     tokens: Kind
     acts: Kind
-    data_dtype: torch.dtype  # of held activations
-    has_scale: bool
+    data_dtype: torch.dtype = torch.bfloat16  # of held activations; bytes hold two codes
+    group: int = 0  # columns of one of their scales; 0: they have none
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether activations lie in the order of K that FP4 weights want (korder.py)."""
+        return bool(self.tokens.ORDERED.value)
+
+    @property
+    def has_scale(self) -> bool:
+        """Whether held activations have scales beside them."""
+        return self.group > 0
+
+    @property
+    def is_native(self) -> bool:
+        """Whether the MMA takes codes and scales of both operands."""
+        return bool(self.tokens.CODED.value)
 
     def hold(self, rows: int, width: int, device: torch.device) -> Held:
         """Room for activations [rows, width]."""
-        data = torch.empty(rows, width, dtype=self.data_dtype, device=device)
+        cols = width // 2 if self.data_dtype == torch.uint8 else width
+        cols = held_width(width) if self.is_ordered else cols
+        data = torch.empty(rows, cols, dtype=self.data_dtype, device=device)
         scale = None
         if self.has_scale:
-            scale = torch.empty(rows, triton.cdiv(width, 128), device=device)
+            shape = rows, triton.cdiv(width, self.group)
+            scale = torch.empty(shape, dtype=self.scale_dtype, device=device)
         return Held(data, scale)
 
 
-def arithmetic(recipe: str, *, has_fp8: bool = True) -> Arithmetic:
-    """The operand kinds of a recipe. Without an FP8 MMA, E4M3 is multiplied as BF16: exact too."""
-    row = recipe_named(recipe)
-    weights, acts = WEIGHTS[row.weights.name], row.acts.name
-    if recipe == "w8a8":
-        weights = weights if has_fp8 else WEIGHTS["upcast"]
-        return Arithmetic(weights, TOKENS["scaled"], CODES[acts], torch.float8_e4m3fn, True)
-    if recipe == "w4a8_block":
-        return Arithmetic(weights, TOKENS["scaled"], SCALED[acts], torch.bfloat16, True)
-    kind = PLAIN if acts == "bf16" else VALUES[acts]
-    return Arithmetic(weights, TOKENS["plain"], kind, torch.bfloat16, False)
+_F8, _U8 = torch.float8_e4m3fn, torch.uint8
+_ANYWHERE = {
+    "bf16": Arithmetic(WEIGHTS["bf16"], TOKENS["plain"], PLAIN),
+    "w8a8": Arithmetic(WEIGHTS["fp8_128x128"], TOKENS["scaled"], CODES["fp8_1x128"], _F8, 128),
+    "w4a16": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], ORDERED),
+    "w4a8": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp8"]),
+    "w4a8_block": Arithmetic(
+        WEIGHTS["mxfp4"], TOKENS["ordered_scaled"], SCALED["fp8_1x128"], group=128
+    ),
+    "w4a4": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp4"]),
+    "nvfp4": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], VALUES["nvfp4"]),
+}
+_NATIVE = {
+    "w4a8": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp8"], CODES["mxfp8"], _F8, 32, _U8),
+    "w4a4": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp4"], CODES["mxfp4"], _U8, 32, _U8),
+    "nvfp4": Arithmetic(WEIGHTS["nvfp4_codes"], TOKENS["nvfp4"], CODES["nvfp4"], _U8, 16, _U8),
+}
+
+
+def arithmetic(recipe: str, *, has_fp8: bool = True, has_mx: bool = False) -> Arithmetic:
+    """The operand kinds of a recipe.
+
+    has_fp8   the GPU has an FP8 MMA; without it E4M3 is multiplied as BF16: exact too
+    has_mx    the GPU has block-scaled MMAs for the codes of MX formats and NVFP4
+    """
+    how = _NATIVE.get(recipe) if has_mx else None
+    how = how or _ANYWHERE[recipe]
+    return how if has_fp8 or recipe != "w8a8" else replace(how, weights=WEIGHTS["upcast"])
+
+
+@functools.cache
+def arithmetic_on(device: torch.device, recipe: str) -> Arithmetic:
+    """The one of this device; the interpreter multiplies FP8."""
+    if device.type == "cpu":
+        return arithmetic(recipe)
+    major, minor = torch.cuda.get_device_capability(device)
+    return arithmetic(recipe, has_fp8=(major, minor) >= (8, 9), has_mx=major == 10)
 
 
 def gated(
@@ -76,24 +123,33 @@ def gated(
     acts_global: Tensor | None = None,
     bias: Tensor | None = None,
     gather: bool = True,
-    fast_math: bool = False,
+    pdl: bool = False,
 ) -> None:
     """L1, activation, weight and quantisation: x [T, H] (or permuted rows) -> out [rows, I]."""
     intermediate, hidden = w13.shape[2:]
     _check_tile(tile, how, order)
+    require(
+        128 % tile.block_n == 0 or not how.is_ordered,
+        "acts are written in blocks of 128 columns",
+        got=f"block_n {tile.block_n}",
+        kind=RangeError,
+    )
     tiles = order.tile_idx_to_group_idx.numel()
     some = x.data
-    gemm._gated_kernel[(tiles * triton.cdiv(intermediate, tile.block_n),)](
-        x.data, _or(x.scale, some), _rows(w13, tile), _scales(w13, some), _halves(w13, some),
+    num_cols = held_width(intermediate) if how.is_ordered else intermediate
+    gemm._gated_kernel[(tiles * triton.cdiv(num_cols, tile.block_n),)](
+        x.data, _token_scales(x, how), _rows(w13, tile, how), _scales(w13, how), _halves(w13, some),
         _or(x_global, some), _or(bias, some), topk_weights, as_bytes(out.data),
         _or(out.scale, some), _or(acts_global, some), order.permuted_idx_to_expanded_idx,
         order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
         hidden, intermediate, float(options.limit),
         TOKENS=how.tokens, WEIGHTS=how.weights, ACTS=how.acts,
-        ACTIVATION=options.activation, FAST_MATH=fast_math, WEIGHTED=options.weight_at == "l1",
-        HAS_BIAS=bias is not None, HAS_GLOBAL=w13.global_scale is not None, GATHER=gather,
-        TOP_K=top_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        ACTIVATION=options.activation, FAST_MATH=options.fast_math,
+        WEIGHTED=options.weight_at == "l1", HAS_BIAS=bias is not None,
+        HAS_GLOBAL=w13.global_scale is not None, GATHER=gather, TOP_K=top_k,
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **overlap(pdl),
     )  # fmt: skip
 
 
@@ -114,6 +170,10 @@ def linear(
     bias: Tensor | None = None,
     weight_bias: bool = False,
     x_global: Tensor | None = None,
+    gather: bool = False,
+    ticket: Tensor | None = None,
+    num_programs: int = 0,
+    pdl: bool = False,
 ) -> None:
     """One linear over permuted rows: the plain grouped GEMM ("rows"), or L2 finalising.
 
@@ -121,11 +181,15 @@ def linear(
                bytes with `out_scale`; "atomic": out FP32 [T, N], added in no fixed order, so the
                result is not deterministic
     weighted   with "atomic": multiply by the topk weight here
+    x_global   FP32, one per expert
+    gather     x holds tokens, not permuted rows
+    ticket     int32 zero: `num_programs` draw their tiles from it, instead of one program a tile
+    pdl        place programs while the launch before ends
     """
     num_cols, width = w.shape[1:]
     _check_tile(tile, how, order)
     require(
-        out_scale is None or tile.block_n == 128,
+        out_scale is None or tile.block_n % 128 == 0,
         "one scale of FP8 combine is one block of 128 columns",
         got=f"block_n {tile.block_n}",
         kind=RangeError,
@@ -138,17 +202,20 @@ def linear(
     )
     tiles = order.tile_idx_to_group_idx.numel()
     some = x.data
-    gemm._linear_kernel[(tiles * triton.cdiv(num_cols, tile.block_n),)](
-        x.data, _or(x.scale, some), _rows(w, tile), _scales(w, some), _or(w.global_scale, some),
-        _or(x_global, some), _or(bias, some), _or(topk_weights, some), as_bytes(out),
-        _or(out_scale, some), order.permuted_idx_to_expanded_idx, order.tile_idx_to_group_idx,
-        order.tile_idx_to_mn_limit, order.num_non_exiting_tiles, width, num_cols, first_slot,
-        out.shape[1] if store == "slots" else 1,
+    grid = tiles * triton.cdiv(num_cols, tile.block_n)
+    grid = grid if ticket is None else min(grid, num_programs)
+    gemm._linear_kernel[(grid,)](
+        x.data, _token_scales(x, how), _rows(w, tile, how), _scales(w, how),
+        _or(w.global_scale, some), _or(x_global, some), _or(bias, some), _or(topk_weights, some),
+        as_bytes(out), _or(out_scale, some), order.permuted_idx_to_expanded_idx,
+        order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
+        _or(ticket, some), width, num_cols, first_slot, out.shape[1] if store == "slots" else 1,
         TOKENS=how.tokens, WEIGHTS=how.weights,
         ACTS=PLAIN if out_scale is None else CODES["fp8_combine"], STORE=store, WEIGHTED=weighted,
         WEIGHT_BIAS=weight_bias, HAS_BIAS=bias is not None, HAS_GLOBAL=w.global_scale is not None,
-        TOP_K=top_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        GATHER=gather, TOP_K=top_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DYNAMIC=ticket is not None,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(pdl),
     )  # fmt: skip
 
 
@@ -160,8 +227,14 @@ def _check_tile(tile: Tile, how: Arithmetic, order: Order) -> None:
         kind=RangeError,
     )
     require(
-        tile.block_k == 128 or not how.has_scale,
+        tile.block_k == 128 or not how.tokens.PROMOTED.value,
         "one step of K must be one 1x128 scale",
+        got=f"block_k {tile.block_k}",
+        kind=RangeError,
+    )
+    require(
+        tile.block_k % 128 == 0 or not how.is_ordered,
+        "FP4 weights are multiplied in whole blocks of 128",
         got=f"block_k {tile.block_k}",
         kind=RangeError,
     )
@@ -173,15 +246,49 @@ def _check_tile(tile: Tile, how: Arithmetic, order: Order) -> None:
     )
 
 
-def _rows(w: Quantized, tile: Tile) -> TensorDescriptor:
-    """A descriptor over the rows of all experts; its block is one tile of stored elements."""
-    flat = w.data.flatten(0, -2)
-    depth = tile.block_k // 2 if w.spec.element.bits == 4 else tile.block_k
+def _rows(w: Quantized, tile: Tile, how: Arithmetic) -> TensorDescriptor:
+    """A descriptor over the rows of all experts: of elements, bytes or words of eight codes."""
+    flat, depth = w.data.flatten(0, -2), tile.block_k
+    if how.weights.WORDS.value:
+        flat, depth = flat.view(torch.int32), depth // 8
+    elif w.spec.element.bits == 4:
+        depth //= 2
     return TensorDescriptor.from_tensor(flat, [tile.block_n, depth])
 
 
-def _scales(w: Quantized, some: Tensor) -> Tensor:
-    return some if w.scale is None else as_bytes(w.scale)
+def _scales(w: Quantized, how: Arithmetic) -> Tensor | tuple[Tensor, Tensor | int]:
+    """The scales of weights; of codes, the number of them in a row too.
+
+    Weights in words: scales in words of four codes, if rows are whole words, and the shifts in one.
+    """
+    if w.scale is None:
+        return w.data
+    if how.is_native:
+        return w.scale.view(torch.uint8), w.scale.shape[-1]
+    if not how.weights.WORDS.value:
+        return w.scale
+    is_whole = w.scale.shape[-1] % 4 == 0 and w.scale.storage_offset() % 4 == 0
+    raw = w.scale.view(torch.int32 if is_whole else torch.uint8)
+    return raw, _shifts(w.device)
+
+
+def _token_scales(x: Held, how: Arithmetic) -> Tensor | tuple[Tensor, int]:
+    """The scales of activations, as `_scales` gives those of weights."""
+    if x.scale is None:
+        return x.data
+    return (x.scale.view(torch.uint8), x.scale.shape[-1]) if how.is_native else x.scale
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """0, 8, 16, 24 on the device, made once; inside a graph's capture, the graph's own."""
+    if device not in _SHIFTS:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return torch.arange(0, 32, 8, dtype=torch.int32, device=device)
+        _SHIFTS[device] = torch.tensor([0, 8, 16, 24], dtype=torch.int32, device=device)
+    return _SHIFTS[device]
+
+
+_SHIFTS: dict[torch.device, Tensor] = {}
 
 
 def _or(t: Tensor | None, some: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.device.compat import after_previous, overlap
 from megamoe.routing.permute import max_tiles
 
 CHUNK = 128  # slots a program ranks against each other
@@ -47,6 +48,7 @@ class Order(NamedTuple):
 @triton.jit
 def _count_kernel(idx, chunk_counts, num_slots, num_experts, CHUNK: tl.constexpr, E: tl.constexpr):
     """Histogram of one chunk."""
+    after_previous()
     chunk = tl.program_id(0)
     slot = chunk * CHUNK + tl.arange(0, CHUNK)
     expert = tl.load(idx + slot, mask=slot < num_slots, other=-1)
@@ -61,6 +63,7 @@ def _scan_kernel(
     HAS_STATS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One expert: exclusive scan of its counts over the chunks, in place; its total."""
+    after_previous()
     expert = tl.program_id(0)
     chunk = tl.arange(0, CHUNKS)
     at = chunk_counts + chunk * num_experts + expert
@@ -79,6 +82,7 @@ def _place_kernel(
     TILE_M: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """First programs: the row of each slot of a chunk. The rest: the maps of CHUNK tiles each."""
+    after_previous()
     column = tl.arange(0, E)
     total = tl.load(counts + column, mask=column < num_experts, other=0)
     tiles = (total + TILE_M - 1) // TILE_M
@@ -112,7 +116,32 @@ def _place_kernel(
             tl.store(num_tiles, live)
 
 
-def sort_slots(idx: Tensor, order: Order, stats: Tensor | None = None) -> None:
+def count_slots(
+    idx: Tensor,
+    counts: Tensor,
+    chunk_counts: Tensor,
+    stats: Tensor | None,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Rows per expert [E], and before each chunk of slots [chunks, E]; two launches."""
+    num_slots, num_experts = idx.numel(), counts.numel()
+    num_chunks = triton.cdiv(num_slots, CHUNK)
+    experts = max(triton.next_power_of_2(num_experts), 2)
+    _count_kernel[(num_chunks,)](
+        idx, chunk_counts, num_slots, num_experts, CHUNK=CHUNK, E=experts, num_warps=1,
+        **overlap(pdl),
+    )  # fmt: skip
+    _scan_kernel[(num_experts,)](
+        chunk_counts, counts, stats if stats is not None else counts, num_chunks, num_experts,
+        HAS_STATS=stats is not None, CHUNKS=max(triton.next_power_of_2(num_chunks), 2),
+        num_warps=1, **overlap(pdl),
+    )  # fmt: skip
+
+
+def sort_slots(
+    idx: Tensor, order: Order, stats: Tensor | None = None, *, pdl: bool = False
+) -> None:
     """Fill `order` from int32 [T, k] experts (-1 masked); add the counts to `stats` if given."""
     num_slots, num_experts = idx.numel(), order.counts.numel()
     num_chunks = triton.cdiv(num_slots, CHUNK)
@@ -123,18 +152,11 @@ def sort_slots(idx: Tensor, order: Order, stats: Tensor | None = None) -> None:
         order.num_non_exiting_tiles.zero_()
         return
     scratch = order.chunk_counts
-    _count_kernel[(num_chunks,)](
-        idx, scratch, num_slots, num_experts, CHUNK=CHUNK, E=max(experts, 2), num_warps=1
-    )
-    _scan_kernel[(num_experts,)](
-        scratch, order.counts, stats if stats is not None else order.counts, num_chunks,
-        num_experts, HAS_STATS=stats is not None, CHUNKS=max(triton.next_power_of_2(num_chunks), 2),
-        num_warps=1,
-    )  # fmt: skip
+    count_slots(idx, order.counts, scratch, stats, pdl=pdl)
     grid = (num_chunks + triton.cdiv(tiles, CHUNK),)
     _place_kernel[grid](
         idx, scratch, order.counts, order.permuted_idx_to_expanded_idx,
         order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
         num_slots, num_chunks, num_experts, tiles,
-        TILE_M=order.tile_m, CHUNK=CHUNK, E=max(experts, 2), num_warps=4,
+        TILE_M=order.tile_m, CHUNK=CHUNK, E=max(experts, 2), num_warps=4, **overlap(pdl),
     )  # fmt: skip

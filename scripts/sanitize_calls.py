@@ -1,0 +1,87 @@
+"""Small calls of every portable kernel, for compute-sanitizer: sanitize_calls.py [RECIPE ...]
+
+Sizes are odd on purpose: short last blocks, ragged and empty experts, masked slots, padding rows.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+
+import megamoe as mm
+from megamoe.engine import faults, staged
+from megamoe.formats.spec import recipe_named
+from megamoe.kernels.portable import grouped_gemm, launch
+from megamoe.kernels.portable.dispatch import quantize
+from megamoe.kernels.portable.hold import hold
+from megamoe.kernels.portable.sort import Order, sort_slots
+from megamoe.problem import RECIPES, Options
+from megamoe.routing.samplers import sample_routing
+from megamoe.schedule.heuristics.portable import tiles
+
+DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
+E, I, H, K = 3, 160, 288, 2
+BATCHES = (9, 61)  # the narrow and the wide tile
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
+
+
+def layer(recipe: str) -> None:
+    """Both tiers of the staged layer, FP8 combine, padding rows, quantised tokens."""
+    w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
+    found = faults.Faults(DEVICE)
+    for num in BATCHES:
+        x = normal(num, H)
+        idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
+        count = torch.tensor([num - 3], dtype=torch.int32, device=DEVICE)
+        inputs = (x, idx.to(DEVICE), weight.to(DEVICE), w)
+        is_wide = num == BATCHES[-1]
+        options = Options(combine="fp8" if is_wide and recipe == "w8a8" else "bf16")
+        y = staged.moe(*inputs, options, None, found.word, None, count)
+        assert y.isfinite().all()
+        q = mm.quantize(x, recipe_named(recipe).acts.name)
+        assert staged.moe(q, *inputs[1:], options, None, found.word).isfinite().all()
+
+
+def alone(recipe: str) -> None:
+    """The grouped GEMM under both schedules, and the atomic finalise."""
+    row = recipe_named(recipe)
+    x, w = mm.quantize(normal(29, H), row.acts.name), mm.quantize(normal(4, I, H), row.weights.name)
+    for counts in ([17, 0, 3, 9], [40, 40, 0, 1]):  # the second is wrong, and must stay inside
+        given = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+        grouped_gemm(x, w, given, sort_by_m=True)
+        grouped_gemm(x, w, given, schedule="dynamic")
+    if recipe == "w4a16":
+        how, tile = launch.arithmetic_on(DEVICE, recipe), tiles(recipe, 1)[1]
+        idx = torch.randint(-1, 4, (29, 1), generator=torch.Generator().manual_seed(0)).int()
+        order = Order.empty(29, 4, tile.block_m, DEVICE)
+        sort_slots(idx.to(DEVICE), order)
+        rows = order.permuted_idx_to_expanded_idx.numel()
+        held = hold(mm.quantize(normal(rows, H), "bf16"), how)
+        total = torch.zeros(29, I, device=DEVICE)
+        launch.linear(held, w, order, total, tile, how, store="atomic")
+        assert total.isfinite().all()
+
+
+def quantisers() -> None:
+    """Every format from BF16 and FP32 rows."""
+    for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_combine"):
+        for x in (normal(7, H), normal(7, H).float()):
+            quantize(x, name)
+
+
+if __name__ == "__main__":
+    wanted = sys.argv[1:] or [*RECIPES, "quantisers"]
+    for name in wanted:
+        if name == "quantisers":
+            quantisers()
+        else:
+            layer(name)
+            alone(name)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        print("done", name, flush=True)

@@ -1,0 +1,16 @@
+"""The calls that compute-sanitizer runs on a GPU also run in the interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_sanitizers_calls_run():
+    env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore", "scripts/sanitize_calls.py", "w4a16", "quantisers"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["done w4a16", "done quantisers"]
