@@ -42,10 +42,21 @@ def _portable(device: torch.device) -> str:
     return "" if major >= 8 else f"needs sm_80 or newer, this is sm_{major}{minor}"
 
 
+def _hopper(device: torch.device) -> str:
+    try:
+        import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
+    except ImportError:
+        return "needs triton 3.6 with Gluon"
+    if device.type != "cuda":
+        return "needs an H100, H200 or H20"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major == 9 else f"needs sm_90a, this is sm_{major}{minor}"
+
+
 # Best first: `auto` takes the first one that works on the layer's device.
 BACKENDS = (
     Backend("blackwell", _not_yet, (), "Gluon kernels for B200 and its kin"),
-    Backend("hopper", _not_yet, (), "Gluon kernels for H100, H200 and H20"),
+    Backend("hopper", _hopper, ("staged",), "Gluon kernels for H100, H200 and H20"),
     Backend("portable", _portable, ("staged",), "Triton kernels for any GPU since Ampere"),
     Backend("reference", lambda device: "", (), "the exact oracle in PyTorch, CPU or CUDA"),
 )

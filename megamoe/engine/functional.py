@@ -32,6 +32,7 @@ def moe(
     clamp: float | None = None,
     weight_at: str = "l1",
     combine: str = "bf16",
+    fast_math: bool = False,
     shared: ExpertWeights | None = None,
     backend: str = "auto",
     mode: str = "auto",
@@ -44,9 +45,10 @@ def moe(
     shared        experts that see every token with weight 1, in any recipe
     returns       bf16 [T, H]
 
-    activation, clamp, weight_at and combine are those of `Options`; docs/numerics.md has the rules.
+    activation, clamp, weight_at, combine and fast_math are those of `Options`; docs/numerics.md has
+    the rules.
     """
-    options = Options(activation, clamp, weight_at, combine)
+    options = Options(activation, clamp, weight_at, combine, fast_math)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     chosen = backends.resolve(backend, mode, weights.device).name
@@ -76,13 +78,34 @@ def run(
         if stats is not None:
             stats += expert_counts(topk_idx, weights.num_experts)
         return y
-    from megamoe.engine import staged
-
     found = found or faults.of_device(weights.device)
     found.raise_if_seen()
-    y = staged.moe(x, topk_idx, topk_weights, weights, options, shared, found.word, stats)
+    y = launched(backend, x, topk_idx, topk_weights, weights, shared, options, found.word, stats)
     found.follow(topk_idx.shape[1])
     return y
+
+
+def launched(
+    backend: str,
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    options: Options,
+    error: Tensor,
+    stats: Tensor | None,
+    num_valid: Tensor | None = None,
+) -> Tensor:
+    """The launches of one call on a GPU backend; nothing is read back.
+
+    num_valid   int32 [1] on the device: tokens from there on are padding
+    """
+    if backend == "hopper":
+        from megamoe.engine import hopper as staged
+    else:
+        from megamoe.engine import staged
+    return staged.moe(x, topk_idx, topk_weights, weights, options, shared, error, stats, num_valid)
 
 
 def check_tokens(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from megamoe.errors import RangeError, ShapeError, require
+from megamoe.errors import RangeError, ShapeError, one_of, require
 
 FP4_BITS = 4
 SLAB_ROWS = 64  # rows of weights per warpgroup: the M of wgmma
@@ -106,28 +106,29 @@ def utccp(num_rows: int) -> IndexMap:
 class RegisterImage:
     """FP4 weights [num_rows, num_cols] in the order in which Hopper's threads consume them.
 
-    A slab is 64 rows x 128 columns, one warpgroup's share of one K block; tiles of
-    `num_warpgroups` slabs follow each other along K, so a tile's stream is contiguous. A 32-bit
-    word holds the eight values that one thread needs of one row for one K=32 step of wgmma:
-    thread t of four has columns 4t .. 4t+3 (half 0) and 16+4t .. 16+4t+3 (half 1). Magnitudes of
-    half 0 lie in nibbles 0-3 and of half 1 in nibbles 4-7; the spare top bit of each nibble
-    carries signs, so that one AND extracts the signs of a half.
+    A slab is 64 rows x 128 columns, one warpgroup's share of one K block; the slabs of 64 rows
+    follow each other along K, so their stream is contiguous. A 32-bit word holds the eight values
+    that one thread needs of one row for 32 columns: two halves of 16 columns, four values of each.
+    Which four depends on what wgmma multiplies (`column`). Magnitudes of half 0 lie in nibbles 0-3
+    and of half 1 in nibbles 4-7; the spare top bit of each nibble carries signs, so that one AND
+    extracts the signs of a half.
 
     plain word  = row * (num_cols / 8) + step * 4 + t            step = column // 32
-    stored word = [tile, K block, warpgroup, upper rows, warp, g, t, step in block]
-    with row = ((tile * num_warpgroups + warpgroup) * 4 + warp) * 16 + upper * 8 + g.
+    stored word = [slab, K block, upper rows, warp, g, t, step in block]
+    with row = (slab * 4 + warp) * 16 + upper * 8 + g.
     """
 
     num_rows: int
     num_cols: int
-    num_warpgroups: int
+    mma: str = "e4m3"  # or "bf16": the element that the values are decoded to
+    group: int = 32  # columns that share a scale
 
     def __post_init__(self) -> None:
         require(
-            self.num_warpgroups >= 1 and self.num_rows % (SLAB_ROWS * self.num_warpgroups) == 0,
-            f"rows must be a multiple of {SLAB_ROWS} per warpgroup",
-            got=f"{self.num_rows} rows for {self.num_warpgroups} warpgroups",
-            fix="pad with zero rows or use fewer warpgroups",
+            self.num_rows > 0 and self.num_rows % SLAB_ROWS == 0,
+            f"rows must be a multiple of {SLAB_ROWS}",
+            got=self.num_rows,
+            fix="pad with zero rows",
             kind=ShapeError,
         )
         require(
@@ -136,6 +137,10 @@ class RegisterImage:
             got=self.num_cols,
             fix="pad with zero columns",
             kind=ShapeError,
+        )
+        one_of(self.mma, ("e4m3", "bf16"), "mma")
+        require(
+            self.group in (16, 32), "a group is 16 or 32 columns", got=self.group, kind=RangeError
         )
 
     @property
@@ -157,20 +162,21 @@ class RegisterImage:
         return IndexMap("register_image_words", size, forward, inverse)
 
     @property
-    def exponents(self) -> IndexMap:
-        """Order of the scale bytes, one per row and 32 columns: [.., g, step in block]."""
-        size = self.num_rows * self.num_cols // 32
+    def scales(self) -> IndexMap:
+        """Order of the scale bytes, one per row and group: [.., g, group in block]."""
+        size = self.num_rows * self.num_cols // self.group
+        per_block = BLOCK_K // self.group
 
         def forward(index: int) -> int:
-            row, step = divmod(index, self.num_cols // 32)
-            return self._slab_row(row, step // 4) * 4 + step % 4
+            row, group = divmod(index, self.num_cols // self.group)
+            return self._slab_row(row, group // per_block) * per_block + group % per_block
 
         def inverse(place: int) -> int:
-            rest, step = divmod(place, 4)
+            rest, group = divmod(place, per_block)
             row, block = self._row_of(rest)
-            return row * (self.num_cols // 32) + block * 4 + step
+            return row * (self.num_cols // self.group) + block * per_block + group
 
-        return IndexMap("register_image_exponents", size, forward, inverse)
+        return IndexMap("register_image_scales", size, forward, inverse)
 
     @property
     def bits(self) -> IndexMap:
@@ -181,39 +187,51 @@ class RegisterImage:
         def forward(index: int) -> int:
             value, bit = divmod(index, FP4_BITS)
             row, col = divmod(value, self.num_cols)
-            word = row * (self.num_cols // 8) + col // 32 * 4 + col % 16 // 4
-            return words.forward(word) * 32 + word_bit(col, bit)
+            t, half, v = self.holder(col)
+            word = row * (self.num_cols // 8) + col // 32 * 4 + t
+            return words.forward(word) * 32 + word_bit(half, v, bit)
 
         def inverse(place: int) -> int:
             stored, shift = divmod(place, 32)
             row, rest = divmod(words.inverse(stored), self.num_cols // 8)
             step, t = divmod(rest, 4)
             half, v, bit = word_value(shift)
-            return (row * self.num_cols + step * 32 + half * 16 + t * 4 + v) * FP4_BITS + bit
+            col = step * 32 + self.column(t, half, v)
+            return (row * self.num_cols + col) * FP4_BITS + bit
 
         return IndexMap("register_image_bits", size, forward, inverse)
 
+    def column(self, t: int, half: int, v: int) -> int:
+        """Column, of 32, of value `v` of a half of the word of thread `t` of four."""
+        if self.mma == "e4m3":
+            return 16 * half + 4 * t + v
+        return 16 * half + 8 * (v // 2) + 2 * t + v % 2
+
+    def holder(self, col: int) -> tuple[int, int, int]:
+        """(t, half, v) of a column: the inverse of `column`."""
+        half, c = col % 32 // 16, col % 16
+        if self.mma == "e4m3":
+            return c // 4, half, c % 4
+        return c % 8 // 2, half, c // 8 * 2 + c % 2
+
     def _slab_row(self, row: int, block: int) -> int:
-        # [tile, K block, warpgroup, upper, warp, g] of one row in one K block, as one number
+        # [slab, K block, upper, warp, g] of one row in one K block, as one number
         rest, g = divmod(row, 8)
         rest, upper = divmod(rest, 2)
-        rest, warp = divmod(rest, 4)
-        tile, group = divmod(rest, self.num_warpgroups)
-        slab = (tile * (self.num_cols // BLOCK_K) + block) * self.num_warpgroups + group
-        return ((slab * 2 + upper) * 4 + warp) * 8 + g
+        slab, warp = divmod(rest, 4)
+        at = slab * (self.num_cols // BLOCK_K) + block
+        return ((at * 2 + upper) * 4 + warp) * 8 + g
 
     def _row_of(self, slab_row: int) -> tuple[int, int]:
         rest, g = divmod(slab_row, 8)
         rest, warp = divmod(rest, 4)
         rest, upper = divmod(rest, 2)
-        rest, group = divmod(rest, self.num_warpgroups)
-        tile, block = divmod(rest, self.num_cols // BLOCK_K)
-        return (((tile * self.num_warpgroups + group) * 4 + warp) * 2 + upper) * 8 + g, block
+        slab, block = divmod(rest, self.num_cols // BLOCK_K)
+        return ((slab * 4 + warp) * 2 + upper) * 8 + g, block
 
 
-def word_bit(col: int, bit: int) -> int:
-    """Bit of the word that holds bit 0-2 (magnitude) or 3 (sign) of the value in column `col`."""
-    half, v = col % 32 // 16, col % 4
+def word_bit(half: int, v: int, bit: int) -> int:
+    """Bit of a word that holds bit 0-2 (magnitude) or 3 (sign) of value `v` 0-3 of a half."""
     if bit == 3:
         return 8 * v + (3 if half else 7)
     return 16 * half + 4 * v + bit

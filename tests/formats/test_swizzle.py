@@ -32,18 +32,19 @@ def test_scale_order_is_a_transpose():
     assert torch.equal(swizzle(scale, utccp(256).order()), expected)
 
 
-def test_the_word_order_of_the_register_image_is_a_permutation_of_axes():
-    n, k, groups = 256, 256, 2
-    image = RegisterImage(n, k, groups)
+@pytest.mark.parametrize("group", [16, 32])
+def test_the_register_image_is_a_permutation_of_axes(group):
+    n, k = 256, 384
+    image = RegisterImage(n, k, group=group)
     words = torch.arange(n * k // 8)
-    # tile, warpgroup, warp, upper, g | K block, step, t
-    axes = words.view(n // (64 * groups), groups, 4, 2, 8, k // 128, 4, 4)
-    expected = axes.permute(0, 5, 1, 3, 2, 4, 7, 6).reshape(-1)
+    # slab, warp, upper, g | K block, step, t
+    axes = words.view(n // 64, 4, 2, 8, k // 128, 4, 4)
+    expected = axes.permute(0, 4, 2, 1, 3, 6, 5).reshape(-1)
     assert torch.equal(swizzle(words, image.words.order()), expected)
-    scales = torch.arange(n * k // 32)
-    expected = scales.view(n // (64 * groups), groups, 4, 2, 8, k // 128, 4)
-    expected = expected.permute(0, 5, 1, 3, 2, 4, 6).reshape(-1)
-    assert torch.equal(swizzle(scales, image.exponents.order()), expected)
+    scales = torch.arange(n * k // group)
+    expected = scales.view(n // 64, 4, 2, 8, k // 128, 128 // group)
+    expected = expected.permute(0, 4, 2, 1, 3, 5).reshape(-1)
+    assert torch.equal(swizzle(scales, image.scales.order()), expected)
 
 
 @pytest.mark.parametrize("order", [[0, 1], [0, 1, 1], [1, 2, 3]], ids=str)

@@ -7,11 +7,15 @@ import pytest
 from megamoe.errors import RangeError, ShapeError
 from megamoe.layout.tiles import RegisterImage, gate_up, utccp, word_bit, word_value
 
-IMAGES = [RegisterImage(64, 128, 1), RegisterImage(256, 384, 2), RegisterImage(256, 256, 4)]
+IMAGES = [
+    RegisterImage(64, 128),
+    RegisterImage(256, 384, "bf16"),
+    RegisterImage(192, 256, "bf16", group=16),
+]
 MAPS = [
     *(gate_up(i, g, first) for i in (64, 192, 2880) for g in (8, 64) for first in ("gate", "up")),
     *(utccp(n) for n in (0, 128, 384)),
-    *(index for image in IMAGES for index in (image.words, image.exponents, image.bits)),
+    *(index for image in IMAGES for index in (image.words, image.scales, image.bits)),
 ]
 
 
@@ -52,26 +56,31 @@ def test_scale_rows_are_the_transpose_of_4_by_32():
     assert utccp(128).order() == [j + 32 * i for j in range(32) for i in range(4)]
 
 
-def test_a_word_holds_one_row_and_the_columns_of_one_thread():
-    image = RegisterImage(64, 128, 1)
+COLUMNS = {  # of thread t, from the layout of wgmma's A operand: FP8 K=32, or twice BF16 K=16
+    "e4m3": lambda t: [16 * h + 4 * t + v for h in (0, 1) for v in range(4)],
+    "bf16": lambda t: [8 * eight + 2 * t + v for eight in range(4) for v in (0, 1)],
+}
+
+
+@pytest.mark.parametrize("mma", COLUMNS)
+def test_a_word_holds_one_row_and_the_columns_of_one_thread(mma):
+    image = RegisterImage(64, 128, mma)
     for stored in range(image.words.size):
         values = {divmod(image.bits.inverse(stored * 32 + bit), 4) for bit in range(32)}
         rows = {value // 128 for value, _ in values}
         cols = sorted({value % 128 for value, _ in values})
-        assert len(rows) == 1 and len(cols) == 8
-        t = cols[0] % 16 // 4
-        base = cols[0] - 4 * t
-        assert base % 32 == 0
-        assert cols == [base + 16 * h + 4 * t + v for h in (0, 1) for v in range(4)]
+        t = image.words.inverse(stored) % 4
+        assert len(rows) == 1 and cols[0] // 32 == cols[-1] // 32
+        assert [col % 32 for col in cols] == COLUMNS[mma](t)
 
 
 def test_one_and_extracts_the_signs_of_a_half():
     signs = {0: 0, 1: 0}
-    for col in range(4):
-        signs[0] |= 1 << word_bit(col, 3)
-        signs[1] |= 1 << word_bit(16 + col, 3)
+    for v in range(4):
+        signs[0] |= 1 << word_bit(0, v, 3)
+        signs[1] |= 1 << word_bit(1, v, 3)
     assert signs == {0: 0x80808080, 1: 0x08080808}
-    magnitudes = sum(1 << word_bit(c, b) for c in (0, 1, 2, 3, 16, 17, 18, 19) for b in range(3))
+    magnitudes = sum(1 << word_bit(h, v, b) for h in (0, 1) for v in range(4) for b in range(3))
     assert magnitudes == 0x77777777
 
 
@@ -79,12 +88,12 @@ def test_word_bits_and_values_are_inverse():
     for half in (0, 1):
         for v in range(4):
             for bit in range(4):
-                assert word_value(word_bit(16 * half + v, bit)) == (half, v, bit)
+                assert word_value(word_bit(half, v, bit)) == (half, v, bit)
 
 
 def test_a_thread_finds_its_16_bytes_in_a_row():
     # four words (the K steps of a block) of one row and thread lie together: one 128-bit load
-    words = RegisterImage(64, 256, 1).words
+    words = RegisterImage(64, 256).words
     for row in range(64):
         for t in range(4):
             places = [words.forward(row * 32 + step * 4 + t) for step in range(4)]
@@ -96,13 +105,27 @@ def test_a_thread_finds_its_16_bytes_in_a_row():
     [
         (lambda: gate_up(96, 64), "multiple of the group of 64 rows; got 96"),
         (lambda: utccp(100), "multiple of 128; got 100"),
-        (lambda: RegisterImage(96, 128, 1), "64 per warpgroup; got 96 rows"),
-        (lambda: RegisterImage(64, 96, 1), "multiple of 128; got 96"),
+        (lambda: RegisterImage(96, 128), "rows must be a multiple of 64; got 96"),
+        (lambda: RegisterImage(64, 96), "multiple of 128; got 96"),
     ],
 )
 def test_a_shape_that_does_not_tile_is_refused(call, says):
     with pytest.raises(ShapeError, match=says):
         call()
+
+
+@pytest.mark.parametrize("bad", [{"mma": "fp4"}, {"group": 64}], ids=str)
+def test_an_image_is_for_an_element_and_a_group_that_exist(bad):
+    with pytest.raises(RangeError):
+        RegisterImage(64, 128, **bad)
+
+
+def test_the_slabs_of_64_rows_follow_each_other_along_k():
+    words = RegisterImage(128, 256).words
+    per_slab = 64 * 128 // 8
+    for word in range(words.size):
+        row, col = word // 32, word % 32 // 4 * 32
+        assert words.forward(word) // per_slab == row // 64 * 2 + col // 128
 
 
 def test_only_gate_or_up_may_come_first():

@@ -148,6 +148,12 @@ def test_hopper_refuses_accumulators_that_spill():
         hopper.check(load(1.0), Tiles(8, 256, 64, "fp8"))
 
 
+def test_portable_refuses_half_a_block_of_fp4_weights():
+    portable.check(mm.Problem(64, 512, 512, 8, 2, 1, "bf16"), Tiles(16, 64, 64, "bf16"))
+    with pytest.raises(ShapeError, match="multiple of 128 for FP4 weights"):
+        portable.check(mm.Problem(64, 512, 512, 8, 2, 1, "w4a16"), Tiles(16, 64, 64, "bf16"))
+
+
 @pytest.mark.parametrize("backend", BACKENDS.values(), ids=BACKENDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_tile_of_every_recipe_fits_registers_and_two_stages(backend, recipe):

@@ -29,6 +29,7 @@ PROMOTION = 128  # of K: what one FP32 scale covers
 STORE_TOKENS = 128  # a wider tile leaves in two halves
 TMA_BYTES = 128  # shared destinations of TMA are aligned to this
 
+
 # fmt: off
 # What the tensor cores multiply, per recipe: one arithmetic per recipe, never per call.
 MMA = {

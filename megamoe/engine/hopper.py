@@ -1,0 +1,207 @@
+"""Staged mode of the Hopper backend: route, L1, L2, combine, each placed while the last one ends.
+
+Weights are packed once per layer for the kernels (`kernels.hopper.pack`); nothing is rounded.
+No host synchronisation and shapes that depend on sizes alone, so a call can be captured in a CUDA
+graph and replayed with other routing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import NotAvailable, require
+from megamoe.formats.quantize import dequantize
+from megamoe.formats.quantized import Quantized
+from megamoe.formats.spec import Scale, recipe_named
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.launch import Arithmetic
+from megamoe.kernels.hopper.pack import Packed, fits_bf16, fits_e4m3, pack
+from megamoe.kernels.hopper.route import Pool, route
+from megamoe.kernels.portable.acts import CODES
+from megamoe.kernels.portable.combine import combine
+from megamoe.kernels.portable.dispatch import Routing, dispatch
+from megamoe.problem import Options
+from megamoe.schedule.heuristics.hopper_tiles import tiles
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The experts of one rank as the kernels read them."""
+
+    w13: Packed
+    w2: Packed
+    how: Arithmetic
+
+
+# By the bytes of a matrix: what was made from them, and the versions of bytes and scales it was
+# made from. Entries go when the weights go: images hold nothing of the original.
+_MADE = WeakIdKeyDictionary()
+
+
+def prepared(weights: ExpertWeights) -> Prepared:
+    """The packed weights; images of FP4 are made at the first call and kept with the weights."""
+    both = weights.w13, weights.w2
+    how = launch.arithmetic(weights.recipe, fits_e4m3=_can_be_e4m3(weights))
+    return Prepared(*(_packed(w, how.to_e4m3) for w in both), how)
+
+
+def _can_be_e4m3(weights: ExpertWeights) -> bool:
+    """Whether w4a8_block multiplies in FP8; refuses scales that no exact path holds."""
+    if recipe_named(weights.recipe).weights.scale is not Scale.E8M0:
+        return False
+    both = weights.w13, weights.w2
+    if weights.recipe == "w4a8_block" and all(_known(w, "fits_e4m3", fits_e4m3) for w in both):
+        return True
+    require(
+        all(_known(w, "fits_bf16", fits_bf16) for w in both),
+        "the hopper backend needs E8M0 scales of 2**-126 or more where a group is not zero",
+        got="2**-127",
+        fix='use backend="portable", which holds them exactly',
+        kind=NotAvailable,
+    )
+    return False
+
+
+def _packed(w: Quantized, to_e4m3: bool) -> Packed:
+    if w.spec.element.bits != 4:
+        return pack(w, to_e4m3=False)  # as they are: nothing to keep
+    return _known(w, f"image {to_e4m3}", lambda w: pack(w, to_e4m3=to_e4m3))
+
+
+def _known(w: Quantized, what: str, find: Callable[[Quantized], Any]) -> Any:
+    """find(w), found once for these bytes and scales as they are now."""
+    parts = tuple(w.tensors().values())
+    now = tuple(map(_version, parts))
+    made = _MADE.setdefault(w.data, {})
+    refs, seen, found = made.get(what, ((), None, None))
+    if seen != now or any(ref() is not t for ref, t in zip(refs, parts, strict=True)):
+        found = find(w)
+        made[what] = tuple(map(weakref.ref, parts)), now, found
+    return found
+
+
+def _version(t: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    return -1 if t.is_inference() else t._version
+
+
+def moe(
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    shared: ExpertWeights | None,
+    error: Tensor,
+    stats: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    *,
+    pdl: bool = True,
+) -> Tensor:
+    """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to."""
+    num_tokens, hidden = x.shape
+    top_k = topk_idx.shape[1]
+    device = weights.device
+    extra = 0 if shared is None else shared.num_experts
+    y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device)
+    if num_tokens == 0:
+        return y
+    idx = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
+    weight = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
+    routing = Routing(topk_idx, topk_weights, idx, weight, error, num_valid)
+    slots = top_k + extra
+    rows = torch.empty(num_tokens, slots, hidden, dtype=torch.bfloat16, device=device)
+    run_pass(x, weights, options, routing, rows, 0, stats, pdl)
+    if shared is not None:
+        every = torch.arange(extra, dtype=torch.int32, device=device).repeat(num_tokens, 1)
+        ones = torch.ones(num_tokens, extra, device=device)
+        always = Routing(every, ones, every.clone(), ones.clone(), error, None)
+        run_pass(x, shared, options, always, rows, top_k, None, pdl)
+    row_scale = None
+    if options.combine == "fp8":
+        rows, row_scale = as_fp8(rows, pdl)
+    combine(rows, row_scale, idx, weight, y, weighted=options.weight_at == "combine", pdl=pdl)
+    return y
+
+
+def run_pass(
+    x: Tensor | Quantized,
+    weights: ExpertWeights,
+    options: Options,
+    routing: Routing,
+    rows: Tensor,
+    first_slot: int,
+    stats: Tensor | None,
+    pdl: bool = True,
+) -> None:
+    """Route, L1 and L2 of these slots; their rows go to `rows` [T, slots, H]."""
+    made = prepared(weights)
+    how, experts = made.how, weights.num_experts
+    num_slots = routing.topk_idx.numel()
+    tile, _ = tiles(weights.recipe, num_slots / experts, fits_e4m3=how.is_fp8)
+    pool = launch.pool(how, num_slots, weights.hidden, experts, tile.tokens, weights.device)
+    _fill(x, weights, how, routing, pool, tile.tokens, rows.shape[1], first_slot, stats, pdl)
+    acts = launch.pool(
+        how, num_slots, weights.intermediate, experts, tile.tokens, weights.device, pool
+    )
+    launch.gated(
+        pool, made.w13, acts, tile, how, options, bias=weights.b13,
+        acts_factor=weights.acts_global, use_pdl=pdl,
+    )  # fmt: skip
+    launch.linear(
+        acts, made.w2, rows, tile, how, options, bias=weights.b2,
+        acts_factor=weights.acts_global, use_pdl=pdl,
+    )  # fmt: skip
+
+
+def _fill(
+    x: Tensor | Quantized,
+    weights: ExpertWeights,
+    how: Arithmetic,
+    routing: Routing,
+    pool: Pool,
+    block: int,
+    num_dest: int,
+    first_slot: int,
+    stats: Tensor | None,
+    pdl: bool,
+) -> None:
+    """Tokens into the pool, quantised on the way unless they are already."""
+    scale, g, is_ready = None, weights.x_global, False
+    if isinstance(x, Quantized):
+        x, scale, g, is_ready = _ready(x, how)
+    route(
+        x, routing, how.acts, pool, block, weights.num_experts, x_scale=scale, g=g, stats=stats,
+        first_slot=first_slot, num_dest=num_dest, is_ready=is_ready, pdl=pdl,
+    )  # fmt: skip
+
+
+def _ready(x: Quantized, how: Arithmetic) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
+    """Tokens that come quantised, in the pool's format: data, scales, global scales, True."""
+    g = x.global_scale
+    if how.is_promoted:
+        assert x.scale is not None
+        data = x.data if how.is_fp8 else x.data.to(torch.bfloat16)
+        return data, x.scale.contiguous(), None, True
+    if g is not None:
+        x = replace(x, global_scale=torch.ones_like(g))
+        g = g.contiguous()
+    return dequantize(x).to(torch.bfloat16), None, g, True
+
+
+def as_fp8(rows: Tensor, pdl: bool = True) -> tuple[Tensor, Tensor]:
+    """Rows on their way to combine, one E8M0 scale per 128 columns."""
+    flat = rows.flatten(0, 1)
+    blocks = -(-rows.shape[2] // 128)
+    codes = torch.empty_like(flat, dtype=torch.uint8)
+    scale = torch.empty(len(flat), blocks, dtype=torch.uint8, device=rows.device)
+    dispatch(flat, codes, scale, CODES["fp8_combine"], pdl=pdl)
+    return codes.view(rows.shape), scale.view(*rows.shape[:2], blocks)

@@ -1,0 +1,136 @@
+"""FP4 weights from a register image to wgmma's A operand, in registers.
+
+A slab is 64 rows x 128 columns: 4096 bytes of values, in which thread i's 16 bytes lie at 16 i
+(`layout.tiles.RegisterImage`), and one scale per row and group. A 32-bit word holds eight values
+of one row and one group, so decoding never leaves the thread.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+# Eight E2M1 to eight E4M3 with the group's exponent added: prmt looks magnitudes up in a table of
+# two registers, which the exponent shifts (byte 8 (r + 5), r = -5..6: exact); signs are merged in.
+TO_E4M3 = gl.constexpr("""{
+.reg .b32 m, h, l0, l1;
+mad.lo.u32 l1, $3, 0x01010101, 0x24201C18;
+mad.lo.u32 l0, $3, 0x01010100, 0x14100800;
+and.b32 m, $2, 0x77777777;
+prmt.b32 $0, l0, l1, m;
+lop3.b32 $0, $0, $2, 0x80808080, 0xF8;
+shr.u32 h, m, 16;
+prmt.b32 $1, l0, l1, h;
+shl.b32 h, $2, 4;
+lop3.b32 $1, $1, h, 0x80808080, 0xF8;
+}""")
+# Eight E2M1 to eight BF16 times 2**(code - 127), codes 1..254: high and low bytes by table, then
+# one exact multiplication per pair.
+_BF16_HEAD = """{
+.reg .b32 m, h, hb, lb, s0, s1;
+"""
+_BF16_BODY = """
+and.b32 m, $4, 0x77777777;
+prmt.b32 hb, 0x3F3F3F00, 0x40404040, m;
+prmt.b32 lb, 0xC0800000, 0xC0804000, m;
+lop3.b32 hb, hb, $4, 0x80808080, 0xF8;
+prmt.b32 $0, lb, hb, 0x5140;
+prmt.b32 $1, lb, hb, 0x7362;
+shr.u32 m, m, 16;
+shl.b32 h, $4, 4;
+prmt.b32 hb, 0x3F3F3F00, 0x40404040, m;
+prmt.b32 lb, 0xC0800000, 0xC0804000, m;
+lop3.b32 hb, hb, h, 0x80808080, 0xF8;
+prmt.b32 $2, lb, hb, 0x5140;
+prmt.b32 $3, lb, hb, 0x7362;
+mul.rn.bf16x2 $0, $0, s0;
+mul.rn.bf16x2 $1, $1, s0;
+mul.rn.bf16x2 $2, $2, s1;
+mul.rn.bf16x2 $3, $3, s1;
+}"""
+MX_TO_BF16 = gl.constexpr(
+    _BF16_HEAD + "mul.lo.u32 s0, $5, 0x00800080;\nmov.b32 s1, s0;" + _BF16_BODY
+)
+# NVFP4: two E4M3 scales in the low bytes, one per half of the word. Shifted into BF16's fields
+# they are 2**120 too small, subnormals included.
+NV_TO_BF16 = gl.constexpr(
+    _BF16_HEAD
+    + """.reg .b32 k;
+mov.b32 k, 0x7B807B80;
+prmt.b32 s0, $5, 0, 0x4040;
+prmt.b32 s1, $5, 0, 0x4141;
+shl.b32 s0, s0, 4;
+shl.b32 s1, s1, 4;
+mul.rn.bf16x2 s0, s0, k;
+mul.rn.bf16x2 s1, s1, k;"""
+    + _BF16_BODY
+)
+
+# [upper rows, warp, g, t, step, value]: how a slab's bytes lie over the threads of a warpgroup.
+SLAB = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[
+            [0, 0, 0, 0, 0, 1], [0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 2, 0],
+            [1, 0, 0, 0, 0, 0],
+        ],
+        lane_bases=[
+            [0, 0, 0, 1, 0, 0], [0, 0, 0, 2, 0, 0], [0, 0, 1, 0, 0, 0], [0, 0, 2, 0, 0, 0],
+            [0, 0, 4, 0, 0, 0],
+        ],
+        warp_bases=[[0, 1, 0, 0, 0, 0], [0, 2, 0, 0, 0, 0]],
+        block_bases=[],
+        shape=[2, 4, 8, 4, 4, 4],
+    )
+)  # fmt: skip
+_SCALES = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(5, SLAB.value)))
+_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
+_SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+
+
+@gluon.jit
+def read_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr):
+    """Slab `at` of NUM: its bytes and its scales, one int32 per row and group of 32."""
+    w = w_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
+    s = s_bufs._reinterpret(SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(_SCALES)
+    return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 3), 5)
+
+
+@gluon.jit
+def e4m3_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
+    """E4M3 [64, 128] in the operand layout DOT."""
+    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint8)
+    return e4m3_values(w, s, DOT)
+
+
+@gluon.jit
+def e4m3_values(w, s, DOT: gl.constexpr):
+    """The same, of bytes and scales that have been read."""
+    low, high = gl.inline_asm_elementwise(
+        TO_E4M3, "=r,=r,r,r,r,r,r", [w, s], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True,
+        pack=4,
+    )  # fmt: skip
+    a = gl.join(low, high).permute((1, 0, 2, 4, 6, 3, 5)).reshape([64, 128])
+    return gl.convert_layout(a, DOT, assert_trivial=True)
+
+
+@gluon.jit
+def _bf16_slab(w, s, ASM: gl.constexpr, DOT: gl.constexpr):
+    low, high = gl.inline_asm_elementwise(
+        ASM, "=r,=r,=r,=r,r,r,r,r,r", [w, s], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
+        pack=4,
+    )  # fmt: skip
+    a = gl.join(low, high).reshape([2, 4, 8, 4, 4, 2, 2, 2])
+    a = a.permute((1, 0, 2, 4, 7, 5, 3, 6)).reshape([64, 128])
+    return gl.convert_layout(a, DOT, assert_trivial=True)
+
+
+@gluon.jit
+def mx_bf16_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
+    """BF16 [64, 128] of MXFP4 with its scales."""
+    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint8)
+    return _bf16_slab(w, s, MX_TO_BF16, DOT)
+
+
+@gluon.jit
+def nv_bf16_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
+    """BF16 [64, 128] of NVFP4 with its block scales, without its global scale."""
+    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint16)
+    return _bf16_slab(w, s, NV_TO_BF16, DOT)

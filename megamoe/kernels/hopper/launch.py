@@ -1,0 +1,181 @@
+"""Launchers of the Hopper kernels. Tiles come from the caller; nothing is chosen here."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megamoe.formats.spec import recipe_named
+from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.hopper.operands import WEIGHTS
+from megamoe.kernels.hopper.pack import WIDTH, Packed
+from megamoe.kernels.hopper.route import Pool, max_tiles, num_rows
+from megamoe.kernels.hopper.straight import straight_kernel
+from megamoe.kernels.hopper.swapped import swapped_kernel
+from megamoe.kernels.portable.acts import CODES, PLAIN, SCALED, VALUES
+from megamoe.layout.regions import align_up
+from megamoe.problem import Options
+from megamoe.schedule.heuristics.hopper_tiles import Straight, Swapped, Tile
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How Hopper computes one recipe: one arithmetic, whatever the tiles."""
+
+    acts: Kind
+    dtype: torch.dtype  # of pooled activations
+    is_promoted: bool
+    to_e4m3: bool  # FP4 weights decode to E4M3
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether wgmma multiplies E4M3."""
+        return self.dtype == torch.float8_e4m3fn
+
+
+def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
+    """FP8 where scales are per 128 and the weights fit E4M3; BF16, exact too, elsewhere."""
+    acts = recipe_named(recipe).acts.name
+    if recipe == "w8a8" or (recipe == "w4a8_block" and fits_e4m3):
+        return Arithmetic(CODES[acts], torch.float8_e4m3fn, True, recipe != "w8a8")
+    if recipe == "w4a8_block":
+        return Arithmetic(SCALED[acts], torch.bfloat16, True, False)
+    kind = PLAIN if acts == "bf16" else VALUES[acts]
+    return Arithmetic(kind, torch.bfloat16, False, False)
+
+
+def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
+         tiles: Pool | None = None) -> Pool:  # fmt: skip
+    """Room for `slots` slots; the routing is that of `tiles` where it is given."""
+    wide, rows = align_up(width, WIDTH), num_rows(slots, experts)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    data = new(rows, wide, dtype=how.dtype)
+    scale = new(wide // 128, rows) if how.is_promoted else new(1)
+    if tiles is not None:
+        return tiles._replace(data=data, scale=scale)
+    return Pool(
+        data, scale, new(rows, dtype=torch.int32), new(rows), new(rows),
+        new(max_tiles(slots, experts, block), 4, dtype=torch.int32), new(1, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def gated(x: Pool, w: Packed, out: Pool, tile: Tile, how: Arithmetic, options: Options,
+          *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
+          use_pdl: bool = False) -> None:  # fmt: skip
+    """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate]."""
+    width = out.data.shape[1]
+    run = _straight if isinstance(tile, Straight) else _swapped
+    run(
+        x, w, out.data, out.scale, tile, how, width, width, float(options.limit), bias,
+        acts_factor, ACTS=how.acts, ACTIVATION=options.activation,
+        WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+    )  # fmt: skip
+
+
+def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options: Options,
+           *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
+           use_pdl: bool = False) -> None:  # fmt: skip
+    """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
+    run = _straight if isinstance(tile, Straight) else _swapped
+    run(
+        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, bias, acts_factor,
+        ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+    )  # fmt: skip
+
+
+def _swapped(
+    x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Swapped, how: Arithmetic,
+    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
+    acts_factor: Tensor | None, **constants: Any,
+) -> None:  # fmt: skip
+    rows, width = x.data.shape
+    data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
+    some = x.num_tiles
+    swapped_kernel[(num_sms(x.data.device),)](
+        data, scale, token_descriptor(x.data, tile.tokens),
+        scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data, _or(w.factor, some),
+        _or(bias, some), _or(acts_factor, some), x.factor, x.weight, x.dest, out, out_scale,
+        x.tiles, x.num_tiles, rows, rows, width // 128 // tile.depth, num_outputs, out_width,
+        *_factor_shape(w), clamp, w.num_outputs,
+        WEIGHTS=WEIGHTS[w.kind], GATED=w.is_gated, PROMOTED=how.is_promoted, FACTOR=w.factor_is,
+        HAS_BIAS=bias is not None, TOKENS=tile.tokens, NARROW=tile.narrow, GROUPS=tile.groups,
+        SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages, SPAN=tile.span,
+        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
+    )  # fmt: skip
+
+
+def _straight(
+    x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Straight, how: Arithmetic,
+    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
+    acts_factor: Tensor | None, *, ACTS: Kind, **constants: Any,
+) -> None:  # fmt: skip
+    rows, width = x.data.shape
+    data, scale = weight_descriptors(w, 1, 256)
+    some = x.num_tiles
+    straight_kernel[(num_sms(x.data.device),)](
+        data, scale, token_descriptor(x.data, tile.tokens), scale_descriptor(x.scale, tile.tokens),
+        _or(w.factor, some), _or(bias, some), x.weight, x.dest, out, out_scale, x.tiles,
+        x.num_tiles, rows, width // 128, num_outputs, out_width, *_factor_shape(w), clamp,
+        w.num_outputs,
+        DECODED=w.kind == "e4m3_image", GATED=w.is_gated, HAS_BIAS=bias is not None,
+        STAGES=tile.stages, IMAGES=tile.images, SPAN=tile.span, MATH_REGS=tile.math_regs,
+        DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
+    )  # fmt: skip
+
+
+def _factor_shape(w: Packed) -> tuple[int, int]:
+    """Rows (or blocks of 128 rows) and blocks of K that `factor` has per matrix."""
+    if w.factor is None or w.factor_is == "expert":
+        return 1, 1
+    if w.factor_is == "row":
+        return w.factor.shape[-1], 1
+    return w.factor.shape[-2], w.factor.shape[-1]
+
+
+def _or(t: Tensor | None, some: Tensor) -> Tensor:
+    """`t`, or any tensor where the kernel does not look."""
+    return some if t is None else t
+
+
+def weight_descriptors(
+    w: Packed, depth: int, rows: int
+) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """TMA over the weights, `rows` at a time, and over the scales of an image, slab by slab."""
+    if w.scale is not None:
+        words = w.scale.shape[2] // (w.data.shape[2] // 4) * depth
+        data = _tma(w.data, [1, rows // 64, 4 * depth, 256], 0)
+        return data, _tma(w.scale, [1, rows // 64, words], 0)
+    if w.is_gated:
+        experts, _, outputs, width = w.data.shape
+        eights = w.data.view(experts, 2, outputs // 8, 8, width).transpose(1, 2)
+        data = _tma(eights, [1, rows // 16, 2, 8, 128], 128)
+    else:
+        data = _tma(w.data, [1, rows, 128], 128)
+    return data, data
+
+
+def token_descriptor(data: Tensor, tokens: int) -> TensorDescriptor:
+    return _tma(data, [tokens, 128], 128)
+
+
+def scale_descriptor(scale: Tensor, tokens: int) -> TensorDescriptor:
+    return _tma(scale.view(-1), [max(tokens, 32)], 0)
+
+
+def _tma(t: Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
+    layout = gl.NVMMASharedLayout(swizzle, 8 * t.element_size(), rank=len(block))
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+
+@functools.cache
+def num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,169 @@
+"""Weights as the Hopper kernels read them, made once from the canonical ones; nothing is rounded.
+
+FP4 becomes register images (`decode`), slab after slab along K; rows of L1 are interleaved, 8 gate,
+8 up, ...; both widths are padded with zeros to whole tiles. E4M3 and BF16 stay as they are: TMA
+interleaves and pads them on the way.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.formats.quantized import Quantized
+from megamoe.formats.spec import Scale
+from megamoe.layout.regions import align_up
+
+WIDTH = 256  # both widths are padded to this: a tile of rows, two K blocks
+MIN_RELATIVE, MAX_RELATIVE = -5, 6  # exponents that E2M1 may be shifted by within E4M3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """One linear of all experts.
+
+    kind    row of `operands.WEIGHTS`
+    data    int32 [E, slabs, K / 32, 256] (images) or the canonical tensor
+    scale   int32 [E, slabs, bytes of a slab's scales / 4 * K blocks], or None
+    factor  FP32: per row of an image [E, rows], per 128x128 block, per matrix (NVFP4), or None
+    """
+
+    kind: str
+    data: Tensor
+    scale: Tensor | None
+    factor: Tensor | None
+    factor_is: str  # "none", "row", "block", "expert"
+    num_outputs: int
+    width: int  # K before padding
+    is_gated: bool
+
+
+def pack(w: Quantized, *, to_e4m3: bool) -> Packed:
+    """`w` [E, 2, I, H] (L1) or [E, H, I] (L2). `to_e4m3` asks for images that decode to E4M3."""
+    is_gated = len(w.shape) == 4
+    outputs, width = w.shape[-2:]
+    if w.spec.scale is Scale.NONE:
+        return Packed("bf16", w.data, None, None, "none", outputs, width, is_gated)
+    if w.spec.element.bits == 8:
+        return Packed("fp8", w.data, None, w.scale, "block", outputs, width, is_gated)
+    codes, scale = _rows(w.data, is_gated), _rows(_bytes(w.scale), is_gated)
+    codes = _padded(codes, align_up(width, WIDTH) // 2)
+    groups = align_up(width, WIDTH) // w.spec.block[1]
+    if w.spec.scale is Scale.E4M3:
+        scale = _padded(scale, groups)
+        factor = w.global_scale
+        if is_gated and factor is not None and factor.ndim == 1:
+            factor = factor[:, None].expand(-1, 2)
+        assert factor is not None
+        return Packed(
+            "nv_image", _image(codes, _BF16_ORDER), _scale_image(scale, 8), factor.contiguous(),
+            "expert", outputs, width, is_gated,
+        )  # fmt: skip
+    scale = _padded(scale, groups, 127)
+    if not to_e4m3:
+        return Packed(
+            "mx_image", _image(codes, _BF16_ORDER), _scale_image(scale, 4), None, "none",
+            outputs, width, is_gated,
+        )  # fmt: skip
+    relative, base = rebased(codes, scale)
+    shift = ((relative - MIN_RELATIVE) * 8).to(torch.uint8)
+    return Packed(
+        "e4m3_image", _image(codes, _E4M3_ORDER), _scale_image(shift, 4), base, "row",
+        outputs, width, is_gated,
+    )  # fmt: skip
+
+
+def fits_e4m3(w: Quantized) -> bool:
+    """Whether every MXFP4 value is an E4M3 value times one power of two per row, and none is lost.
+
+    Otherwise the layer multiplies in BF16, which holds any of them.
+    """
+    zero = ~_nonzero_groups(w.data)
+    scale = _bytes(w.scale)
+    high = scale.masked_fill(zero, 0).amax(-1)
+    low = scale.masked_fill(zero, 255).amin(-1)
+    spread = high.int() - low.int()
+    return bool((spread <= MAX_RELATIVE - MIN_RELATIVE).all())
+
+
+def fits_bf16(w: Quantized) -> bool:
+    """Whether no group that counts has E8M0 code 0, which is a subnormal."""
+    return not bool(((_bytes(w.scale) == 0) & _nonzero_groups(w.data)).any())
+
+
+def rebased(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """E8M0 codes [.., rows, groups] as exponents relative to one power of two per row, FP32."""
+    zero = ~_nonzero_groups(codes)
+    top = scale.int().masked_fill(zero, -1).amax(-1, keepdim=True)  # -1: nothing in the row
+    relative = (scale.int() - top + MAX_RELATIVE).masked_fill(zero, 0)
+    base = torch.where(top < 0, 0, top - 127 - MAX_RELATIVE)
+    return relative, torch.exp2(base.squeeze(-1).float())
+
+
+def _nonzero_groups(codes: Tensor) -> Tensor:
+    """Which groups of 32 hold a value other than zero; bytes [.., k / 2] -> bool [.., k / 32]."""
+    return (codes.unflatten(-1, (-1, 16)) & 0x77).amax(-1) > 0
+
+
+def _rows(t: Tensor, is_gated: bool) -> Tensor:
+    """[E, rows, k] with L1's rows interleaved by 8 and padded to whole tiles."""
+    if not is_gated:
+        return _pad_rows(t, align_up(t.shape[1], WIDTH))
+    half = _pad_rows(t.flatten(0, 1), align_up(t.shape[2], WIDTH)).unflatten(0, t.shape[:2])
+    eights = half.unflatten(2, (-1, 8))  # E, 2, I / 8, 8, k
+    return eights.transpose(1, 2).flatten(1, 3)
+
+
+def _pad_rows(t: Tensor, rows: int) -> Tensor:
+    return torch.nn.functional.pad(t, (0, 0, 0, rows - t.shape[1]))
+
+
+def _padded(t: Tensor, cols: int, value: int = 0) -> Tensor:
+    return torch.nn.functional.pad(t, (0, cols - t.shape[2]), value=value)
+
+
+def _bytes(t: Tensor | None) -> Tensor:
+    assert t is not None
+    return t.view(torch.uint8)
+
+
+# Columns of one K=32 step as (half, place within a thread's four): which column of the 32 each is.
+# FP8 wgmma gives thread t columns 16 half + 4 t + v; BF16 wgmma 16 half + 8 (v // 2) + 2 t + v % 2.
+_E4M3_ORDER = tuple(16 * h + 4 * t + v for t in range(4) for h in range(2) for v in range(4))
+_BF16_ORDER = tuple(
+    16 * h + 8 * (v // 2) + 2 * t + v % 2 for t in range(4) for h in range(2) for v in range(4)
+)
+
+
+def _image(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+    """Bytes [E, rows, k / 2] -> int32 [E, rows / 64, k / 32, 256]: see `decode`.
+
+    Expert by expert, so that little memory is needed beside the result.
+    """
+    experts, rows, half = codes.shape
+    made = torch.empty(experts, rows // 64, half // 16, 256, dtype=torch.int32, device=codes.device)
+    index = torch.tensor(order, device=codes.device)
+    for one, out in zip(codes, made, strict=True):
+        nibbles = torch.stack((one & 15, one >> 4), -1).flatten(1)  # rows, k
+        # slab, warp, upper, g, K block, step, column of 32
+        n = nibbles.view(rows // 64, 4, 2, 8, half // 64, 4, 32)
+        n = n.index_select(-1, index).unflatten(-1, (4, 2, 4)).int()  # t, half, v
+        size, sign = n & 7, n >> 3
+        word = torch.zeros(n.shape[:-2], dtype=torch.int32, device=n.device)
+        for v in range(4):
+            word |= size[..., 0, v] << (4 * v) | sign[..., 0, v] << (8 * v + 7)
+            word |= size[..., 1, v] << (16 + 4 * v) | sign[..., 1, v] << (8 * v + 3)
+        # stored: slab, K block, upper, warp, g, t, step
+        out.copy_(word.permute(0, 4, 2, 1, 3, 6, 5).reshape(out.shape))
+    return made
+
+
+def _scale_image(scale: Tensor, per_block: int) -> Tensor:
+    """Bytes [E, rows, groups] -> int32 [E, rows / 64, words]: stored slab, K block, upper, warp, g,
+    group of the block."""
+    experts, rows, groups = scale.shape
+    s = scale.view(experts, rows // 64, 4, 2, 8, groups // per_block, per_block)
+    s = s.permute(0, 1, 5, 3, 2, 4, 6).contiguous()
+    return s.view(experts, rows // 64, -1).view(torch.int32)

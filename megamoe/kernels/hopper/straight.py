@@ -1,0 +1,348 @@
+"""Grouped GEMM for many tokens per expert: tokens are wgmma's M, 256 weight rows its N, in FP8.
+
+A tile is 128 tokens x 256 weight rows; two math warpgroups take 128 rows each, in two waves of 64
+tokens, and scale every 128 of K in FP32: the same products in the same order as `swapped`, so the
+same bits. E4M3 weights come by TMA; FP4 images are decoded once per tile by a warpgroup of their
+own, which writes E4M3 into the stage, so that math never waits for decoding.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from megamoe.kernels.device.numbers import abs_bits
+from megamoe.kernels.hopper.decode import e4m3_values, read_slab
+from megamoe.kernels.hopper.ring import (
+    advance,
+    allow_next_launch,
+    num_items,
+    pin,
+    place,
+    record,
+    wait_for_launch,
+)
+from megamoe.kernels.hopper.straight_epilogue import (
+    MMA,
+    ROWS,
+    SLABS,
+    TOKENS,
+    activated,
+    finish_gated,
+    finish_linear,
+    halves,
+)
+
+
+@record
+class Work:
+    """One launch: operands in memory, the rings, and the epilogue's tensors (see `swapped`)."""
+
+    w: tma.tensor_descriptor
+    w_scale: tma.tensor_descriptor
+    x: tma.tensor_descriptor
+    x_scale: tma.tensor_descriptor
+    w_bufs: gl.shared_memory_descriptor
+    image: gl.shared_memory_descriptor
+    image_scale: gl.shared_memory_descriptor
+    x_bufs: gl.shared_memory_descriptor
+    xs_bufs: gl.shared_memory_descriptor
+    amax: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    image_full: gl.shared_memory_descriptor
+    image_empty: gl.shared_memory_descriptor
+    met: gl.shared_memory_descriptor
+    factor: gl.tensor
+    bias: gl.tensor
+    row_weight: gl.tensor
+    row_dest: gl.tensor
+    out: gl.tensor
+    out_scale: gl.tensor
+    tiles: gl.tensor
+    num_tiles: gl.tensor
+    pool_rows: gl.tensor
+    steps: gl.tensor
+    num_outputs: gl.tensor
+    num_biases: gl.tensor
+    out_width: gl.tensor
+    factor_rows: gl.tensor
+    factor_cols: gl.tensor
+    clamp: gl.tensor
+    DECODED: gl.constexpr
+    GATED: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    WEIGHTED: gl.constexpr
+    ACTIVATION: gl.constexpr
+    STAGES: gl.constexpr
+    IMAGES: gl.constexpr  # stages of the ring of FP4 images
+    SPAN: gl.constexpr
+
+
+@gluon.jit
+def load_weights(p):
+    """E4M3 rows into the stages, or FP4 images into their own ring."""
+    idx = 0
+    phase = 1
+    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
+        tile, across = place(p, item, ROWS)
+        expert = gl.load(p.tiles + tile * 4)
+        for k in range(p.steps):
+            if p.DECODED:
+                ready = p.image_full.index(idx)
+                mbarrier.wait(p.image_empty.index(idx), phase)
+                mbarrier.expect(ready, SLABS * (4096 + 256))
+                slab = across * SLABS
+                tma.async_copy_global_to_shared(
+                    p.w, [expert, slab, k * 4, 0], ready, p.image.index(idx)
+                )
+                tma.async_copy_global_to_shared(
+                    p.w_scale, [expert, slab, k * 64], ready, p.image_scale.index(idx)
+                )
+                idx, phase = advance(idx, phase, p.IMAGES)
+            else:
+                ready = p.full.index(idx)
+                mbarrier.wait(p.empty.index(idx), phase)
+                mbarrier.expect(ready, ROWS * 128)
+                if p.GATED:
+                    tma.async_copy_global_to_shared(
+                        p.w, [expert, across * 16, 0, 0, k * 128], ready, p.w_bufs.index(idx)
+                    )
+                else:
+                    tma.async_copy_global_to_shared(
+                        p.w, [expert, across * ROWS, k * 128], ready, p.w_bufs.index(idx)
+                    )
+                idx, phase = advance(idx, phase, p.STAGES)
+
+
+@gluon.jit
+def load_tokens(p):
+    """Tokens of each tile, and their scales."""
+    idx = 0
+    phase = 1
+    wait_for_launch()
+    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
+        tile, across = place(p, item, ROWS)
+        row = gl.load(p.tiles + tile * 4 + 1)
+        for k in range(p.steps):
+            ready = p.full.index(idx)
+            mbarrier.wait(p.empty.index(idx), phase)
+            mbarrier.expect(ready, TOKENS * 128 + TOKENS * 4)
+            tma.async_copy_global_to_shared(p.x, [row, k * 128], ready, p.x_bufs.index(idx))
+            tma.async_copy_global_to_shared(
+                p.x_scale, [k * p.pool_rows + row], ready, p.xs_bufs.index(idx)
+            )
+            idx, phase = advance(idx, phase, p.STAGES)
+
+
+@gluon.jit
+def decode(p):
+    """One warpgroup: FP4 images to E4M3 rows of the stage."""
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    NUM: gl.constexpr = p.IMAGES * SLABS
+    idx = 0
+    phase = 1
+    at = 0
+    at_phase = 0
+    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
+        for k in range(p.steps):
+            mbarrier.wait(p.image_full.index(at), at_phase)
+            # A slab is read while the one before it is decoded: behind a store it would wait.
+            w0, s0 = read_slab(p.image, p.image_scale, at * SLABS, NUM, gl.uint8)
+            w1, s1 = read_slab(p.image, p.image_scale, at * SLABS + 1, NUM, gl.uint8)
+            mbarrier.wait(p.empty.index(idx), phase)
+            stage = p.w_bufs.index(idx)
+            stage.slice(0, 64, 0).store(e4m3_values(w0, s0, DOT))
+            w2, s2 = read_slab(p.image, p.image_scale, at * SLABS + 2, NUM, gl.uint8)
+            stage.slice(64, 64, 0).store(e4m3_values(w1, s1, DOT))
+            w3, s3 = read_slab(p.image, p.image_scale, at * SLABS + 3, NUM, gl.uint8)
+            stage.slice(128, 64, 0).store(e4m3_values(w2, s2, DOT))
+            stage.slice(192, 64, 0).store(e4m3_values(w3, s3, DOT))
+            fence_async_shared()
+            mbarrier.arrive(p.full.index(idx), count=1)
+            mbarrier.arrive(p.image_empty.index(at), count=1)
+            idx, phase = advance(idx, phase, p.STAGES)
+            at, at_phase = advance(at, at_phase, p.IMAGES)
+
+
+@gluon.jit
+def block_factors(p, expert, across, k, WG: gl.constexpr):
+    """FP32 scales of E4M3 weights at K block k: gate's and up's, or twice the same."""
+    k = gl.minimum(k, p.factor_cols - 1)
+    if p.GATED:
+        n = gl.minimum(across, p.factor_rows - 1)
+        one = gl.load(p.factor + (expert * 2 * p.factor_rows + n) * p.factor_cols + k)
+        two = gl.load(p.factor + ((expert * 2 + 1) * p.factor_rows + n) * p.factor_cols + k)
+    else:
+        n = gl.minimum(across * 2 + WG, p.factor_rows - 1)
+        one = gl.load(p.factor + (expert * p.factor_rows + n) * p.factor_cols + k)
+        two = one
+    return one, two
+
+
+@gluon.jit
+def promoted(p, one, two, part, scale, factor_one, factor_two):
+    """The sums plus part times the scales; gate and up are held apart where theirs differ."""
+    if p.DECODED:
+        one = pin(one + part * gl.expand_dims(scale, 1))
+    elif p.GATED:
+        gate, up = halves(part)
+        one = pin(one + gate * gl.expand_dims(scale * factor_one, 1))
+        two = pin(two + up * gl.expand_dims(scale * factor_two, 1))
+    else:
+        one = pin(one + part * gl.expand_dims(scale * factor_one, 1))
+    return one, two
+
+
+@gluon.jit
+def multiply(p, expert, across, idx, phase, BOTH: gl.constexpr, WG: gl.constexpr):
+    """Sums of 64 tokens x 128 rows, or of BOTH halves of the tile."""
+    part = gl.zeros([64, 128], gl.float32, MMA)
+    if p.GATED and not p.DECODED:
+        low, low_up = halves(part)
+        high, high_up = halves(part)
+    else:
+        low = gl.zeros([64, 128], gl.float32, MMA)
+        high = gl.zeros([64, 128], gl.float32, MMA)
+        low_up = low
+        high_up = high
+    KEPT: gl.constexpr = low.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, KEPT)
+    one = 1.0
+    two = 1.0
+    if not p.DECODED:
+        one, two = block_factors(p, expert, across, 0, WG)
+    for k in range(p.steps):
+        if not p.DECODED:
+            next_one, next_two = block_factors(p, expert, across, k + 1, WG)
+        x = p.x_bufs.index(idx)
+        w = p.w_bufs.index(idx).reshape([ROWS, 128]).slice(WG * 128, 128, 0).permute((1, 0))
+        scales = p.xs_bufs.index(idx)
+        mbarrier.wait(p.full.index(idx), phase)
+        part = warpgroup_mma(x.slice(0, 64, 0), w, part, use_acc=False, is_async=True)
+        scale_low = scales.slice(0, 64, 0).load(ROW)
+        scale_high = scales.slice(64, 64, 0).load(ROW)
+        part = warpgroup_mma_wait(0, deps=[part])
+        low, low_up = promoted(p, low, low_up, part, scale_low, one, two)
+        if BOTH:
+            part = warpgroup_mma(x.slice(64, 64, 0), w, part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+        fence_async_shared()
+        mbarrier.arrive(p.empty.index(idx), count=1)
+        if BOTH:
+            high, high_up = promoted(p, high, high_up, part, scale_high, one, two)
+        if not p.DECODED:
+            one = next_one
+            two = next_two
+        idx, phase = advance(idx, phase, p.STAGES)
+    return low, low_up, high, high_up, idx, phase
+
+
+@gluon.jit
+def math(p, WG: gl.constexpr):
+    """One warpgroup: 128 weight rows of every tile of this CTA."""
+    idx = 0
+    phase = 0
+    done = 0
+    wait_for_launch()
+    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
+        tile, across = place(p, item, ROWS)
+        expert = gl.load(p.tiles + tile * 4)
+        first = gl.load(p.tiles + tile * 4 + 1)
+        end = gl.load(p.tiles + tile * 4 + 2)
+        if first + 64 < end:
+            low, low_up, high, high_up, idx, phase = multiply(
+                p, expert, across, idx, phase, True, WG
+            )
+        else:
+            low, low_up, high, high_up, idx, phase = multiply(
+                p, expert, across, idx, phase, False, WG
+            )
+        if p.GATED:
+            low = activated(p, low, low_up, expert, across, first, end, WG)
+            high = activated(p, high, high_up, expert, across, first + 64, end, WG)
+            low_bits = gl.max(abs_bits(low), 1)
+            high_bits = gl.max(abs_bits(high), 1)
+            turn = done & 1
+            mine = p.amax.index(turn * 2 + WG)
+            mine.slice(0, 64, 0).store(low_bits)
+            mine.slice(64, 64, 0).store(high_bits)
+            mbarrier.arrive(p.met.index(turn), count=1)
+            mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
+            LAYOUT: gl.constexpr = low_bits.type.layout
+            other = p.amax.index(turn * 2 + 1 - WG)
+            low_bits = gl.maximum(low_bits, other.slice(0, 64, 0).load(LAYOUT))
+            high_bits = gl.maximum(high_bits, other.slice(64, 64, 0).load(LAYOUT))
+            finish_gated(p, low, low_bits, across, first, end, WG)
+            finish_gated(p, high, high_bits, across, first + 64, end, WG)
+        else:
+            finish_linear(p, low, expert, across, first, end, WG)
+            finish_linear(p, high, expert, across, first + 64, end, WG)
+        done += 1
+
+
+@gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
+def straight_kernel(
+    w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
+    pool_rows, steps, num_outputs, out_width, factor_rows, factor_cols, clamp, num_biases,
+    DECODED: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+    ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
+    MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
+):  # fmt: skip
+    """Two math warpgroups (the first is the launch's own), the decoder if any, two loaders."""
+    plain: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
+    if DECODED:
+        w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], plain)
+        image = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, SLABS, 4, 256], w.layout)
+        image_scale = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, SLABS, 64], w_scale.layout)
+    else:
+        shape: gl.constexpr = [STAGES] + w.block_type.shape
+        w_bufs = gl.allocate_shared_memory(gl.float8e4nv, shape, w.layout)
+        image = w_bufs
+        image_scale = w_bufs
+    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], x.layout)
+    xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], x_scale.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    amax = gl.allocate_shared_memory(gl.int32, [4, TOKENS], flat)
+    COLS: gl.constexpr = 32 if GATED else 64  # as BF16
+    rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    turn = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLS], rows)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    image_full = gl.allocate_shared_memory(gl.int64, [IMAGES, 1], mbarrier.MBarrierLayout())
+    image_empty = gl.allocate_shared_memory(gl.int64, [IMAGES, 1], mbarrier.MBarrierLayout())
+    met = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(IMAGES):
+        mbarrier.init(image_full.index(i), count=1)
+        mbarrier.init(image_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(met.index(i), count=2)
+    if GATED:
+        wait_for_launch()
+    allow_next_launch()
+    p = Work(
+        w, w_scale, x, x_scale, w_bufs, image, image_scale, x_bufs, xs_bufs, amax, turn, full,
+        empty, image_full, image_empty, met, factor, bias, row_weight, row_dest, out, out_scale,
+        tiles, num_tiles, pool_rows, steps, num_outputs, num_biases, out_width, factor_rows,
+        factor_cols, clamp, DECODED, GATED, HAS_BIAS, WEIGHTED, ACTIVATION, STAGES, IMAGES, SPAN,
+    )  # fmt: skip
+    if DECODED:
+        gl.warp_specialize(
+            [(math, (p, 0)), (math, (p, 1)), (decode, (p,)), (load_weights, (p,)),
+             (load_tokens, (p,))],
+            [4, 4, 1, 1], [MATH_REGS, DECODE_REGS, LOAD_REGS, LOAD_REGS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(math, (p, 0)), (math, (p, 1)), (load_weights, (p,)), (load_tokens, (p,))],
+            [4, 1, 1], [MATH_REGS, LOAD_REGS, LOAD_REGS],
+        )  # fmt: skip

@@ -1,0 +1,376 @@
+"""Grouped GEMM with the operands swapped: weights are wgmma's M, a narrow tile of tokens its N.
+
+One persistent launch; a CTA walks its tiles and four roles share a ring of stages:
+  load_weights   waits for nothing but a free stage
+  load_tokens    rows of the expert-sorted pool and their scales
+  math           one warpgroup per 64 or 128 weight rows: decode, wgmma, promote, epilogue
+A tile is ROWS weight rows x TOKENS tokens of one expert. L1 (GATED) reads rows as 8 gate, 8 up,
+..., so a thread holds both of an output; L2 writes each row to its (token, slot) place.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from megamoe.kernels.hopper.epilogue import (
+    finish_gated,
+    finish_linear,
+    gated_columns,
+    read_rows,
+    read_tokens,
+)
+from megamoe.kernels.hopper.ring import (
+    advance,
+    allow_next_launch,
+    num_items,
+    pin,
+    place,
+    record,
+    wait_for_launch,
+)
+
+
+@record
+class Work:
+    """One launch: operands in memory, the ring, and the epilogue's tensors."""
+
+    w: tma.tensor_descriptor
+    w_scale: tma.tensor_descriptor
+    x: tma.tensor_descriptor
+    x_scale: tma.tensor_descriptor
+    w_bufs: gl.shared_memory_descriptor
+    ws_bufs: gl.shared_memory_descriptor
+    x_bufs: gl.shared_memory_descriptor
+    xs_bufs: gl.shared_memory_descriptor
+    amax: gl.shared_memory_descriptor
+    turn: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    met: gl.shared_memory_descriptor
+    factor: gl.tensor  # FP32: per row (images), per 128x128 (fp8), per expert (nvfp4)
+    bias: gl.tensor
+    acts_factor: gl.tensor  # nvfp4: global scale of the activations, per expert
+    row_factor: gl.tensor  # nvfp4: global scale of each token
+    row_weight: gl.tensor
+    row_dest: gl.tensor
+    out: gl.tensor
+    out_scale: gl.tensor
+    tiles: gl.tensor  # int32 [tiles, 4]: expert, first row, end row
+    num_tiles: gl.tensor
+    pool_rows: gl.tensor  # stride of the scales
+    out_rows: gl.tensor
+    steps: gl.tensor  # ring stages of one tile
+    num_outputs: gl.tensor  # computed: intermediate, padded, or hidden
+    num_biases: gl.tensor  # intermediate or hidden
+    out_width: gl.tensor  # of a row in memory
+    factor_rows: gl.tensor  # rows of `factor` per expert, or its 128-blocks of rows
+    factor_cols: gl.tensor  # its 128-blocks of K
+    clamp: gl.tensor
+    WEIGHTS: gl.constexpr
+    ACTS: gl.constexpr
+    GATED: gl.constexpr
+    PROMOTED: gl.constexpr
+    FACTOR: gl.constexpr  # "none", "row", "block", "expert"
+    HAS_BIAS: gl.constexpr
+    WEIGHTED: gl.constexpr
+    ACTIVATION: gl.constexpr
+    TOKENS: gl.constexpr
+    NARROW: gl.constexpr  # tokens up to which a narrower product serves; 0 is none
+    GROUPS: gl.constexpr  # math warpgroups
+    SLABS: gl.constexpr  # slabs of 64 rows per warpgroup
+    DEPTH: gl.constexpr  # K blocks of 128 per stage
+    STAGES: gl.constexpr
+    SPAN: gl.constexpr  # token tiles that share a sweep over the rows
+
+
+@gluon.jit
+def load_weights(p):
+    """Stream the weight tiles of this CTA into the ring."""
+    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    kind: gl.constexpr = p.WEIGHTS
+    BYTES: gl.constexpr = SLABS * p.DEPTH * (kind.SLAB_BYTES + kind.SCALE_BYTES)
+    idx = 0
+    phase = 1
+    for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
+        tile, across = place(p, item, SLABS * 64)
+        expert = gl.load(p.tiles + tile * 4)
+        for k in range(p.steps):
+            ready = p.full.index(idx)
+            mbarrier.wait(p.empty.index(idx), phase)
+            mbarrier.expect(ready, BYTES)
+            if kind.DECODED:
+                tma.async_copy_global_to_shared(
+                    p.w, [expert, across * SLABS, k * p.DEPTH * 4, 0], ready, p.w_bufs.index(idx)
+                )
+                tma.async_copy_global_to_shared(
+                    p.w_scale, [expert, across * SLABS, k * p.DEPTH * (kind.SCALE_BYTES // 4)],
+                    ready, p.ws_bufs.index(idx),
+                )  # fmt: skip
+            else:
+                for j in gl.static_range(p.DEPTH):
+                    at = p.w_bufs.index(idx * p.DEPTH + j)
+                    col = (k * p.DEPTH + j) * 128
+                    if p.GATED:
+                        tma.async_copy_global_to_shared(
+                            p.w, [expert, across * SLABS * 4, 0, 0, col], ready, at
+                        )
+                    else:
+                        tma.async_copy_global_to_shared(
+                            p.w, [expert, across * SLABS * 64, col], ready, at
+                        )
+            idx, phase = advance(idx, phase, p.STAGES)
+
+
+@gluon.jit
+def load_tokens(p):
+    """Bring the tokens of each tile, and their scales, into the ring."""
+    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    SCALES: gl.constexpr = p.TOKENS if p.TOKENS >= 32 else 32  # a TMA destination is 128 bytes
+    ELEMENT_BYTES: gl.constexpr = p.WEIGHTS.ELEMENT.primitive_bitwidth // 8
+    X_BYTES: gl.constexpr = p.TOKENS * 128 * ELEMENT_BYTES
+    BYTES: gl.constexpr = p.DEPTH * (X_BYTES + (SCALES * 4 if p.PROMOTED else 0))
+    idx = 0
+    phase = 1
+    wait_for_launch()
+    for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
+        tile, across = place(p, item, SLABS * 64)
+        row = gl.load(p.tiles + tile * 4 + 1)
+        for k in range(p.steps):
+            ready = p.full.index(idx)
+            mbarrier.wait(p.empty.index(idx), phase)
+            mbarrier.expect(ready, BYTES)
+            for j in gl.static_range(p.DEPTH):
+                block = k * p.DEPTH + j
+                at = idx * p.DEPTH + j
+                tma.async_copy_global_to_shared(p.x, [row, block * 128], ready, p.x_bufs.index(at))
+                if p.PROMOTED:
+                    tma.async_copy_global_to_shared(
+                        p.x_scale, [block * p.pool_rows + row], ready, p.xs_bufs.index(at)
+                    )
+            idx, phase = advance(idx, phase, p.STAGES)
+
+
+@gluon.jit
+def operand(p, idx, j: gl.constexpr, slab: gl.constexpr, DOT: gl.constexpr):
+    """Slab `slab` of K block j of a stage, as wgmma's A."""
+    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    if p.WEIGHTS.DECODED:
+        NUM: gl.constexpr = p.STAGES * SLABS * p.DEPTH
+        return p.WEIGHTS.decode(p.w_bufs, p.ws_bufs, (idx * SLABS + slab) * p.DEPTH + j, NUM, DOT)
+    else:
+        block = p.w_bufs.index(idx * p.DEPTH + j).reshape([SLABS * 64, 128])
+        return block.slice(slab * 64, 64, 0)
+
+
+@gluon.jit
+def block_factors(p, expert, slab, k, ROW: gl.constexpr):
+    """FP32 scales of E4M3 weights at K block k, for the rows of a slab.
+
+    A slab lies in one 128x128 block, but for L1, where gate and up have one each.
+    """
+    k = gl.minimum(k, p.factor_cols - 1)
+    if p.GATED:
+        n = gl.minimum(slab // 4, p.factor_rows - 1)
+        gate = gl.load(p.factor + (expert * 2 * p.factor_rows + n) * p.factor_cols + k)
+        up = gl.load(p.factor + ((expert * 2 + 1) * p.factor_rows + n) * p.factor_cols + k)
+        factors = gl.where(gl.arange(0, 64, ROW) % 16 < 8, gate, up)
+    else:
+        n = gl.minimum(slab // 2, p.factor_rows - 1)
+        factors = gl.load(p.factor + (expert * p.factor_rows + n) * p.factor_cols + k)
+    return factors
+
+
+@gluon.jit
+def token_scales(p, factors, at, N: gl.constexpr, MMA: gl.constexpr):
+    """Scales of the tokens of a stage, times those of the weights."""
+    scale = p.xs_bufs.index(at).slice(0, N, 0).load(gl.SliceLayout(0, MMA))
+    if p.FACTOR == "block" and not p.GATED:
+        scale = scale * factors
+    scale = gl.expand_dims(scale, 0)
+    if p.FACTOR == "block" and p.GATED:
+        scale = scale * gl.expand_dims(factors, 1)
+    return scale
+
+
+@gluon.jit
+def promote(acc, part, scale, IS_WIDE: gl.constexpr):
+    """acc + part * scale; wide sums are pinned, or they spill."""
+    acc += part * scale
+    if IS_WIDE:
+        acc = pin(acc)
+    return acc
+
+
+@gluon.jit
+def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
+    """The sums of one tile's first N tokens: [64, N] of one slab, or two of them."""
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    IS_WIDE: gl.constexpr = N >= 64
+    low = gl.zeros([64, N], gl.float32, MMA)
+    high = gl.zeros([64, N], gl.float32, MMA)
+    part = gl.zeros([64, N], gl.float32, MMA)
+    factors = 1.0
+    if p.FACTOR == "block":
+        factors = block_factors(p, expert, slab, 0, ROW)
+    for k in range(p.steps):
+        mbarrier.wait(p.full.index(idx), phase)
+        for j in gl.static_range(p.DEPTH):
+            at = idx * p.DEPTH + j
+            x = p.x_bufs.index(at).slice(0, N, 0).permute((1, 0))
+            a = operand(p, idx, j, WG * p.SLABS, DOT)
+            if p.PROMOTED:
+                part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
+                if not IS_WIDE:  # read under the product; wide tiles lack the registers
+                    scale = token_scales(p, factors, at, N, MMA)
+                part = warpgroup_mma_wait(0, deps=[part])
+                if IS_WIDE:
+                    scale = token_scales(p, factors, at, N, MMA)
+                low = promote(low, part, scale, IS_WIDE)
+                if p.SLABS == 2:
+                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
+                    part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
+                    part = warpgroup_mma_wait(0, deps=[part])
+                    scale = token_scales(p, factors, at, N, MMA)
+                    high = promote(high, part, scale, IS_WIDE)
+                if p.FACTOR == "block":
+                    factors = block_factors(p, expert, slab, k * p.DEPTH + j + 1, ROW)
+            else:
+                low = warpgroup_mma(a, x, low, is_async=True)
+                if p.SLABS == 2:
+                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
+                    high = warpgroup_mma(a, x, high, is_async=True)
+                    high = warpgroup_mma_wait(0, deps=[high])
+                low = warpgroup_mma_wait(0, deps=[low])
+        # Reads of the stage come before the copies that follow: without the fence a few of
+        # thousands of launches have a wrong row.
+        fence_async_shared()
+        mbarrier.arrive(p.empty.index(idx), count=1)
+        idx, phase = advance(idx, phase, p.STAGES)
+    return low, high, idx, phase
+
+
+@gluon.jit
+def compute_tile(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
+    """One tile of up to N tokens, from the ring to memory."""
+    MMA: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, p.WEIGHTS.INSTR_K]
+    )
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    columns = gated_columns(N, MMA)
+    KEPT: gl.constexpr = columns.type.layout if p.GATED else gl.SliceLayout(0, MMA)
+    # Narrow tiles fetch what the epilogue reads before the main loop; wide ones lack registers.
+    if N <= (16 if p.GATED or p.HAS_BIAS else 32):
+        rows = read_rows(p, expert, slab, ROW)
+        tokens = read_tokens(p, expert, first, end, N, KEPT)
+        low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
+    else:
+        low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
+        rows = read_rows(p, expert, slab, ROW)
+        tokens = read_tokens(p, expert, first, end, N, KEPT)
+    if p.GATED:
+        finish_gated(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
+    else:
+        finish_linear(p, low, rows, tokens, slab, first, end, WG)
+        if p.SLABS == 2:
+            rows = read_rows(p, expert, slab + 1, ROW)
+            finish_linear(p, high, rows, tokens, slab + 1, first, end, WG)
+    return idx, phase
+
+
+@gluon.jit
+def math(p, WG: gl.constexpr):
+    """One warpgroup: its rows of every tile of this CTA."""
+    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    idx = 0
+    phase = 0
+    done = 0
+    wait_for_launch()
+    for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
+        tile, across = place(p, item, SLABS * 64)
+        expert = gl.load(p.tiles + tile * 4)
+        first = gl.load(p.tiles + tile * 4 + 1)
+        end = gl.load(p.tiles + tile * 4 + 2)
+        slab = across * SLABS + WG * p.SLABS
+        if p.NARROW > 0:
+            if end - first <= p.NARROW:
+                idx, phase = compute_tile(
+                    p, expert, slab, first, end, done, idx, phase, p.NARROW, WG
+                )
+            else:
+                idx, phase = compute_tile(
+                    p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG
+                )
+        else:
+            idx, phase = compute_tile(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+        done += 1
+
+
+@gluon.jit(do_not_specialize=["pool_rows", "out_rows", "steps", "factor_rows", "factor_cols"])
+def swapped_kernel(
+    w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest, out,
+    out_scale, tiles, num_tiles, pool_rows, out_rows, steps, num_outputs, out_width, factor_rows,
+    factor_cols, clamp, num_biases,
+    WEIGHTS: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, PROMOTED: gl.constexpr,
+    FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+    ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr,
+    GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    SPAN: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
+):  # fmt: skip
+    """GROUPS math warpgroups (the first is the launch's own), then the two loaders."""
+    ALL: gl.constexpr = GROUPS * SLABS
+    SCALES: gl.constexpr = TOKENS if TOKENS >= 32 else 32
+    if WEIGHTS.DECODED:
+        w_bufs = gl.allocate_shared_memory(w.dtype, [STAGES, 1, ALL, 4 * DEPTH, 256], w.layout)
+        ws_bufs = gl.allocate_shared_memory(
+            gl.int32, [STAGES, 1, ALL, WEIGHTS.SCALE_BYTES // 4 * DEPTH], w_scale.layout
+        )
+    else:
+        w_bufs = gl.allocate_shared_memory(w.dtype, [STAGES * DEPTH] + w.block_type.shape, w.layout)
+        ws_bufs = w_bufs
+    x_bufs = gl.allocate_shared_memory(x.dtype, [STAGES * DEPTH, TOKENS, 128], x.layout)
+    xs_bufs = x_bufs
+    if PROMOTED:
+        xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DEPTH, SCALES], x_scale.layout)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, TOKENS], flat)
+    rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    if TOKENS >= 64:
+        turn = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, TOKENS, 64], rows)
+    else:
+        turn = amax
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    met = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=2)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    for i in gl.static_range(2):
+        mbarrier.init(met.index(i), count=GROUPS)
+    if GATED:
+        wait_for_launch()  # the tiles are the launch's before this one; L2's are older
+    allow_next_launch()
+    p = Work(
+        w, w_scale, x, x_scale, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met,
+        factor, bias, acts_factor, row_factor, row_weight, row_dest, out, out_scale, tiles,
+        num_tiles, pool_rows, out_rows, steps, num_outputs, num_biases, out_width, factor_rows,
+        factor_cols, clamp, WEIGHTS, ACTS, GATED, PROMOTED, FACTOR, HAS_BIAS, WEIGHTED,
+        ACTIVATION, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES, SPAN,
+    )  # fmt: skip
+    if GROUPS == 2:
+        gl.warp_specialize(
+            [(math, (p, 0)), (math, (p, 1)), (load_weights, (p,)), (load_tokens, (p,))],
+            [4, 1, 1], [MATH_REGS, LOAD_REGS, LOAD_REGS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [(math, (p, 0)), (math, (p, 1)), (math, (p, 2)), (math, (p, 3)),
+             (load_weights, (p,)), (load_tokens, (p,))],
+            [4, 4, 4, 1, 1], [MATH_REGS, MATH_REGS, MATH_REGS, LOAD_REGS, LOAD_REGS],
+        )  # fmt: skip

@@ -1,0 +1,109 @@
+"""Hopper's staged launches: the tile of each linear, by recipe and load, with measured reasons.
+
+Measured on one H200 (132 SMs), 2026-11-15, torch 2.11.0+cu130, triton 3.6.0, over one EP8 rank's
+share of DeepSeek-V4-Flash, -Pro and -V3.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.formats.spec import recipe_named
+from megamoe.layout.regions import align_up
+
+SHARED_BYTES = 232448 - 4096  # what a CTA may have, less what the compiler takes
+MOST_STAGES = 12
+MATH_REGS = {1: 232, 2: 232, 4: 112}
+INF = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Swapped:
+    """A launch with weights as wgmma's M: the tile of one CTA and how its ring is cut."""
+
+    tokens: int  # of a tile
+    groups: int  # math warpgroups
+    slabs: int  # of 64 weight rows, per warpgroup
+    depth: int  # K blocks of 128 per stage
+    stages: int
+    span: int = 1  # token tiles that share each tile of weights
+    narrow: int = 0  # tokens up to which a narrower product serves
+    math_regs: int = 232
+    load_regs: int = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Straight:
+    """A launch with tokens as wgmma's M: 128 tokens x 256 weight rows, FP8."""
+
+    stages: int
+    images: int = 1  # stages of the ring of FP4 images
+    span: int = 8
+    math_regs: int = 232
+    decode_regs: int = 0  # of the warpgroup that decodes FP4
+    load_regs: int = 40
+    tokens: int = 128
+
+
+Tile = Swapped | Straight
+
+_BF16 = ("bf16", "w4a16", "w4a8", "w4a4", "nvfp4")
+# fmt: off
+# (recipes, mean rows per expert up to, tile, why). The first row that fits wins. A swapped tile is
+# (tokens, warpgroups, slabs each, K blocks a stage, span, narrow): an edge lies where a busy expert
+# (mean + 2 sigma of random routing) still fits. With FP8 activations a tile is 256 rows, since 128
+# outputs share a scale.
+TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...] = (
+    (("w4a8_block",), 4.0,  (8, 4, 1, 2),        "the stream of weights is the limit: 3.0-3.8 TB/s of the layer"),
+    (("w4a8_block",), 9.75, (16, 4, 1, 2),       "pro at 64 tokens: 443 us, 508 with 32 tokens"),
+    (("w4a8_block",), 13.0, (32, 4, 1, 1, 1, 16), "flash at 64 tokens: 144 us; 149 with 16 tokens, 156 without the narrow product"),
+    (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 229-235 us; 240-261 with the narrow product, 261 with 16 tokens"),
+    (("w4a8_block",), 40.0, (64, 2, 2, 1),       "between the two; not measured apart"),
+    (("w4a8_block",), INF,  Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 293 us, 381 with 64 tokens swapped"),
+    (("w8a8",),       4.0,  (8, 4, 1, 1),        "as w4a8_block; not measured apart"),
+    (("w8a8",),       9.75, (16, 4, 1, 1),       "as w4a8_block; not measured apart"),
+    (("w8a8",),       22.5, (32, 4, 1, 1),       "as w4a8_block; not measured apart"),
+    (("w8a8",),       40.0, (64, 2, 2, 1),       "as w4a8_block; not measured apart"),
+    (("w8a8",),       INF,  Straight(4),         "1176-1223 TFLOP/s on whole tiles"),
+    (_BF16,           4.0,  (8, 4, 1, 1),        "the narrowest tile that covers a busy expert"),
+    (_BF16,           9.75, (16, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
+    (_BF16,           22.5, (32, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
+    (_BF16,           49.8, (64, 2, 1, 1),       "64 tokens and more: sums leave room for two warpgroups"),
+    (_BF16,           INF,  (128, 2, 1, 1, 4),   "256 tokens leave two stages and spill"),
+)
+# An FP4 layer whose exponents do not fit E4M3 multiplies in BF16 and still promotes every 128.
+WIDE_RANGE: tuple[tuple[float, tuple[int, ...], str], ...] = (
+    (4.0,  (8, 4, 1, 1),  "exact path for exponents that E4M3 lacks"),
+    (22.5, (32, 4, 1, 1), "exact path for exponents that E4M3 lacks"),
+    (INF,  (64, 2, 2, 1), "exact path for exponents that E4M3 lacks"),
+)
+# fmt: on
+
+
+def tiles(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
+    """(the tile of both linears, why)."""
+    if recipe == "w4a8_block" and not fits_e4m3:
+        shape, why = next((t, w) for edge, t, w in WIDE_RANGE if rows_per_expert <= edge)
+        return _swapped(recipe, shape, 2, 4), why
+    tile, why = next(
+        (tile, why)
+        for recipes, edge, tile, why in TILES
+        if recipe in recipes and rows_per_expert <= edge
+    )
+    if isinstance(tile, Straight):
+        return tile, why
+    is_fp8 = recipe in ("w8a8", "w4a8_block")
+    return _swapped(recipe, tile, 1 if is_fp8 else 2, 4 if is_fp8 else 0), why
+
+
+def _swapped(recipe: str, shape: tuple[int, ...], element: int, scale: int) -> Swapped:
+    """The tile with as many stages as shared memory holds; bytes of an element and of a scale."""
+    tokens, groups, slabs, depth, span, narrow = (*shape, *(1, 0)[len(shape) - 4 :])
+    bits = recipe_named(recipe).weights.bits_per_value
+    if recipe_named(recipe).weights.block[0] > 1:
+        bits = 8  # scales of 128x128 do not pass through the ring
+    weights = int(64 * 128 * bits / 8) * groups * slabs
+    stage = depth * (weights + tokens * 128 * element + max(tokens, 32) * scale) + 16
+    fixed = 2 * groups * tokens * 4 + (groups * tokens * 128 if tokens >= 64 else 0)
+    stages = min((SHARED_BYTES - align_up(fixed, 1024)) // stage, MOST_STAGES)
+    return Swapped(tokens, groups, slabs, depth, stages, span, narrow, MATH_REGS[groups])

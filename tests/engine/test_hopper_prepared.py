@@ -1,0 +1,86 @@
+"""Weights packed for Hopper: made once, kept as long as the experts, never another's."""
+
+import gc
+import weakref
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine.hopper import prepared
+from megamoe.errors import NotAvailable
+from megamoe.problem import RECIPES
+
+E, I, H = 2, 96, 64
+
+
+def experts(recipe, seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(E, 2 * I, H, generator=rng)
+    return mm.ExpertWeights.quantize(w13, torch.randn(E, H, I, generator=rng), recipe)
+
+
+def same(a, b):
+    tensors = [[t for p in (x.w13, x.w2) for t in (p.data, p.scale, p.factor)] for x in (a, b)]
+    return a.how == b.how and all(
+        (s is None) == (t is None) and (s is None or torch.equal(s, t))
+        for s, t in zip(*tensors, strict=True)
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weights_are_packed_once_and_freed_with_the_experts(recipe):
+    w = experts(recipe)
+    made = prepared(w)
+    assert prepared(w).w13.data is made.w13.data and prepared(w).w2.data is made.w2.data
+    alive = [weakref.ref(w.w13.data), weakref.ref(made.w2.data)]
+    del w, made
+    gc.collect()
+    assert [ref() for ref in alive] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["data", "scale", "global_scale"])
+@pytest.mark.parametrize("matrix", ["w13", "w2"])
+def test_a_change_in_place_is_seen(matrix, name):
+    w = experts("nvfp4")
+    before = prepared(w._map(torch.clone))
+    prepared(w)
+    w.state_dict()[f"{matrix}.{name}"].view(torch.uint8)[0].fill_(61)
+    assert not same(prepared(w), before) and same(prepared(w), prepared(w._map(torch.clone)))
+
+
+def test_experts_that_share_tensors_are_kept_apart():
+    w, other = experts("w4a8_block"), experts("w4a8_block", seed=1)
+    assert prepared(w).how.is_fp8
+    assert not prepared(mm.ExpertWeights("w4a16", w.w13, w.w2)).how.is_fp8
+    mixed = replace(w, w2=other.w2)
+    assert torch.equal(prepared(mixed).w2.data, prepared(other).w2.data)
+
+
+def test_weights_made_under_inference_mode_work():
+    with torch.inference_mode():
+        w = experts("w4a16")
+        made = prepared(w)
+    assert same(made, prepared(experts("w4a16")))
+
+
+def spread(w, codes):
+    """`w` with the scale of L1's first group of 32 lowered by `codes`, or set to 0."""
+    scale = w.w13.scale.clone()
+    scale[..., 0] = scale[..., 0] - codes if codes else 0
+    return replace(w, w13=replace(w.w13, data=w.w13.data.clone(), scale=scale))
+
+
+def test_exponents_that_e4m3_lacks_choose_bf16_for_the_layer():
+    w = experts("w4a8_block")
+    assert prepared(w).how.is_fp8 and prepared(w).w2.kind == "e4m3_image"
+    made = prepared(spread(w, 20))
+    assert not made.how.is_fp8 and made.how.is_promoted
+    assert made.w13.kind == made.w2.kind == "mx_image"
+
+
+@pytest.mark.parametrize("recipe", ["w4a16", "w4a8", "w4a4", "w4a8_block"])
+def test_scales_of_2_to_the_minus_127_are_refused(recipe):
+    with pytest.raises(NotAvailable, match=r"2\*\*-126"):
+        prepared(spread(experts(recipe), 0))

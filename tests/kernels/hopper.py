@@ -1,0 +1,19 @@
+"""The tiles that the Hopper backend ships, for its tests."""
+
+from megamoe.schedule.heuristics import hopper_tiles
+from megamoe.schedule.heuristics.hopper_tiles import Straight
+
+
+def shipped(recipe, *, fits=True):
+    """The tiles that `recipe` takes, few rows first; `fits`: whether its weights fit E4M3."""
+    edges = [edge for recipes, edge, *_ in hopper_tiles.TILES if recipe in recipes]
+    if not fits:
+        edges = [edge for edge, *_ in hopper_tiles.WIDE_RANGE]
+    found = (hopper_tiles.tiles(recipe, min(e, 1e9), fits_e4m3=fits)[0] for e in edges)
+    return list(dict.fromkeys(found))
+
+
+def tile_name(tile):
+    if isinstance(tile, Straight):
+        return "straight"
+    return f"swapped{tile.tokens}" + (f"or{tile.narrow}" if tile.narrow else "")

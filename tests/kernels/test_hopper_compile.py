@@ -1,0 +1,132 @@
+"""Every launch of the Hopper backend, in every tile that it ships, compiles whole for sm_90a."""
+
+import re
+
+import pytest
+import torch
+
+from megamoe.formats.quantized import (
+    DATA_DTYPE,
+    SCALE_DTYPE,
+    Quantized,
+    data_shape,
+    scale_shape,
+)
+from megamoe.formats.spec import Scale, recipe_named
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.pack import pack
+from megamoe.problem import RECIPES, Options
+from megamoe.schedule.heuristics import hopper_tiles
+from tests.kernels.compiling import compile_kernel, resources
+from tests.kernels.hopper import shipped, tile_name
+from tests.kernels.support import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+META = torch.device("meta")  # sizes without memory: enough for a launcher
+E, I, H = 2, 1024, 2048
+ALL_TILES = ("w4a8_block", "w8a8", "w4a16", "bf16")
+SHARED_LIMIT = 232448  # bytes that a CTA of sm_90 may have
+
+
+def widest(recipe, *, fits=True):
+    """The widest tile of each warpgroup layout: it has the most to keep in registers."""
+    return list({getattr(t, "groups", 0): t for t in shipped(recipe, fits=fits)}.values())
+
+
+def cases():
+    """(recipe, whether weights fit E4M3, tile, linear, activation where there are biases too).
+
+    L2 of the other MXFP4 recipes is that of w4a16.
+    """
+    for recipe in RECIPES:
+        for tile in shipped(recipe) if recipe in ALL_TILES else widest(recipe):
+            yield recipe, True, tile, "l1", ""
+            if recipe in ALL_TILES or recipe == "nvfp4":
+                yield recipe, True, tile, "l2", ""
+    for tile in shipped("w4a8_block", fits=False):
+        for linear in ("l1", "l2"):
+            yield "w4a8_block", False, tile, linear, ""
+    for recipe, fits in (("w4a16", True), ("w4a8_block", True), ("w4a8_block", False)):
+        for tile in widest(recipe, fits=fits):
+            for linear in ("l1", "l2"):
+                yield recipe, fits, tile, linear, "gpt_oss"
+
+
+def name(case):
+    recipe, fits, tile, linear, activation = case
+    parts = (recipe, "" if fits else "wide", tile_name(tile), linear, activation)
+    return "-".join(filter(None, parts))
+
+
+def matrix(recipe, *shape):
+    fmt = recipe_named(recipe).weights
+    data = torch.empty(data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=META)
+    if fmt.scale is Scale.NONE:
+        return Quantized(data, None, fmt.name, shape)
+    scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=META)
+    g = torch.empty(E, device=META) if fmt.has_global else None
+    return Quantized(data, scale, fmt.name, shape, g)
+
+
+class Compiler:
+    """Stands for a kernel: compiles it for what a launcher passes."""
+
+    def __init__(self, kernel):
+        self.kernel, self.made = kernel, None
+
+    def __getitem__(self, grid):
+        return self
+
+    def __call__(self, *args, **constants):
+        self.made = compile_kernel(self.kernel, args, 90, **constants)
+
+
+def compiled(monkeypatch, recipe, fits, tile, linear, activation):
+    """What `launch` would run."""
+    kernel = "straight_kernel" if isinstance(tile, hopper_tiles.Straight) else "swapped_kernel"
+    compiler = Compiler(getattr(launch, kernel))
+    monkeypatch.setattr(launch, kernel, compiler)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    how = launch.arithmetic(recipe, fits_e4m3=fits)
+    x = launch.pool(how, 512, H, E, tile.tokens, META)
+    acts = launch.pool(how, 512, I, E, tile.tokens, META, x)
+    options = Options(activation or "swiglu")
+    some = torch.empty(E, 2, I, device=META)
+    rest = {
+        "bias": some if activation else None,
+        "acts_factor": some if recipe == "nvfp4" else None,
+        "use_pdl": True,
+    }
+    if linear == "l1":
+        w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3)
+        launch.gated(x, w, acts, tile, how, options, **rest)
+    else:
+        w = pack(matrix(recipe, E, H, I), to_e4m3=how.to_e4m3)
+        rows = torch.empty(512, H, dtype=torch.bfloat16, device=META)
+        launch.linear(acts, w, rows, tile, how, options, **rest)
+    return compiler.made
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=name)
+def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
+    recipe, fits, tile, *_ = case
+    kernel = compiled(monkeypatch, *case)
+    ptx = kernel.asm["ptx"]
+    is_fp8 = launch.arithmetic(recipe, fits_e4m3=fits).is_fp8
+    element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
+    widths = {tile.tokens, getattr(tile, "narrow", 0) or tile.tokens}  # straight: 128 weight rows
+    wanted = {f"m64n{n}k{depth}.f32.{element}.{element}" for n in widths}
+    assert set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx)) == wanted
+    assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    used = resources(kernel)
+    assert used["shared"] <= SHARED_LIMIT
+    assert used["stack"] == 0
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_load_has_a_tile(recipe):
+    for fits in (True, False):
+        for rows in (0.0, 0.001, 1, 5, 30, 100, 1e6):
+            tile, why = hopper_tiles.tiles(recipe, rows, fits_e4m3=fits)
+            assert tile.stages >= 1 and tile.tokens % 8 == 0 and why
