@@ -51,9 +51,12 @@ def _driver() -> str:
 def _commit() -> str:
     """The checkout's commit, with a + where files differ from it.
 
-    A copy without git history may carry the commit in a file `.commit` at its root.
+    A copy that was made for a run may name its commit in a file `.commit` at its root.
     """
     root = Path(__file__).parent.parent.parent
+    note = root / ".commit"
+    if note.is_file():
+        return note.read_text().strip()
     try:
         git = ["git", "-C", str(root)]
         head = subprocess.run(
@@ -63,6 +66,5 @@ def _commit() -> str:
             [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        note = root / ".commit"
-        return note.read_text().strip() if note.is_file() else "unknown commit"
+        return "unknown commit"
     return head + ("+" if changed else "")

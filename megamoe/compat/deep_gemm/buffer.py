@@ -176,7 +176,7 @@ def _allocate(
 
 def _device(given: torch.device | str | None) -> torch.device:
     if given is not None:
-        return torch.device(given)
+        return torch.empty(0, device=given).device  # "cuda" is the current one
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

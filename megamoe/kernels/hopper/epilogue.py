@@ -30,6 +30,14 @@ def _reciprocal(x):
 
 
 @gluon.jit
+def times(a, b):
+    """a * b, rounded before anything is added to it: the compiler may not fuse it with a sum."""
+    return gl.inline_asm_elementwise(
+        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def divide(a, b, reciprocal):
     """a / b, given 1 / b: a product and one exact correction round it correctly."""
     first = a * reciprocal
@@ -80,12 +88,12 @@ def e4m3_step(bits):
 def _activated(p, sums, factor, bias, token_factor, weight, ok):
     """FP32 [32, tokens]: gate and up rounded to BF16, clamped, gated, weighted; padding is zero."""
     if p.FACTOR == "row" or p.FACTOR == "expert":
-        sums = sums * gl.expand_dims(factor, 1)
+        sums = times(sums, gl.expand_dims(factor, 1))
     N: gl.constexpr = sums.shape[1]
     gate, up = halves(sums, N)
     if p.FACTOR == "expert":
-        gate = gate * gl.expand_dims(token_factor, 0)
-        up = up * gl.expand_dims(token_factor, 0)
+        gate = times(gate, gl.expand_dims(token_factor, 0))
+        up = times(up, gl.expand_dims(token_factor, 0))
     if p.HAS_BIAS:
         LAYOUT: gl.constexpr = sums.type.layout
         wide = gl.expand_dims(bias, 1) + gl.zeros([64, N], gl.float32, LAYOUT)
@@ -275,10 +283,10 @@ def finish_linear(p, sums, rows, tokens, slab, first, end, WG: gl.constexpr):
     weight, dest, _ = tokens
     ok = first + gl.arange(0, dest.shape[0], dest.type.layout) < end
     if p.FACTOR == "row" or p.FACTOR == "expert":
-        sums = sums * gl.expand_dims(factor, 1)
+        sums = times(sums, gl.expand_dims(factor, 1))
     if p.HAS_BIAS:
         extra = gl.expand_dims(bias, 1)
         if p.WEIGHTED:
-            extra = extra * gl.expand_dims(weight, 0)
+            extra = times(extra, gl.expand_dims(weight, 0))
         sums = sums + extra
     _store_rows(p, sums.to(gl.bfloat16), dest, ok, slab * 64, p.num_outputs, WG)

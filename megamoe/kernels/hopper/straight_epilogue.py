@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu
+from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu, times
 
 TOKENS = gl.constexpr(128)
 ROWS = gl.constexpr(256)
@@ -26,7 +26,7 @@ def activated(p, sums, up, expert, across, first, end, WG: gl.constexpr):
     if p.DECODED:
         col = across * ROWS + WG * 128 + gl.arange(0, 128, gl.SliceLayout(0, MMA))
         factor = gl.load(p.factor + expert * p.factor_rows + col)
-        sums, up = halves(sums * gl.expand_dims(factor, 0))
+        sums, up = halves(times(sums, gl.expand_dims(factor, 0)))
     LAYOUT: gl.constexpr = sums.type.layout
     if p.HAS_BIAS:
         col = across * 128 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
@@ -97,13 +97,13 @@ def _finish_part(p, sums, expert, at, first, end, WG: gl.constexpr):
     row = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     if p.DECODED:
         factor = gl.load(p.factor + expert * p.factor_rows + col)
-        sums = sums * gl.expand_dims(factor, 0)
+        sums = times(sums, gl.expand_dims(factor, 0))
     if p.HAS_BIAS:
         extra = gl.load(p.bias + expert * p.num_biases + col, mask=col < p.num_biases, other=0.0)
         extra = gl.expand_dims(extra, 0)
         if p.WEIGHTED:
             weight = gl.load(p.row_weight + row, mask=row < end, other=0.0)
-            extra = extra * gl.expand_dims(weight, 1)
+            extra = times(extra, gl.expand_dims(weight, 1))
         sums = sums + extra
     dest = gl.load(p.row_dest + row, mask=row < end, other=0)
     store_rows(p, sums.to(gl.bfloat16), dest, row < end, at, p.num_outputs, WG)
