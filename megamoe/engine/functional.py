@@ -66,6 +66,8 @@ def run(
     shared: ExpertWeights | None,
     found: faults.Faults | None = None,
     stats: Tensor | None = None,
+    *,
+    pdl: bool = False,
 ) -> Tensor:
     """One checked call on a resolved backend; `stats` is added to.
 
@@ -80,32 +82,13 @@ def run(
         return y
     found = found or faults.of_device(weights.device)
     found.raise_if_seen()
-    y = launched(backend, x, topk_idx, topk_weights, weights, shared, options, found.word, stats)
-    found.follow(topk_idx.shape[1])
-    return y
-
-
-def launched(
-    backend: str,
-    x: Tensor | Quantized,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    shared: ExpertWeights | None,
-    options: Options,
-    error: Tensor,
-    stats: Tensor | None,
-    num_valid: Tensor | None = None,
-) -> Tensor:
-    """The launches of one call on a GPU backend; nothing is read back.
-
-    num_valid   int32 [1] on the device: tokens from there on are padding
-    """
     if backend == "hopper":
         from megamoe.engine import hopper as staged
     else:
         from megamoe.engine import staged
-    return staged.moe(x, topk_idx, topk_weights, weights, options, shared, error, stats, num_valid)
+    y = staged.moe(x, topk_idx, topk_weights, weights, options, shared, found.word, stats, pdl=pdl)
+    found.follow(topk_idx.shape[1])
+    return y
 
 
 def check_tokens(

@@ -1,4 +1,4 @@
-"""Staged mode of the Hopper backend: route, L1, L2, combine, each placed while the last one ends.
+"""Staged mode of the Hopper backend: route, L1, L2 and combine as launches on one stream.
 
 Weights are packed once per layer for the kernels (`kernels.hopper.pack`); nothing is rounded.
 No host synchronisation and shapes that depend on sizes alone, so a call can be captured in a CUDA
@@ -104,9 +104,13 @@ def moe(
     stats: Tensor | None = None,
     num_valid: Tensor | None = None,
     *,
-    pdl: bool = True,
+    pdl: bool = False,
 ) -> Tensor:
-    """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to."""
+    """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to.
+
+    With `pdl` each launch is placed while the one before it ends: the same bits, but graphs that
+    hold such launches must not pile up (docs/hopper.md).
+    """
     num_tokens, hidden = x.shape
     top_k = topk_idx.shape[1]
     device = weights.device
@@ -140,7 +144,7 @@ def run_pass(
     rows: Tensor,
     first_slot: int,
     stats: Tensor | None,
-    pdl: bool = True,
+    pdl: bool = False,
 ) -> None:
     """Route, L1 and L2 of these slots; their rows go to `rows` [T, slots, H]."""
     made = prepared(weights)
@@ -197,7 +201,7 @@ def _ready(x: Quantized, how: Arithmetic) -> tuple[Tensor, Tensor | None, Tensor
     return dequantize(x).to(torch.bfloat16), None, g, True
 
 
-def as_fp8(rows: Tensor, pdl: bool = True) -> tuple[Tensor, Tensor]:
+def as_fp8(rows: Tensor, pdl: bool = False) -> tuple[Tensor, Tensor]:
     """Rows on their way to combine, one E8M0 scale per 128 columns."""
     flat = rows.flatten(0, 1)
     blocks = -(-rows.shape[2] // 128)

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from megamoe.engine import backends, faults, parallel
 from megamoe.engine.across import across_op, handle_of
-from megamoe.engine.functional import check_shared, check_tokens, launched, run
-from megamoe.engine.graphs import Graphs
+from megamoe.engine.functional import check_shared, check_tokens, run
 from megamoe.engine.op import describe, moe_op
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
+from megamoe.errors import CapacityError, DTypeError, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options, check_top_k
 from megamoe.schedule.placement import Placement
@@ -37,7 +36,7 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit
     placement            which experts stand on which rank; None: contiguous, each once
     timeout_s            bound of every wait for another rank
-    cuda_graphs          replay calls from CUDA graphs, captured per number of tokens as they come
+    overlap_launches     place each kernel while the one before it ends; see docs/hopper.md first
     stats                int64 [E_local], added to by every call: tokens each local expert received
 
     Casts such as `.half()` leave the experts' bytes alone; `.to(device)` moves them.
@@ -57,7 +56,7 @@ class MoE(nn.Module):
         max_tokens_per_rank: int | None = None,
         placement: Placement | None = None,
         timeout_s: float = 300.0,
-        cuda_graphs: bool = False,
+        overlap_launches: bool = False,
         activation: str = "swiglu",
         clamp: float | None = None,
         weight_at: str = "l1",
@@ -71,7 +70,7 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self._wanted = (backend, mode)
-        self._wants_graphs = cuda_graphs
+        self._overlaps = overlap_launches
         self._has_group, self._world = group is not None, None
 
         def build(num_ranks: int) -> Placement:
@@ -151,14 +150,9 @@ class MoE(nn.Module):
         self._check_once(x, topk_idx, topk_weights)
         weights, shared = self._parts()
         with torch.no_grad():
-            if self._graphs is not None and isinstance(x, Tensor) and len(x):
-                self._faults.raise_if_seen()
-                y = self._graphs(x, topk_idx, topk_weights)
-                self._faults.follow(self.top_k)
-                return y
             return run(
                 self.backend, x, topk_idx, topk_weights, weights, self.options, shared,
-                self._faults, self.stats,
+                self._faults, self.stats, pdl=self._overlaps,
             )  # fmt: skip
 
     def _check_once(self, x: Tensor | Quantized, idx: Tensor, weights: Tensor) -> None:
@@ -256,30 +250,6 @@ class MoE(nn.Module):
         self._faults = faults.Faults(weights.device)
         self._what = describe(weights, shared, self.options, name)
         self._passed: set[tuple[Any, ...]] = set()
-        self._graphs = self._new_graphs() if self._wants_graphs else None
-
-    def _new_graphs(self) -> Graphs:
-        require(
-            self.weights.device.type == "cuda" and self.backend != "reference",
-            "cuda_graphs needs a backend of the GPU",
-            got=f"{self.backend} on {self.weights.device}",
-            kind=NotAvailable,
-        )
-        require(
-            not self._has_group,
-            "a layer over a process group reads its counts on the host",
-            got="cuda_graphs with a group",
-            fix="leave cuda_graphs out",
-            kind=NotAvailable,
-        )
-
-        def call(x: Tensor, idx: Tensor, weights: Tensor, num_valid: Tensor) -> Tensor:
-            return launched(
-                self.backend, x, idx, weights, *self._parts(), self.options, self._faults.word,
-                self.stats, num_valid,
-            )  # fmt: skip
-
-        return Graphs(call)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         super()._apply(fn, recurse)

@@ -170,35 +170,7 @@ class PortableCalc(Calc):
         one.run(idx, weight, first_slot=first_slot, stats=stats)
 
 
-class HopperCalc(PortableCalc):
-    """With the Hopper kernels."""
-
-    def _fill(
-        self,
-        x: Tensor | Quantized,
-        weights: ExpertWeights,
-        idx: Tensor,
-        weight: Tensor,
-        room: Tensor,
-        scale: Tensor | None,
-        first_slot: int,
-        stats: Tensor | None,
-    ) -> None:
-        from megamoe.engine import hopper
-        from megamoe.kernels.portable.dispatch import Routing
-
-        word = torch.zeros(1, dtype=torch.int32, device=idx.device)  # ids are checked already
-        routing = Routing(idx, weight, torch.empty_like(idx), torch.empty_like(weight), word, None)
-        if scale is None:
-            hopper.run_pass(x, weights, self.options, routing, room, first_slot, stats)
-            return
-        rows = room.new_empty(*idx.shape, room.shape[2], dtype=torch.bfloat16)
-        hopper.run_pass(x, weights, self.options, routing, rows, 0, stats)
-        mine = slice(first_slot, first_slot + idx.shape[1])
-        room[:, mine], scale[:, mine] = hopper.as_fp8(rows)
-
-
-CALCS = {"reference": ReferenceCalc, "portable": PortableCalc, "hopper": HopperCalc}
+CALCS = {"reference": ReferenceCalc, "portable": PortableCalc}
 
 
 def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: float) -> GroupWorld:
