@@ -98,6 +98,8 @@ def tiles(picks: Picks, problem: Problem, hw: Hardware, chosen: Backend, sms: in
     k = picks.number("block_k", chosen.block_k(problem, m), legal=chosen.BLOCK_KS)
     found = Tiles(m, n, k, operand)
     chosen.check(problem, found)
+    if launches := chosen.staged(problem):
+        picks.note("staged_tile", *launches)
     return found
 
 

@@ -9,7 +9,7 @@ from megamoe.errors import CapacityError, ShapeError
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import H200
 from megamoe.schedule.choice import SharedMemory, Term, Tiles, num_registers, num_stages
-from megamoe.schedule.heuristics import BACKENDS, blackwell, hopper, portable
+from megamoe.schedule.heuristics import BACKENDS, blackwell, hopper, hopper_tiles, portable
 
 
 def load(rows_per_expert, recipe="w4a8", hidden=4096, intermediate=2048):
@@ -186,3 +186,11 @@ def test_a_stage_that_does_not_fit_twice_is_refused_with_the_sum():
         num_stages(fixed, stage, 200)
     assert num_stages(fixed, stage, 220).value == 2
     assert num_stages(fixed, stage, 10**6).value == 32  # A026
+
+
+def test_the_plan_prints_the_tile_of_hoppers_staged_launches_with_its_reason():
+    problem = mm.Problem(64, 7168, 2048, 256, 8, 8, "w4a8_block")
+    chosen = {c.name: c for c in mm.plan(problem, "h200").choices}
+    tile, why = hopper_tiles.tiles("w4a8_block", problem.tokens_per_expert)
+    assert (chosen["staged_tile"].value, chosen["staged_tile"].why) == (str(tile), why)
+    assert "staged_tile" not in {c.name for c in mm.plan(problem, "b200").choices}

@@ -121,6 +121,10 @@ def block_k(problem: Problem, block_m: int) -> Picked:
     return Picked(*BLOCK_K.get((mma(problem)[0], block_m), (128, "A021, D004: the common depth")))
 
 
+def staged(problem: Problem) -> None:
+    """None: no kernels yet."""
+
+
 def check(problem: Problem, tiles: Tiles) -> None:
     """Refuse tiles that break the kernel's asserts."""
     half = tiles.block_m // CLUSTER * tiles.block_k * MMA_BITS[tiles.mma] // 8

@@ -11,6 +11,7 @@ from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.problem import Problem
 from megamoe.schedule.choice import Picked, Role, Term, Tiles
+from megamoe.schedule.heuristics.hopper_tiles import tiles as staged_tiles
 from megamoe.schedule.load import rows_per_rank, touched_experts
 
 BLOCK_MS = (8, 16, 32, 64, 128, 256)
@@ -135,6 +136,12 @@ def block_k(problem: Problem, block_m: int) -> Picked:
     """The depth of a stage."""
     table = BLOCK_K[mma(problem)[0]]
     return next(Picked(k, why) for limit, k, why in table if block_m <= limit)
+
+
+def staged(problem: Problem) -> tuple[str, str]:
+    """(tile of the staged launches, why)."""
+    tile, why = staged_tiles(problem.recipe, problem.tokens_per_expert)
+    return str(tile), why
 
 
 def check(problem: Problem, tiles: Tiles) -> None:

@@ -31,6 +31,9 @@ class Swapped:
     math_regs: int = 232
     load_regs: int = 40
 
+    def __str__(self) -> str:
+        return f"{self.tokens}x{64 * self.groups * self.slabs} tokens x rows, {self.stages} stages"
+
 
 @dataclass(frozen=True, slots=True)
 class Straight:
@@ -43,6 +46,9 @@ class Straight:
     decode_regs: int = 0  # of the warpgroup that decodes FP4
     load_regs: int = 40
     tokens: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.tokens}x256 tokens x rows, tokens first, {self.stages} stages"
 
 
 Tile = Swapped | Straight

@@ -98,6 +98,10 @@ def block_k(problem: Problem, block_m: int) -> Picked:
     return Picked(l1.block_k, why)
 
 
+def staged(problem: Problem) -> None:
+    """None: block_m, block_n and block_k are those of the staged launches."""
+
+
 def check(problem: Problem, tiles: Tiles) -> None:
     """Refuse a depth that FP4 weights do not have: a lane decodes 32 columns of each 128."""
     require(
