@@ -51,9 +51,20 @@ def moe(
     options = Options(activation, clamp, weight_at, combine, fast_math)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    chosen = backends.resolve(backend, mode, weights.device).name
+    chosen = choose(backend, mode, weights, shared)
     with torch.no_grad():
         return run(chosen, x, topk_idx, topk_weights, weights, options, shared)
+
+
+def choose(backend: str, mode: str, weights: ExpertWeights, shared: ExpertWeights | None) -> str:
+    """The backend for these experts; `auto` passes over one that cannot hold them exactly."""
+    name = backends.resolve(backend, mode, weights.device).name
+    if name == "hopper" and backend == "auto":
+        from megamoe.engine import hopper
+
+        if any(hopper.why_not(w) for w in (weights, shared) if w is not None):
+            return "portable"
+    return name
 
 
 def run(

@@ -48,26 +48,32 @@ _MADE = WeakIdKeyDictionary()
 
 def prepared(weights: ExpertWeights) -> Prepared:
     """The packed weights; images of FP4 are made at the first call and kept with the weights."""
+    reason = why_not(weights)
+    require(
+        not reason,
+        "the hopper backend needs E8M0 scales of 2**-126 or more where a group is not zero",
+        got=reason,
+        fix='use backend="portable", which holds them exactly',
+        kind=NotAvailable,
+    )
     both = weights.w13, weights.w2
     how = launch.arithmetic(weights.recipe, fits_e4m3=_can_be_e4m3(weights))
     return Prepared(*(_packed(w, how.to_e4m3) for w in both), how)
 
 
-def _can_be_e4m3(weights: ExpertWeights) -> bool:
-    """Whether w4a8_block multiplies in FP8; refuses scales that no exact path holds."""
-    if recipe_named(weights.recipe).weights.scale is not Scale.E8M0:
-        return False
+def why_not(weights: ExpertWeights) -> str:
+    """Why no exact path holds these weights; "" where one does."""
+    if recipe_named(weights.recipe).weights.scale is not Scale.E8M0 or _can_be_e4m3(weights):
+        return ""
     both = weights.w13, weights.w2
-    if weights.recipe == "w4a8_block" and all(_known(w, "fits_e4m3", fits_e4m3) for w in both):
-        return True
-    require(
-        all(_known(w, "fits_bf16", fits_bf16) for w in both),
-        "the hopper backend needs E8M0 scales of 2**-126 or more where a group is not zero",
-        got="2**-127",
-        fix='use backend="portable", which holds them exactly',
-        kind=NotAvailable,
-    )
-    return False
+    return "" if all(_known(w, "fits_bf16", fits_bf16) for w in both) else "a scale of 2**-127"
+
+
+def _can_be_e4m3(weights: ExpertWeights) -> bool:
+    """Whether w4a8_block multiplies in FP8."""
+    both = weights.w13, weights.w2
+    is_block = weights.recipe == "w4a8_block"
+    return is_block and all(_known(w, "fits_e4m3", fits_e4m3) for w in both)
 
 
 def _packed(w: Quantized, to_e4m3: bool) -> Packed:

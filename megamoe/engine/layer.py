@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megamoe.engine import backends, faults, parallel
 from megamoe.engine.across import across_op, handle_of
-from megamoe.engine.functional import check_shared, check_tokens, run
+from megamoe.engine.functional import check_shared, check_tokens, choose, run
 from megamoe.engine.op import describe, moe_op
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, ShapeError, require
@@ -243,7 +243,7 @@ class MoE(nn.Module):
     def _settle(self) -> None:
         """What depends on the device: where faults are kept, and what a compiled model passes."""
         weights, shared = self._parts()
-        name = backends.resolve(*self._wanted, weights.device).name
+        name = choose(*self._wanted, weights, shared)
         if self._has_group:
             name = parallel.backend_over_group(self._wanted[0], name)
         self._backend = name

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine import backends
+from megamoe.engine.functional import choose
 from megamoe.engine.hopper import prepared
 from megamoe.errors import NotAvailable
 from megamoe.problem import RECIPES
@@ -84,3 +86,16 @@ def test_exponents_that_e4m3_lacks_choose_bf16_for_the_layer():
 def test_scales_of_2_to_the_minus_127_are_refused(recipe):
     with pytest.raises(NotAvailable, match=r"2\*\*-126"):
         prepared(spread(experts(recipe), 0))
+
+
+def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch):
+    taken = next(b for b in backends.BACKENDS if b.name == "hopper")
+    monkeypatch.setattr(backends, "resolve", lambda backend, mode, device: taken)
+    w = experts("w4a16")
+    assert choose("auto", "auto", w, None) == "hopper"
+    w.w2.scale[0, 0, 0] = 0
+    assert choose("auto", "auto", w, None) == "portable"
+    assert choose("auto", "auto", experts("w8a8"), w) == "portable"
+    assert choose("hopper", "auto", w, None) == "hopper"
+    with pytest.raises(NotAvailable, match="portable"):
+        prepared(w)
