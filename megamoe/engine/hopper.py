@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megamoe.engine.staged import all_experts
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantize import dequantize
@@ -131,8 +132,7 @@ def moe(
     rows = torch.empty(num_tokens, slots, hidden, dtype=torch.bfloat16, device=device)
     run_pass(x, weights, options, routing, rows, 0, stats, pdl)
     if shared is not None:
-        every = torch.arange(extra, dtype=torch.int32, device=device).repeat(num_tokens, 1)
-        ones = torch.ones(num_tokens, extra, device=device)
+        every, ones = all_experts(num_tokens, extra, device)
         always = Routing(every, ones, every.clone(), ones.clone(), error, None)
         run_pass(x, shared, options, always, rows, top_k, None, pdl)
     row_scale = None

@@ -145,9 +145,8 @@ class PortableCalc(Calc):
         if scale is not None and rows.scale is not None:
             scale.view(-1, scale.shape[-1])[at] = rows.scale
         if self.shared is not None:
-            every = torch.arange(extra, dtype=torch.int32, device=idx.device).repeat(num_tokens, 1)
-            ones = torch.ones(num_tokens, extra, device=idx.device)
-            self._fill(x, self.shared, every, ones, room, scale, top_k, None)
+            every = staged.all_experts(num_tokens, extra, idx.device)
+            self._fill(x, self.shared, *every, room, scale, top_k, None)
         weighted = self.options.weight_at == "combine"
         combine(room, scale, idx.int(), weights, y, weighted=weighted)
         return y

@@ -53,8 +53,7 @@ def moe(
     pass_one = Pass(x, weights, options, rows, row_scale, pdl)
     pass_one.run(idx, weight, first_slot=0, routing=routing, stats=stats)
     if shared is not None:
-        every = torch.arange(extra, dtype=torch.int32, device=device).repeat(num_tokens, 1)
-        ones = torch.ones(num_tokens, extra, device=device)
+        every, ones = all_experts(num_tokens, extra, device)
         Pass(x, shared, options, rows, row_scale, pdl).run(every, ones, first_slot=top_k)
     combine(rows, row_scale, idx, weight, y, weighted=options.weight_at == "combine", pdl=pdl)
     return y
@@ -121,6 +120,12 @@ class Pass:
                 num_experts=w.num_experts, pdl=self.pdl,
             )  # fmt: skip
         return held, None if g is None else g.expand(x.shape[0]).contiguous()
+
+
+def all_experts(num_tokens: int, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The routing of shared experts: each token to all of them, with weight 1."""
+    every = torch.arange(num, dtype=torch.int32, device=device).repeat(num_tokens, 1)
+    return every, torch.ones(num_tokens, num, device=device)
 
 
 def slots(

@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from megamoe.cli import main as cli
 from megamoe.problem import Problem
 from megamoe.schedule.placement import Placement
 from megamoe.schedule.sample import sample_counts
@@ -26,23 +25,6 @@ def stats(tmp_path):
     path = tmp_path / "stats.json"
     Statistics(1024, 512, 4, "w4a8", place, sent, received).save(path)
     return str(path)
-
-
-@pytest.fixture
-def megamoe(monkeypatch, capsys):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["megamoe", *args])
-        monkeypatch.setenv("COLUMNS", "140")
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_it_shows_both_placements_and_the_predicted_gain(megamoe, stats, tmp_path):

@@ -7,27 +7,9 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from megamoe.cli import main as cli
 from megamoe.schedule.overrides import OVERRIDES
 
 SMALL = ("--hidden", "1024", "--intermediate", "512", "--experts", "16", "--top-k", "4")
-
-
-@pytest.fixture
-def megamoe(monkeypatch, capsys):
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*args):
-        monkeypatch.setattr(sys, "argv", ["megamoe", *args])
-        monkeypatch.setenv("COLUMNS", "140")
-        code = 0
-        try:
-            cli.main()
-        except SystemExit as stop:
-            code = stop.code or 0
-        return code, *capsys.readouterr()
-
-    return run
 
 
 def test_plan_prints_reasons_shared_memory_workspace_and_floor(megamoe):

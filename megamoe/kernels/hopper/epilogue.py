@@ -1,7 +1,7 @@
 """Epilogues: sums to activations in the next linear's format, or to rows at their places.
 
-Sums stand as [64 weight rows, tokens]. What an epilogue reads from memory is fetched before the
-main loop, so that nothing waits for it behind.
+Sums stand as [64 weight rows, tokens]. `read_rows` and `read_tokens` fetch what an epilogue needs;
+narrow tiles call them before the main loop, so that nothing waits behind it.
 """
 
 from triton.experimental import gluon
@@ -268,7 +268,7 @@ def finish_gated(p, low, high, rows, tokens, expert, slab, first, end, done, WG:
             codes = _codes(p, divide(other, wide, inverse))
             _store_rows(p, codes, row, ok, slab * 32 + 32, p.out_width, WG)
         if WG == 0:
-            gl.store(p.out_scale + slab // 4 * p.out_rows + row, scale, mask=ok)
+            gl.store(p.out_scale + slab // 4 * p.pool_rows + row, scale, mask=ok)
     else:
         _store_rows(p, _as_bf16(p, act, acts_factor), row, ok, slab * 32, p.out_width, WG)
         if p.SLABS == 2:

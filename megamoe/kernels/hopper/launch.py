@@ -104,7 +104,7 @@ def _swapped(
         data, scale, token_descriptor(x.data, tile.tokens),
         scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data, _or(w.factor, some),
         _or(bias, some), _or(acts_factor, some), x.factor, x.weight, x.dest, out, out_scale,
-        x.tiles, x.num_tiles, rows, rows, width // 128 // tile.depth, num_outputs, out_width,
+        x.tiles, x.num_tiles, rows, width // 128 // tile.depth, num_outputs, out_width,
         *_factor_shape(w), clamp, w.num_outputs,
         WEIGHTS=WEIGHTS[w.kind], GATED=w.is_gated, PROMOTED=how.is_promoted, FACTOR=w.factor_is,
         HAS_BIAS=bias is not None, TOKENS=tile.tokens, NARROW=tile.narrow, GROUPS=tile.groups,

@@ -63,8 +63,7 @@ class Work:
     out_scale: gl.tensor
     tiles: gl.tensor  # int32 [tiles, 4]: expert, first row, end row
     num_tiles: gl.tensor
-    pool_rows: gl.tensor  # stride of the scales
-    out_rows: gl.tensor
+    pool_rows: gl.tensor  # of both pools: the stride of their scales
     steps: gl.tensor  # ring stages of one tile
     num_outputs: gl.tensor  # computed: intermediate, padded, or hidden
     num_biases: gl.tensor  # intermediate or hidden
@@ -312,10 +311,10 @@ def math(p, WG: gl.constexpr):
         done += 1
 
 
-@gluon.jit(do_not_specialize=["pool_rows", "out_rows", "steps", "factor_rows", "factor_cols"])
+@gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
 def swapped_kernel(
     w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest, out,
-    out_scale, tiles, num_tiles, pool_rows, out_rows, steps, num_outputs, out_width, factor_rows,
+    out_scale, tiles, num_tiles, pool_rows, steps, num_outputs, out_width, factor_rows,
     factor_cols, clamp, num_biases,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
@@ -359,7 +358,7 @@ def swapped_kernel(
     p = Work(
         w, w_scale, x, x_scale, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met,
         factor, bias, acts_factor, row_factor, row_weight, row_dest, out, out_scale, tiles,
-        num_tiles, pool_rows, out_rows, steps, num_outputs, num_biases, out_width, factor_rows,
+        num_tiles, pool_rows, steps, num_outputs, num_biases, out_width, factor_rows,
         factor_cols, clamp, WEIGHTS, ACTS, GATED, PROMOTED, FACTOR, HAS_BIAS, WEIGHTED,
         ACTIVATION, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES, SPAN,
     )  # fmt: skip
