@@ -148,8 +148,11 @@ def test_quantisers_compile(name, arch):
     some, ints = Stand(F32), Stand(I32)
     if name in ("mxfp4", "nvfp4"):
         packed = compile_kernel(
-            _pack_kernel, (ints, 2048, some, Stand(torch.int64), Stand(U8), 512, 128), arch,
-            ACTS=CODES[name], HAS_G=name == "nvfp4", ROWS=2, BLOCKS=32, num_warps=2,
+            _pack_kernel,
+            (ints, 2048, some, Stand(torch.int64), Stand(U8), Stand(torch.int64), some, ints, some,
+             ints, ints, 512, 128, 256), arch,
+            ACTS=CODES[name], HAS_ROUTING=True, HAS_COUNT=True, HAS_G=name == "nvfp4", TOP_K=6,
+            SLOTS=8, ROWS=2, BLOCKS=32, num_warps=2,
         )  # fmt: skip
         assert resources(packed)["stack"] == 0 and "ld.global.v4" in packed.asm["ptx"]
     kernel = compile_kernel(

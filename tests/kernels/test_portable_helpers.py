@@ -5,8 +5,9 @@ import torch
 
 import megamoe as mm
 from megamoe.engine.faults import NONE
-from megamoe.kernels.portable.acts import PLAIN
+from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
+from megamoe.kernels.portable.pack import can_pack
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.routing.permute import permute
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
@@ -72,6 +73,17 @@ def test_nvfp4_under_a_global_scale(g, dtype):
     assert_same(quantize(x.to(DEVICE), "nvfp4", g=torch.tensor(g, device=DEVICE)), wanted)
 
 
+def test_nvfp4_quotients_next_to_ties():
+    """A divisor of all ones puts quotients of powers of two half an ulp above one."""
+    ones = 2 - 2**-23
+    values = torch.tensor([12, 0.5, 1, 1.5, 2.5, 3.5, 5, 7, 10, 0.25, 3, 0, -0.5, -1.5, -5, -10])
+    values = torch.stack([values, values.clamp(-1, 1)])[:, None]
+    x = (values * torch.exp2(torch.arange(-6, 7.0))[:, None]).bfloat16().view(-1, 16)
+    for g in (ones, ones / 4, ones * 2**8 / 3):  # steps of 12 are all ones; the last makes 6 g so
+        wanted = mm.quantize(x, "nvfp4", global_scale=g)
+        assert_same(quantize(x.to(DEVICE), "nvfp4", g=torch.tensor(g, device=DEVICE)), wanted)
+
+
 @pytest.mark.parametrize(
     ("num", "experts", "top_k", "tile"),
     [(1, 4, 1, 16), (10, 8, 3, 16), (100, 32, 6, 16), (300, 33, 8, 64), (7, 300, 2, 64)],
@@ -109,3 +121,45 @@ def test_dispatch_masks_what_is_not_legal_and_keeps_the_first(id_dtype):
     assert out.tolist() == [[0, 3], [-1, 2], [-1, 1], [1, -1], [2, -1], [-1, -1]]
     assert found.item() == 2 * 2 + 0
     assert out_w.isfinite().all()
+
+
+def dispatched(x, name, idx, weight, num_valid):
+    """Bytes, scales, ids, weights and the first error of one launch; 32 experts."""
+    data = torch.full((x.shape[0], x.shape[1] // 2), 77, dtype=torch.uint8, device=DEVICE)
+    scale = torch.full_like(data[:, :: CODES[name].GROUP.value // 2], 77)
+    out, out_w = torch.full_like(idx, 77, dtype=torch.int32), torch.full_like(weight, 77.0)
+    found = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
+    routing = Routing(idx, weight, out, out_w, found, num_valid)
+    g = torch.full((), 0.37, device=DEVICE) if name == "nvfp4" else None
+    dispatch(x, data, scale, CODES[name], g=g, routing=routing, num_experts=32)
+    return data, scale, out, out_w, found
+
+
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("shape", "top_k", "num_valid"),
+    [((1, 32), 1, None), ((5, 96), 3, 4), ((7, 2880), 6, 5), ((4, 2048), 8, None), ((3, 64), 2, 0)],
+    ids=str,
+)
+def test_packing_together_with_the_routing(name, id_dtype, shape, top_k, num_valid):
+    """The bytes of `formats`, and the routing of the general kernel, which FP32 tokens take."""
+    rng = torch.Generator().manual_seed(shape[0])
+    x = torch.randn(*shape, generator=rng).bfloat16()
+    idx = torch.randint(-1, 32, (shape[0], top_k), generator=rng).to(id_dtype)
+    weight = torch.rand(shape[0], top_k, generator=rng)
+    if shape[0] > 4:
+        x[1, 3], idx[2, 1], idx[3, 0], idx[4, 2], weight[3, 2] = float("nan"), 32, -2, 7, torch.inf
+        idx[3, 2], weight[1, 1], idx[1, 1] = 1, float("nan"), -1  # the latter is masked: never read
+    x, idx, weight = x.to(DEVICE), idx.to(DEVICE), weight.to(DEVICE)
+    count = None if num_valid is None else torch.tensor([num_valid], device=DEVICE).int()
+    assert can_pack(x, CODES[name]) and not can_pack(x.float(), CODES[name])
+    got = dispatched(x, name, idx, weight, count)
+    for a, b in zip(got, dispatched(x.float(), name, idx, weight, count), strict=True):
+        assert torch.equal(bits(a), bits(b))
+    wanted = mm.quantize(x.cpu(), name, **({"global_scale": 0.37} if name == "nvfp4" else {}))
+    assert torch.equal(got[0].cpu(), bits(wanted.data))
+    assert torch.equal(got[1].cpu(), bits(wanted.scale))
+    assert got[4].item() == (2 * top_k + 1 if shape[0] > 4 else NONE)
+    if num_valid is not None:
+        assert (got[2][num_valid:] == -1).all() and (got[3][num_valid:] == 0).all()

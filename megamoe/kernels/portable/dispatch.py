@@ -1,7 +1,5 @@
 """Dispatch: tokens into the activation format, routing checked and padded, in one launch (D007)."""
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -19,6 +17,7 @@ from megamoe.kernels.device.compat import after_previous, overlap
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.portable.acts import CODES, store_acts
 from megamoe.kernels.portable.pack import can_pack, pack
+from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 
 
 @triton.jit
@@ -40,34 +39,16 @@ def _dispatch_kernel(
         tile = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         factor = tl.load(g) if HAS_G else 1.0
         store_acts(tile, factor, out, out_scale, row, inside, first_col, hidden, ACTS, ROWS, COLS)
-    if HAS_ROUTING:  # noqa: SIM102  known at compile time, unlike the program's number
-        if tl.program_id(0) == 0:
-            slot = tl.arange(0, SLOTS)
-            at = row[:, None] * TOP_K + slot[None, :]
-            used = inside[:, None] & (slot < TOP_K)[None, :]
-            idx = tl.load(topk_idx + at, mask=used, other=-1).to(tl.int32)
-            weight = tl.load(topk_weights + at, mask=used, other=0.0)
-            if HAS_COUNT:
-                idx = tl.where((row < tl.load(num_valid))[:, None], idx, -1)  # pad fill
-            finite = tl.abs(weight) < float("inf")
-            bad = (idx < -1) | (idx >= num_experts) | ((idx >= 0) & (finite == 0))
-            first = tl.min(tl.where(bad & used, at, 2147483647).to(tl.int32))
-            if first < 2147483647:
-                tl.atomic_min(error, first)
-            keep = (idx >= 0) & (bad == 0)
-            tl.store(idx_out + at, tl.where(keep, idx, -1), mask=used)
-            tl.store(weights_out + at, tl.where(keep, weight, 0.0), mask=used)
+    if HAS_ROUTING:
+        check_routing(
+            topk_idx, topk_weights, idx_out, weights_out, num_valid, error, row, inside,
+            num_experts, HAS_COUNT, TOP_K, SLOTS,
+        )  # fmt: skip
 
 
-class Routing(NamedTuple):
-    """The routing as it comes and as kernels read it: every id legal or -1, every weight finite."""
-
-    topk_idx: Tensor  # int32 or int64 [T, k]
-    topk_weights: Tensor  # float32 [T, k]
-    idx: Tensor  # int32 [T, k], out
-    weights: Tensor  # float32 [T, k], out
-    error: Tensor  # int32 [1]: the least token * k + slot that was not legal
-    num_valid: Tensor | None  # int32 [1] on the device: rows from there on are padding
+# Tile and warps of a program where (2, 1024) and 2 are not the best or near it, from a sweep on one
+# H200 at 8192 x 7168 (docs/measurements/portable.md).
+BLOCKS = {"codes-nvfp4": ((4, 512), 1), "codes-mxfp4": ((2, 1024), 1)}
 
 
 def dispatch(
@@ -79,37 +60,36 @@ def dispatch(
     g: Tensor | None = None,
     routing: Routing | None = None,
     num_experts: int = 0,
-    block: tuple[int, int] = (2, 1024),
-    num_warps: int = 2,
+    block: tuple[int, int] | None = None,
+    num_warps: int | None = None,
     pdl: bool = False,
 ) -> None:
     """Quantise `x` [T, H], if any, into `out` and `out_scale`; check and copy the routing too.
 
     An id out of range or a weight that is not finite becomes a masked slot and is noted in `error`;
-    the slots of padding rows become -1. `block` and `num_warps` are the best or near it in a sweep
-    on one H200 (docs/measurements/portable.md).
+    the slots of padding rows become -1. `block` and `num_warps` are those of BLOCKS unless given.
     """
     shape = x.shape if x is not None else (routing.idx.shape[0], 1) if routing else (0, 1)
     num_tokens, hidden = shape
     if num_tokens == 0:
         return
-    rows, cols = block[0], min(block[1], max(triton.next_power_of_2(hidden), 128))
-    if x is not None and out is not None and routing is None and can_pack(x, acts):
+    best_block, best_warps = BLOCKS.get(acts.name, ((2, 1024), 2))
+    rows, cols = block or best_block
+    cols, num_warps = min(cols, max(triton.next_power_of_2(hidden), 128)), num_warps or best_warps
+    if x is not None and out is not None and can_pack(x, acts):
         assert out_scale is not None
-        pack(x, out, out_scale, acts, g=g, block=(rows, cols), num_warps=num_warps)
+        pack(
+            x, out, out_scale, acts, g=g, routing=routing, num_experts=num_experts,
+            block=(rows, cols), num_warps=num_warps, pdl=pdl,
+        )  # fmt: skip
         return
     some = next(t for t in (x, routing and routing.idx) if t is not None)
-    r = routing or Routing(some, some, some, some, some, None)
-    top_k = r.idx.shape[1] if routing else 1
+    tensors, constants = routing_arguments(routing, some)
     _dispatch_kernel[(triton.cdiv(hidden, cols), triton.cdiv(num_tokens, rows))](
         some, 0 if x is None else x.stride(0), some if g is None else g,
-        some if out is None else out, some if out_scale is None else out_scale,
-        r.topk_idx, r.topk_weights, r.idx, r.weights,
-        some if r.num_valid is None else r.num_valid, r.error, num_tokens, hidden, num_experts,
-        ACTS=acts, HAS_TOKENS=x is not None, HAS_ROUTING=routing is not None,
-        HAS_COUNT=r.num_valid is not None, HAS_G=g is not None, TOP_K=top_k,
-        SLOTS=triton.next_power_of_2(top_k), ROWS=rows, COLS=cols, num_warps=num_warps,
-        **overlap(pdl),
+        some if out is None else out, some if out_scale is None else out_scale, *tensors,
+        num_tokens, hidden, num_experts, ACTS=acts, HAS_TOKENS=x is not None, HAS_G=g is not None,
+        ROWS=rows, COLS=cols, num_warps=num_warps, **constants, **overlap(pdl),
     )  # fmt: skip
 
 
@@ -122,6 +102,5 @@ def quantize(x: Tensor, format: str, *, g: Tensor | None = None) -> Quantized:
     if fmt.has_global:
         g = torch.ones((), device=x.device) if g is None else g
     raw = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    block, num_warps = ((1, 1024), 1) if format == "nvfp4" else ((2, 1024), 2)  # a sweep's best
-    dispatch(x, data.view(torch.uint8), raw, CODES[format], g=g, block=block, num_warps=num_warps)
+    dispatch(x, data.view(torch.uint8), raw, CODES[format], g=g)
     return Quantized(data, scale, format, shape, g if fmt.has_global else None)

@@ -10,18 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import INTERPRETED
-from megamoe.kernels.device.numbers import INF_BITS, Kind, abs_bits, e2m1_low_bits, pow2
+from megamoe.kernels.device.compat import HAS_PTX, INTERPRETED, after_previous, overlap
+from megamoe.kernels.device.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
+from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 
 
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b, tl.PropagateNan.ALL)
-
-
-@triton.jit
-def _either(a, b):
-    return a | b
 
 
 @triton.jit
@@ -38,34 +34,66 @@ def _amax(piece):
 
 
 @triton.jit
-def _ratio(x, step, inverse, HOW: tl.constexpr):
-    """|x / step|, at most 6, as IEEE rounds it.
+def _inverse(y):
+    """1 / y for "correct" below, 1e-30 < y < 1e30.
 
-    "shift": step is a power of two, and nothing exceeds 6; "correct": see `compat.quotient`, where
+    A start within an ulp, as PTX promises, made odd, and one step: of all y, all such starts and
+    all BF16 x none then has another quotient than IEEE's. Even starts fail where y is all ones.
+    """
+    if HAS_PTX():
+        near = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [y], dtype=tl.float32, is_pure=True, pack=1
+        )
+        near = (near.to(tl.int32, bitcast=True) | 1).to(tl.float32, bitcast=True)
+        return tl.fma(tl.fma(near, -y, 1.0), near, near)
+    else:
+        return tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y)
+
+
+@triton.jit
+def _ratio(x, step, inverse, CAP: tl.constexpr, HOW: tl.constexpr):
+    """|x / step|, at most CAP, as IEEE rounds it.
+
+    "shift": step is a power of two, and nothing exceeds CAP; "correct": see `compat.quotient`, but
     an overflow gives NaN, which `minimum` drops; "divide": any step.
     """
     if HOW == "shift":
         return tl.abs(x * inverse)
     elif HOW == "correct":
         first = x * inverse
-        return tl.minimum(tl.abs(tl.fma(tl.fma(first, -step, x), inverse, first)), 6.0)
+        return tl.minimum(tl.abs(tl.fma(tl.fma(first, -step, x), inverse, first)), CAP)
     else:
-        return tl.minimum(tl.abs(tl.div_rn(x, tl.broadcast_to(step, x.shape))), 6.0)
+        return tl.minimum(tl.abs(tl.div_rn(x, tl.broadcast_to(step, x.shape))), CAP)
+
+
+@triton.jit
+def _code(size):
+    """The E2M1 code nearest to `size`, 0..6: the low 16 bits, and others above them.
+
+    As `e2m1_low_bits`, with 65238 steps in place of 6: the exponent's 298 make them 2**16.
+    """
+    power = tl.maximum(size, 1.0).to(tl.int32, bitcast=True) & INF_BITS
+    bits = tl.fma(power.to(tl.float32, bitcast=True), 4226923.0, size).to(tl.int32, bitcast=True)
+    return bits + (bits >> 22)
 
 
 @triton.jit
 def _codes(piece, step, inverse, HOW: tl.constexpr):
-    """Words of two values [r, b, 4] -> words of eight codes [r, b]; signs are those of x."""
+    """Words of two values [r, b, 4] -> words of eight codes [r, b]; signs are those of x.
+
+    The signs of two words are put at bits 7, 23 and 15, 31; one product moves them to 3, 7, 11, 15.
+    """
     R: tl.constexpr = piece.shape[0]
     B: tl.constexpr = piece.shape[1]
     low, high = _pair(piece)
-    first = e2m1_low_bits(_ratio(low, step, inverse, HOW))
-    second = e2m1_low_bits(_ratio(high, step, inverse, HOW))
-    two = ((piece >> 12) & 0x00080008) | (first & 7) | ((second << 16) & 0x00070000)
-    shift = (tl.arange(0, 2) * 8)[None, None, None, :]
-    four = tl.reduce(tl.reshape(two, (R, B, 2, 2)) << shift, 3, _either)
-    half = (four | (four >> 12)) & 0xFFFF
-    return tl.reduce(half << (tl.arange(0, 2) * 16)[None, None, :], 2, _either)
+    first = _code(_ratio(low, step, inverse, 6.0, HOW))
+    second = _code(_ratio(high, step, inverse, 6.0, HOW))
+    even, odd = tl.split(tl.reshape(first + second * 16, (R, B, 2, 2)))
+    minus = (piece & -0x7FFF8000).to(tl.uint32, bitcast=True)
+    even_minus, odd_minus = tl.split(tl.reshape(minus, (R, B, 2, 2)))
+    minus = tl.umulhi((even_minus >> 8) | odd_minus, tl.full((R, B, 2), 0x10010000, tl.uint32))
+    left, right = tl.split((even + odd * 256) | minus.to(tl.int32, bitcast=True))
+    return (left & 0xFFFF) | (right << 16)
 
 
 @triton.jit
@@ -81,12 +109,30 @@ def _half(a, b, step, inverse, HOW: tl.constexpr):
 
 
 @triton.jit
+def _nvfp4(a, b, amax, g, HOW: tl.constexpr):
+    """Scales as stored, and the sixteen values of every block as one number."""
+    limit = tl.full(amax.shape, 6.0, tl.float32) * g
+    ratio = _ratio(amax, limit, limit if HOW == "divide" else _inverse(limit), 448.0, HOW)
+    ratio = tl.where(amax == 0.0, 1.0, ratio)
+    bad = abs_bits(amax) >= INF_BITS
+    step = e4m3_round(ratio) * g
+    dead = bad | (step == 0.0) | (abs_bits(step) >= INF_BITS)
+    step = tl.where(dead, 1.0, step)
+    codes = _half(a, b, step, step if HOW == "divide" else _inverse(step), HOW)
+    return tl.where(bad, 0x7F, e4m3_code(ratio)), tl.where(dead, 0, codes)
+
+
+@triton.jit
 def _pack_kernel(
-    x, x_stride, g, out, out_scale, num_rows, num_blocks,
-    ACTS: tl.constexpr, HAS_G: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    x, x_stride, g, out, out_scale, topk_idx, topk_weights, idx_out, weights_out, num_valid, error,
+    num_rows, num_blocks, num_experts,
+    ACTS: tl.constexpr, HAS_ROUTING: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_G: tl.constexpr,
+    TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """x in words of two values, out in numbers of sixteen codes: [ROWS, BLOCKS] blocks."""
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    after_previous()
+    token = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    row = token.to(tl.int64)[:, None]
     block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[None, :]
     inside = (row < num_rows) & (block < num_blocks)
     mask = inside[:, :, None]
@@ -96,29 +142,31 @@ def _pack_kernel(
     a = tl.load(at, mask=mask, other=0)
     b = tl.load(at + 4, mask=mask, other=0)
     amax = _larger(_amax(a), _amax(b))
+    factor = tl.load(g) if HAS_G else 1.0
+    place = row * num_blocks + block
     if IS_WIDE:
         c = tl.load(at + 8, mask=mask, other=0)
         d = tl.load(at + 12, mask=mask, other=0)
         amax = _larger(amax, _larger(_amax(c), _amax(d)))
-    factor = tl.load(g) if HAS_G else 1.0
-    stored, _, step = ACTS.scale(abs_bits(amax), factor, ACTS.EXPONENT, ACTS.MANTISSA)
-    dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
-    place = row * num_blocks + block
-    tl.store(out_scale + place, stored.to(out_scale.dtype.element_ty), mask=inside)
-    if IS_WIDE:
+        stored, _, step = ACTS.scale(abs_bits(amax), factor, ACTS.EXPONENT, ACTS.MANTISSA)
+        dead = stored == 255
         inverse = pow2(254 - ((step.to(tl.int32, bitcast=True) >> 23) & 0xFF))
         lower = tl.where(dead, 0, _half(a, b, step, inverse, "shift"))
         upper = tl.where(dead, 0, _half(c, d, step, inverse, "shift"))
         both = place[:, :, None] * 2 + tl.arange(0, 2)[None, None, :]
         tl.store(out + both, tl.join(lower, upper), mask=mask)
     else:
-        step = tl.where(dead, 1.0, step)
         if INTERPRETED or (factor < 1e-18) or (factor > 1e18):
-            codes = _half(a, b, step, step, "divide")
+            stored, codes = _nvfp4(a, b, amax, factor, "divide")
         else:
-            inverse = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
-            codes = _half(a, b, step, inverse, "correct")
-        tl.store(out + place, tl.where(dead, 0, codes), mask=inside)
+            stored, codes = _nvfp4(a, b, amax, factor, "correct")
+        tl.store(out + place, codes, mask=inside)
+    tl.store(out_scale + place, stored.to(out_scale.dtype.element_ty), mask=inside)
+    if HAS_ROUTING:
+        check_routing(
+            topk_idx, topk_weights, idx_out, weights_out, num_valid, error, token,
+            token < num_rows, num_experts, HAS_COUNT, TOP_K, SLOTS,
+        )  # fmt: skip
 
 
 def can_pack(x: Tensor, acts: Kind) -> bool:
@@ -136,16 +184,20 @@ def pack(
     acts: Kind,
     *,
     g: Tensor | None,
+    routing: Routing | None,
+    num_experts: int,
     block: tuple[int, int],
     num_warps: int,
+    pdl: bool,
 ) -> None:
     """bf16 [T, k] -> FP4 bytes [T, k / 2] and their scales; `block` counts values."""
     num_rows, width = x.shape
     num_blocks = width // acts.GROUP.value
     rows, blocks = block[0], block[1] // acts.GROUP.value
     words = x.view(torch.int32)
+    tensors, constants = routing_arguments(routing, words)
     _pack_kernel[(triton.cdiv(num_blocks, blocks), triton.cdiv(num_rows, rows))](
-        words, words.stride(0), x if g is None else g, out.view(torch.int64), out_scale,
-        num_rows, num_blocks, ACTS=acts, HAS_G=g is not None, ROWS=rows, BLOCKS=blocks,
-        num_warps=num_warps,
+        words, words.stride(0), x if g is None else g, out.view(torch.int64), out_scale, *tensors,
+        num_rows, num_blocks, num_experts, ACTS=acts, HAS_G=g is not None, ROWS=rows,
+        BLOCKS=blocks, num_warps=num_warps, **constants, **overlap(pdl),
     )  # fmt: skip
