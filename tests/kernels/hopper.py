@@ -15,5 +15,5 @@ def shipped(recipe, *, fits=True):
 
 def tile_name(tile):
     if isinstance(tile, Straight):
-        return "straight"
+        return "straight" + "-dealt" * tile.is_dealt + (f"-ahead{tile.ahead}" if tile.ahead else "")
     return f"swapped{tile.tokens}" + (f"or{tile.narrow}" if tile.narrow else "")

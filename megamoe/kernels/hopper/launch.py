@@ -13,6 +13,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.hopper.deal import deal
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import WIDTH, Packed
 from megamoe.kernels.hopper.route import Pool, max_tiles, num_rows
@@ -51,9 +52,9 @@ def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
 
 
 def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None) -> Pool:  # fmt: skip
-    """Room for `slots` slots; the routing is that of `tiles` where it is given."""
-    wide, rows = align_up(width, WIDTH), num_rows(slots, experts)
+         tiles: Pool | None = None, ranks: int = 1) -> Pool:  # fmt: skip
+    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given."""
+    wide, rows = align_up(width, WIDTH), ranks * num_rows(slots, experts)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
@@ -70,24 +71,27 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
 
 def gated(x: Pool, w: Packed, out: Pool, tile: Tile, how: Arithmetic, options: Options,
           *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
-          use_pdl: bool = False) -> None:  # fmt: skip
-    """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate]."""
+          error: Tensor | None = None, use_pdl: bool = False) -> None:  # fmt: skip
+    """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate].
+
+    A wait that is given up, where CTAs wait for each other, sets `error` to -1.
+    """
     width = out.data.shape[1]
     run = _straight if isinstance(tile, Straight) else _swapped
     run(
         x, w, out.data, out.scale, tile, how, width, width, float(options.limit), bias,
-        acts_factor, ACTS=how.acts, ACTIVATION=options.activation,
+        acts_factor, error, ACTS=how.acts, ACTIVATION=options.activation,
         WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
 def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options: Options,
            *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
-           use_pdl: bool = False) -> None:  # fmt: skip
+           error: Tensor | None = None, use_pdl: bool = False) -> None:  # fmt: skip
     """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
     run = _straight if isinstance(tile, Straight) else _swapped
     run(
-        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, bias, acts_factor,
+        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, bias, acts_factor, error,
         ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
     )  # fmt: skip
 
@@ -95,17 +99,17 @@ def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options
 def _swapped(
     x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Swapped, how: Arithmetic,
     num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
-    acts_factor: Tensor | None, **constants: Any,
+    acts_factor: Tensor | None, error: Tensor | None, **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
     data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
     some = x.num_tiles
     swapped_kernel[(num_sms(x.data.device),)](
         data, scale, token_descriptor(x.data, tile.tokens),
-        scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data, _or(w.factor, some),
-        _or(bias, some), _or(acts_factor, some), x.factor, x.weight, x.dest, out, out_scale,
-        x.tiles, x.num_tiles, rows, width // 128 // tile.depth, num_outputs, out_width,
-        *_factor_shape(w), clamp, w.num_outputs,
+        scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data,
+        or_some(w.factor, some), or_some(bias, some), or_some(acts_factor, some), x.factor,
+        x.weight, x.dest, out, out_scale, x.tiles, x.num_tiles, rows,
+        width // 128 // tile.depth, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
         WEIGHTS=WEIGHTS[w.kind], GATED=w.is_gated, PROMOTED=how.is_promoted, FACTOR=w.factor_is,
         HAS_BIAS=bias is not None, TOKENS=tile.tokens, NARROW=tile.narrow, GROUPS=tile.groups,
         SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages, SPAN=tile.span,
@@ -116,23 +120,39 @@ def _swapped(
 def _straight(
     x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Straight, how: Arithmetic,
     num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
-    acts_factor: Tensor | None, *, ACTS: Kind, **constants: Any,
+    acts_factor: Tensor | None, error: Tensor | None, *, ACTS: Kind, launch_pdl: bool,
+    **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
-    data, scale = weight_descriptors(w, 1, 256)
-    some = x.num_tiles
-    straight_kernel[(num_sms(x.data.device),)](
+    ctas, some = num_sms(x.data.device), x.num_tiles
+    items = fp4 = fp4_scale = ring = some
+    is_dealt = tile.is_dealt or tile.ahead > 0
+    if is_dealt:
+        across = -(-num_outputs // (128 if w.is_gated else 256))
+        items = deal(x.tiles, x.num_tiles, across, ctas, tile.span, w.data.shape[1])
+    if tile.ahead:
+        assert w.scale is not None and tile.ahead % 4 == 0 and width // 256 < ctas
+        fp4, fp4_scale = w.data, w.scale.view(torch.uint8)
+        ring = fp4.new_empty(ctas * tile.ahead * 256, 32)
+        data = scale = _tma(ring.view(torch.float8_e4m3fn), [256, 128], 128)
+        constants["launch_cooperative_grid"] = True  # its CTAs wait for each other
+        constants["CHUNK"] = 2 if width % 512 else 4  # K blocks that are decoded together
+    else:
+        data, scale = weight_descriptors(w, 1, 256)
+        constants |= {"launch_pdl": launch_pdl, "CHUNK": 0}
+    straight_kernel[(ctas,)](
         data, scale, token_descriptor(x.data, tile.tokens), scale_descriptor(x.scale, tile.tokens),
-        _or(w.factor, some), _or(bias, some), x.weight, x.dest, out, out_scale, x.tiles,
-        x.num_tiles, rows, width // 128, num_outputs, out_width, *_factor_shape(w), clamp,
-        w.num_outputs,
-        DECODED=w.kind == "e4m3_image", GATED=w.is_gated, HAS_BIAS=bias is not None,
-        STAGES=tile.stages, IMAGES=tile.images, SPAN=tile.span, MATH_REGS=tile.math_regs,
+        or_some(w.factor, some), or_some(bias, some), x.weight, x.dest, out, out_scale, x.tiles,
+        x.num_tiles, items, fp4, fp4_scale, ring, or_some(error, some), rows, width // 128,
+        num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
+        DECODED=w.kind == "e4m3_image", DEALT=is_dealt, DEPTH=tile.ahead, GATED=w.is_gated,
+        HAS_BIAS=bias is not None, STAGES=tile.stages, IMAGES=tile.images,
+        SPAN=0 if is_dealt else tile.span, MATH_REGS=tile.math_regs,
         DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
     )  # fmt: skip
 
 
-def _factor_shape(w: Packed) -> tuple[int, int]:
+def factor_shape(w: Packed) -> tuple[int, int]:
     """Rows (or blocks of 128 rows) and blocks of K that `factor` has per matrix."""
     if w.factor is None or w.factor_is == "expert":
         return 1, 1
@@ -141,7 +161,7 @@ def _factor_shape(w: Packed) -> tuple[int, int]:
     return w.factor.shape[-2], w.factor.shape[-1]
 
 
-def _or(t: Tensor | None, some: Tensor) -> Tensor:
+def or_some(t: Tensor | None, some: Tensor) -> Tensor:
     """`t`, or any tensor where the kernel does not look."""
     return some if t is None else t
 

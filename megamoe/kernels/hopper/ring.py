@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate
 
 
@@ -18,6 +19,19 @@ def record(cls):
     cls.__init__ = _fill
     made = _aggregate(cls)
     made.FIELDS = dict(cls.__annotations__)
+    return made
+
+
+@gluon.jit
+def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+    """NUM mbarriers of COUNT arrivals.
+
+    Make only those that are used: the compiler lays scratch over one that is made and never waited
+    for, and what is then read from that scratch is wrong now and then (docs/fused.md).
+    """
+    made = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(NUM):
+        mbarrier.init(made.index(i), count=COUNT)
     return made
 
 

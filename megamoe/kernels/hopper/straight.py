@@ -2,8 +2,8 @@
 
 A tile is 128 tokens x 256 weight rows; two math warpgroups take 128 rows each, in two waves of 64
 tokens, and scale every 128 of K in FP32: the same products in the same order as `swapped`, so the
-same bits. E4M3 weights come by TMA; FP4 images are decoded once per tile by a warpgroup of their
-own, which writes E4M3 into the stage, so that math never waits for decoding.
+same bits. E4M3 weights come by TMA. FP4 images are decoded by a warpgroup of its own: per tile,
+into the stage, where few tiles share their weights; or once for all tiles of a wave (`ahead`).
 """
 
 from triton.experimental import gluon
@@ -17,13 +17,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megamoe.kernels.device.numbers import abs_bits
+from megamoe.kernels.hopper.ahead import (
+    Ahead,
+    decode_ahead,
+    load_decoded,
+    tell_read,
+    tell_rest,
+)
+from megamoe.kernels.hopper.deal import end_item, tile_at
 from megamoe.kernels.hopper.decode import e4m3_values, read_slab
 from megamoe.kernels.hopper.ring import (
     advance,
     allow_next_launch,
-    num_items,
+    barriers,
     pin,
-    place,
     record,
     wait_for_launch,
 )
@@ -67,6 +74,8 @@ class Work:
     out_scale: gl.tensor
     tiles: gl.tensor
     num_tiles: gl.tensor
+    items: gl.tensor  # DEALT: who does which tile (`deal`)
+    ahead: Ahead
     pool_rows: gl.tensor
     steps: gl.tensor
     num_outputs: gl.tensor
@@ -75,7 +84,8 @@ class Work:
     factor_rows: gl.tensor
     factor_cols: gl.tensor
     clamp: gl.tensor
-    DECODED: gl.constexpr
+    DECODED: gl.constexpr  # weights are FP4: a factor per row
+    DEALT: gl.constexpr
     GATED: gl.constexpr
     HAS_BIAS: gl.constexpr
     WEIGHTED: gl.constexpr
@@ -90,9 +100,8 @@ def load_weights(p):
     """E4M3 rows into the stages, or FP4 images into their own ring."""
     idx = 0
     phase = 1
-    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
-        tile, across = place(p, item, ROWS)
-        expert = gl.load(p.tiles + tile * 4)
+    for item in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
+        expert, row, end, across = tile_at(p, item)
         for k in range(p.steps):
             if p.DECODED:
                 ready = p.image_full.index(idx)
@@ -123,13 +132,13 @@ def load_weights(p):
 
 @gluon.jit
 def load_tokens(p):
-    """Tokens of each tile, and their scales."""
+    """Tokens of each tile, and their scales; tells what has been read of weights decoded ahead."""
     idx = 0
     phase = 1
+    block = 1 - p.STAGES  # K blocks that have left the stages, over all tiles
     wait_for_launch()
-    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
-        tile, across = place(p, item, ROWS)
-        row = gl.load(p.tiles + tile * 4 + 1)
+    for item in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
+        expert, row, end, across = tile_at(p, item)
         for k in range(p.steps):
             ready = p.full.index(idx)
             mbarrier.wait(p.empty.index(idx), phase)
@@ -139,6 +148,11 @@ def load_tokens(p):
                 p.x_scale, [k * p.pool_rows + row], ready, p.xs_bufs.index(idx)
             )
             idx, phase = advance(idx, phase, p.STAGES)
+            if p.ahead.DEPTH:
+                tell_read(p, block)
+                block += 1
+    if p.ahead.DEPTH:
+        tell_rest(p, block, idx, phase)
 
 
 @gluon.jit
@@ -150,7 +164,7 @@ def decode(p):
     phase = 1
     at = 0
     at_phase = 0
-    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
+    for item in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
         for k in range(p.steps):
             mbarrier.wait(p.image_full.index(at), at_phase)
             # A slab is read while the one before it is decoded: behind a store it would wait.
@@ -251,11 +265,19 @@ def math(p, WG: gl.constexpr):
     phase = 0
     done = 0
     wait_for_launch()
-    for item in range(gl.program_id(0), num_items(p, ROWS), gl.num_programs(0)):
-        tile, across = place(p, item, ROWS)
-        expert = gl.load(p.tiles + tile * 4)
-        first = gl.load(p.tiles + tile * 4 + 1)
-        end = gl.load(p.tiles + tile * 4 + 2)
+    stop = end_item(p)
+    if p.DEALT:
+        next_expert, next_first, next_end, next_across = tile_at(p, gl.program_id(0))
+    for item in range(gl.program_id(0), stop, gl.num_programs(0)):
+        if p.DEALT:  # read a tile ahead
+            expert = next_expert
+            first = next_first
+            end = next_end
+            across = next_across
+            after = gl.minimum(item + gl.num_programs(0), stop - 1)
+            next_expert, next_first, next_end, next_across = tile_at(p, after)
+        else:
+            expert, first, end, across = tile_at(p, item)
         if first + 64 < end:
             low, low_up, high, high_up, idx, phase = multiply(
                 p, expert, across, idx, phase, True, WG
@@ -290,14 +312,17 @@ def math(p, WG: gl.constexpr):
 @gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
 def straight_kernel(
     w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
+    items, fp4, fp4_scale, ring, error,
     pool_rows, steps, num_outputs, out_width, factor_rows, factor_cols, clamp, num_biases,
-    DECODED: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+    DECODED: gl.constexpr, DEALT: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr,
+    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
     MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
     """Two math warpgroups (the first is the launch's own), the decoder if any, two loaders."""
     plain: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
-    if DECODED:
+    IN_STAGE: gl.constexpr = DECODED and not DEPTH
+    if IN_STAGE:
         w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], plain)
         image = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, SLABS, 4, 256], w.layout)
         image_scale = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, SLABS, 64], w_scale.layout)
@@ -313,29 +338,34 @@ def straight_kernel(
     COLS: gl.constexpr = 32 if GATED else 64  # as BF16
     rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     turn = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLS], rows)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    image_full = gl.allocate_shared_memory(gl.int64, [IMAGES, 1], mbarrier.MBarrierLayout())
-    image_empty = gl.allocate_shared_memory(gl.int64, [IMAGES, 1], mbarrier.MBarrierLayout())
-    met = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=2)
-    for i in gl.static_range(IMAGES):
-        mbarrier.init(image_full.index(i), count=1)
-        mbarrier.init(image_empty.index(i), count=1)
-    for i in gl.static_range(2):
-        mbarrier.init(met.index(i), count=2)
+    full = barriers(STAGES, 2)
+    empty = barriers(STAGES, 2)
+    image_full = full
+    image_empty = empty
+    met = full
+    if IN_STAGE:
+        image_full = barriers(IMAGES, 1)
+        image_empty = barriers(IMAGES, 1)
     if GATED:
+        met = barriers(2, 2)
+    if GATED or DEALT:
         wait_for_launch()
     allow_next_launch()
+    ahead = Ahead(fp4, fp4_scale, ring, error, DEPTH, CHUNK)
     p = Work(
         w, w_scale, x, x_scale, w_bufs, image, image_scale, x_bufs, xs_bufs, amax, turn, full,
         empty, image_full, image_empty, met, factor, bias, row_weight, row_dest, out, out_scale,
-        tiles, num_tiles, pool_rows, steps, num_outputs, num_biases, out_width, factor_rows,
-        factor_cols, clamp, DECODED, GATED, HAS_BIAS, WEIGHTED, ACTIVATION, STAGES, IMAGES, SPAN,
+        tiles, num_tiles, items, ahead, pool_rows, steps, num_outputs, num_biases, out_width,
+        factor_rows, factor_cols, clamp, DECODED, DEALT, GATED, HAS_BIAS, WEIGHTED, ACTIVATION,
+        STAGES, IMAGES, SPAN,
     )  # fmt: skip
-    if DECODED:
+    if DEPTH:
+        gl.warp_specialize(
+            [(math, (p, 0)), (math, (p, 1)), (decode_ahead, (p,)),
+             (load_decoded, (p,)), (load_tokens, (p,))],
+            [4, 4, 1, 1], [MATH_REGS, DECODE_REGS, LOAD_REGS, LOAD_REGS],
+        )  # fmt: skip
+    elif DECODED:
         gl.warp_specialize(
             [(math, (p, 0)), (math, (p, 1)), (decode, (p,)), (load_weights, (p,)),
              (load_tokens, (p,))],

@@ -28,6 +28,7 @@ from megamoe.kernels.hopper.epilogue import (
 from megamoe.kernels.hopper.ring import (
     advance,
     allow_next_launch,
+    barriers,
     num_items,
     pin,
     place,
@@ -89,70 +90,85 @@ class Work:
 
 
 @gluon.jit
-def load_weights(p):
-    """Stream the weight tiles of this CTA into the ring."""
+def load_weight_tile(p, expert, across, start, stop, idx, phase):
+    """Stream steps start..stop of one tile of weights into the ring."""
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
     kind: gl.constexpr = p.WEIGHTS
     BYTES: gl.constexpr = SLABS * p.DEPTH * (kind.SLAB_BYTES + kind.SCALE_BYTES)
+    for k in range(start, stop):
+        ready = p.full.index(idx)
+        mbarrier.wait(p.empty.index(idx), phase)
+        mbarrier.expect(ready, BYTES)
+        if kind.DECODED:
+            tma.async_copy_global_to_shared(
+                p.w, [expert, across * SLABS, k * p.DEPTH * 4, 0], ready, p.w_bufs.index(idx)
+            )
+            tma.async_copy_global_to_shared(
+                p.w_scale, [expert, across * SLABS, k * p.DEPTH * (kind.SCALE_BYTES // 4)],
+                ready, p.ws_bufs.index(idx),
+            )  # fmt: skip
+        else:
+            for j in gl.static_range(p.DEPTH):
+                at = p.w_bufs.index(idx * p.DEPTH + j)
+                col = (k * p.DEPTH + j) * 128
+                if p.GATED:
+                    tma.async_copy_global_to_shared(
+                        p.w, [expert, across * SLABS * 4, 0, 0, col], ready, at
+                    )
+                else:
+                    tma.async_copy_global_to_shared(
+                        p.w, [expert, across * SLABS * 64, col], ready, at
+                    )
+        idx, phase = advance(idx, phase, p.STAGES)
+    return idx, phase
+
+
+@gluon.jit
+def load_token_tile(p, row, idx, phase):
+    """Bring the tokens from `row` on, and their scales, into the ring."""
+    SCALES: gl.constexpr = p.TOKENS if p.TOKENS >= 32 else 32  # a TMA destination is 128 bytes
+    ELEMENT_BYTES: gl.constexpr = p.WEIGHTS.ELEMENT.primitive_bitwidth // 8
+    X_BYTES: gl.constexpr = p.TOKENS * 128 * ELEMENT_BYTES
+    BYTES: gl.constexpr = p.DEPTH * (X_BYTES + (SCALES * 4 if p.PROMOTED else 0))
+    for k in range(p.steps):
+        ready = p.full.index(idx)
+        mbarrier.wait(p.empty.index(idx), phase)
+        mbarrier.expect(ready, BYTES)
+        for j in gl.static_range(p.DEPTH):
+            block = k * p.DEPTH + j
+            at = idx * p.DEPTH + j
+            tma.async_copy_global_to_shared(p.x, [row, block * 128], ready, p.x_bufs.index(at))
+            if p.PROMOTED:
+                tma.async_copy_global_to_shared(
+                    p.x_scale, [block * p.pool_rows + row], ready, p.xs_bufs.index(at)
+                )
+        idx, phase = advance(idx, phase, p.STAGES)
+    return idx, phase
+
+
+@gluon.jit
+def load_weights(p):
+    """The weights of this CTA's tiles; waits for nothing but free stages."""
+    SLABS: gl.constexpr = p.GROUPS * p.SLABS
     idx = 0
     phase = 1
     for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
         tile, across = place(p, item, SLABS * 64)
         expert = gl.load(p.tiles + tile * 4)
-        for k in range(p.steps):
-            ready = p.full.index(idx)
-            mbarrier.wait(p.empty.index(idx), phase)
-            mbarrier.expect(ready, BYTES)
-            if kind.DECODED:
-                tma.async_copy_global_to_shared(
-                    p.w, [expert, across * SLABS, k * p.DEPTH * 4, 0], ready, p.w_bufs.index(idx)
-                )
-                tma.async_copy_global_to_shared(
-                    p.w_scale, [expert, across * SLABS, k * p.DEPTH * (kind.SCALE_BYTES // 4)],
-                    ready, p.ws_bufs.index(idx),
-                )  # fmt: skip
-            else:
-                for j in gl.static_range(p.DEPTH):
-                    at = p.w_bufs.index(idx * p.DEPTH + j)
-                    col = (k * p.DEPTH + j) * 128
-                    if p.GATED:
-                        tma.async_copy_global_to_shared(
-                            p.w, [expert, across * SLABS * 4, 0, 0, col], ready, at
-                        )
-                    else:
-                        tma.async_copy_global_to_shared(
-                            p.w, [expert, across * SLABS * 64, col], ready, at
-                        )
-            idx, phase = advance(idx, phase, p.STAGES)
+        idx, phase = load_weight_tile(p, expert, across, 0, p.steps, idx, phase)
 
 
 @gluon.jit
 def load_tokens(p):
-    """Bring the tokens of each tile, and their scales, into the ring."""
+    """The tokens of this CTA's tiles."""
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
-    SCALES: gl.constexpr = p.TOKENS if p.TOKENS >= 32 else 32  # a TMA destination is 128 bytes
-    ELEMENT_BYTES: gl.constexpr = p.WEIGHTS.ELEMENT.primitive_bitwidth // 8
-    X_BYTES: gl.constexpr = p.TOKENS * 128 * ELEMENT_BYTES
-    BYTES: gl.constexpr = p.DEPTH * (X_BYTES + (SCALES * 4 if p.PROMOTED else 0))
     idx = 0
     phase = 1
     wait_for_launch()
     for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
         tile, across = place(p, item, SLABS * 64)
         row = gl.load(p.tiles + tile * 4 + 1)
-        for k in range(p.steps):
-            ready = p.full.index(idx)
-            mbarrier.wait(p.empty.index(idx), phase)
-            mbarrier.expect(ready, BYTES)
-            for j in gl.static_range(p.DEPTH):
-                block = k * p.DEPTH + j
-                at = idx * p.DEPTH + j
-                tma.async_copy_global_to_shared(p.x, [row, block * 128], ready, p.x_bufs.index(at))
-                if p.PROMOTED:
-                    tma.async_copy_global_to_shared(
-                        p.x_scale, [block * p.pool_rows + row], ready, p.xs_bufs.index(at)
-                    )
-            idx, phase = advance(idx, phase, p.STAGES)
+        idx, phase = load_token_tile(p, row, idx, phase)
 
 
 @gluon.jit
@@ -256,7 +272,7 @@ def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
 
 
 @gluon.jit
-def compute_tile(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
+def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
     """One tile of up to N tokens, from the ring to memory."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, p.WEIGHTS.INSTR_K]
@@ -284,6 +300,20 @@ def compute_tile(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr,
 
 
 @gluon.jit
+def compute_tile(p, expert, across, first, end, done, idx, phase, WG: gl.constexpr):
+    """One tile; few tokens take the narrow product where there is one."""
+    slab = across * (p.GROUPS * p.SLABS) + WG * p.SLABS
+    if p.NARROW > 0:
+        if end - first <= p.NARROW:
+            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.NARROW, WG)
+        else:
+            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+    else:
+        idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+    return idx, phase
+
+
+@gluon.jit
 def math(p, WG: gl.constexpr):
     """One warpgroup: its rows of every tile of this CTA."""
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
@@ -296,18 +326,7 @@ def math(p, WG: gl.constexpr):
         expert = gl.load(p.tiles + tile * 4)
         first = gl.load(p.tiles + tile * 4 + 1)
         end = gl.load(p.tiles + tile * 4 + 2)
-        slab = across * SLABS + WG * p.SLABS
-        if p.NARROW > 0:
-            if end - first <= p.NARROW:
-                idx, phase = compute_tile(
-                    p, expert, slab, first, end, done, idx, phase, p.NARROW, WG
-                )
-            else:
-                idx, phase = compute_tile(
-                    p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG
-                )
-        else:
-            idx, phase = compute_tile(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+        idx, phase = compute_tile(p, expert, across, first, end, done, idx, phase, WG)
         done += 1
 
 
@@ -344,14 +363,11 @@ def swapped_kernel(
         turn = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, TOKENS, 64], rows)
     else:
         turn = amax
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    met = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=2)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(met.index(i), count=GROUPS)
+    full = barriers(STAGES, 2)
+    empty = barriers(STAGES, GROUPS)
+    met = full
+    if GATED and PROMOTED:
+        met = barriers(2, GROUPS)
     if GATED:
         wait_for_launch()  # the tiles are the launch's before this one; L2's are older
     allow_next_launch()

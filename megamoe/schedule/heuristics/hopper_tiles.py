@@ -45,10 +45,13 @@ class Straight:
     math_regs: int = 232
     decode_regs: int = 0  # of the warpgroup that decodes FP4
     load_regs: int = 40
+    is_dealt: bool = False  # a launch before it deals the tiles, so that half ones spread evenly
+    ahead: int = 0  # K blocks of each ring that FP4 is decoded into once for many tiles; dealt too
     tokens: int = 128
 
     def __str__(self) -> str:
-        return f"{self.tokens}x256 tokens x rows, tokens first, {self.stages} stages"
+        how = f", decoded {self.ahead} blocks ahead" if self.ahead else ", dealt" * self.is_dealt
+        return f"{self.tokens}x256 tokens x rows, tokens first, {self.stages} stages{how}"
 
 
 Tile = Swapped | Straight
@@ -65,12 +68,15 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
     (("w4a8_block",), 13.0, (32, 4, 1, 1, 1, 16), "flash at 64 tokens: 144 us; 149 with 16 tokens, 156 without the narrow product"),
     (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 229-235 us; 240-261 with the narrow product, 261 with 16 tokens"),
     (("w4a8_block",), 40.0, (64, 2, 2, 1),       "between the two; not measured apart"),
-    (("w4a8_block",), INF,  Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 293 us, 381 with 64 tokens swapped"),
+    (("w4a8_block",), 450.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 293 us, 381 with 64 tokens swapped; at 2048 965 us, 1004 decoded ahead"),
+    (("w4a8_block",), 1000.0, Straight(4, 1, 24, 216, 56, 24, ahead=16), "decoded once per wave: v3 at 2048 tokens 1931 us, 2095 decoded per tile"),
+    (("w4a8_block",), INF,  Straight(4, 1, 24, 216, 56, 24, ahead=64), "decoded once per wave: v3 at 8192 tokens 5664 us, 8680 decoded per tile, 5694 and 6045 with rings of 32 and 16"),
     (("w8a8",),       4.0,  (8, 4, 1, 1),        "as w4a8_block; not measured apart"),
     (("w8a8",),       9.75, (16, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       22.5, (32, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       40.0, (64, 2, 2, 1),       "as w4a8_block; not measured apart"),
-    (("w8a8",),       INF,  Straight(4),         "1176-1223 TFLOP/s on whole tiles"),
+    (("w8a8",),       1000.0, Straight(4, is_dealt=True), "half tiles spread evenly: v3 at 2048 tokens 1475 us, 1582 by turns; flash 718 and 764"),
+    (("w8a8",),       INF,  Straight(4),         "1176-1223 TFLOP/s on whole tiles; v3 at 8192 tokens 5716 us, 5841 dealt"),
     (_BF16,           4.0,  (8, 4, 1, 1),        "the narrowest tile that covers a busy expert"),
     (_BF16,           9.75, (16, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
     (_BF16,           22.5, (32, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
@@ -88,18 +94,25 @@ WIDE_RANGE: tuple[tuple[float, tuple[int, ...], str], ...] = (
 
 def tiles(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
     """(the tile of both linears, why)."""
+    shape: tuple[int, ...] | Straight
     if recipe == "w4a8_block" and not fits_e4m3:
         shape, why = next((t, w) for edge, t, w in WIDE_RANGE if rows_per_expert <= edge)
-        return _swapped(recipe, shape, 2, 4), why
-    tile, why = next(
-        (tile, why)
-        for recipes, edge, tile, why in TILES
-        if recipe in recipes and rows_per_expert <= edge
-    )
-    if isinstance(tile, Straight):
-        return tile, why
-    is_fp8 = recipe in ("w8a8", "w4a8_block")
-    return _swapped(recipe, tile, 1 if is_fp8 else 2, 4 if is_fp8 else 0), why
+    else:
+        shape, why = next(
+            (shape, why)
+            for recipes, edge, shape, why in TILES
+            if recipe in recipes and rows_per_expert <= edge
+        )
+    return tile_of(recipe, shape, fits_e4m3=fits_e4m3), why
+
+
+def tile_of(recipe: str, shape: tuple[int, ...] | Straight, *, fits_e4m3: bool = True) -> Tile:
+    """An entry of the tables as a tile, with as many stages as shared memory holds."""
+    if isinstance(shape, Straight):
+        return shape
+    has_scales = recipe in ("w8a8", "w4a8_block")
+    is_fp8 = recipe == "w8a8" or (recipe == "w4a8_block" and fits_e4m3)
+    return _swapped(recipe, shape, 1 if is_fp8 else 2, 4 if has_scales else 0)
 
 
 def _swapped(recipe: str, shape: tuple[int, ...], element: int, scale: int) -> Swapped:
