@@ -1,5 +1,6 @@
-"""Small calls of every portable kernel, for compute-sanitizer: sanitize_calls.py [RECIPE ...]
+"""Small calls of the kernels, for compute-sanitizer: sanitize_calls.py [PART ...]
 
+A part is a recipe (every portable kernel), `quantisers`, or hopper-RECIPE (Hopper's, on one).
 Sizes are odd on purpose: short last blocks, ragged and empty experts, masked slots, padding rows.
 """
 
@@ -74,11 +75,33 @@ def quantisers() -> None:
             quantize(x, name)
 
 
+def hopper_layer(recipe: str) -> None:
+    """Hopper's staged launches in one tile of each kind, and its fused one."""
+    from megamoe.engine import fused, hopper
+    from megamoe.schedule.heuristics.hopper_fused import as_fused
+    from megamoe.schedule.heuristics.hopper_tiles import tiles
+
+    w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
+    found = faults.Faults(DEVICE)
+    picked = dict.fromkeys(tiles(recipe, rows)[0] for rows in (8, 100, 500, 2000))
+    for tile in picked:
+        num = 21 if tile.tokens < 64 else 300
+        idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
+        inputs = (normal(num, H), idx.to(DEVICE), weight.to(DEVICE), w, Options())
+        y = hopper.moe(*inputs, None, found.word, tile=tile)
+        narrow = as_fused(tile)
+        if narrow is not None:
+            assert torch.equal(y, fused.moe(*inputs, found.word, tile=narrow, timeout_s=100.0))
+        assert y.isfinite().all()
+
+
 if __name__ == "__main__":
     wanted = sys.argv[1:] or [*RECIPES, "quantisers"]
     for name in wanted:
         if name == "quantisers":
             quantisers()
+        elif name.startswith("hopper-"):
+            hopper_layer(name.removeprefix("hopper-"))
         else:
             layer(name)
             alone(name)

@@ -2,7 +2,8 @@
 
 The roles, words and barriers are those of `schedule.protocol`, which the explorer runs under
 thousands of interleavings; only the rows are real here, and the arithmetic is the reference's. So
-the result is, bit for bit, that of `reference.expert_parallel` and of one rank.
+the result is, bit for bit, that of `reference.expert_parallel` and of one rank. On a Hopper GPU
+`engine.local.LocalRanks` runs several ranks in one launch.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _hopper(device: torch.device) -> str:
 # Best first: `auto` takes the first one that works on the layer's device.
 BACKENDS = (
     Backend("blackwell", _not_yet, (), "Gluon kernels for B200 and its kin"),
-    Backend("hopper", _hopper, ("staged",), "Gluon kernels for H100, H200 and H20"),
+    Backend("hopper", _hopper, ("staged", "fused"), "Gluon kernels for H100, H200 and H20"),
     Backend("portable", _portable, ("staged",), "Triton kernels for any GPU since Ampere"),
     Backend("reference", lambda device: "", (), "the exact oracle in PyTorch, CPU or CUDA"),
 )

@@ -1,54 +1,119 @@
-"""What went wrong on the GPU, told without waiting for it.
+"""What went wrong on the GPU, told without waiting for it; and the counters of fused launches.
 
-Kernels treat a bad slot as masked and keep the first one's place in a word on the device. That word
-follows each call to pinned memory; the next call, or `check()`, reads it there and raises.
+Kernels treat a bad slot as masked and keep the first one's place in a word on the device. A wait of
+a fused launch that runs past its bound leaves a report beside it. Both follow each call to pinned
+memory in one copy; the next call, or `check()`, reads them there and raises.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
-from megamoe.errors import RangeError, require
+from megamoe.errors import MegaMoETimeout, RangeError, require
+from megamoe.schedule.heuristics.hopper_fused import COUNTERS, MOST_RANKS
 
 NONE = 2**31 - 1
 
+# The words: the first bad slot of each rank, the report, and in lines of their own the counters.
+REPORT, TOLD, FIRST_COUNTER = MOST_RANKS, MOST_RANKS + 8, 32
+BARRIERS = {
+    1: "the pool of tokens",
+    2: "L1 of tile {where}",
+    3: "the end of all ranks",
+    4: "all tiles to be dealt",
+}
+GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
+
 
 class Faults:
-    """The error word of one layer on one device."""
+    """The words of one layer on one device; of its `ranks` where one launch runs several.
 
-    def __init__(self, device: torch.device) -> None:
-        self.word = torch.full((1,), NONE, dtype=torch.int32, device=device)
-        self._seen: Tensor | None = torch.full(
-            (1,), NONE, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
-        )
-        self._top_k = 1
+    resets_itself  whether the call that raises a timeout also resets, where there is no layer
+    """
+
+    def __init__(
+        self, device: torch.device, *, ranks: int = 1, resets_itself: bool = False
+    ) -> None:
+        self._ranks, self._resets_itself, self._top_k = ranks, resets_itself, 1
+        with torch.inference_mode(False):
+            num = FIRST_COUNTER + ranks * COUNTERS
+            self.words = torch.empty(num, dtype=torch.int32, device=device)
+            self._seen: Tensor | None = torch.empty(
+                TOLD, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+            )
+            self._told = self.words[:TOLD]
+        self._last: torch.cuda.Stream | None = None
+        self._clear()
 
     @classmethod
-    def around(cls, word: Tensor) -> Faults:
-        """A view of a word that somebody else reads: nothing travels, nothing is raised."""
+    def around(cls, words: Tensor) -> Faults:
+        """A view of words that somebody else reads: nothing travels, nothing is raised."""
         found = cls.__new__(cls)
-        found.word, found._seen, found._top_k = word, None, 1
+        found.words, found._seen, found._last = words, None, None
+        found._ranks, found._resets_itself, found._top_k = 1, False, 1
         return found
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return _again, (self.words.device, self._ranks, self._resets_itself)  # a copy has its own
+
+    @functools.cached_property
+    def word(self) -> Tensor:
+        """int32 [ranks]: where each rank's first bad slot is kept."""
+        return self.words[: self._ranks]
+
+    @functools.cached_property
+    def report(self) -> Tensor:
+        """int32 [8]: what a wait past its bound leaves."""
+        return self.words[REPORT:TOLD]
+
+    @functools.cached_property
+    def counters(self) -> Tensor:
+        """int32 [ranks, COUNTERS]: zero between fused launches, which must follow each other."""
+        return self.words[FIRST_COUNTER:].view(self._ranks, COUNTERS)
+
+    def in_turn(self) -> None:
+        """Before a fused launch: its stream waits for that of the one before."""
+        device = self.words.device
+        if self._seen is None or device.type != "cuda" or is_capturing(device):
+            return  # a graph's owner keeps its replays in turn
+        now = torch.cuda.current_stream(device)
+        if self._last is not None and now != self._last:
+            now.wait_stream(self._last)
+        self._last = now
+
     def follow(self, top_k: int) -> None:
-        """After a call: let the word travel to the host, on the call's stream."""
+        """After a call: let the words travel to the host, on the call's stream."""
         self._top_k = top_k
         if self._seen is not None:
-            self._seen.copy_(self.word, non_blocking=True)
+            self._seen.copy_(self._told, non_blocking=True)
 
     def raise_if_seen(self) -> None:
-        """Raise what has arrived so far, once; never waits."""
-        first = NONE if self._seen is None else int(self._seen)
-        if self._seen is None or first == NONE:
+        """Raise what has arrived so far; never waits. A timeout is raised until `reset`."""
+        if self._seen is None:
+            return
+        seen = self._seen.tolist()
+        if seen[REPORT]:
+            if self._resets_itself:
+                self.reset()
+            raise _timeout(seen[REPORT:], self._resets_itself)
+        first, rank = min((word, rank) for rank, word in enumerate(seen[: self._ranks]))
+        if first == NONE:
             return
         self.word.fill_(NONE)
-        self._seen.fill_(NONE)
+        self._seen[:REPORT].fill_(NONE)
+        if first == GIVEN_UP:
+            raise MegaMoETimeout(
+                rank, "weights that other CTAs decode", 1, 0, "that call's result is wrong; retry"
+            )
         token, slot = divmod(first, self._top_k)
+        of = f" of rank {rank}" if self._ranks > 1 else ""
         require(
             False,
             "expert ids must name an expert or be -1, and topk_weights must be finite",
-            got=f"otherwise at token {token}, slot {slot} of an earlier call",
+            got=f"otherwise at token {token}, slot {slot}{of} of an earlier call",
             fix="the slot was treated as masked; mask it with expert -1",
             kind=RangeError,
         )
@@ -57,15 +122,57 @@ class Faults:
         """Wait for the GPU, then raise what it found."""
         self._top_k = top_k
         if self._seen is not None:
-            self._seen.copy_(self.word)
+            self._seen.copy_(self._told)
         self.raise_if_seen()
 
+    def reset(self) -> None:
+        """Wait for the GPU, then forget what it found; counters begin at zero again."""
+        _wait(self.words.device)
+        self._clear()
+        _wait(self.words.device)
 
-_BY_DEVICE: dict[torch.device, Faults] = {}
+    def _clear(self) -> None:
+        for words in (self.words, self._seen):
+            assert words is not None
+            words.zero_()
+            words[:REPORT].fill_(NONE)
 
 
-def of_device(device: torch.device) -> Faults:
-    """The word that calls without a layer share."""
-    if device not in _BY_DEVICE:
-        _BY_DEVICE[device] = Faults(device)
-    return _BY_DEVICE[device]
+def _again(device: torch.device, ranks: int, resets_itself: bool) -> Faults:
+    return Faults(device, ranks=ranks, resets_itself=resets_itself)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into somebody's graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _timeout(report: list[int], is_reset: bool) -> MegaMoETimeout:
+    """The report of `kernels/hopper/meet.py` in words."""
+    _, rank, cta, what, where, expected, seen, _ = report
+    barrier = BARRIERS.get(what, f"barrier {what}").format(where=where)
+    fix = "the next call starts anew" if is_reset else "call layer.reset() before the next call"
+    return MegaMoETimeout(rank, f"{barrier} (CTA {cta} of a fused launch)", expected, seen, fix)
+
+
+_BY_STREAM: dict[tuple[torch.device, int | None], Faults] = {}
+
+
+def of_stream(device: torch.device) -> Faults:
+    """The words of calls without a layer: one for each stream, since their calls may overlap.
+
+    A call that is being captured shares those of the device, and runs no fused launch: graphs of
+    one stream may be replayed on several.
+    """
+    stream = None
+    if device.type == "cuda" and not is_capturing(device):
+        stream = torch.cuda.current_stream(device).cuda_stream
+    for key in ((device, stream), (device, None)):  # both now: none may be made in a capture
+        if key not in _BY_STREAM:
+            _BY_STREAM[key] = Faults(device, resets_itself=True)
+    return _BY_STREAM[device, stream]

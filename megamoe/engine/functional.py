@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from megamoe import reference
 from megamoe.engine import backends, faults
+from megamoe.engine.manner import AUTO, Manner
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import (
     DeviceError,
@@ -46,14 +49,15 @@ def moe(
     returns       bf16 [T, H]
 
     activation, clamp, weight_at, combine and fast_math are those of `Options`; docs/numerics.md has
-    the rules.
+    the rules. Modes give the same bits: a call that mode "fused" cannot take runs staged.
     """
-    options = Options(activation, clamp, weight_at, combine, fast_math)
+    options, manner = Options(activation, clamp, weight_at, combine, fast_math), Manner(mode)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     chosen = choose(backend, mode, weights, shared)
+    manner.check(options, shared, weights.device)
     with torch.no_grad():
-        return run(chosen, x, topk_idx, topk_weights, weights, options, shared)
+        return run(chosen, x, topk_idx, topk_weights, weights, options, shared, manner=manner)
 
 
 def choose(backend: str, mode: str, weights: ExpertWeights, shared: ExpertWeights | None) -> str:
@@ -62,7 +66,15 @@ def choose(backend: str, mode: str, weights: ExpertWeights, shared: ExpertWeight
     if name == "hopper" and backend == "auto":
         from megamoe.engine import hopper
 
-        if any(hopper.why_not(w) for w in (weights, shared) if w is not None):
+        reasons = [hopper.why_not(w) for w in (weights, shared) if w is not None]
+        if any(reasons):
+            require(
+                mode != "fused",
+                "mode fused needs weights that the hopper backend holds exactly",
+                got=next(filter(None, reasons)),
+                fix="use mode='auto'",
+                kind=NotAvailable,
+            )
             return "portable"
     return name
 
@@ -78,12 +90,12 @@ def run(
     found: faults.Faults | None = None,
     stats: Tensor | None = None,
     *,
-    pdl: bool = False,
+    manner: Manner = AUTO,
 ) -> Tensor:
     """One checked call on a resolved backend; `stats` is added to.
 
     The reference reads ids and weights and refuses bad ones at once. A GPU backend reads nothing
-    back: `found`, or the device's shared word, tells of them on the next call.
+    back: `found`, or the words that calls of a stream share, tells of them on the next call.
     """
     if backend == "reference":
         check_values(topk_idx, topk_weights, weights.num_experts)
@@ -91,13 +103,51 @@ def run(
         if stats is not None:
             stats += expert_counts(topk_idx, weights.num_experts)
         return y
-    found = found or faults.of_device(weights.device)
+    if found is None:
+        found = faults.of_stream(weights.device)
+        if faults.is_capturing(weights.device):
+            manner = replace(manner, mode="staged")  # whose counters a graph would use is not known
     found.raise_if_seen()
+    inputs = x, topk_idx, topk_weights
+    return launch(backend, *inputs, weights, options, shared, found, stats, manner=manner)
+
+
+def launch(
+    backend: str,
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    shared: ExpertWeights | None,
+    found: faults.Faults,
+    stats: Tensor | None,
+    num_valid: Tensor | None = None,
+    *,
+    manner: Manner = AUTO,
+) -> Tensor:
+    """The launches of a call on a GPU backend; nothing is read back, so they may be captured.
+
+    num_valid  int32 [1] on the device: tokens from there on are padding
+    """
+    inputs = x, topk_idx, topk_weights, weights, options
+    outputs = found.word, stats, num_valid
     if backend == "hopper":
+        from megamoe.engine import fused
         from megamoe.engine import hopper as staged
+
+        tile = fused.tile_of(x, topk_idx, weights, options, shared, manner.mode)
     else:
         from megamoe.engine import staged
-    y = staged.moe(x, topk_idx, topk_weights, weights, options, shared, found.word, stats, pdl=pdl)
+
+        tile = None
+    if tile is None:
+        y = staged.moe(*inputs, shared, *outputs, pdl=manner.overlaps)
+    else:
+        y = fused.moe(
+            *inputs, *outputs, tile=tile, found=found, timeout_s=manner.timeout_s,
+            reserve_sms=manner.reserve_sms, is_poisoned=manner.is_poisoned,
+        )  # fmt: skip
     found.follow(topk_idx.shape[1])
     return y
 

@@ -30,7 +30,7 @@ from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_tiles import tiles
+from megamoe.schedule.heuristics.hopper_tiles import Tile, tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +58,19 @@ def prepared(weights: ExpertWeights) -> Prepared:
         kind=NotAvailable,
     )
     both = weights.w13, weights.w2
-    how = launch.arithmetic(weights.recipe, fits_e4m3=_can_be_e4m3(weights))
+    how = launch.arithmetic(weights.recipe, fits_e4m3=can_be_e4m3(weights))
     return Prepared(*(_packed(w, how.to_e4m3) for w in both), how)
 
 
 def why_not(weights: ExpertWeights) -> str:
     """Why no exact path holds these weights; "" where one does."""
-    if recipe_named(weights.recipe).weights.scale is not Scale.E8M0 or _can_be_e4m3(weights):
+    if recipe_named(weights.recipe).weights.scale is not Scale.E8M0 or can_be_e4m3(weights):
         return ""
     both = weights.w13, weights.w2
     return "" if all(_known(w, "fits_bf16", fits_bf16) for w in both) else "a scale of 2**-127"
 
 
-def _can_be_e4m3(weights: ExpertWeights) -> bool:
+def can_be_e4m3(weights: ExpertWeights) -> bool:
     """Whether w4a8_block multiplies in FP8."""
     both = weights.w13, weights.w2
     is_block = weights.recipe == "w4a8_block"
@@ -112,11 +112,13 @@ def moe(
     num_valid: Tensor | None = None,
     *,
     pdl: bool = False,
+    tile: Tile | None = None,
 ) -> Tensor:
     """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to.
 
     With `pdl` each launch is placed while the one before it ends: the same bits, but graphs that
-    hold such launches must not pile up (docs/hopper.md).
+    hold such launches must not pile up (docs/hopper.md). `tile`, of the routed experts, is the
+    table's where it is None; every tile gives the same bits.
     """
     num_tokens, hidden = x.shape
     top_k = topk_idx.shape[1]
@@ -130,7 +132,7 @@ def moe(
     routing = Routing(topk_idx, topk_weights, idx, weight, error, num_valid)
     slots = top_k + extra
     rows = torch.empty(num_tokens, slots, hidden, dtype=torch.bfloat16, device=device)
-    run_pass(x, weights, options, routing, rows, 0, stats, pdl)
+    run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile)
     if shared is not None:
         every, ones = all_experts(num_tokens, extra, device)
         always = Routing(every, ones, every.clone(), ones.clone(), error, None)
@@ -151,12 +153,14 @@ def run_pass(
     first_slot: int,
     stats: Tensor | None,
     pdl: bool = False,
+    tile: Tile | None = None,
 ) -> None:
     """Route, L1 and L2 of these slots; their rows go to `rows` [T, slots, H]."""
     made = prepared(weights)
     how, experts = made.how, weights.num_experts
     num_slots = routing.topk_idx.numel()
-    tile, _ = tiles(weights.recipe, num_slots / experts, fits_e4m3=how.is_fp8)
+    if tile is None:
+        tile, _ = tiles(weights.recipe, num_slots / experts, fits_e4m3=how.is_fp8)
     pool = launch.pool(how, num_slots, weights.hidden, experts, tile.tokens, weights.device)
     _fill(x, weights, how, routing, pool, tile.tokens, rows.shape[1], first_slot, stats, pdl)
     acts = launch.pool(
@@ -164,11 +168,11 @@ def run_pass(
     )
     launch.gated(
         pool, made.w13, acts, tile, how, options, bias=weights.b13,
-        acts_factor=weights.acts_global, use_pdl=pdl,
+        acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
     )  # fmt: skip
     launch.linear(
         acts, made.w2, rows, tile, how, options, bias=weights.b2,
-        acts_factor=weights.acts_global, use_pdl=pdl,
+        acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
     )  # fmt: skip
 
 

@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from megamoe.engine import backends, faults, parallel
 from megamoe.engine.across import across_op, handle_of
 from megamoe.engine.functional import check_shared, check_tokens, choose, run
+from megamoe.engine.graphs import Graphs, Parts
+from megamoe.engine.manner import Manner
 from megamoe.engine.op import describe, moe_op
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import CapacityError, DTypeError, ShapeError, require
+from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options, check_top_k
 from megamoe.schedule.placement import Placement
@@ -35,10 +37,17 @@ class MoE(nn.Module):
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit
     placement            which experts stand on which rank; None: contiguous, each once
-    timeout_s            bound of every wait for another rank
+    mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits
+    timeout_s            bound of every wait for another rank; in a fused launch at most 60
     overlap_launches     place each kernel while the one before it ends; see docs/hopper.md first
+    cuda_graphs          replay calls of up to 2048 BF16 tokens from graphs, one per bucket of token
+                         counts: the same bits, less time on the host; without a GPU calls are eager
+    reserve_sms          SMs that fused launches leave to others
+    debug_poison         fill the memory of fused launches with NaN before each
     stats                int64 [E_local], added to by every call: tokens each local expert received
 
+    Fused calls of a layer share its counters: each waits for the one before, whatever their
+    streams, and graphs of yours that hold such calls must be replayed one after the other.
     Casts such as `.half()` leave the experts' bytes alone; `.to(device)` moves them.
     """
 
@@ -57,6 +66,9 @@ class MoE(nn.Module):
         placement: Placement | None = None,
         timeout_s: float = 300.0,
         overlap_launches: bool = False,
+        cuda_graphs: bool = False,
+        reserve_sms: int = 0,
+        debug_poison: bool = False,
         activation: str = "swiglu",
         clamp: float | None = None,
         weight_at: str = "l1",
@@ -70,7 +82,9 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self._wanted = (backend, mode)
-        self._overlaps = overlap_launches
+        self._manner = Manner(mode, overlap_launches, timeout_s, reserve_sms, debug_poison)
+        self._wants_graphs = cuda_graphs
+        self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
 
         def build(num_ranks: int) -> Placement:
@@ -113,6 +127,12 @@ class MoE(nn.Module):
             got=limit,
             kind=ShapeError,
         )
+        require(
+            not (self._has_group and self._wants_graphs),
+            "over a process group a call waits for the GPU and cannot be captured",
+            got="cuda_graphs=True with a group",
+            kind=NotAvailable,
+        )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
         backends.resolve(*self._wanted, weights.device)  # refuse before anything is built
         self.experts = _Held(weights)
@@ -135,24 +155,38 @@ class MoE(nn.Module):
         """The experts, where they lie now."""
         return self.experts.weights
 
-    def forward(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> Tensor:
-        """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H]."""
+    def forward(
+        self,
+        x: Tensor | Quantized,
+        topk_idx: Tensor,
+        topk_weights: Tensor,
+        *,
+        copy: bool = True,
+    ) -> Tensor:
+        """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H].
+
+        copy  with `cuda_graphs`, False gives the graph's own output, which the next call of about
+              as many tokens overwrites
+        """
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
             if self._world is not None:
                 return across_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
             tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
             return moe_op(
-                x, topk_idx, topk_weights, tensors, self.stats, self._faults.word, self._what
+                x, topk_idx, topk_weights, tensors, self.stats, self._faults.words, self._what
             )
         if self._world is not None:
             return self._across(x, topk_idx, topk_weights, self.stats, self._sent)
         self._check_once(x, topk_idx, topk_weights)
+        if self._graphs is not None and self._graphs.serves(x):
+            assert isinstance(x, Tensor)
+            return self._graphs(x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
         weights, shared = self._parts()
         with torch.no_grad():
             return run(
                 self.backend, x, topk_idx, topk_weights, weights, self.options, shared,
-                self._faults, self.stats, pdl=self._overlaps,
+                self._faults, self.stats, manner=self._manner,
             )  # fmt: skip
 
     def _check_once(self, x: Tensor | Quantized, idx: Tensor, weights: Tensor) -> None:
@@ -205,6 +239,13 @@ class MoE(nn.Module):
     def _parts(self) -> tuple[ExpertWeights, ExpertWeights | None]:
         return self.experts.weights, None if self.shared is None else self.shared.weights
 
+    def _captured_parts(self) -> Parts:
+        weights, shared = self._parts()
+        return Parts(
+            self._backend, weights, self.options, shared, self._faults, self.stats, self.top_k,
+            self._manner,
+        )  # fmt: skip
+
     def _check(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> None:
         weights, shared = self._parts()
         check_tokens(x, topk_idx, topk_weights, weights, self.num_experts)
@@ -232,8 +273,12 @@ class MoE(nn.Module):
             found.save(path)
 
     def check(self) -> None:
-        """Wait for the GPU and raise if any call so far had a bad expert id or weight."""
+        """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
         self._faults.check(self.top_k)
+
+    def reset(self) -> None:
+        """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
+        self._faults.reset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -241,17 +286,22 @@ class MoE(nn.Module):
             self._handle = handle_of(self)
 
     def _settle(self) -> None:
-        """What depends on the device: where faults are kept, and what a compiled model passes."""
+        """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
+        self._manner.check(self.options, shared, weights.device)
         name = choose(*self._wanted, weights, shared)
         if self._has_group:
             name = parallel.backend_over_group(self._wanted[0], name)
         self._backend = name
         self._faults = faults.Faults(weights.device)
-        self._what = describe(weights, shared, self.options, name)
+        self._what = describe(weights, shared, self.options, name, self._manner)
         self._passed: set[tuple[Any, ...]] = set()
+        has_graphs = self._wants_graphs and name != "reference"
+        self._graphs = Graphs(self.max_tokens_per_rank) if has_graphs else None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
+        if self._graphs is not None:
+            self._graphs.drop()  # they hold the tensors that are about to be moved
         super()._apply(fn, recurse)
         self._settle()
         return self
@@ -262,6 +312,7 @@ class MoE(nn.Module):
         return (
             f"{w.recipe}, {w.num_experts} experts{ranks}, top_k={self.top_k}, hidden={w.hidden}, "
             f"intermediate={w.intermediate}, backend={self.backend}, {w.nbytes / 2**20:.0f} MiB"
+            + (", CUDA graphs" if self._wants_graphs else "")
         )
 
 

@@ -15,16 +15,22 @@ from torch import Tensor
 
 from megamoe.engine.faults import Faults
 from megamoe.engine.functional import check_shared, check_tokens, run
+from megamoe.engine.manner import AUTO, Manner
 from megamoe.engine.weights import ExpertWeights
 from megamoe.problem import Options
 
 
 def describe(
-    weights: ExpertWeights, shared: ExpertWeights | None, options: Options, backend: str
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    options: Options,
+    backend: str,
+    manner: Manner = AUTO,
 ) -> str:
     """What the operator must know beside the tensors."""
     parts = [(w.recipe, list(w.state_dict())) for w in (weights, shared) if w is not None]
-    return json.dumps({"parts": parts, "options": asdict(options), "backend": backend})
+    how = {"options": asdict(options), "backend": backend, "manner": asdict(manner)}
+    return json.dumps({"parts": parts, **how})
 
 
 @torch.library.custom_op("megamoe::moe", mutates_args=("stats", "error"))
@@ -37,8 +43,11 @@ def moe_op(
     error: Tensor,
     what: str,
 ) -> Tensor:
-    """bf16 [T, H], [T, k], [T, k] -> bf16 [T, H]; `what` comes from `describe`."""
-    parts, options, backend = _parse(what)
+    """bf16 [T, H], [T, k], [T, k] -> bf16 [T, H]; `what` comes from `describe`.
+
+    error  the words of the layer's `Faults`, the counters of fused launches among them
+    """
+    parts, options, backend, manner = _parse(what)
     found, first = [], 0
     for recipe, names in parts:
         mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
@@ -48,8 +57,9 @@ def moe_op(
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     return run(
-        backend, x, topk_idx, topk_weights, weights, options, shared, Faults.around(error), stats
-    )
+        backend, x, topk_idx, topk_weights, weights, options, shared, Faults.around(error), stats,
+        manner=manner,
+    )  # fmt: skip
 
 
 @moe_op.register_fake
@@ -58,6 +68,7 @@ def _(x, topk_idx, topk_weights, tensors, stats, error, what):  # type: ignore[n
 
 
 @functools.lru_cache(maxsize=256)
-def _parse(what: str) -> tuple[list[tuple[str, list[str]]], Options, str]:
+def _parse(what: str) -> tuple[list[tuple[str, list[str]]], Options, str, Manner]:
     read = json.loads(what)
-    return read["parts"], Options(**read["options"]), read["backend"]
+    manner = Manner(**read["manner"])
+    return read["parts"], Options(**read["options"]), read["backend"], manner

@@ -16,6 +16,7 @@ from megamoe.errors import RangeError, require
 def warmup(layer: MoE, token_counts: Sequence[int], *, timeout_s: float = 1800.0) -> None:
     """Compile what calls with these numbers of tokens per rank need; statistics stay as they are.
 
+    A layer with `cuda_graphs` captures the graphs of these numbers as well.
     Over a group all ranks call it. Rank 0 goes first and fills the compiler's cache, the others
     read it, and all leave together, so that no rank is late for the first call. On a CPU there is
     nothing to compile.
@@ -48,7 +49,10 @@ def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
         gates = torch.ones(num, top_k, device=device)
         if layer._world is None:
             found = Faults(device)
-            run(layer.backend, x, idx, gates, weights, layer.options, shared, found, stats)
+            inputs = x, idx, gates, weights, layer.options, shared
+            run(layer.backend, *inputs, found, stats, manner=layer._manner)
+            if layer._graphs is not None and layer._graphs.serves(x):
+                layer._graphs.prepare(num, layer._captured_parts())
             continue
         calc = parallel.CALCS[layer.backend](
             weights, shared, layer.options, layer.num_experts, stats

@@ -100,6 +100,8 @@ def tiles(picks: Picks, problem: Problem, hw: Hardware, chosen: Backend, sms: in
     chosen.check(problem, found)
     if launches := chosen.staged(problem):
         picks.note("staged_tile", *launches)
+    if on_one_rank := chosen.auto(problem):
+        picks.note("auto_launch", *on_one_rank)
     return found
 
 

@@ -1,4 +1,4 @@
-"""The Hopper backend on a Hopper GPU: against the reference, and its bits against each other."""
+"""Staged mode on a Hopper GPU: against the reference, and its bits against each other."""
 
 import functools
 from dataclasses import replace
@@ -69,7 +69,7 @@ def tokens(num, recipe="", seed=0, hidden=H, **routing):
 
 
 def moe(*inputs, **options):
-    return mm.moe(*inputs, backend="hopper", **options)
+    return mm.moe(*inputs, backend="hopper", mode="staged", **options)
 
 
 def assert_agrees(got, inputs, w, **options):
@@ -239,7 +239,7 @@ def test_rows_behind_the_valid_ones_are_padding(recipe, num):
 
 @pytest.mark.parametrize("num", [13, 600])
 def test_bad_slots_are_masked_told_and_not_counted(num):
-    layer = mm.MoE(plain("w4a8_block"), E, K, backend="hopper")
+    layer = mm.MoE(plain("w4a8_block"), E, K, backend="hopper", mode="staged")
     x, idx, weight = tokens(num)
     bad, masked, nan = idx.clone(), idx.clone(), weight.clone()
     bad[5, 1] = E + 3

@@ -9,7 +9,14 @@ from megamoe.errors import CapacityError, ShapeError
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import H200
 from megamoe.schedule.choice import SharedMemory, Term, Tiles, num_registers, num_stages
-from megamoe.schedule.heuristics import BACKENDS, blackwell, hopper, hopper_tiles, portable
+from megamoe.schedule.heuristics import (
+    BACKENDS,
+    blackwell,
+    hopper,
+    hopper_fused,
+    hopper_tiles,
+    portable,
+)
 
 
 def load(rows_per_expert, recipe="w4a8", hidden=4096, intermediate=2048):
@@ -194,3 +201,18 @@ def test_the_plan_prints_the_tile_of_hoppers_staged_launches_with_its_reason():
     tile, why = hopper_tiles.tiles("w4a8_block", problem.tokens_per_expert)
     assert (chosen["staged_tile"].value, chosen["staged_tile"].why) == (str(tile), why)
     assert "staged_tile" not in {c.name for c in mm.plan(problem, "b200").choices}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "mode"), [(8, 256, "fused"), (64, 256, "fused"), (65, 256, "staged"),
+                                    (64, 8, "staged")],
+)  # fmt: skip
+def test_the_plan_prints_what_auto_launches_on_one_rank(tokens, experts, mode):
+    """Up to 512 slots one launch, unless the tile needs launches of its own."""
+    problem = mm.Problem(tokens, 7168, 2048, experts, 8, 1, "w4a8_block")
+    chosen = {c.name: c for c in mm.plan(problem, "h200").choices}["auto_launch"]
+    tile, _ = hopper_tiles.tiles("w4a8_block", problem.tokens_per_expert)
+    assert (chosen.value, chosen.why) == hopper_fused.auto_mode(8 * tokens, tile)
+    assert chosen.value == mode and len(chosen.why) > 20
+    assert f"auto_launch{mode:>17}" in str(mm.plan(problem, "h200"))
+    assert "auto_launch" not in {c.name for c in mm.plan(problem, "b200").choices}

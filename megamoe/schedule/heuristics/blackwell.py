@@ -125,6 +125,10 @@ def staged(problem: Problem) -> None:
     """None: no kernels yet."""
 
 
+def auto(problem: Problem) -> None:
+    """None: no kernels yet."""
+
+
 def check(problem: Problem, tiles: Tiles) -> None:
     """Refuse tiles that break the kernel's asserts."""
     half = tiles.block_m // CLUSTER * tiles.block_k * MMA_BITS[tiles.mma] // 8

@@ -11,6 +11,7 @@ from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.problem import Problem
 from megamoe.schedule.choice import Picked, Role, Term, Tiles
+from megamoe.schedule.heuristics.hopper_fused import auto_mode
 from megamoe.schedule.heuristics.hopper_tiles import tiles as staged_tiles
 from megamoe.schedule.load import rows_per_rank, touched_experts
 
@@ -142,6 +143,12 @@ def staged(problem: Problem) -> tuple[str, str]:
     """(tile of the staged launches, why)."""
     tile, why = staged_tiles(problem.recipe, problem.tokens_per_expert)
     return str(tile), why
+
+
+def auto(problem: Problem) -> tuple[str, str]:
+    """(what mode="auto" launches for the slots of one rank, why)."""
+    tile, _ = staged_tiles(problem.recipe, problem.tokens_per_expert)
+    return auto_mode(problem.num_tokens * problem.top_k, tile)
 
 
 def check(problem: Problem, tiles: Tiles) -> None:

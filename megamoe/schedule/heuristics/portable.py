@@ -102,6 +102,10 @@ def staged(problem: Problem) -> None:
     """None: block_m, block_n and block_k are those of the staged launches."""
 
 
+def auto(problem: Problem) -> None:
+    """None: there is one mode."""
+
+
 def check(problem: Problem, tiles: Tiles) -> None:
     """Refuse a depth that FP4 weights do not have: a lane decodes 32 columns of each 128."""
     require(

@@ -1,0 +1,125 @@
+"""Fused mode of the Hopper backend: the layer as one launch, bit for bit what staged gives."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from megamoe.engine import faults
+from megamoe.engine.hopper import can_be_e4m3, prepared
+from megamoe.engine.manner import bound_s
+from megamoe.engine.weights import ExpertWeights
+from megamoe.formats.quantized import Quantized
+from megamoe.kernels.hopper import launch, mega_launch
+from megamoe.kernels.hopper.route import max_tiles
+from megamoe.layout.regions import align_up
+from megamoe.problem import Options
+from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS, as_fused, auto_mode, fused_tile
+from megamoe.schedule.heuristics.hopper_tiles import Swapped
+
+
+def tile_of(
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    shared: ExpertWeights | None,
+    mode: str,
+) -> Swapped | None:
+    """The tile of a call in `mode`; None where it runs staged."""
+    is_plain = isinstance(x, Tensor) and shared is None and options.combine == "bf16"
+    if mode == "staged" or not is_plain:
+        return None
+    return tile_for(weights, topk_idx.numel(), mode)
+
+
+def tile_for(
+    weights: ExpertWeights, num_slots: int, mode: str = "fused", ranks: int = 1
+) -> Swapped | None:
+    """The tile of a call with so many slots; None where it runs staged."""
+    fits = weights.recipe != "w4a8_block" or can_be_e4m3(weights)
+    return _tile(weights.recipe, fits, num_slots, weights.num_experts, mode, ranks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(
+    recipe: str, fits_e4m3: bool, num_slots: int, num_experts: int, mode: str, ranks: int
+) -> Swapped | None:
+    if not 0 < num_slots <= MOST_SLOTS:
+        return None
+    tile = fused_tile(recipe, num_slots / num_experts, fits_e4m3=fits_e4m3)
+    if mode == "auto" and auto_mode(num_slots, tile)[0] != "fused":
+        return None
+    return as_fused(tile, routing_bytes(num_slots, num_experts // ranks))
+
+
+def routing_bytes(num_slots: int, num_experts: int) -> int:
+    """Shared memory of the experts of all slots and the counts of one rank's experts."""
+    experts = 1 << (max(num_experts, 32) - 1).bit_length()
+    return 2 * mega_launch.num_slots(num_slots) + 4 * experts
+
+
+def moe(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    error: Tensor,
+    stats: Tensor | None = None,
+    num_valid: Tensor | None = None,
+    *,
+    tile: Swapped,
+    ranks: int = 1,
+    found: faults.Faults | None = None,
+    timeout_s: float = 10.0,
+    reserve_sms: int = 0,
+    is_poisoned: bool = False,
+    trace: Tensor | None = None,
+    ahead: int = 4,
+    absent: int = -1,
+) -> Tensor:
+    """bf16 [T, H] -> bf16 [T, H]; over `ranks` ranks, x holds the tokens of one after the other.
+
+    error      int32 [ranks], as in staged mode
+    num_valid  int32 [ranks] on the device: a rank's tokens from there on are padding
+    found      whose counters and report the launch uses; None: those of the stream
+    timeout_s, reserve_sms and is_poisoned are those of `Manner`
+    absent     a rank that never says it is done, for tests of the bound
+    """
+    device = weights.device
+    num_tokens, hidden = x.shape
+    slots = topk_idx.numel()
+    made = prepared(weights)
+    experts = weights.num_experts // ranks
+    found = faults.of_stream(device) if found is None else found
+    pool = launch.pool(made.how, slots, hidden, experts, tile.tokens, device, ranks=ranks)
+    acts = launch.pool(
+        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, ranks
+    )
+    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32)
+    private = torch.empty(launch.num_sms(device), words, dtype=torch.int32, device=device)
+    kept = mega_launch.State(found.counters, private, found.report)
+    tokens = mega_launch.Tokens(
+        x, topk_idx, topk_weights, num_valid, weights.x_global,
+        torch.empty(slots, hidden, dtype=torch.bfloat16, device=device),
+        torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device), error, stats,
+    )  # fmt: skip
+    if is_poisoned:
+        poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
+    found.in_turn()
+    mega_launch.fused(
+        tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
+        ranks=ranks, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
+        timeout_s=bound_s(timeout_s), reserve_sms=reserve_sms, trace=trace, ahead=ahead,
+        absent=absent,
+    )  # fmt: skip
+    return tokens.y
+
+
+def poison(*tensors: Tensor) -> None:
+    """NaN in every format, -1 in integers: what a launch does not write, it must not use."""
+    for t in tensors:
+        t.view(torch.uint8).fill_(0xFF)

@@ -1,0 +1,187 @@
+"""Calls of a layer as CUDA graphs: one per bucket of token counts, captured when it is first met.
+
+A replay is three launches: the inputs into the graph's own buffers, the graph, a copy of its
+output. The bits are those of an eager call: rows behind the tokens are padding, and no bit depends
+on the tile that a bucket's size chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamoe.engine.faults import Faults
+from megamoe.engine.functional import launch
+from megamoe.engine.manner import Manner
+from megamoe.engine.weights import ExpertWeights
+from megamoe.formats.quantized import Quantized
+from megamoe.layout.regions import align_up
+from megamoe.problem import Options
+
+if TYPE_CHECKING:
+    from megamoe.kernels.portable.fill import Inputs
+
+STEP = 256  # buckets above this are its multiples
+MOST_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
+
+
+def bucket_of(num_tokens: int, most: int = MOST_TOKENS) -> int:
+    """The tokens of the graph that serves a call: a power of two up to STEP, then its multiples.
+
+    >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, most=100)
+    ([1, 4, 8, 16, 256, 512], 100)
+    """
+    is_small = num_tokens <= STEP
+    bucket = 1 << (num_tokens - 1).bit_length() if is_small else align_up(num_tokens, STEP)
+    return min(bucket, most)
+
+
+class Parts(NamedTuple):
+    """What a captured call uses beside its inputs. Graphs of other objects are no good."""
+
+    backend: str
+    weights: ExpertWeights
+    options: Options
+    shared: ExpertWeights | None
+    found: Faults
+    stats: Tensor
+    top_k: int
+    manner: Manner
+
+    def launch(self, inputs: Inputs) -> Tensor:
+        """The call on a graph's inputs."""
+        return launch(
+            self.backend, inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights,
+            self.options, self.shared, self.found, self.stats, inputs.count, manner=self.manner,
+        )  # fmt: skip
+
+    def tensors(self) -> list[Tensor]:
+        """Those of the experts, where writes to them are counted."""
+        both = [w for w in (self.weights, self.shared) if w is not None]
+        return [t for w in both for t in w.state_dict().values() if not t.is_inference()]
+
+
+class Captured:
+    """One bucket: where its inputs lie, the graph, and its output."""
+
+    def __init__(self, inputs: Inputs, graph: Any, y: Tensor) -> None:
+        self.inputs, self.graph, self.y = inputs, graph, y
+        self._rows: dict[int, Tensor] = {}
+
+    def rows(self, num: int) -> Tensor:
+        """The first rows of the output; views are kept, since making one takes a microsecond."""
+        if num not in self._rows:
+            self._rows[num] = self.y[:num]
+        return self._rows[num]
+
+
+class Graphs:
+    """The graphs of one layer. They share memory: calls follow each other, whatever their streams.
+
+    most  tokens of the largest call that is served
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.most = MOST_TOKENS if most is None else min(most, MOST_TOKENS)
+        self._held: dict[int, Captured] = {}
+        self._parts: Parts | None = None
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        self._gpu: Gpu | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Graphs, (self.most,)  # a copy captures its own
+
+    def serves(self, x: Tensor | Quantized) -> bool:
+        """Whether a call is replayed; inside somebody else's capture it is captured there."""
+        is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
+        return is_plain and not Gpu.is_capturing()
+
+    def __call__(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts, *, copy: bool = True
+    ) -> Tensor:
+        """Replay a call whose inputs were checked.
+
+        copy  False: the result is the graph's own, and the bucket's next call overwrites it
+        """
+        parts.found.raise_if_seen()
+        num_tokens = x.shape[0]
+        one = self.prepare(num_tokens, parts)
+        assert self._gpu is not None
+        self._gpu.follow()
+        self._gpu.fill(x, topk_idx, topk_weights, one.inputs)
+        one.graph.replay()
+        y = one.rows(num_tokens)
+        return y.clone() if copy else y
+
+    def prepare(self, num_tokens: int, parts: Parts) -> Captured:
+        """The graph that serves so many tokens, captured now if it was not before."""
+        if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
+            self.drop()
+            self._parts, self._tensors = parts, parts.tensors()
+            self._versions = [t._version for t in self._tensors]
+            self._gpu = Gpu(parts.weights.device)
+        bucket = bucket_of(num_tokens, self.most)
+        if bucket not in self._held:
+            self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
+        return self._held[bucket]
+
+    def _is_written(self) -> bool:
+        """Whether somebody wrote to the experts: what was packed from them is out of date."""
+        return [t._version for t in self._tensors] != self._versions
+
+    def drop(self) -> None:
+        """Let all graphs go, once the GPU is done with them."""
+        if self._gpu is not None:
+            self._gpu.finish()
+        self._held.clear()
+        self._parts, self._gpu = None, None
+        self._tensors, self._versions = [], []
+
+
+class Gpu:
+    """What graphs need of a GPU: a stream to capture on, memory that they share, and order."""
+
+    def __init__(self, device: torch.device) -> None:
+        from megamoe.kernels.portable.fill import fill
+
+        self.fill: Callable[[Tensor, Tensor, Tensor, Inputs], None] = fill
+        self.device = device
+        self._side = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._last = torch.cuda.current_stream(device)
+
+    @staticmethod
+    def is_capturing() -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def follow(self) -> None:
+        """Let the current stream wait for the one of the call before."""
+        now = torch.cuda.current_stream(self.device)
+        if now != self._last:
+            now.wait_stream(self._last)
+            self._last = now
+
+    def capture(self, bucket: int, parts: Parts) -> Captured:
+        """Make the call once, on no token, so that all is compiled and packed; then capture it."""
+        from megamoe.kernels.portable.fill import Inputs
+
+        with torch.inference_mode(False), torch.no_grad():
+            inputs = Inputs.empty(bucket, parts.weights.hidden, parts.top_k, self.device)
+            now = torch.cuda.current_stream(self.device)
+            self._side.wait_stream(now)
+            with torch.cuda.stream(self._side):
+                parts.launch(inputs)
+            now.wait_stream(self._side)
+            graph = torch.cuda.CUDAGraph()
+            # thread_local: other threads may allocate meanwhile
+            with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+                y = parts.launch(inputs)
+        return Captured(inputs, graph, y)
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)

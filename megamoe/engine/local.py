@@ -1,0 +1,144 @@
+"""LocalRanks: several ranks of a layer on one GPU, in one fused launch.
+
+The kernel, counters and barriers are those of one rank; each rank owns SMs / ranks and its part of
+the experts. Bit for bit the result of one rank over all tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megamoe.engine import backends
+from megamoe.engine.faults import Faults
+from megamoe.engine.functional import check_tokens
+from megamoe.engine.manner import MOST_S, Manner, check_grid
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import CapacityError, DTypeError, ShapeError, require
+from megamoe.problem import Options
+from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
+
+
+class LocalRanks:
+    """Calls of `num_ranks` ranks over `weights`, the experts of all ranks in order.
+
+    timeout_s, reserve_sms, debug_poison   as in `MoE`
+    stats    int64 [E], added to by every call: tokens each expert received
+    """
+
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        num_ranks: int,
+        options: Options | None = None,
+        *,
+        timeout_s: float = MOST_S,
+        reserve_sms: int = 0,
+        debug_poison: bool = False,
+    ) -> None:
+        self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
+        self._manner = Manner("fused", False, timeout_s, reserve_sms, debug_poison)
+        require(
+            1 <= num_ranks <= MOST_RANKS,
+            f"one launch runs 1 to {MOST_RANKS} ranks",
+            got=num_ranks,
+            kind=ShapeError,
+        )
+        require(
+            weights.num_experts % num_ranks == 0,
+            "all ranks must hold as many experts",
+            got=f"{weights.num_experts} experts over {num_ranks} ranks",
+            kind=ShapeError,
+        )
+        device = weights.device
+        backends.resolve("hopper", "fused", device)
+        self._manner.check(self.options, None, device)
+
+        from megamoe.kernels.hopper import launch  # loads only where it can run
+
+        check_grid(launch.num_sms(device), self._manner, num_ranks)
+        self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
+        self._faults = Faults(device, ranks=num_ranks)
+        self._top_k = 1
+
+    def __call__(
+        self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """One call on every rank: bf16 [T_r, H] each -> bf16 [T_r, H] each; T_r may differ."""
+        from megamoe.engine import fused
+
+        counts = self._check(x, topk_idx, topk_weights)
+        self._faults.raise_if_seen()
+        most = max(counts)
+        if most == 0:
+            return [torch.empty_like(t) for t in x]
+        self._top_k = topk_idx[0].shape[1]
+        slots = self.num_ranks * most * self._top_k
+        tile = fused.tile_for(self.weights, slots, ranks=self.num_ranks)
+        require(
+            tile is not None,
+            f"one launch takes {MOST_SLOTS} slots at most, and few of them an expert",
+            got=f"{slots}, {slots / self.weights.num_experts:.1f} an expert",
+            fix="split the batch",
+            kind=CapacityError,
+        )
+        assert tile is not None
+        tokens, ids, gates = (_padded(parts, most) for parts in (x, topk_idx, topk_weights))
+        valid = torch.tensor(counts, dtype=torch.int32).to(x[0].device)
+        with torch.no_grad():
+            y = fused.moe(
+                tokens, ids, gates, self.weights, self.options, self._faults.word, self.stats,
+                valid, tile=tile, ranks=self.num_ranks, found=self._faults,
+                timeout_s=self._manner.timeout_s, reserve_sms=self._manner.reserve_sms,
+                is_poisoned=self._manner.is_poisoned,
+            )  # fmt: skip
+        self._faults.follow(self._top_k)
+        return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
+
+    def check(self) -> None:
+        """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
+        self._faults.check(self._top_k)
+
+    def reset(self) -> None:
+        """Wait for the GPU and make the ranks usable after a timeout."""
+        self._faults.reset()
+
+    def _check(
+        self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]
+    ) -> list[int]:
+        """The tokens of each rank."""
+        for name, each in (("x", x), ("topk_idx", topk_idx), ("topk_weights", topk_weights)):
+            require(
+                len(each) == self.num_ranks,
+                f"{name} must have one entry for each of {self.num_ranks} ranks",
+                got=len(each),
+                kind=ShapeError,
+            )
+        for one in zip(x, topk_idx, topk_weights, strict=True):
+            check_tokens(*one, self.weights)
+            require(
+                isinstance(one[0], Tensor),
+                "a fused launch takes BF16 tokens",
+                got="quantised ones",
+                fix="dequantise them, or use mode='staged' of MoE",
+                kind=DTypeError,
+            )
+        alike = {(idx.dtype, idx.shape[1]) for idx in topk_idx}
+        require(
+            len(alike) == 1,
+            "topk_idx of all ranks must have one dtype and top_k",
+            got=sorted(map(str, alike)),
+            kind=ShapeError,
+        )
+        return [len(t) for t in x]
+
+
+def _padded(parts: Sequence[Tensor], most: int) -> Tensor:
+    """[ranks * most, ..]: the rows of each rank, then zeros, which count as padding."""
+    first = parts[0]
+    whole = first.new_zeros(len(parts), most, first.shape[1])
+    for room, part in zip(whole, parts, strict=True):
+        room[: len(part)] = part
+    return whole.flatten(0, 1)

@@ -1,0 +1,83 @@
+"""Manner: how the launches of a call are made. No bit of a result depends on it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import CapacityError, NotAvailable, RangeError, require
+from megamoe.problem import Options
+
+MOST_S = 60.0  # a fused launch takes milliseconds: whoever waits this long waits in vain
+SLOWER = 20.0  # under compute-sanitizer
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a layer launches its calls."""
+
+    mode: str = "auto"
+    overlaps: bool = False  # staged: each kernel is placed while the one before it ends
+    timeout_s: float = MOST_S  # of every wait in a fused launch
+    reserve_sms: int = 0  # that a fused launch leaves to others
+    is_poisoned: bool = False  # NaN bytes in all memory of a fused launch before it begins
+
+    def check(self, options: Options, shared: ExpertWeights | None, device: torch.device) -> None:
+        """Refuse what no call of a layer with these options could follow."""
+        if self.mode == "fused":
+            require(
+                options.combine == "bf16",
+                "a fused launch combines BF16 rows",
+                got=f"mode='fused' with combine={options.combine!r}",
+                fix="use combine='bf16', or mode='auto'",
+                kind=NotAvailable,
+            )
+            require(
+                shared is None,
+                "a fused launch has no shared experts",
+                got="mode='fused' with shared experts",
+                fix="use mode='auto', which runs them staged",
+                kind=NotAvailable,
+            )
+        require(
+            self.timeout_s > 0, "timeout_s must be positive", got=self.timeout_s, kind=RangeError
+        )
+        require(
+            self.reserve_sms >= 0,
+            "reserve_sms must not be negative",
+            got=self.reserve_sms,
+            kind=RangeError,
+        )
+        if self.reserve_sms and device.type == "cuda":
+            check_grid(torch.cuda.get_device_properties(device).multi_processor_count, self, 1)
+
+
+AUTO = Manner()
+
+
+def check_grid(num_sms: int, manner: Manner, ranks: int) -> None:
+    """Require an SM for every rank of a launch."""
+    require(
+        num_sms - manner.reserve_sms >= ranks,
+        f"a fused launch needs {ranks} of the GPU's {num_sms} SMs at least",
+        got=f"reserve_sms {manner.reserve_sms}",
+        fix="reserve fewer",
+        kind=CapacityError,
+    )
+
+
+def is_watched(environment: Mapping[str, str]) -> bool:
+    """Whether compute-sanitizer, which names itself there, started this process."""
+    return any(name.startswith("NV_SANITIZER_INJECTION") for name in environment)
+
+
+_SLOWER = SLOWER if is_watched(os.environ) else 1.0
+
+
+def bound_s(timeout_s: float) -> float:
+    """How long a wait of a fused launch may take: less than a wait between processes."""
+    return min(timeout_s, MOST_S) * _SLOWER

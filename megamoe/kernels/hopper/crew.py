@@ -1,0 +1,184 @@
+"""What the CTAs of a fused launch hold: the call, the two linears, their ring and barriers."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from megamoe.kernels.hopper.meet import MAIL
+from megamoe.kernels.hopper.ring import barriers, record
+from megamoe.kernels.hopper.swapped import Work
+
+
+@record
+class Call:
+    """One launch: its tensors, sizes and constants, the same for every CTA."""
+
+    x: gl.tensor
+    x_stride: gl.tensor
+    g: gl.tensor  # NVFP4: global scale of the tokens
+    g_stride: gl.tensor
+    idx: gl.tensor
+    weights: gl.tensor
+    num_valid: gl.tensor
+    error: gl.tensor
+    stats: gl.tensor
+    y: gl.tensor
+    pool: gl.tensor
+    pool_scale: gl.tensor
+    row_dest: gl.tensor
+    row_weight: gl.tensor
+    row_factor: gl.tensor
+    rows: gl.tensor  # BF16 [slots, hidden]: what combine adds
+    private: gl.tensor
+    counters: gl.tensor
+    report: gl.tensor
+    trace: gl.tensor
+    bound_ns: gl.tensor
+    ahead: gl.tensor  # steps of a CTA's first tile that come before the tokens
+    absent: gl.tensor  # a rank that never says it is done, for tests of the bound; -1 is none
+    num_slots: gl.tensor  # of all ranks
+    tokens_per_rank: gl.tensor
+    num_experts: gl.tensor  # of one rank
+    rows_per_rank: gl.tensor
+    pool_rows: gl.tensor
+    private_stride: gl.tensor
+    counters_stride: gl.tensor
+    hidden: gl.tensor
+    width: gl.tensor  # of a pooled token
+    clamp: gl.tensor
+    WEIGHTS: gl.constexpr
+    ACTS: gl.constexpr
+    FACTOR: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    ACTIVATION: gl.constexpr
+    PROMOTED: gl.constexpr
+    WEIGHTED: gl.constexpr
+    HAS_COUNT: gl.constexpr
+    HAS_STATS: gl.constexpr
+    RANKS: gl.constexpr
+    EXPERTS: gl.constexpr  # of one rank, to the next power of two
+    SLOTS: gl.constexpr  # likewise
+    CHUNK: gl.constexpr  # slots that are looked at together
+    TOP_K: gl.constexpr
+    K_SLOTS: gl.constexpr  # likewise
+    TOKENS: gl.constexpr
+    NARROW: gl.constexpr
+    GROUPS: gl.constexpr  # math warpgroups
+    SLABS: gl.constexpr
+    DEPTH: gl.constexpr
+    STAGES: gl.constexpr
+    ROWS: gl.constexpr  # weight rows of a tile
+    TRACE: gl.constexpr
+
+
+@record
+class Linear:
+    """One of the two products, as `swapped.Work` asks for it."""
+
+    w: tma.tensor_descriptor
+    w_scale: tma.tensor_descriptor
+    x: tma.tensor_descriptor
+    x_scale: tma.tensor_descriptor
+    factor: gl.tensor
+    bias: gl.tensor
+    acts_factor: gl.tensor
+    out: gl.tensor
+    out_scale: gl.tensor
+    steps: gl.tensor
+    num_outputs: gl.tensor
+    num_biases: gl.tensor
+    factor_rows: gl.tensor
+    factor_cols: gl.tensor
+    ACTS: gl.constexpr
+    GATED: gl.constexpr
+
+
+@record
+class Mega:
+    """One CTA: its place, its list, its barriers."""
+
+    call: Call
+    rank: gl.tensor
+    cta: gl.tensor  # within the rank
+    num_ctas: gl.tensor  # of the rank
+    private: gl.tensor  # this CTA's list of tiles
+    counters: gl.tensor  # this rank's
+    num_tiles: gl.tensor  # of tokens
+    experts: gl.shared_memory_descriptor  # int16 [SLOTS / CHUNK, CHUNK]: of each slot, or -1
+    counts: gl.shared_memory_descriptor  # int32 [EXPERTS]: rows of each expert
+    mail: gl.shared_memory_descriptor
+    mail_sent: gl.shared_memory_descriptor
+    mail_read: gl.shared_memory_descriptor
+    stored: gl.shared_memory_descriptor  # math has stored a tile's activations
+    told: gl.shared_memory_descriptor  # publish has counted it
+    all_done: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def _rings(c, one, two):
+    """Shared memory of the ring: weights as each linear sees them, scales, tokens, their scales."""
+    ALL: gl.constexpr = c.GROUPS * c.SLABS
+    NUM: gl.constexpr = c.STAGES * c.DEPTH
+    kind: gl.constexpr = c.WEIGHTS
+    w = one.w
+    if kind.DECODED:
+        shape: gl.constexpr = [c.STAGES, 1, ALL, 4 * c.DEPTH, 256]
+        first = gl.allocate_shared_memory(w.dtype, shape, w.layout)
+        second = first
+        words: gl.constexpr = kind.SCALE_BYTES // 4 * c.DEPTH
+        scales = gl.allocate_shared_memory(gl.int32, [c.STAGES, 1, ALL, words], one.w_scale.layout)
+    else:
+        other = two.w
+        first = gl.allocate_shared_memory(w.dtype, [NUM] + w.block_type.shape, w.layout)
+        second = first._reinterpret(other.dtype, [NUM] + other.block_type.shape, other.layout)
+        scales = first
+    x = gl.allocate_shared_memory(one.x.dtype, [NUM, c.TOKENS, 128], one.x.layout)
+    x_scales = x
+    if c.PROMOTED:
+        SCALES: gl.constexpr = c.TOKENS if c.TOKENS >= 32 else 32
+        x_scales = gl.allocate_shared_memory(gl.float32, [NUM, SCALES], one.x_scale.layout)
+    return first, second, scales, x, x_scales
+
+
+@gluon.jit
+def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, tiles):
+    """The linear over this CTA's ring."""
+    out_width = linear.num_outputs
+    return Work(
+        linear.w, linear.w_scale, linear.x, linear.x_scale, w_bufs, ws_bufs, x_bufs, xs_bufs, amax,
+        turn, full, empty, met, linear.factor, linear.bias, linear.acts_factor, c.row_factor,
+        c.row_weight, c.row_dest, linear.out, linear.out_scale, tiles, tiles, c.pool_rows,
+        linear.steps, linear.num_outputs, linear.num_biases, out_width, linear.factor_rows,
+        linear.factor_cols, c.clamp, c.WEIGHTS, linear.ACTS, linear.GATED, c.PROMOTED, c.FACTOR,
+        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, c.NARROW, c.GROUPS, c.SLABS, c.DEPTH,
+        c.STAGES, 1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def prepare(c, one, two, place):
+    """(the CTA, its L1, its L2), with their shared memory."""
+    rank, cta, num_ctas, private, counters, num_tiles, experts, counts = place
+    w_first, w_second, ws_bufs, x_bufs, xs_bufs = _rings(c, one, two)
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    amax = gl.allocate_shared_memory(gl.int32, [2 * c.GROUPS, c.TOKENS], flat)
+    turn = amax
+    if c.TOKENS >= 64:
+        rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        turn = gl.allocate_shared_memory(gl.bfloat16, [c.GROUPS, c.TOKENS, 64], rows)
+    full = barriers(c.STAGES, 2)
+    empty = barriers(c.STAGES, c.GROUPS)
+    met = full
+    if c.PROMOTED:
+        met = barriers(2, c.GROUPS)
+    m = Mega(
+        c, rank, cta, num_ctas, private, counters, num_tiles, experts, counts,
+        gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat), barriers(2, 1),
+        barriers(2, c.GROUPS + 2), barriers(2, c.GROUPS), barriers(2, 1),
+        barriers(1, 1).index(0),
+    )  # fmt: skip
+    first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private)
+    second = _work(
+        c, two, w_second, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private
+    )
+    return m, first, second

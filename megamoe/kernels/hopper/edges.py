@@ -1,0 +1,246 @@
+"""The edges of a fused launch: routing and tokens into the pool, and combine.
+
+Each CTA reads the whole routing for itself, so nobody waits for a count: the expert of every slot
+and the rows of every expert stay in shared memory, its list of tiles in memory (`private`). Slots
+are those of all ranks; a rank takes the ones of its own experts.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.hopper.epilogue import times
+from megamoe.kernels.hopper.meet import POOL, add_to
+
+COLS = gl.constexpr(1024)  # columns of a part of a token
+ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
+FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def _running_sum(v):
+    return gl.associative_scan(v, 0, _plus)
+
+
+@gluon.jit
+def _is_token(c, token):
+    """Whether a token is one of its rank's own, not padding."""
+    if c.HAS_COUNT:
+        source = token // c.tokens_per_rank
+        there = token - source * c.tokens_per_rank < gl.load(c.num_valid + source)
+    else:
+        there = token >= 0
+    return there
+
+
+@gluon.jit
+def _slots(c, slot, used):
+    """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked)."""
+    expert = gl.load(c.idx + slot, mask=used, other=-1).to(gl.int32)
+    weight = gl.load(c.weights + slot, mask=used, other=0.0)
+    expert = gl.where(used & _is_token(c, slot // c.TOP_K), expert, -1)
+    is_in = (expert >= 0) & (expert < c.num_experts * c.RANKS)
+    legal = is_in & (gl.abs(weight) < float("inf"))
+    return gl.where(legal, expert, -1), weight, (legal == 0) & (expert != -1)
+
+
+@gluon.jit
+def _own(c, rank, expert):
+    """The expert's number on this rank, or -1."""
+    local = expert - rank * c.num_experts
+    return gl.where((expert >= 0) & (local >= 0) & (local < c.num_experts), local, -1)
+
+
+@gluon.jit
+def _aligned(count):
+    return (count + ALIGN - 1) // ALIGN * ALIGN
+
+
+@gluon.jit
+def read_routing(c, rank, cta, private, experts, counts):
+    """Fill `experts`, `counts` and this CTA's list of tiles; -> number of tiles of tokens."""
+    E: gl.constexpr = c.EXPERTS
+    which = gl.arange(0, E, FLAT)
+    count = gl.zeros([E], gl.int32, FLAT)
+    for chunk in gl.static_range(c.SLOTS // c.CHUNK):
+        slot = chunk * c.CHUNK + gl.arange(0, c.CHUNK, FLAT)
+        expert, _, _ = _slots(c, slot, slot < c.num_slots)
+        mine = _own(c, rank, expert)
+        experts.index(chunk).store(mine.to(gl.int16))
+        count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
+    counts.store(count)
+    rows = _aligned(count)
+    first = rank * c.rows_per_rank + _running_sum(rows) - rows
+    blocks = (count + c.TOKENS - 1) // c.TOKENS
+    number = _running_sum(blocks) - blocks
+    for j in range(gl.max(blocks, 0)):
+        at = private + (number + j) * 4
+        row = first + j * c.TOKENS
+        used = j < blocks
+        gl.store(at, rank * c.num_experts + which, mask=used)
+        gl.store(at + 1, row, mask=used)
+        gl.store(at + 2, gl.minimum(row + c.TOKENS, first + count), mask=used)
+    if c.HAS_STATS:  # noqa: SIM102  known at compile time, unlike the CTA's number
+        if cta == 0:
+            stats = c.stats + rank * c.num_experts + which
+            there = which < c.num_experts
+            gl.store(stats, gl.load(stats, mask=there, other=0) + count, mask=there)
+    return gl.sum(blocks, 0)
+
+
+@gluon.jit
+def _held(c, source, token):
+    """Columns as the pool holds them, and their FP32 scales per 128 where it has any."""
+    A: gl.constexpr = c.ACTS
+    scale = 1.0
+    if A.HOLD == "plain":
+        held = source
+    else:
+        GROUP: gl.constexpr = A.GROUP
+        x = source.to(gl.float32).reshape([COLS // GROUP, GROUP])
+        bits = gl.max(abs_bits(x), 1)
+        if GROUP == 128:
+            size = bits.to(gl.float32, bitcast=True)
+            scale = gl.where(bits == 0, 1.0, gl.div_rn(size, 448.0 + 0.0 * size))
+            scale = gl.where(bits >= INF_BITS, float("nan"), scale)
+            step = scale
+        elif GROUP == 16:
+            size = bits.to(gl.float32, bitcast=True)
+            by = gl.load(c.g + token * c.g_stride)
+            scale = e4m3_round(gl.where(bits == 0, 1.0, gl.div_rn(size, 6.0 * by + 0.0 * size)))
+            scale = gl.where(bits >= INF_BITS, float("nan"), scale)
+            step = scale * by
+        else:
+            _, scale, step = A.scale(bits, 1.0, A.EXPONENT, A.MANTISSA)
+        dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
+        step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
+        ratio = gl.where(gl.expand_dims(dead, 1), 0.0, gl.div_rn(x, step + 0.0 * x))
+        if A.HOLD == "codes":
+            held = ratio.to(gl.float8e4nv).reshape([COLS])
+        elif A.HOLD == "scaled":
+            held = A.round(ratio).to(gl.bfloat16).reshape([COLS])
+        else:
+            held = (A.round(ratio) * gl.expand_dims(scale, 1)).to(gl.bfloat16).reshape([COLS])
+    return held, scale
+
+
+@gluon.jit
+def _rows_of(m, token, SLOT: gl.constexpr):
+    """Pool row of each slot of a token, or -1 where it is not this rank's; and topk weights."""
+    c = m.call
+    # A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, c.CHUNK // 32], [1, 32], [4, 1], [1, 0])
+    number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, PAIRS))
+    slot = token * c.TOP_K + number
+    expert, weight, _ = _slots(c, slot, number < c.TOP_K)
+    mine = _own(c, m.rank, expert)
+    which = gl.expand_dims(gl.arange(0, c.EXPERTS, gl.SliceLayout(0, PAIRS)), 0)
+    rows = gl.expand_dims(_aligned(m.counts.load(gl.SliceLayout(0, PAIRS))), 0)
+    row = gl.sum(gl.where(which < gl.expand_dims(mine, 1), rows, 0), 1)
+    for chunk in range((token * c.TOP_K + c.TOP_K + c.CHUNK - 1) // c.CHUNK):
+        other = chunk * c.CHUNK + gl.arange(0, c.CHUNK, gl.SliceLayout(0, PAIRS))
+        theirs = m.experts.index(chunk).load(gl.SliceLayout(0, PAIRS)).to(gl.int32)
+        same = (gl.expand_dims(theirs, 0) == gl.expand_dims(mine, 1)) & (
+            gl.expand_dims(other, 0) < gl.expand_dims(slot, 1)
+        )
+        row += gl.sum(same.to(gl.int32), 1)
+    row = gl.where(mine >= 0, m.rank * c.rows_per_rank + row, -1)
+    return gl.convert_layout(row, SLOT), gl.convert_layout(weight, SLOT)
+
+
+@gluon.jit
+def _share(m, WG: gl.constexpr):
+    """First item of a warpgroup and the step to its next: CTAs first, then their warpgroups."""
+    return m.cta + WG * m.num_ctas, m.call.GROUPS * m.num_ctas
+
+
+@gluon.jit
+def fill_pool(m, WG: gl.constexpr):
+    """One warpgroup's share of the tokens: quantise once, write to each row of the token."""
+    c = m.call
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
+    SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    parts = (c.width + COLS - 1) // COLS
+    num = c.num_slots // c.TOP_K * parts
+    begin, step = _share(m, WG)
+    for item in range(begin, num, step):
+        token = item // parts
+        part = item % parts
+        col = part * COLS + gl.arange(0, COLS, gl.SliceLayout(0, WIDE))
+        x = c.x + token.to(gl.int64) * c.x_stride + col
+        source = gl.load(x, mask=col < c.hidden, other=0.0)
+        row, weight = _rows_of(m, token, gl.SliceLayout(1, SMALL))
+        held, scale = _held(c, source, token)
+        held = gl.expand_dims(gl.convert_layout(held, gl.SliceLayout(0, WIDE)), 0)
+        wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
+        at = gl.expand_dims(wide_row.to(gl.int64) * c.width, 1) + gl.expand_dims(col, 0)
+        mask = gl.expand_dims(wide_row >= 0, 1) & gl.expand_dims(col < c.width, 0)
+        held, at = gl.broadcast(held, at)
+        gl.store(c.pool + at, held, mask=mask)
+        if c.PROMOTED:
+            block = part * (COLS // 128) + gl.arange(0, COLS // 128, gl.SliceLayout(0, SMALL))
+            at = gl.expand_dims(block.to(gl.int64) * c.pool_rows, 0) + gl.expand_dims(row, 1)
+            mask = gl.expand_dims(row >= 0, 1) & gl.expand_dims(block < c.width // 128, 0)
+            scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SMALL)), 0)
+            scale, at = gl.broadcast(scale, at)
+            gl.store(c.pool_scale + at, scale, mask=mask)
+        if part == 0:
+            used = row >= 0
+            number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, SMALL))
+            gl.store(c.row_dest + row, token * c.TOP_K + number, mask=used)
+            gl.store(c.row_weight + row, weight, mask=used)
+            if c.FACTOR == "expert":
+                by = gl.load(c.g + token * c.g_stride) + 0.0 * weight
+                gl.store(c.row_factor + row, by, mask=used)
+    done = gl.maximum((num - begin + step - 1) // step, 0)
+    if done > 0:
+        add_to(m.counters + POOL, done)
+
+
+@gluon.jit
+def slots_used(m, item, parts):
+    """Bit j: whether slot j of the item's token counts. The first bad slot is noted."""
+    c = m.call
+    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    local = gl.minimum(item // parts, c.tokens_per_rank - 1)
+    number = gl.arange(0, c.K_SLOTS, LANES)
+    slot = (m.rank * c.tokens_per_rank + local) * c.TOP_K + number
+    expert, _, bad = _slots(c, slot, number < c.TOP_K)
+    bits = gl.sum(gl.where(expert >= 0, 1, 0) << number, 0)
+    first = gl.min(gl.where(bad, number, c.TOP_K), 0)
+    if first < c.TOP_K:
+        gl.atomic_min(c.error + m.rank, local * c.TOP_K + first)
+    return bits
+
+
+@gluon.jit
+def combine(m, bits, WG: gl.constexpr):
+    """One warpgroup's share of this rank's tokens: slots in ascending order, FP32, rounded once.
+
+    `bits` are the `slots_used` of its first item.
+    """
+    c = m.call
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
+    parts = (c.hidden + COLS - 1) // COLS
+    begin, step = _share(m, WG)
+    for item in range(begin, c.tokens_per_rank * parts, step):
+        token = (m.rank * c.tokens_per_rank + item // parts).to(gl.int64)
+        col = item % parts * COLS + gl.arange(0, COLS, LAYOUT)
+        inside = col < c.hidden
+        total = gl.zeros([COLS], gl.float32, LAYOUT)
+        for j in gl.static_range(c.TOP_K):
+            slot = token * c.TOP_K + j
+            mask = inside & ((bits >> j & 1) != 0)
+            row = gl.load(c.rows + slot * c.hidden + col, mask=mask, other=0.0).to(gl.float32)
+            if not c.WEIGHTED:
+                weight = gl.load(c.weights + slot)
+                row = times(row, gl.zeros([COLS], gl.float32, LAYOUT) + weight)
+            total = gl.where(mask, total + row, total)
+        gl.store(c.y + token * c.hidden + col, total.to(gl.bfloat16), mask=inside)
+        if item + step < c.tokens_per_rank * parts:
+            bits = slots_used(m, item + step, parts)

@@ -1,0 +1,122 @@
+"""How the CTAs of one launch meet: counters in memory, waits that end, tickets, a mailbox.
+
+A wait that does not see what it expects within its bound writes who, what, expected and seen to
+the report, which every wait polls, and goes on: roles keep completing stages of the ring, so
+nothing is left waiting and the launch ends. Its result is then worth nothing, and the host raises.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+# Words of a rank's counters, each hot one in a line of its own.
+POOL = gl.constexpr(0)  # parts of tokens that are in the pool
+TICKET = gl.constexpr(32)  # tiles that were dealt
+DONE = gl.constexpr(64)  # warpgroups, of any rank, that have no tile left
+EXIT = gl.constexpr(96)  # CTAs that need the counters no more
+READY = gl.constexpr(128)  # and on: finished L1 tiles of each tile of tokens
+
+# What a report names.
+WAIT_POOL = gl.constexpr(1)
+WAIT_READY = gl.constexpr(2)
+WAIT_DONE = gl.constexpr(3)
+WAIT_TICKETS = gl.constexpr(4)
+
+MAIL = gl.constexpr(4)  # words of a letter: ticket, expert, first row, end row
+
+# Until [$1] == $2, or a report, or $4 nanoseconds. Acquires, also for copies by TMA after it.
+_WAIT = gl.constexpr("""{
+.reg .pred p;
+.reg .b32 n, r;
+.reg .b64 begin, now;
+mov.u64 begin, %globaltimer;
+mov.u32 n, 0;
+again:
+ld.acquire.gpu.global.u32 $0, [$1];
+setp.eq.s32 p, $0, $2;
+@p bra done;
+add.u32 n, n, 1;
+and.b32 r, n, 15;
+setp.ne.u32 p, r, 0;
+@p bra again;
+ld.relaxed.gpu.global.u32 r, [$3];
+setp.ne.u32 p, r, 0;
+@p bra done;
+mov.u64 now, %globaltimer;
+sub.u64 now, now, begin;
+setp.lt.u64 p, now, $4;
+@p bra again;
+done:
+bar.warp.sync 0xffffffff;
+fence.proxy.async.global;
+}""")
+
+
+@gluon.jit
+def wait_for(m, counter, want, WHAT: gl.constexpr, where):
+    """Until `counter` is `want`; otherwise it is reported."""
+    address = counter.to(gl.int64)
+    report = m.call.report.to(gl.int64)
+    seen = gl.inline_asm_elementwise(
+        _WAIT, "=&r,l,r,l,l", [address, want, report, m.call.bound_ns], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    expect(m, seen, want, WHAT, where)
+
+
+@gluon.jit
+def expect(m, seen, want, WHAT: gl.constexpr, where):
+    """Report it where what was seen is not what was wanted."""
+    if seen != want:
+        first = gl.atomic_add(m.call.report, 1, sem="relaxed", scope="gpu")
+        if first == 0:
+            gl.store(m.call.report + 1, m.rank)
+            gl.store(m.call.report + 2, gl.program_id(0))
+            gl.store(m.call.report + 3, gl.to_tensor(WHAT))
+            gl.store(m.call.report + 4, where)
+            gl.store(m.call.report + 5, want)
+            gl.store(m.call.report + 6, seen)
+
+
+@gluon.jit
+def publish_stores():
+    """Every storing thread, before the count: what it stored may be read by TMA."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def add_to(counter, amount):
+    """Count after all that this warpgroup stored."""
+    publish_stores()
+    gl.thread_barrier()
+    gl.atomic_add(counter, amount, sem="release", scope="gpu")
+
+
+@gluon.jit
+def send(m, i, ticket, expert, first, end):
+    """load_weights: letter i to the other roles of its team."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = i & 1
+    mbarrier.wait(m.mail_read.index(slot), ((i >> 1) & 1) ^ 1)
+    zero = gl.zeros([1], gl.int32, LAYOUT)
+    m.mail.index(slot * MAIL).store(zero + ticket)
+    m.mail.index(slot * MAIL + 1).store(zero + expert)
+    m.mail.index(slot * MAIL + 2).store(zero + first)
+    m.mail.index(slot * MAIL + 3).store(zero + end)
+    mbarrier.arrive(m.mail_sent.index(slot), count=1)
+
+
+@gluon.jit
+def receive(m, i):
+    """Letter i: (ticket, expert, first row, end row); a ticket of -1 is the last."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = i & 1
+    mbarrier.wait(m.mail_sent.index(slot), (i >> 1) & 1)
+    ticket = gl.max(m.mail.index(slot * MAIL).load(LAYOUT), 0)
+    expert = gl.max(m.mail.index(slot * MAIL + 1).load(LAYOUT), 0)
+    first = gl.max(m.mail.index(slot * MAIL + 2).load(LAYOUT), 0)
+    end = gl.max(m.mail.index(slot * MAIL + 3).load(LAYOUT), 0)
+    mbarrier.arrive(m.mail_read.index(slot), count=1)
+    return ticket, expert, first, end

@@ -1,0 +1,311 @@
+"""The whole layer in one persistent launch: dispatch, L1, activation, L2 and combine.
+
+Every CTA reads the routing for itself, then its roles run on:
+  load_weights   draws tickets (all L1 tiles, then all L2 tiles) and streams their weights
+  load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
+  math           fills the pool with quantised tokens; then decode, wgmma, epilogue; then combine
+  publish        tells the other CTAs of finished L1 tiles, so that math never waits for a release
+Tiles are computed by `swapped`'s own functions, so bits are those of the staged launches. CTAs are
+dealt to the ranks of a world in equal parts; a rank's rows lie behind those of the rank before it.
+Only higher tickets wait for a ticket, and the grid is resident: nothing waits in a circle.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from megamoe.kernels.hopper.crew import Call, Linear, prepare
+from megamoe.kernels.hopper.edges import COLS, combine, fill_pool, read_routing, slots_used
+from megamoe.kernels.hopper.meet import (
+    DONE,
+    EXIT,
+    POOL,
+    READY,
+    TICKET,
+    WAIT_DONE,
+    WAIT_POOL,
+    WAIT_READY,
+    WAIT_TICKETS,
+    expect,
+    publish_stores,
+    receive,
+    send,
+    wait_for,
+)
+from megamoe.kernels.hopper.ring import tiles_across
+from megamoe.kernels.hopper.stamps import (
+    COMBINE,
+    FILL,
+    FIRST,
+    LOAD_TOKENS,
+    LOAD_WEIGHTS,
+    MATH,
+    MEET,
+    PUBLISH,
+    ROUTE,
+    SECOND,
+    WAIT,
+    now,
+    stamp,
+)
+from megamoe.kernels.hopper.swapped import compute_tile, load_token_tile, load_weight_tile
+
+
+@gluon.jit
+def wait_for_pool(m):
+    """Until all tokens are in the pool."""
+    parts = m.call.num_slots // m.call.TOP_K * ((m.call.width + COLS - 1) // COLS)
+    wait_for(m, m.counters + POOL, parts, WAIT_POOL, m.rank)
+
+
+@gluon.jit
+def _draw(m):
+    """A ticket, as a vector that is looked at later: nobody waits for the counter here."""
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    return gl.atomic_add(
+        m.counters + TICKET + 0 * lane, 1 + 0 * lane, mask=lane == 0, sem="relaxed", scope="gpu"
+    )
+
+
+@gluon.jit
+def _tile_of(m, ticket, num, num_first, first_across, second_across):
+    """(expert, first row, end row) of a ticket below `num`."""
+    item = gl.where(
+        ticket >= num_first, (ticket - num_first) // second_across, ticket // first_across
+    )
+    at = m.private + item * 4
+    there = ticket < num
+    return (
+        gl.load(at, mask=there, other=0),
+        gl.load(at + 1, mask=there, other=0),
+        gl.load(at + 2, mask=there, other=0),
+    )
+
+
+@gluon.jit
+def load_weights(m, one, two):
+    """Draw tickets, tell the other roles, stream the weights.
+
+    The first two tickets of a CTA are its own; the next is always known one tile ahead.
+    """
+    first_across = tiles_across(one, m.call.ROWS)
+    second_across = tiles_across(two, m.call.ROWS)
+    num_first = m.num_tiles * first_across
+    num = num_first + m.num_tiles * second_across
+    idx = 0
+    phase = 1
+    i = 0
+    ticket = m.cta
+    later = ticket + m.num_ctas
+    expert, first, end = _tile_of(m, ticket, num, num_first, first_across, second_across)
+    while ticket < num:
+        send(m, i, ticket, expert, first, end)
+        drawn = _draw(m)
+        next_expert, first, end = _tile_of(m, later, num, num_first, first_across, second_across)
+        begin = now(m.call)
+        if ticket >= num_first:
+            across = (ticket - num_first) % second_across
+            idx, phase = load_weight_tile(two, expert, across, 0, two.steps, idx, phase)
+            stamp(m.call, LOAD_WEIGHTS, i, SECOND, ticket, begin)
+        else:
+            across = ticket % first_across
+            start = 0
+            if i == 0:  # a burst of all CTAs would stand before the tokens in every queue
+                start = gl.minimum(m.call.ahead, one.steps)
+                idx, phase = load_weight_tile(one, expert, across, 0, start, idx, phase)
+                wait_for_pool(m)
+            idx, phase = load_weight_tile(one, expert, across, start, one.steps, idx, phase)
+            stamp(m.call, LOAD_WEIGHTS, i, FIRST, ticket, begin)
+        expert = next_expert
+        ticket = later
+        later = 2 * m.num_ctas + gl.max(drawn, 0)
+        i += 1
+    send(m, i, -1, 0, 0, 0)
+
+
+@gluon.jit
+def load_tokens(m, one, two):
+    """Wait until a tile's tokens are there, and bring them."""
+    first_across = tiles_across(one, m.call.ROWS)
+    second_across = tiles_across(two, m.call.ROWS)
+    num_first = m.num_tiles * first_across
+    idx = 0
+    phase = 1
+    i = 0
+    begin = now(m.call)
+    wait_for_pool(m)
+    n = stamp(m.call, LOAD_TOKENS, 0, WAIT, -1, begin)
+    ticket, expert, first, end = receive(m, i)
+    while ticket >= 0:
+        if ticket >= num_first:
+            tile = (ticket - num_first) // second_across
+            begin = now(m.call)
+            wait_for(m, m.counters + READY + tile, first_across, WAIT_READY, tile)
+            n = stamp(m.call, LOAD_TOKENS, n, WAIT, ticket, begin)
+            idx, phase = load_token_tile(two, first, idx, phase)
+        else:
+            idx, phase = load_token_tile(one, first, idx, phase)
+        i += 1
+        ticket, expert, first, end = receive(m, i)
+
+
+@gluon.jit
+def publish(m, one):
+    """Count finished L1 tiles where everybody sees it."""
+    first_across = tiles_across(one, m.call.ROWS)
+    num_first = m.num_tiles * first_across
+    i = 0
+    ticket, expert, first, end = receive(m, i)
+    while ticket >= 0:
+        if ticket < num_first:
+            mbarrier.wait(m.stored.index(i & 1), (i >> 1) & 1)
+            publish_stores()
+            tile = ticket // first_across
+            gl.atomic_add(m.counters + READY + tile, 1, sem="release", scope="gpu")
+            mbarrier.arrive(m.told.index(i & 1), count=1)
+        i += 1
+        ticket, expert, first, end = receive(m, i)
+
+
+@gluon.jit
+def math(m, one, two, WG: gl.constexpr):
+    """One warpgroup: tokens into the pool, its rows of every tile, then combine."""
+    first_across = tiles_across(one, m.call.ROWS)
+    num_first = m.num_tiles * first_across
+    second_across = tiles_across(two, m.call.ROWS)
+    begin = now(m.call)
+    fill_pool(m, WG)
+    n = 0
+    if WG == 0:
+        n = stamp(m.call, MATH, n, FILL, 0, begin)
+    idx = 0
+    phase = 0
+    i = 0
+    ticket, expert, first, end = receive(m, i)
+    while ticket >= 0:
+        mbarrier.wait(one.full.index(idx), phase)  # the pool's lists are there, for the epilogue
+        begin = now(m.call)
+        if ticket < num_first:
+            across = ticket % first_across
+            idx, phase = compute_tile(one, expert, across, first, end, i, idx, phase, WG)
+            publish_stores()
+            mbarrier.wait(m.told.index(i & 1), ((i >> 1) & 1) ^ 1)
+            gl.thread_barrier()
+            mbarrier.arrive(m.stored.index(i & 1), count=1)
+            if WG == 0:
+                n = stamp(m.call, MATH, n, FIRST, ticket, begin)
+        else:
+            across = (ticket - num_first) % second_across
+            idx, phase = compute_tile(two, expert, across, first, end, i, idx, phase, WG)
+            if WG == 0:
+                n = stamp(m.call, MATH, n, SECOND, ticket, begin)
+        i += 1
+        ticket, expert, first, end = receive(m, i)
+    begin = now(m.call)
+    bits = _meet_all(m, i, num_first + m.num_tiles * second_across, WG)
+    if WG == 0:
+        n = stamp(m.call, MATH, n, MEET, 0, begin)
+    begin = now(m.call)
+    combine(m, bits, WG)
+    if WG == 0:
+        stamp(m.call, MATH, n, COMBINE, 0, begin)
+
+
+@gluon.jit
+def _meet_all(m, tiles, num, WG: gl.constexpr):
+    """Every rank learns that this warpgroup is done; wait for all.
+
+    The last CTA out cleans up, and looks whether all did `num` tiles together, of which this one
+    did `tiles`. -> the slots that the warpgroup's first item of combine will add.
+    """
+    gl.thread_barrier()
+    if m.rank != m.call.absent:
+        for rank in gl.static_range(m.call.RANKS):
+            done = m.call.counters + rank * m.call.counters_stride + DONE
+            gl.atomic_add(done, 1, sem="release", scope="gpu")
+    parts = (m.call.hidden + COLS - 1) // COLS
+    bits = slots_used(m, m.cta + WG * m.num_ctas, parts)
+    if WG == 0:
+        want = m.call.RANKS * m.num_ctas * m.call.GROUPS
+        wait_for(m, m.counters + DONE, want, WAIT_DONE, m.rank)
+        mbarrier.arrive(m.all_done, count=1)
+        out = gl.atomic_add(m.counters + EXIT, tiles * 1024 + 1, sem="acq_rel", scope="gpu")
+        if out % 1024 == m.num_ctas - 1:
+            expect(m, out // 1024 + tiles, num, WAIT_TICKETS, m.rank)
+            LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            word = gl.arange(0, 128, LAYOUT)
+            zero = gl.zeros([128], gl.int32, LAYOUT)
+            for start in range(0, READY + m.num_tiles, 128):
+                gl.store(
+                    m.counters + start + word, zero, mask=start + word < m.call.counters_stride
+                )
+    else:
+        mbarrier.wait(m.all_done, 0)
+    return bits
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "g_stride", "bound_ns", "ahead", "absent", "num_slots", "tokens_per_rank",
+        "num_experts", "rows_per_rank", "pool_rows", "private_stride", "counters_stride",
+        "steps1", "steps2", "rows1", "cols1", "rows2", "cols2",
+    ],
+    do_not_specialize_on_alignment=["idx", "weights", "num_valid", "error", "stats"],
+)  # fmt: skip
+def mega_kernel(
+    x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale, row_dest,
+    row_weight, row_factor, acts, acts_scale, rows, private, counters, report, trace,
+    bound_ns: gl.int64,
+    ahead, absent, num_slots, tokens_per_rank, num_experts, rows_per_rank, pool_rows,
+    private_stride, counters_stride, hidden, width, clamp, acts_factor,
+    w1, ws1, x1, xs1, factor1, bias1, steps1, outputs1, biases1, rows1, cols1,
+    w2, ws2, x2, xs2, factor2, bias2, steps2, outputs2, biases2, rows2, cols2,
+    WEIGHTS: gl.constexpr, ACTS: gl.constexpr, LAST: gl.constexpr, PROMOTED: gl.constexpr,
+    FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+    ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
+    RANKS: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr, TOP_K: gl.constexpr,
+    K_SLOTS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr, GROUPS: gl.constexpr,
+    SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, MATH_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
+):  # fmt: skip
+    """Four math warpgroups (the first is the launch's own), then three warps."""
+    CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
+    c = Call(
+        x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale,
+        row_dest, row_weight, row_factor, rows, private, counters, report, trace,
+        bound_ns, ahead, absent, num_slots, tokens_per_rank, num_experts,
+        rows_per_rank, pool_rows, private_stride, counters_stride, hidden, width, clamp, WEIGHTS,
+        ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS, RANKS,
+        EXPERTS, SLOTS, CHUNK, TOP_K, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES,
+        GROUPS * SLABS * 64, TRACE,
+    )  # fmt: skip
+    one = Linear(
+        w1, ws1, x1, xs1, factor1, bias1, acts_factor, acts, acts_scale, steps1, outputs1, biases1,
+        rows1, cols1, ACTS, True,
+    )  # fmt: skip
+    two = Linear(
+        w2, ws2, x2, xs2, factor2, bias2, acts_factor, rows, rows, steps2, outputs2, biases2,
+        rows2, cols2, LAST, False,
+    )  # fmt: skip
+    begin = now(c)
+    pid = gl.program_id(0)
+    num_ctas = gl.num_programs(0) // RANKS
+    rank = pid // num_ctas
+    cta = pid % num_ctas
+    mine = private + pid * private_stride
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    experts = gl.allocate_shared_memory(gl.int16, [SLOTS // CHUNK, CHUNK], flat)
+    counts = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
+    num_tiles = read_routing(c, rank, cta, mine, experts, counts)
+    own = counters + rank * counters_stride
+    place = (rank, cta, num_ctas, mine, own, num_tiles, experts, counts)
+    m, first, second = prepare(c, one, two, place)
+    stamp(c, PUBLISH, 0, ROUTE, 0, begin)
+    gl.thread_barrier()
+    gl.warp_specialize(
+        [(math, (m, first, second, 0)), (math, (m, first, second, 1)),
+         (math, (m, first, second, 2)), (math, (m, first, second, 3)),
+         (load_weights, (m, first, second)), (load_tokens, (m, first, second)),
+         (publish, (m, first))],
+        [4, 4, 4, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 3,
+    )  # fmt: skip

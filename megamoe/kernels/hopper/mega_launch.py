@@ -1,0 +1,119 @@
+"""Launcher of the fused layer. Tiles come from the caller; nothing is chosen here."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from megamoe.kernels.hopper.launch import (
+    Arithmetic,
+    factor_shape,
+    num_sms,
+    or_some,
+    scale_descriptor,
+    token_descriptor,
+    weight_descriptors,
+)
+from megamoe.kernels.hopper.meet import READY
+from megamoe.kernels.hopper.mega import mega_kernel
+from megamoe.kernels.hopper.operands import WEIGHTS
+from megamoe.kernels.hopper.pack import Packed
+from megamoe.kernels.hopper.route import Pool, max_tiles
+from megamoe.kernels.portable.acts import PLAIN
+from megamoe.layout.regions import align_up
+from megamoe.problem import Options
+from megamoe.schedule.heuristics.hopper_tiles import Swapped
+
+REPORT = 8  # words
+
+
+class State(NamedTuple):
+    """What stays between launches: counters, which clean themselves, and the report of a fault."""
+
+    counters: Tensor  # int32 [ranks, words]
+    private: Tensor  # int32 [CTAs, words]: the list of each CTA
+    report: Tensor  # int32 [REPORT]
+
+
+class Tokens(NamedTuple):
+    """The tokens of all ranks, [ranks * tokens, ..]: as they come, and where results go."""
+
+    x: Tensor
+    idx: Tensor  # int32 or int64
+    weights: Tensor
+    num_valid: (
+        Tensor | None
+    )  # int32 [ranks] on the device: rows of a rank from there on are padding
+    g: Tensor | None
+    rows: Tensor  # BF16 [slots, hidden]
+    y: Tensor
+    error: Tensor  # int32 [ranks]
+    stats: Tensor | None  # int64 [experts of all ranks]
+
+
+def num_slots(slots: int) -> int:
+    """Slots to the next size that kernels are made for."""
+    return next(size for size in (128, 512, 2048, 4096) if slots <= size)
+
+
+def state(slots: int, experts: int, block: int, ranks: int, device: torch.device) -> State:
+    """Room for `slots` slots of all ranks over `experts` of each."""
+    tiles = max_tiles(slots, experts, block)
+
+    def words(*shape: int) -> Tensor:
+        return torch.zeros(*shape, dtype=torch.int32, device=device)
+
+    counters = words(ranks, align_up(READY.value + tiles, 32))
+    return State(counters, words(num_sms(device), align_up(4 * tiles, 32)), words(REPORT))
+
+
+def _power_of_2(n: int, least: int) -> int:
+    return int(max(triton.next_power_of_2(n), least))
+
+
+def fused(
+    tokens: Tokens, pool: Pool, acts: Pool, w13: Packed, w2: Packed, tile: Swapped, how: Arithmetic,
+    options: Options, kept: State, *, num_experts: int, ranks: int = 1,
+    biases: tuple[Tensor | None, Tensor | None] = (None, None),
+    acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
+    trace: Tensor | None = None, ahead: int = 4, absent: int = -1,
+) -> None:  # fmt: skip
+    """One launch: tokens -> tokens.y, over `ranks` ranks of `num_experts` experts each."""
+    device, some = tokens.x.device, kept.report
+    num_tokens, hidden = tokens.x.shape
+    top_k = tokens.idx.shape[1]
+    slots = num_tokens * top_k
+    parts = []
+    for x, w, bias in ((pool, w13, biases[0]), (acts, w2, biases[1])):
+        data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
+        x_scale = scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data
+        outputs = acts.data.shape[1] if w.is_gated else w.num_outputs
+        steps = x.data.shape[1] // 128 // tile.depth
+        parts += [
+            data, scale, token_descriptor(x.data, tile.tokens), x_scale, or_some(w.factor, some),
+            or_some(bias, some), steps, outputs, w.num_outputs, *factor_shape(w),
+        ]  # fmt: skip
+    g = tokens.g
+    grid = (num_sms(device) - reserve_sms) // ranks * ranks
+    mega_kernel[(grid,)](
+        tokens.x, tokens.x.stride(0), or_some(g, some), 0 if g is None or g.ndim == 0 else 1,
+        tokens.idx, tokens.weights, or_some(tokens.num_valid, some), tokens.error,
+        or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
+        pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters, kept.report,
+        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, slots, num_tokens // ranks,
+        num_experts, pool.data.shape[0] // ranks, pool.data.shape[0], kept.private.stride(0),
+        kept.counters.stride(0), hidden, pool.data.shape[1], float(options.limit),
+        or_some(acts_factor, some), *parts,
+        WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, LAST=PLAIN, PROMOTED=how.is_promoted,
+        FACTOR=w13.factor_is, HAS_BIAS=biases[0] is not None,
+        WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
+        HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=ranks,
+        EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots), TOP_K=top_k,
+        K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens, NARROW=tile.narrow,
+        GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages,
+        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None, num_warps=4,
+        launch_cooperative_grid=True,
+    )  # fmt: skip

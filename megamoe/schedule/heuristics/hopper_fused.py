@@ -1,0 +1,55 @@
+"""Hopper's fused launch: which calls it takes, by recipe and load, and which `auto` gives it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megamoe.schedule.heuristics.hopper_tiles import INF, Swapped, Tile, tile_of, tiles
+
+MOST_SLOTS = 4096  # of all ranks: every CTA reads the whole routing
+MOST_RANKS = 8  # of one launch
+COUNTERS = 128 + MOST_SLOTS  # words of a rank: four lines, and one for each tile of tokens
+MATH_REGS, LOAD_REGS = 104, 56  # roles that wait and draw tickets need more than loaders alone
+ROUTING_BYTES = 5120  # of routing that find room in shared memory beside all stages of any tile
+
+# fmt: off
+# (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
+MODES: tuple[tuple[float, str, str], ...] = (
+    (512, "fused",  "one launch: flash at 8 tokens 105 us, 108 staged; at 64 143, 149; v3 at 8 170, 195"),
+    (INF, "staged", "every CTA reads the whole routing when fused; no gain was measured above 512 slots"),
+)
+# (mean rows per expert up to, shape as in `hopper_tiles.TILES`, why): where w4a8_block differs from
+# the staged launches, whose weights have more of the memory's time.
+W4A8_BLOCK: tuple[tuple[float, tuple[int, ...], str], ...] = (
+    (4.0,  (8, 4, 1, 1),  "flash at 8 tokens 105 us, 106 with two K blocks a stage; v3 170, 173"),
+    (13.0, (16, 4, 1, 1), "flash at 64 tokens 144 us, 147 with two K blocks a stage, 146 with 32 tokens"),
+)
+# fmt: on
+
+
+def fused_tile(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> Tile:
+    """The tile of both linears in a fused launch, if `as_fused` takes it."""
+    if recipe == "w4a8_block" and fits_e4m3:
+        for edge, shape, _ in W4A8_BLOCK:
+            if rows_per_expert <= edge:
+                return tile_of(recipe, shape)
+    return tiles(recipe, rows_per_expert, fits_e4m3=fits_e4m3)[0]
+
+
+def auto_mode(num_slots: int, tile: Tile) -> tuple[str, str]:
+    """(mode, why) of a call with so many slots, whose staged launches take `tile`."""
+    mode, why = next((mode, why) for edge, mode, why in MODES if num_slots <= edge)
+    if mode == "fused" and as_fused(tile) is None:
+        return "staged", f"{tile}: only launches of their own hold this tile"
+    return mode, why
+
+
+def as_fused(tile: Tile, routing_bytes: int = 0) -> Swapped | None:
+    """The tile of a fused launch; None where only launches of their own hold it.
+
+    A stage makes room for a routing of more than ROUTING_BYTES.
+    """
+    if not isinstance(tile, Swapped) or tile.groups != 4 or tile.span != 1:
+        return None
+    stages = tile.stages - (routing_bytes > ROUTING_BYTES)
+    return replace(tile, stages=stages, math_regs=MATH_REGS, load_regs=LOAD_REGS)

@@ -1,0 +1,398 @@
+"""Fused mode around its launch, which is the oracle's here: which calls take it, and with what."""
+
+import copy
+import pickle
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe import reference
+from megamoe.engine import backends, faults, fused, hopper, manner, op
+from megamoe.engine.faults import COUNTERS, NONE, Faults
+from megamoe.engine.local import LocalRanks
+from megamoe.engine.manner import Manner
+from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RangeError
+from megamoe.kernels.hopper import launch, mega_launch
+from megamoe.kernels.hopper.meet import READY
+from megamoe.kernels.hopper.route import max_tiles
+from megamoe.problem import Options
+from megamoe.routing.permute import expert_counts
+from megamoe.routing.samplers import sample_routing
+from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
+
+E, I, H, K = 8, 64, 96, 2
+CPU = torch.device("cpu")
+
+
+class Launches:
+    """Stands for the GPU: each call of a mode is kept, and computed by the oracle."""
+
+    def __init__(self):
+        self.log, self.calls, self.report, self.before = [], [], None, lambda call: None
+
+    def fused(self, tokens, pool, acts, w13, w2, tile, how, options, kept, **rest):
+        self.log.append("fused")
+        self.calls.append({"tokens": tokens, "pool": pool, "acts": acts, "kept": kept, **rest})
+        self.before(self.calls[-1])
+        ranks = rest["ranks"]
+        per_rank = len(tokens.x) // ranks
+        valid = [per_rank] * ranks if tokens.num_valid is None else tokens.num_valid.tolist()
+        there = torch.cat([torch.arange(per_rank) < count for count in valid])
+        idx = tokens.idx.masked_fill(~there[:, None], -1)
+        bad = (idx >= E) | (idx < -1)
+        for rank, some in enumerate(bad.flatten().chunk(ranks)):
+            if some.any():
+                tokens.error[rank] = int(some.nonzero()[0])
+        idx = idx.masked_fill(bad, -1)
+        y = reference.moe(tokens.x, idx, tokens.weights, self.weights, options, None)
+        tokens.y.copy_(y)
+        if tokens.stats is not None:
+            tokens.stats.add_(expert_counts(idx, E))
+        if self.report is not None:
+            kept.report.copy_(torch.tensor(self.report, dtype=torch.int32))
+
+    def staged(self, x, idx, gates, weights, options, shared, error, stats, num_valid, *, pdl):
+        self.log.append("staged+" if pdl else "staged")
+        return reference.moe(x, idx, gates, weights, options, shared)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A CPU that the hopper backend takes for its own."""
+    fake = Launches()
+    fake.weights = experts()
+    there = tuple(
+        replace(b, why_not=lambda device: "") if b.name == "hopper" else b
+        for b in backends.BACKENDS
+    )
+    monkeypatch.setattr(backends, "BACKENDS", there)
+    monkeypatch.setattr(mega_launch, "fused", fake.fused)
+    monkeypatch.setattr(hopper, "moe", fake.staged)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(faults, "_BY_STREAM", {})
+    return fake
+
+
+def experts(recipe="w4a8", num=E):
+    rng = torch.Generator().manual_seed(0)
+    w13 = torch.randn(num, 2 * I, H, generator=rng).bfloat16()
+    w2 = torch.randn(num, H, I, generator=rng).bfloat16()
+    return mm.ExpertWeights.quantize(w13, w2, recipe)
+
+
+def tokens(count=10, seed=0, **options):
+    x = torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return x, *sample_routing(count, E, K, seed=seed, **options)
+
+
+def make(gpu, **options):
+    return mm.MoE(gpu.weights, E, K, backend="hopper", **{"mode": "fused", **options})
+
+
+def wanted(inputs, gpu):
+    return mm.moe(*inputs, gpu.weights, backend="reference")
+
+
+@pytest.mark.parametrize("mode", ["fused", "auto", "staged"])
+def test_a_mode_is_one_launch_or_several_with_the_same_result(gpu, mode):
+    inputs = tokens()
+    one = make(gpu, mode=mode)
+    assert torch.equal(one(*inputs), wanted(inputs, gpu))
+    call = mm.moe(*inputs, gpu.weights, backend="hopper", mode=mode)
+    assert torch.equal(call, wanted(inputs, gpu))
+    assert gpu.log == ["staged" if mode == "staged" else "fused"] * 2
+
+
+def test_auto_is_fused_up_to_512_slots():
+    w = experts(num=64)
+    taken = [fused.tile_for(w, slots, "auto") is not None for slots in (1, 512, 513, 4096)]
+    assert taken == [True, True, False, False]
+    taken = [fused.tile_for(w, slots) is not None for slots in (0, 1, 513, 1400, 4096)]
+    assert taken == [False, True, True, True, False]  # 4096 over 64 experts: a wide tile
+    few = experts(num=256)
+    assert fused.tile_for(few, MOST_SLOTS) and fused.tile_for(few, MOST_SLOTS + 1) is None
+
+
+def test_calls_that_fused_cannot_take_run_staged(gpu):
+    one = make(gpu)
+    x, idx, weight = tokens()
+    one(mm.quantize(x, "mxfp8"), idx, weight)
+    one(*tokens(0))
+    one(*tokens(200))  # 50 rows an expert: the tile has two warpgroups
+    assert gpu.log == ["staged"] * 3
+
+
+def test_auto_with_shared_experts_or_fp8_combine_is_staged(gpu):
+    make(gpu, mode="auto", shared=gpu.weights[:1])(*tokens())
+    make(gpu, mode="auto", combine="fp8")(*tokens())
+    make(gpu, mode="auto", overlap_launches=True, combine="fp8")(*tokens())
+    assert gpu.log == ["staged", "staged", "staged+"]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"combine": "fp8"}, "combines BF16 rows; got mode='fused' with combine='fp8'; use"),
+        ({"shared": True}, "no shared experts; got mode='fused' with shared experts; use"),
+    ],
+)
+def test_an_explicit_fused_that_could_never_be_is_refused_at_the_door(gpu, options, text):
+    options = {k: gpu.weights[:1] if v is True else v for k, v in options.items()}
+    for make_it in (
+        lambda: make(gpu, **options),
+        lambda: mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused", **options),
+    ):
+        with pytest.raises(NotAvailable, match=text):
+            make_it()
+    assert gpu.log == []
+
+
+def test_weights_that_hopper_cannot_hold_have_no_fused_mode(gpu):
+    gpu.weights.w2.scale[0, 0, 0] = 0
+    with pytest.raises(NotAvailable, match="holds exactly; got a scale of 2"):
+        mm.MoE(gpu.weights, E, K, mode="fused")
+    assert mm.MoE(gpu.weights, E, K).backend == "portable"
+
+
+def test_the_launch_gets_what_the_layer_was_told(gpu):
+    make(gpu, timeout_s=2.5, reserve_sms=4)(*tokens())
+    make(gpu, timeout_s=300)(*tokens())
+    first, second = gpu.calls
+    assert (first["timeout_s"], first["reserve_sms"]) == (2.5, 4)
+    assert (second["timeout_s"], second["reserve_sms"]) == (60.0, 0)
+
+
+def test_a_wait_may_take_longer_under_the_sanitizer(monkeypatch):
+    assert manner.is_watched({"PATH": "x", "NV_SANITIZER_INJECTION_PORT_BASE": "49152"})
+    assert not manner.is_watched({"PATH": "x"})
+    assert manner.bound_s(300) == 60 and manner.bound_s(3) == 3
+    monkeypatch.setattr(manner, "_SLOWER", manner.SLOWER)
+    assert manner.bound_s(3) == 60
+
+
+def test_a_request_that_leaves_no_sm_is_refused(gpu):
+    for bad in ({"reserve_sms": -1}, {"timeout_s": 0.0}):
+        with pytest.raises(RangeError, match=next(iter(bad))):
+            make(gpu, **bad)
+    manner.check_grid(132, Manner(reserve_sms=131), 1)
+    with pytest.raises(CapacityError, match=r"1 of the GPU's 132 SMs.*got reserve_sms 132"):
+        manner.check_grid(132, Manner(reserve_sms=132), 1)
+    with pytest.raises(CapacityError, match="8 of the GPU's 132"):
+        manner.check_grid(132, Manner(reserve_sms=125), 8)
+
+
+# -- counters and reports ------------------------------------------------------------------------
+
+
+def test_counters_have_room_for_every_call_and_lines_of_their_own():
+    most = max(max_tiles(MOST_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
+    assert READY.value + most <= COUNTERS
+    found = Faults(CPU, ranks=8)
+    assert found.counters.shape == (8, COUNTERS) and COUNTERS % 32 == 0
+    assert (found.counters.data_ptr() - found.words.data_ptr()) % 128 == 0
+    assert not found.counters.any() and not found.report.any() and (found.word == NONE).all()
+
+
+def test_every_layer_has_counters_of_its_own_for_all_sizes(gpu):
+    one, other = make(gpu), make(gpu)
+    for layer in (one, one, other, copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        layer(*tokens(3))
+        layer(*tokens(30))
+    where = [call["kept"].counters.data_ptr() for call in gpu.calls]
+    assert where[:4] == [one._faults.counters.data_ptr()] * 4 and len(set(where)) == 4
+    reports = [call["kept"].report.data_ptr() for call in gpu.calls]
+    assert reports[0] == one._faults.words[8:].data_ptr()
+
+
+def test_calls_without_a_layer_have_counters_by_stream(monkeypatch):
+    made, now, is_capturing = [], ["a"], [False]
+
+    class Stream:
+        cuda_stream = property(lambda self: now[0])
+
+    def make_one(device, resets_itself):
+        assert resets_itself and not is_capturing[0], "never made while a stream is capturing"
+        made.append(now[0])
+        return object()
+
+    monkeypatch.setattr(faults, "_BY_STREAM", {})
+    monkeypatch.setattr(faults, "Faults", make_one)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
+    cuda = torch.device("cuda", 0)
+    first = faults.of_stream(cuda)
+    assert faults.of_stream(cuda) is first and made == ["a", "a"]  # and one for captures
+    now[0] = "b"
+    second = faults.of_stream(cuda)
+    assert second is not first
+    is_capturing[0] = True
+    captured = faults.of_stream(cuda)
+    now[0] = "c"
+    assert faults.of_stream(cuda) is captured and captured not in (first, second)
+
+
+def test_a_captured_call_without_a_layer_is_staged(gpu, monkeypatch):
+    monkeypatch.setattr(faults, "is_capturing", lambda device: True)
+    mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused")
+    make(gpu)(*tokens())  # a layer's counters are its own
+    assert gpu.log == ["staged", "fused"]
+
+
+def test_another_stream_waits_for_the_last_fused_call(monkeypatch):
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append((self.name, other.name))
+
+    log, streams = [], [Stream("a"), Stream("b")]
+    found = Faults(CPU)
+    monkeypatch.setattr(faults, "is_capturing", lambda device: False)
+    monkeypatch.setattr(found, "words", type("Words", (), {"device": torch.device("cuda")}))
+    for at in (0, 0, 1, 1, 0):
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=at: streams[at])
+        found.in_turn()
+    assert log == [("b", "a"), ("a", "b")]
+
+
+REPORTS = [
+    ([3, 0, 17, 1, 0, 5, 4, 0], 0, r"the pool of tokens \(CTA 17"),
+    ([1, 2, 40, 2, 5, 16, 15, 0], 2, "L1 of tile 5"),
+    ([9, 1, 0, 3, 1, 1056, 1052, 0], 1, "the end of all ranks"),
+]
+
+
+@pytest.mark.parametrize(("report", "rank", "text"), REPORTS)
+def test_a_timeout_is_raised_on_every_call_until_reset(gpu, report, rank, text):
+    one = make(gpu)
+    gpu.report = report
+    one(*tokens())
+    gpu.report = None
+    for call in (lambda: one(*tokens()), one.check, lambda: one(*tokens())):
+        with pytest.raises(MegaMoETimeout, match=rf"{text}.*call layer.reset\(\)") as seen:
+            call()
+        assert (seen.value.rank, seen.value.expected, seen.value.seen) == (rank, *report[5:7])
+    one._faults.counters[0, 7] = 3
+    one.reset()
+    assert not one._faults.counters.any() and len(gpu.log) == 1
+    assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
+    one.check()
+
+
+def test_without_a_layer_a_timeout_is_raised_once(gpu):
+    gpu.report = REPORTS[0][0]
+    call = lambda: mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused")  # noqa: E731
+    call()
+    gpu.report = None
+    with pytest.raises(MegaMoETimeout, match="the next call starts anew"):
+        call()
+    assert torch.equal(call(), wanted(tokens(), gpu))
+
+
+def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monkeypatch):
+    one = make(gpu)
+    copies = []
+    true_copy = torch.Tensor.copy_
+    x, idx, weight = tokens()
+    idx[3, 1] = E
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda to, *a, **k: (copies.append(to), true_copy(to, *a, **k))[1]
+    )
+    one(x, idx, weight)
+    assert [len(to) for to in copies if to is one._faults._seen] == [16]
+    with pytest.raises(RangeError, match="token 3, slot 1 of an earlier"):
+        one(*tokens())
+    assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
+
+
+def test_poison_fills_all_memory_before_the_launch(gpu):
+    def is_poisoned(call):
+        all_of = (*call["pool"], call["acts"].data, call["acts"].scale, call["kept"].private)
+        room = (*all_of, call["tokens"].rows, call["tokens"].y)
+        seen.append(all((t.view(torch.uint8) == 0xFF).all() for t in room))
+        assert not call["kept"].counters.any()
+
+    seen, gpu.before = [], is_poisoned
+    assert torch.equal(make(gpu, debug_poison=True)(*tokens()), wanted(tokens(), gpu))
+    assert seen == [True]
+
+
+# -- compiled models, graphs, ranks --------------------------------------------------------------
+
+
+def test_the_operator_knows_the_mode_and_uses_the_layers_words(gpu):
+    one = make(gpu, reserve_sms=2)
+    _, options, backend, how = op._parse(one._what)
+    assert (backend, how, options) == ("hopper", one._manner, one.options)
+    inputs = tokens()
+    y = op.moe_op(*inputs, list(one.experts.buffers()), one.stats, one._faults.words, one._what)
+    assert torch.equal(y, wanted(inputs, gpu)) and gpu.log == ["fused"]
+    assert gpu.calls[0]["kept"].counters.data_ptr() == one._faults.counters.data_ptr()
+    assert gpu.calls[0]["reserve_sms"] == 2
+
+
+def test_a_compiled_model_runs_fused(gpu):
+    torch.compiler.reset()
+    one = make(gpu)
+    compiled = torch.compile(one, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(compiled(*tokens()), wanted(tokens(), gpu))
+    assert gpu.log == ["fused"] and int(one.stats.sum()) == 10 * K
+
+
+def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
+    from megamoe.kernels.portable.fill import Inputs
+
+    one = make(gpu, cuda_graphs=True)
+    inputs = Inputs.empty(16, H, K, CPU)
+    for room, part in zip(inputs, tokens(9), strict=False):
+        room[:9] = part
+    inputs.count.fill_(9)
+    y = one._captured_parts().launch(inputs)
+    assert torch.equal(y[:9], wanted(tokens(9), gpu)) and not y[9:].any()
+    assert gpu.calls[0]["kept"].counters.data_ptr() == one._faults.counters.data_ptr()
+
+
+@pytest.mark.parametrize("counts", [(5,), (3, 8), (0, 4, 0, 1), (2, 0, 1, 3, 3, 0, 0, 1), (0, 0)])
+def test_local_ranks_are_one_rank_over_all_tokens(gpu, counts):
+    ranks = LocalRanks(gpu.weights, len(counts), timeout_s=3)
+    inputs = tokens(sum(counts), masked_ratio=0.2)
+    got = ranks(*(t.split(counts) for t in inputs))
+    assert [len(y) for y in got] == list(counts)
+    assert torch.equal(torch.cat(got), wanted(inputs, gpu))
+    assert torch.equal(ranks.stats, expert_counts(inputs[1], E))
+    for call in gpu.calls:
+        assert call["ranks"] == len(counts) and call["num_experts"] == E // len(counts)
+        assert call["tokens"].num_valid.tolist() == list(counts) and call["timeout_s"] == 3
+
+
+def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
+    ranks = LocalRanks(gpu.weights, 2)
+    x, idx, weight = (list(t.split((3, 5))) for t in tokens(8))
+    idx[1][4, 0] = E + 1
+    ranks(x, idx, weight)
+    with pytest.raises(RangeError, match="token 4, slot 0 of rank 1"):
+        ranks.check()
+    ranks.check()
+    for bad in ((x[:1], idx, weight), (x, [idx[0].int(), idx[1]], weight)):
+        with pytest.raises(mm.MegaMoEError):
+            ranks(*bad)
+    with pytest.raises(CapacityError, match="4096 slots at most"):
+        ranks(*(t.split((1200, 1200)) for t in tokens(2400)))
+    with pytest.raises(mm.MegaMoEError, match="quantised ones"):
+        ranks([mm.quantize(t, "mxfp8") for t in x], idx, weight)
+    for num in (0, 3, 9):
+        with pytest.raises(mm.MegaMoEError):
+            LocalRanks(gpu.weights, num)
+    with pytest.raises(NotAvailable, match="BF16 rows"):
+        LocalRanks(gpu.weights, 2, Options(combine="fp8"))
+
+
+def test_warming_up_runs_the_layers_mode(gpu):
+    from megamoe.engine import warm
+
+    warm.run_all(make(gpu), [1, 9, 5000])
+    assert gpu.log == ["fused", "fused", "staged"]

@@ -1,0 +1,44 @@
+"""The staged layer takes the table's tile, or the one that it is given, in both linears."""
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine import hopper
+from megamoe.engine.faults import Faults
+from megamoe.problem import Options
+from megamoe.routing.samplers import sample_routing
+from megamoe.schedule.heuristics.hopper_tiles import tile_of, tiles
+
+E, I, H, K = 4, 64, 96, 2
+
+
+@pytest.fixture
+def taken(monkeypatch):
+    """The tiles that launches were given; nothing is launched."""
+    seen = []
+    for linear in ("gated", "linear"):
+        monkeypatch.setattr(
+            hopper.launch, linear, lambda x, w, out, tile, *rest, **more: seen.append(tile)
+        )
+    monkeypatch.setattr(
+        hopper, "route", lambda x, routing, acts, pool, block, *rest, **more: seen.append(block)
+    )
+    monkeypatch.setattr(hopper, "combine", lambda *args, **more: None)
+    return seen
+
+
+def test_a_given_tile_is_used_and_the_shared_experts_keep_theirs(taken):
+    rng = torch.Generator().manual_seed(0)
+    w13, w2 = (torch.randn(E, *s, generator=rng).bfloat16() for s in ((2 * I, H), (H, I)))
+    w = mm.ExpertWeights.quantize(w13, w2, "w4a8_block")
+    x = torch.randn(6, H, generator=rng).bfloat16()
+    call = (x, *sample_routing(6, E, K), w, Options(), w[:1], Faults(x.device).word)
+    hopper.moe(*call)
+    own, _ = tiles("w4a8_block", 6 * K / E)
+    shared, _ = tiles("w4a8_block", 6.0)
+    assert taken == [own.tokens, own, own, shared.tokens, shared, shared]
+    taken.clear()
+    wide = tile_of("w4a8_block", (64, 2, 2, 1))
+    hopper.moe(*call, tile=wide)
+    assert taken == [64, wide, wide, shared.tokens, shared, shared]

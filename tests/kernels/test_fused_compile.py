@@ -1,0 +1,112 @@
+"""The fused launch compiles for sm_90a in every tile that it takes, and fits an SM."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megamoe.engine.fused import routing_bytes
+from megamoe.kernels.hopper import launch, mega_launch
+from megamoe.kernels.hopper.pack import pack
+from megamoe.problem import RECIPES, Options
+from megamoe.schedule.heuristics.hopper_fused import as_fused
+from megamoe.schedule.heuristics.hopper_tiles import tiles
+from tests.kernels.compiling import resources
+from tests.kernels.hopper import shipped, tile_name
+from tests.kernels.support import INTERPRETED
+from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler, matrix
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+E, I, H, K = 2, 1024, 2048, 6
+ALL_TILES = ("w4a8_block", "w8a8", "w4a16", "bf16")
+STACK = 40  # bytes that a role may keep of what it holds between tiles; a loop's spill takes more
+
+DECODE = {"slots": 384, "experts": 32}
+BUSY = {"slots": 384, "experts": 32, "bias": True, "count": True, "options": Options("gpt_oss")}
+RANKS = {"slots": 384, "experts": 4, "ranks": 8, "count": True}
+LATE = {"slots": 128, "experts": 8, "ids": torch.int64, "options": Options(weight_at="combine")}
+# As many slots as the tile meets: the routing takes the most shared memory.
+LARGEST = {"slots": 4096, "experts": 256}
+
+
+def cases():
+    """(recipe, whether weights fit E4M3, tile, what else): the widest tile where others differ."""
+    for recipe in RECIPES:
+        found = [t for t in shipped(recipe) if as_fused(t)]
+        for tile in found if recipe in ALL_TILES else found[-1:]:
+            yield recipe, True, tile, DECODE
+    for tile in shipped("w4a8_block", fits=False):
+        if as_fused(tile):
+            yield "w4a8_block", False, tile, DECODE
+    for recipe, more in (
+        ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", LATE), ("w8a8", LARGEST),
+    ):  # fmt: skip
+        yield recipe, True, [t for t in shipped(recipe) if as_fused(t)][-1], more
+    middle = tiles("nvfp4", 2048 / 256)[0]
+    yield "nvfp4", True, middle, {"slots": 2048, "experts": 256}
+
+
+def name(case):
+    recipe, fits, tile, more = case
+    what = {id(BUSY): "busy", id(RANKS): "ranks", id(LATE): "late", id(DECODE): ""}
+    size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
+    wide = "" if fits else "wide"
+    return "-".join(filter(None, (recipe, wide, tile_name(tile), f"x{tile.depth}", size)))
+
+
+def compiled(monkeypatch, recipe, fits, tile, more):
+    """What `mega_launch` would run."""
+    compiler = Compiler(mega_launch.mega_kernel)
+    monkeypatch.setattr(mega_launch, "mega_kernel", compiler)
+    monkeypatch.setattr(mega_launch, "num_sms", lambda device: 132)
+    slots, experts, ranks = more["slots"], more["experts"], more.get("ranks", 1)
+    tile = as_fused(tile, routing_bytes(slots, experts))
+    how = launch.arithmetic(recipe, fits_e4m3=fits)
+    pool = launch.pool(how, slots, H, experts, tile.tokens, META, ranks=ranks)
+    acts = launch.pool(how, slots, I, experts, tile.tokens, META, pool, ranks)
+
+    def new(*shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device=META)
+
+    num = slots // K
+    idx = new(num, K, dtype=more.get("ids", torch.int32))
+    count = new(ranks, dtype=torch.int32) if "count" in more else None
+    g = new(()) if recipe == "nvfp4" else None
+    rows, y = new(slots, H, dtype=torch.bfloat16), new(num, H, dtype=torch.bfloat16)
+    words, stats = new(ranks, dtype=torch.int32), new(experts * ranks, dtype=torch.int64)
+    tokens = mega_launch.Tokens(y, idx, new(num, K), count, g, rows, y, words, stats)
+    w13, w2 = (
+        pack(matrix(recipe, E, *shape), to_e4m3=how.to_e4m3) for shape in ((2, I, H), (H, I))
+    )
+    kept = mega_launch.state(slots, experts, tile.tokens, ranks, META)
+    biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
+    mega_launch.fused(
+        tokens, pool, acts, w13, w2, tile, how, more.get("options", Options()), kept,
+        num_experts=experts, ranks=ranks, biases=biases, acts_factor=g,
+    )  # fmt: skip
+    return compiler.made
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=name)
+def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeypatch):
+    recipe, fits, tile, _ = case
+    kernel = compiled(monkeypatch, *case)
+    is_fp8 = launch.arithmetic(recipe, fits_e4m3=fits).is_fp8
+    element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
+    widths = {tile.tokens, tile.narrow or tile.tokens}
+    wanted = {f"m64n{n}k{depth}.f32.{element}.{element}" for n in widths}
+    ptx = kernel.asm["ptx"]
+    assert set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx)) == wanted
+    assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx and "trap" not in ptx
+    used = resources(kernel)
+    assert used["shared"] <= SHARED_LIMIT
+    assert used["stack"] <= STACK
+
+
+def test_a_large_routing_costs_a_stage():
+    tile = shipped("w8a8")[0]
+    assert as_fused(tile).stages == as_fused(tile, routing_bytes(2048, 256)).stages == tile.stages
+    assert as_fused(tile, routing_bytes(4096, 256)).stages == tile.stages - 1
+    assert as_fused(replace(tile, groups=2)) is None
