@@ -120,7 +120,7 @@ class GemmShape:
 
 
 # C011
-GEMM_SHAPES = {
+UNEVEN_GEMMS = {
     s.name: s
     for s in (
         GemmShape("A", 4096, 7168, (80, 176, 128, 72, 64, 248, 96, 160)),
@@ -129,6 +129,16 @@ GEMM_SHAPES = {
         GemmShape("D", 4096, 1536, (128, 384)),
     )
 }
+# Groups x rows of each: decode, where the stream of weights is the limit, and prefill.
+EVEN_GEMMS = {
+    s.name: s
+    for s in (
+        *(GemmShape(f"32x{rows}", 4096, 7168, (rows,) * 32) for rows in (8, 16, 32, 64)),
+        GemmShape("8x1024", 4096, 7168, (1024,) * 8),
+        GemmShape("8x4096", 7168, 2048, (4096,) * 8),
+    )
+}
+GEMM_SHAPES = UNEVEN_GEMMS | EVEN_GEMMS
 
 
 def gemms_named(names: Sequence[str]) -> tuple[GemmShape, ...]:

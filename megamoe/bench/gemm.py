@@ -2,107 +2,36 @@
 
 Contestants stand in CONTESTANTS: name -> factory. A factory takes the inputs of a shape and gives
 `GemmEntry(run, check, ...)`; it raises NotAvailable where it cannot run. `register` adds one.
+"hopper-RECIPE@LABEL" is one with another tile than the table's, "hopper-RECIPE@all" all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megamoe.bench import ceilings as ceilings_of
 from megamoe.bench.cells import SEED, GemmShape
 from megamoe.bench.contestants import rowwise, rowwise_experts, torch_function
 from megamoe.bench.floors import Cost, mma_of
-from megamoe.bench.gate import Verdict, poisoned_call, poisoned_memory, relative
-from megamoe.bench.inputs import normal
+from megamoe.bench.gate import poisoned_call, poisoned_memory
+from megamoe.bench.gemm_inputs import GemmEntry, GemmInputs
+from megamoe.bench.hopper_gemm import hopper, tiles_by_label
 from megamoe.bench.layer import Progress, first_line
 from megamoe.bench.provenance import provenance
 from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, FAILED, OK, WRONG, Measured, Report, Row
-from megamoe.bench.timer import Prepared, Run, Timer
+from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.errors import NotAvailable, RangeError, one_of, require
-from megamoe.formats.quantize import dequantize, quantize, weight_global_scale
-from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES
 
-
-class GemmInputs:
-    """BF16 rows [M, k] in order of their groups, and matrices [G, n, k]; quantised on demand."""
-
-    def __init__(self, shape: GemmShape, device: torch.device, seed: int) -> None:
-        self.shape, self.device = shape, device
-        g, n, k = shape.num_groups, shape.n, shape.k
-        self.x = normal(device, seed, sum(shape.rows), k).bfloat16()
-        self.w = (normal(device, seed + 1, g, n, k) * k**-0.5).bfloat16()
-        self.counts = torch.tensor(shape.rows, dtype=torch.int32, device=device)
-        self._held: dict[tuple[str, str], Quantized] = {}
-        self._exact: dict[str, Tensor] = {}
-
-    def rows_as(self, fmt: str) -> Quantized:
-        """The rows in a format of `formats`."""
-        return self._as("x", fmt)
-
-    def weights_as(self, fmt: str) -> Quantized:
-        """The matrices in a format of `formats`; NVFP4 with a global scale each."""
-        return self._as("w", fmt)
-
-    def _as(self, name: str, fmt: str) -> Quantized:
-        if (name, fmt) not in self._held:
-            source = getattr(self, name)
-            g = weight_global_scale(source) if (name, fmt) == ("w", "nvfp4") else None
-            self._held[name, fmt] = quantize(source, fmt, global_scale=g)
-        return self._held[name, fmt]
-
-    def exact(self, recipe: str) -> Tensor:
-        """What a recipe must give: its values multiplied in float64, rounded to BF16."""
-        if recipe not in self._exact:
-            self._exact[recipe] = self._product(recipe)
-        return self._exact[recipe]
-
-    def _product(self, recipe: str) -> Tensor:
-        row = recipe_named(recipe)
-        x = dequantize(self.rows_as(row.acts.name), torch.float64).split(list(self.shape.rows))
-        w = self.weights_as(row.weights.name)
-        parts = [
-            one @ dequantize(w[g : g + 1], torch.float64)[0].T for g, one in enumerate(x)
-        ]  # fmt: skip
-        return torch.cat(parts).bfloat16()
-
-    def check(self, recipe: str, bound: float) -> Callable[[Tensor], Verdict]:
-        """A check of an output [M, n] against the exact one."""
-        exact = self.exact(recipe)
-
-        def judge(y: Tensor) -> Verdict:
-            if y.shape != exact.shape:
-                return Verdict(float("nan"), bound, f"shape {tuple(y.shape)}")
-            error = relative(y, exact)
-            good = bool(y.isfinite().all()) and error <= bound
-            return Verdict(error, bound, "" if good else f"error {error:.2e} above {bound:.1e}")
-
-        return judge
-
-
-@dataclass(frozen=True, slots=True)
-class GemmEntry:
-    """A grouped GEMM that is ready: `run` gives BF16 [M, n], `check` judges it."""
-
-    run: Run
-    check: Callable[[Tensor], Verdict]
-    weight_bytes: int
-    row_bytes: int  # of the rows in
-    mma: str
-    recipe: str
-    ours: bool
-
-
-Factory = Callable[[GemmInputs], GemmEntry]
+Factory = Callable[..., GemmEntry]  # of the inputs; Hopper's takes a tile too
 CONTESTANTS: dict[str, Factory] = {}
 
 
@@ -178,8 +107,29 @@ for _recipe in RECIPES:
     for _ending, (_schedule, _sorted) in VARIANTS.items():
         _make = partial(portable, recipe=_recipe, schedule=_schedule, sort_by_m=_sorted)
         register(f"portable-{_recipe}{_ending}", _make)
+    register(f"hopper-{_recipe}", partial(hopper, recipe=_recipe))
 register("torch-bf16", torch_bf16)
 register("torch-fp8", torch_fp8)
+
+
+def field_of(names: Sequence[str], shape: GemmShape) -> dict[str, Factory]:
+    """The contestants of a shape by name; tiles after an @ are spelled out."""
+    found: dict[str, Factory] = {}
+    for name in names:
+        plain, at, tile = name.partition("@")
+        one_of(plain, tuple(CONTESTANTS), "contestant")
+        make = CONTESTANTS[plain]
+        if not at:
+            found[name] = make
+            continue
+        backend, _, recipe = plain.partition("-")
+        one_of(backend, ("hopper",), "backend with a choice of tiles")
+        labels = tiles_by_label(recipe, shape)
+        if tile != "all":
+            one_of(tile, tuple(labels), "tile")
+            labels = {tile: labels[tile]}
+        found |= {f"{plain}@{text}": partial(make, tile=one) for text, one in labels.items()}
+    return found
 
 
 def measure(
@@ -195,8 +145,7 @@ def measure(
 ) -> Report:
     """Check and time every contestant on every shape."""
     require(len(names) > 0, "there must be at least one contestant", got="none", kind=RangeError)
-    for name in names:
-        one_of(name, tuple(CONTESTANTS), "contestant")
+    fields = [field_of(names, shape) for shape in shapes]
     where = torch.device(device)
     timer = Timer(where, flush=flush, repeats=repeats, rounds=rounds)
     reader = Reader(where)
@@ -208,25 +157,25 @@ def measure(
         ceilings=ceilings_of.measure(where, reader),
         rows=(),
     )
-    for done, shape in enumerate(shapes, 1):
-        rows = _one_shape(GemmInputs(shape, where, seed), names, timer, reader, report)
+    for done, (shape, field) in enumerate(zip(shapes, fields, strict=True), 1):
+        rows = _one_shape(GemmInputs(shape, where, seed), field, timer, reader, report)
         report = replace(report, rows=report.rows + tuple(rows))
         progress("shapes", done, len(shapes))
     return report
 
 
 def _one_shape(
-    inputs: GemmInputs, names: Sequence[str], timer: Timer, reader: Reader, report: Report
+    inputs: GemmInputs, field: dict[str, Factory], timer: Timer, reader: Reader, report: Report
 ) -> list[Row]:
     rows: dict[str, Row] = {}
     ready: dict[str, tuple[GemmEntry, Prepared]] = {}
-    for name in names:
+    for name, make in field.items():
         blank = Row(
-            f"gemm-{inputs.shape.name}", name, "", name.startswith("portable"), FAILED, "",
+            f"gemm-{inputs.shape.name}", name, "", not name.startswith("torch"), FAILED, "",
             report.provenance, touched=inputs.shape.num_groups,
         )  # fmt: skip
         try:
-            entry = CONTESTANTS[name](inputs)
+            entry = make(inputs)
             with poisoned_memory():
                 verdict = entry.check(entry.run())
             if verdict.ok:
@@ -241,20 +190,35 @@ def _one_shape(
             rows[name] = replace(blank, note=first_line(error))
             continue
         rows[name] = replace(
-            blank, status=OK if verdict.ok else WRONG, note=verdict.why, recipe=entry.recipe,
-            ours=entry.ours, error=verdict.error, bound=verdict.bound,
+            blank, status=OK if verdict.ok else WRONG, note=verdict.why or entry.note,
+            recipe=entry.recipe, ours=entry.ours, error=verdict.error, bound=verdict.bound,
         )  # fmt: skip
-    reads = {
-        f"read {n}": reader.prepare(n, timer)
-        for n in sorted({entry.weight_bytes for entry, _ in ready.values()})
-    }
+    return [*_timed(inputs.shape, rows, ready, timer, reader, report).values()]
+
+
+def _timed(
+    shape: GemmShape,
+    rows: dict[str, Row],
+    ready: dict[str, tuple[GemmEntry, Prepared]],
+    timer: Timer,
+    reader: Reader,
+    report: Report,
+) -> dict[str, Row]:
+    """The rows with figures; ours with their ratio to each of the others."""
+    sizes = sorted({entry.weight_bytes for entry, _ in ready.values()})
+    reads = {f"read {n}": reader.prepare(n, timer) for n in sizes}
     times = timer.time({name: one for name, (_, one) in ready.items()} | reads)
-    for name, (entry, _) in ready.items():
-        out_bytes = 2 * sum(inputs.shape.rows) * inputs.shape.n
-        cost = Cost(
-            inputs.shape.flops, entry.weight_bytes, entry.row_bytes + out_bytes, entry.mma
-        )  # fmt: skip
-        read = times[f"read {entry.weight_bytes}"]
+    others = {name: times[name].us for name, (entry, _) in ready.items() if not entry.ours}
+    for name, (entry, one) in ready.items():
+        after = entry.check(poisoned_call(one, timer))
+        if not after.ok:
+            why = f"right before the timing, wrong after it: {after.why}"
+            rows[name] = replace(rows[name], status=WRONG, note=why, error=after.error)
+            continue
+        token_bytes = entry.row_bytes + 2 * sum(shape.rows) * shape.n
+        cost = Cost(shape.flops, entry.weight_bytes, token_bytes, entry.mma)
+        read, us = times[f"read {entry.weight_bytes}"], times[name].us
         columns: dict[str, Any] = Measured(cost, times[name], read, report.ceilings).columns()
-        rows[name] = replace(rows[name], **columns)
-    return [*rows.values()]
+        versus = {other: us / theirs for other, theirs in others.items()} if entry.ours else {}
+        rows[name] = replace(rows[name], versus=versus, **columns)
+    return rows

@@ -22,6 +22,7 @@ from megamoe.bench.timer import Prepared, Timer
 from megamoe.errors import NotAvailable
 
 Progress = Callable[[str, int, int], None]  # step, done, of
+Field = Callable[[Cell], Sequence[Contestant]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,13 @@ def measure(
     settings: Settings,
     *,
     peers: Peers | None = None,
-    field: Sequence[Contestant] | None = None,
+    field: Sequence[Contestant] | Field | None = None,
     progress: Progress = lambda step, done, of: None,
     on_cell: Callable[[Report], None] = lambda so_far: None,
 ) -> Report:
     """Check and time every contestant in every cell.
 
-    field    the contestants, instead of those that `settings` names
+    field    the contestants, instead of those that `settings` names, or what gives a cell its own
     on_cell  called with the report so far after every cell, so that an interrupted run leaves one
     """
     device = torch.device(settings.device)
@@ -71,7 +72,8 @@ def measure(
             weights = None  # free the last shape's before making the next one's
             weights = Weights(cell.shape, device, settings.seed)
         job = make_job(cell, weights, settings.seed)
-        rows = _Race(job, settings, timer, reader, report).run(chosen, progress)
+        here = chosen(cell) if callable(chosen) else chosen
+        rows = _Race(job, settings, timer, reader, report).run(here, progress)
         report = replace(report, rows=report.rows + tuple(rows))
         on_cell(report)
         progress("cells", done, len(cells))

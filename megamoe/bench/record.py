@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TextIO
 
 from megamoe.bench.floors import Ceilings, Cost
 from megamoe.bench.peers import BEST, Peers
 from megamoe.bench.stats import Timing, geomean
+from megamoe.errors import FileError
 
 OK, WRONG, FAILED, ABSENT = "ok", "WRONG", "failed", "absent"
 
@@ -35,6 +36,7 @@ class Row:
     spread: float | None = None  # between rounds
     tflops: float | None = None
     gbs: float | None = None
+    weight_gbs: float | None = None  # the weights alone
     flops: int = 0
     num_bytes: int = 0  # touched weights + tokens in and out
     weight_bytes: int = 0
@@ -45,7 +47,7 @@ class Row:
     of_read: float | None = None
     error: float | None = None  # relative Frobenius
     bound: float | None = None
-    versus: dict[str, float] = field(default_factory=dict)  # us / recorded peer
+    versus: dict[str, float] = field(default_factory=dict)  # us / recorded or other's time
 
     @property
     def label(self) -> str:
@@ -74,6 +76,7 @@ class Measured:
             "spread": self.timing.spread,
             "tflops": self.cost.flops / us / 1e6,
             "gbs": self.cost.num_bytes / us / 1e3,
+            "weight_gbs": self.cost.weight_bytes / us / 1e3,
             "flops": self.cost.flops,
             "num_bytes": self.cost.num_bytes,
             "weight_bytes": self.cost.weight_bytes,
@@ -103,18 +106,24 @@ class Report:
             return 1
         return 0 if any(r.status == OK for r in self.rows) else 3
 
+    @property
+    def rivals(self) -> tuple[str, ...]:
+        """Whom `versus` compares with: the peers recorded in every cell, or who ran beside ours."""
+        if self.peers is not None:
+            return (BEST, *self.peers.common)
+        return tuple(dict.fromkeys(name for r in self.rows for name in r.versus))
+
     def geomeans(self) -> dict[str, dict[str, tuple[float, int]]]:
         """Per contestant: geometric mean of each ratio, and over how many cells it was taken."""
         found: dict[str, dict[str, tuple[float, int]]] = {}
         ratios = {"x floor": "of_floor", "x read": "of_read"}
-        peers = () if self.peers is None else (BEST, *self.peers.common)
         for label in dict.fromkeys(r.label for r in self.rows if r.status == OK):
             rows = [r for r in self.rows if r.label == label and r.status == OK]
             values = {
                 name: [v for r in rows if (v := getattr(r, column)) is not None]
                 for name, column in ratios.items()
             }
-            values |= {f"/ {n}": [r.versus[n] for r in rows if n in r.versus] for n in peers}
+            values |= {f"/ {n}": [r.versus[n] for r in rows if n in r.versus] for n in self.rivals}
             found[label] = {n: (geomean(v), len(v)) for n, v in values.items() if v}
         return found
 
@@ -154,6 +163,27 @@ def write(report: Report, folder: str | Path, name: str) -> list[Path]:
     with as_csv.open("w", newline="") as file:
         write_csv(report.rows, file)
     return [as_json, as_csv]
+
+
+def read(path: str | Path, peers: Peers | None = None) -> Report:
+    """The report that `write` left as JSON; `peers`, if given, take the place of its own."""
+    try:
+        found = json.loads(Path(path).read_text())
+        rows = [Row(**row) for row in found["rows"]]
+        if peers is not None:
+            rows = [replace(r, versus=peers.ratios(r.cell, r.us)) if r.us else r for r in rows]
+        elif found["peers"] is not None:
+            peers = Peers(**found["peers"])
+        ceilings = Ceilings(**found["ceilings"])
+        return Report(
+            found["title"], found["provenance"], found["method"], ceilings, tuple(rows), peers
+        )
+    except OSError as error:
+        raise FileError(f"the record must be readable; got {error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise FileError(
+            f"the record must be a JSON file of megamoe bench; got {error!r} in {path}"
+        ) from error
 
 
 def write_csv(rows: Sequence[Row], file: TextIO) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -97,6 +98,14 @@ class Timer:
         """A first idea: the median of five calls, in microseconds."""
         one.call()
         return statistics.median(self._round(one, 5))
+
+    def cold(self, one: Prepared) -> Tensor:
+        """One call after a flush, waited for."""
+        with torch.cuda.device(self.device) if self.on_gpu else nullcontext():
+            self._flush()
+            output = one.call()
+        self.synchronize()
+        return output
 
     def synchronize(self) -> None:
         """Wait for the device; an error of an earlier launch is raised here."""

@@ -1,4 +1,4 @@
-"""`megamoe bench layer` and `megamoe bench gemm`: parse, call, print.
+"""`megamoe bench layer`, `gemm` and `plot`: parse, call, print.
 
 Exit codes: 0 measured, 1 a wrong result (which is never timed), 2 bad input, 3 not available here.
 """
@@ -6,34 +6,72 @@ Exit codes: 0 measured, 1 a wrong result (which is never timed), 2 bad input, 3 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megamoe.bench.cells import GEMM_SHAPES, SHAPES, SHARES, cells_named, gemms_named
-from megamoe.bench.peers import BEST, load
-from megamoe.bench.record import OK, WRONG, Report, Row, write
+from megamoe.bench.cells import (
+    GEMM_SHAPES,
+    SHAPES,
+    SHARES,
+    UNEVEN_GEMMS,
+    cells_named,
+    gemms_named,
+)
+from megamoe.bench.peers import load
+from megamoe.bench.record import OK, WRONG, Report, Row, read, write
 from megamoe.cli.shared import Bars, device_named
 from megamoe.errors import NotAvailable, RangeError, require
 
-COLUMNS = (
-    "cell", "contestant", "recipe", "us", "±%", "TFLOP/s", "GB/s", "floor us", "x floor",
-    "read us", "x read",
-)  # fmt: skip
+
+def number(value: float | None, digits: int) -> str:
+    """A figure of the table, or a dash where there is none."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _of_read(row: Row) -> float | None:
+    return 1 / row.of_read if row.of_read else None
+
+
+def _read_tbs(row: Row) -> float | None:
+    return row.weight_bytes / row.read_us / 1e6 if row.read_us else None
+
+
+Columns = dict[str, Callable[[Row], str]]
+COLUMNS: Columns = {
+    "cell": lambda r: r.cell,
+    "contestant": lambda r: r.contestant + (" (eager)" if r.how == "eager" else ""),
+    "recipe": lambda r: r.recipe,
+    "us": lambda r: number(r.us, 1),
+    "±%": lambda r: number(None if r.spread is None else 100 * r.spread, 1),
+    "TFLOP/s": lambda r: number(r.tflops, 1),
+    "GB/s": lambda r: number(r.gbs, 0),
+    "floor us": lambda r: f"{number(r.floor_us, 1)} {r.floor_by}",
+    "x floor": lambda r: number(r.of_floor, 2),
+    "read us": lambda r: number(r.read_us, 1),
+    "x read": lambda r: number(r.of_read, 2),
+}
+GEMM_COLUMNS: Columns = {name: text for name, text in COLUMNS.items() if name != "x read"} | {
+    "weights TB/s": lambda r: number(None if r.weight_gbs is None else r.weight_gbs / 1e3, 2),
+    "read TB/s": lambda r: number(_read_tbs(r), 2),
+    "of read": lambda r: number(_of_read(r), 3),
+}
 
 ALL_SHARES = ",".join(SHARES)
-ALL_GEMMS = ",".join(GEMM_SHAPES)
+ALL_GEMMS = ",".join(UNEVEN_GEMMS)
 SHAPE_HELP = f"Comma-separated: {', '.join(SHAPES)}; or cells such as flash-ep8/64."
 BACKEND_HELP = (
     "Comma-separated: auto, reference, portable, hopper, blackwell, with :mode if wanted; "
     "torch-bf16, torch-fp8."
 )
 CONTESTANT_HELP = (
-    "Comma-separated: portable-RECIPE with -dynamic, -sorted or -dynamic-sorted if wanted; "
-    "torch-bf16, torch-fp8."
+    "Comma-separated: hopper-RECIPE with @TILE or @all if wanted; portable-RECIPE with -dynamic, "
+    "-sorted or -dynamic-sorted if wanted; torch-bf16, torch-fp8."
 )
 FLUSH_HELP = "How L2 is emptied before each call: memset, read or none."
 
@@ -52,9 +90,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a tabl
 
 
 def add_to(bench: typer.Typer) -> None:
-    """Register the two commands on the `bench` group."""
+    """Register the commands on the `bench` group."""
     bench.command("layer")(layer)
     bench.command("gemm")(gemm)
+    bench.command("plot")(plot)
 
 
 def layer(
@@ -73,13 +112,13 @@ def layer(
     as_json: Json = False,
 ) -> None:
     """Time whole layers: our backends and importable peers side by side, each checked first."""
-    cells = cells_named(_names(workloads), None if tokens is None else _counts(tokens))
+    cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
     recorded = None if peers is None else load(peers)
     from megamoe.bench.layer import Settings, measure
 
     settings = Settings(
-        backends=_names(backends),
-        recipes=_names(recipes),
+        backends=names_in(backends),
+        recipes=names_in(recipes),
         device=device_named(device),
         repeats=repeats,
         rounds=rounds,
@@ -112,15 +151,29 @@ def gemm(
     as_json: Json = False,
 ) -> None:
     """Time grouped GEMMs alone."""
-    chosen = gemms_named(_names(shapes))
+    chosen = gemms_named(names_in(shapes))
     from megamoe.bench.gemm import measure
 
     with Bars(quiet=as_json) as bars:
         report = measure(
-            chosen, _names(contestants), device=device_named(device),
+            chosen, names_in(contestants), device=device_named(device),
             repeats=repeats, rounds=rounds, flush=flush, progress=bars,
         )  # fmt: skip
     _finish(report, out, "gemm", as_json)
+
+
+def plot(
+    record: Annotated[str, typer.Argument(help="JSON file that --out of a benchmark wrote.")],
+    out: Annotated[str | None, typer.Option(help="Folder; default: the file's own.")] = None,
+    peers: PeersFile = None,
+) -> None:
+    """Draw a recorded run again, where matplotlib is: a GPU machine may lack it."""
+    from megamoe.bench import plots
+
+    report = read(record, None if peers is None else load(peers))
+    path = Path(record)
+    made = plots.write(report, path.parent if out is None else out, path.stem)
+    Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
 
 
 def _finish(report: Report, folder: str | None, name: str, as_json: bool) -> None:
@@ -129,7 +182,7 @@ def _finish(report: Report, folder: str | None, name: str, as_json: bool) -> Non
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
-        show(report, console)
+        show(report, console, GEMM_COLUMNS if name == "gemm" else COLUMNS)
     if folder is not None:
         made = write(report, folder, name)
         from megamoe.bench import plots
@@ -142,21 +195,28 @@ def _finish(report: Report, folder: str | None, name: str, as_json: bool) -> Non
     raise typer.Exit(report.exit_code)
 
 
-def show(report: Report, console: Console) -> None:
+def one_line_a_row(console: Console) -> Console:
+    """A console that is wide enough for a table: a pipe has no width of its own."""
+    if console.is_terminal:
+        return console
+    return Console(width=max(console.width, 240), stderr=console.stderr)
+
+
+def show(report: Report, console: Console, columns: Columns = COLUMNS) -> None:
     """The report as a table, the geometric means, and what was not timed and why."""
-    peers = () if report.peers is None else (BEST, *report.peers.common)
-    table = Table(*COLUMNS, *(f"/ {p}" for p in peers), "error", title=report.title)
+    rivals = {
+        f"/ {name}": lambda r, name=name: number(r.versus.get(name), 3)  # type: ignore[misc]
+        for name in report.rivals
+    }
+    every: Columns = columns | rivals
+    every["error"] = lambda r: "-" if r.error is None else f"{r.error:.1e}"
+    table = Table(*every, title=report.title)
     for column in table.columns[3:]:
         column.justify = "right"
     for row in report.rows:
         if row.status == OK:
-            table.add_row(*_cells(row, peers))
-    # A pipe has no width of its own: keep one line a row there.
-    wide = (
-        console
-        if console.is_terminal
-        else Console(width=max(console.width, 180), stderr=console.stderr)
-    )
+            table.add_row(*(text(row) for text in every.values()))
+    wide = one_line_a_row(console)
     if table.row_count:
         wide.print(table)
     for label, means in report.geomeans().items():
@@ -187,30 +247,12 @@ def show(report: Report, console: Console) -> None:
         wide.print(recorded, style="dim", highlight=False, soft_wrap=True)
 
 
-def _cells(row: Row, peers: tuple[str, ...]) -> list[str]:
-    eager = " (eager)" if row.how == "eager" else ""
-    figures = (row.us, row.tflops, row.gbs, row.floor_us, row.of_floor, row.read_us, row.of_read)
-    us, tflops, gbs, floor, of_floor, read, of_read = ("-" if v is None else v for v in figures)
-    ratios = (f"{row.versus[p]:.3f}" if p in row.versus else "-" for p in peers)
-    return [
-        row.cell, row.contestant + eager, row.recipe, _number(us, 1),
-        "-" if row.spread is None else f"{100 * row.spread:.1f}", _number(tflops, 1),
-        _number(gbs, 0), f"{_number(floor, 1)} {row.floor_by}", _number(of_floor, 2),
-        _number(read, 1), _number(of_read, 2), *ratios,
-        "-" if row.error is None else f"{row.error:.1e}",
-    ]  # fmt: skip
-
-
-def _number(value: Any, digits: int) -> str:
-    return value if isinstance(value, str) else f"{value:,.{digits}f}"
-
-
-def _names(text: str) -> tuple[str, ...]:
+def names_in(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    parts = _names(text)
+def counts_in(text: str) -> tuple[int, ...]:
+    parts = names_in(text)
     require(
         bool(parts) and all(part.isdigit() for part in parts),
         "tokens must be whole numbers with commas between them",

@@ -1,4 +1,4 @@
-"""`megamoe`: run, plan, simulate, balance, formats, doctor, bench.
+"""`megamoe`: run, plan, simulate, trace, balance, formats, doctor, bench.
 
 Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here.
 """
@@ -18,8 +18,10 @@ import megamoe
 from megamoe.bench.workloads import MODELS, model_named
 from megamoe.cli import balance as balance_command
 from megamoe.cli import bench as bench_commands
+from megamoe.cli import bench_more
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
+from megamoe.cli import trace as trace_command
 from megamoe.cli.shared import Bars, device_named
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
 from megamoe.formats.spec import FORMATS, RECIPES
@@ -32,9 +34,11 @@ app = typer.Typer(
 )
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
 bench_commands.add_to(bench)
+bench_more.add_to(bench)
 app.add_typer(bench, name="bench")
 plan_command.add_to(app)
 simulate_command.add_to(app)
+trace_command.add_to(app)
 balance_command.add_to(app)
 out, err = Console(), Console(stderr=True)
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]

@@ -1,8 +1,9 @@
 """Timeline: when who did what. Simulated or measured, the same value; pictures are made of it.
 
 A span is one thing that one place did without a break. A place is an SM of a rank, or one of the
-rank's two lanes: rows coming in over the links, results going out. Every figure here is computed
-from the spans alone, so a measured timeline answers the same questions as a simulated one.
+rank's two lanes: rows coming in over the links, results going out. A place does one thing at a
+time, except that an SM loads weights beside it. Every figure here is computed from the spans alone,
+so a measured timeline answers the same questions as a simulated one.
 """
 
 from __future__ import annotations
@@ -17,22 +18,24 @@ ROWS_IN, RESULTS_OUT = -1, -2  # the `sm` of a lane
 LANES = {ROWS_IN: "rows in", RESULTS_OUT: "results out"}
 
 # fmt: off
-# role -> what the place does. Lanes have pull and scatter, SMs the others.
+# role -> what the place does. Lanes have pull and scatter, SMs the others; load only if measured.
 ROLES = {
     "launch":  "the host's launch reaches the GPU",
     "route":   "tokens are counted per expert and the ranks exchange the counts",
     "pull":    "rows of tokens come in from the ranks that own them",
     "math":    "one block of a matrix product, its epilogue included",
-    "stage":   "a launch of its own that moves rows: permute, activation",
+    "stage":   "rows are moved and nothing else: permute, activation, tokens into the pool",
     "wait":    "nothing to do yet; the phase says what is waited for",
     "scatter": "finished rows go home over the links",
     "combine": "each token's rows are added up",
+    "load":    "weights of one block come in, beside whatever else the SM does",
 }
 # phase of a wait -> what is waited for
 WAITS = {
     "rows":    "rows that have not arrived: exposed communication",
     "tokens":  "the rank's own tokens, on their way into expert order",
     "l1":      "L1 blocks that an L2 block reads",
+    "weights": "the first weights of a block",
     "results": "results still on their way home: exposed communication",
     "ranks":   "ranks that have more work",
     "barrier": "the barrier between ranks, or between the SMs of one",

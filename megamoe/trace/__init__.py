@@ -1,1 +1,4 @@
-"""Trace: a Timeline as Perfetto JSON, as text, as a page and as a plot. Standard library only."""
+"""Trace: stamps of a launch as a Timeline; a Timeline as Perfetto JSON, text, page and plot.
+
+Standard library only.
+"""

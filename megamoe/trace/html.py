@@ -1,6 +1,7 @@
-"""Timeline -> one page that needs nothing else: no network, no second file.
+"""Timelines -> one page that needs nothing else: no network, no second file.
 
-The spans travel as compressed columns of integers; the page's script draws them on a canvas.
+The spans travel as compressed columns of integers; the page's script draws them on canvases that
+share one clock.
 """
 
 from __future__ import annotations
@@ -16,46 +17,83 @@ from importlib.resources import files
 
 from megamoe.errors import RangeError, require
 from megamoe.schedule.timeline import LANES, Span, Timeline
-from megamoe.trace.kinds import KINDS, LANE_KINDS, kind_of
+from megamoe.trace.kinds import KINDS, LANE_KINDS, LOAD_KINDS, kind_of
 
 MAX_BYTES = 4_500_000  # of the spans in a page; more ranks than fit are left out, and it says so
 
 Fact = tuple[str, str, str]  # figure, its name, one line about it
 
 
-def page(timeline: Timeline, *, title: str, facts: Sequence[Fact] = (), note: str = "") -> str:
-    """The page as text. `facts` stand at its head; `note` is one sentence below them."""
-    require(len(timeline.spans) > 0, "a page needs spans", got="none", kind=RangeError)
-    num_ranks, packed = timeline.num_ranks, pack(timeline, timeline.num_ranks)
-    while len(packed) > MAX_BYTES and num_ranks > 1:
-        num_ranks //= 2
-        packed = pack(timeline, num_ranks)
-    meta = {
-        "ranks": num_ranks,
-        "left_out": timeline.num_ranks - num_ranks,
-        "sms": timeline.num_sms,
-        "lanes": [LANES[-1], LANES[-2]],
-        "total_ns": round(timeline.total_us * 1000),
-        "kinds": [
-            {"key": key, "name": k.name, "colour": k.colour, "about": k.about}
-            for key, k in KINDS.items()
-        ],
-        "lane_kinds": LANE_KINDS,
-    }
+def page(
+    timeline: Timeline,
+    *others: Timeline,
+    title: str,
+    facts: Sequence[Fact] = (),
+    note: str = "",
+    story: Sequence[tuple[str, str]] = (),
+) -> str:
+    """The page as text; other timelines stand below the first, on the same clock.
+
+    `facts` stand at its head, `note` is one sentence below them, `story` has headings and texts
+    that come before the page's own explanation.
+    """
+    lines = (timeline, *others)
+    for line in lines:
+        require(len(line.spans) > 0, "a page needs spans", got="none", kind=RangeError)
+    share = MAX_BYTES // len(lines)
     parts = {
         "TITLE": html.escape(title),
-        "NAME": html.escape(f"{timeline.name} · {timeline.source}"),
+        "NAME": html.escape(f"{timeline.name} · {' and '.join(line.source for line in lines)}"),
         "FACTS": "\n".join(_fact(*fact) for fact in facts),
         "NOTE": html.escape(note),
+        "CHARTS": "\n".join(_chart(line, is_named=len(lines) > 1) for line in lines),
+        "STORY": "\n".join(_told(heading, text) for heading, text in story),
         "STYLE": _file("page.css"),
-        "META": json.dumps(meta).replace("</", "<\\/"),
-        "SPANS": packed.decode(),
+        "DATA": "\n".join(_data(line, f"-{i}" if i else "", share) for i, line in enumerate(lines)),
         "SCRIPT": _file("page.js"),
     }
     text = _file("page.html")
     for name, value in parts.items():
         text = text.replace(f"@@{name}@@", value)
     return text
+
+
+def _data(line: Timeline, suffix: str, most: int) -> str:
+    """What the script reads: facts of a timeline, and its spans."""
+    num_ranks, packed = line.num_ranks, pack(line, line.num_ranks)
+    while len(packed) > most and num_ranks > 1:
+        num_ranks //= 2
+        packed = pack(line, num_ranks)
+    meta = {
+        "source": line.source,
+        "ranks": num_ranks,
+        "left_out": line.num_ranks - num_ranks,
+        "sms": line.num_sms,
+        "has_loads": _has_loads(line),
+        "lanes": [LANES[-1], LANES[-2]],
+        "total_ns": round(line.total_us * 1000),
+        "kinds": [
+            {"key": key, "name": k.name, "colour": k.colour, "about": k.about}
+            for key, k in KINDS.items()
+        ],
+        "lane_kinds": LANE_KINDS,
+        "load_kinds": LOAD_KINDS,
+    }
+    told = json.dumps(meta).replace("</", "<\\/")
+    return (
+        f'<script type="application/json" id="meta{suffix}">{told}</script>\n'
+        f'<script type="text/plain" id="spans{suffix}">{packed.decode()}</script>'
+    )
+
+
+def _chart(line: Timeline, *, is_named: bool) -> str:
+    name = f"<p class=line><b>{html.escape(line.source)}</b> {html.escape(line.name)}</p>\n"
+    stage = "<div class=stage><canvas></canvas><div class=tip hidden></div></div>"
+    return (name if is_named else "") + stage
+
+
+def _told(heading: str, text: str) -> str:
+    return f"<div>\n<h2>{html.escape(heading)}</h2>\n<p>{html.escape(text)}</p>\n</div>"
 
 
 def _file(name: str) -> str:
@@ -70,15 +108,18 @@ def _fact(figure: str, name: str, about: str) -> str:
 def pack(timeline: Timeline, num_ranks: int) -> bytes:
     """The spans of the first ranks as base64 of deflated columns, little-endian.
 
-    Rows are the two lanes, then the SMs, of rank after rank. Columns: first span of each row (and
-    the end), gap to the span before in ns, time in ns (all u32), wave, expert, m, n (u16, 65535 is
-    none), kind (u8). Gaps are mostly zero and times mostly alike, which deflates well.
+    Rows are the two lanes, then the SMs, then the loads of the SMs where there are any, of rank
+    after rank. Columns: first span of each row (and the end), gap to the span before in ns, time in
+    ns (all u32), wave, expert, m, n (u16, 65535 is none), kind (u8). Gaps are mostly zero and times
+    mostly alike, which deflates well.
     """
-    per_rank = len(LANES) + timeline.num_sms
+    num_sms = timeline.num_sms
+    per_rank = len(LANES) + num_sms * (1 + _has_loads(timeline))
     rows: list[list[Span]] = [[] for _ in range(num_ranks * per_rank)]
     for span in timeline.spans:
         if span.rank < num_ranks:
-            rows[span.rank * per_rank + _row(span.sm)].append(span)
+            at = _row(span.sm) + (num_sms if span.role == "load" else 0)
+            rows[span.rank * per_rank + at].append(span)
     kinds = {key: at for at, key in enumerate(KINDS)}
     wide = {name: array("I") for name in ("first", "gap", "time")}
     narrow = {name: array("H") for name in ("wave", "expert", "m", "n")}
@@ -99,6 +140,10 @@ def pack(timeline: Timeline, num_ranks: int) -> bytes:
     wide["first"].append(len(kind))
     columns = [*wide.values(), *narrow.values(), kind]
     return base64.b64encode(zlib.compress(b"".join(_little(c) for c in columns), 9))
+
+
+def _has_loads(line: Timeline) -> bool:
+    return any(span.role == "load" for span in line.spans)
 
 
 def _row(sm: int) -> int:

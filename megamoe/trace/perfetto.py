@@ -1,6 +1,6 @@
-"""Timeline -> the JSON that chrome://tracing and the Perfetto viewer open.
+"""Timelines -> the JSON that chrome://tracing and the Perfetto viewer open.
 
-A rank is a process, a lane or an SM is a thread, a span is a complete event ("X").
+A rank is a process, a lane, an SM or an SM's loads are a thread, a span is a complete event ("X").
 """
 
 from __future__ import annotations
@@ -15,31 +15,40 @@ from megamoe.trace.kinds import KINDS, kind_of
 FIRST_SM = 10  # thread ids of lanes come first: they sort above the SMs
 
 
-def perfetto(timeline: Timeline) -> str:
-    """The whole file as text."""
+def perfetto(timeline: Timeline, *others: Timeline) -> str:
+    """The whole file as text; ranks of other timelines are processes below."""
+    lines, events, first = (timeline, *others), [], 0
+    for line in lines:
+        events += [*_names(line, first, bool(others)), *(_event(s, first) for s in line.spans)]
+        first += line.num_ranks
     document = {
-        "traceEvents": [*_names(timeline), *map(_event, timeline.spans)],
+        "traceEvents": events,
         "displayTimeUnit": "ns",
-        "otherData": {"name": timeline.name, "source": timeline.source},
+        "otherData": {"name": timeline.name, "source": ", ".join(line.source for line in lines)},
     }
     return json.dumps(document, separators=(",", ":"))
 
 
-def _thread(sm: int) -> int:
-    return -sm if sm < 0 else FIRST_SM + sm
+def _thread(sm: int, is_load: bool = False) -> int:
+    """Lanes, then each SM with its loads below it."""
+    return -sm if sm < 0 else FIRST_SM + 2 * sm + is_load
 
 
-def _names(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    for rank in range(timeline.num_ranks):
-        yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-        places = {**LANES, **{sm: f"SM {sm}" for sm in range(timeline.num_sms)}}
-        for sm, name in places.items():
-            where = {"ph": "M", "pid": rank, "tid": _thread(sm)}
+def _names(line: Timeline, first: int, is_sourced: bool) -> Iterator[dict[str, Any]]:
+    places = {_thread(lane): name for lane, name in LANES.items()}
+    places |= {_thread(sm): f"SM {sm}" for sm in range(line.num_sms)}
+    if any(span.role == "load" for span in line.spans):
+        places |= {_thread(sm, True): f"SM {sm} loads" for sm in range(line.num_sms)}
+    for rank in range(line.num_ranks):
+        name = f"rank {rank}, {line.source}" if is_sourced else f"rank {rank}"
+        yield {"ph": "M", "name": "process_name", "pid": first + rank, "args": {"name": name}}
+        for thread, name in places.items():
+            where = {"ph": "M", "pid": first + rank, "tid": thread}
             yield {**where, "name": "thread_name", "args": {"name": name}}
-            yield {**where, "name": "thread_sort_index", "args": {"sort_index": _thread(sm)}}
+            yield {**where, "name": "thread_sort_index", "args": {"sort_index": thread}}
 
 
-def _event(span: Span) -> dict[str, Any]:
+def _event(span: Span, first: int) -> dict[str, Any]:
     kind = KINDS[kind_of(span)].name
     event: dict[str, Any] = {
         "ph": "X",
@@ -47,8 +56,8 @@ def _event(span: Span) -> dict[str, Any]:
         "cat": span.role,
         "ts": round(span.start_us, 3),
         "dur": round(span.time_us, 3),
-        "pid": span.rank,
-        "tid": _thread(span.sm),
+        "pid": first + span.rank,
+        "tid": _thread(span.sm, span.role == "load"),
     }
     args = {name: getattr(span, name) for name in ("wave", "expert", "m", "n")}
     known = {name: value for name, value in args.items() if value >= 0}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megamoe.errors import RangeError, require
 from megamoe.schedule.timeline import Timeline
-from megamoe.trace.kinds import KINDS, LANE_KINDS, SM_KINDS, kind_of
+from megamoe.trace.kinds import KINDS, LANE_KINDS, LOAD_KINDS, SM_KINDS, kind_of
 
 LEVELS = " ▁▂▃▄▅▆▇█"
 MARGIN = 21
@@ -54,7 +54,7 @@ def gantt(timeline: Timeline, *, rank: int = 0, width: int = 72) -> str:
     by_rank = [shares(timeline, r, width) for r in range(timeline.num_ranks)]
     end = f"{timeline.total_us:,.0f} us"
     lines = [f"{'rank ' + str(rank):<{MARGIN}}0{end:>{width - 1}}"]
-    for kind in (*LANE_KINDS[:1], *SM_KINDS, *LANE_KINDS[1:]):
+    for kind in (*LANE_KINDS[:1], *SM_KINDS, *LOAD_KINDS, *LANE_KINDS[1:]):
         row = by_rank[rank][kind]
         if max(row) > 0.0:
             lines.append(f"{KINDS[kind].name:<{MARGIN}}{_bars(row)}")

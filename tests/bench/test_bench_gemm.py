@@ -3,16 +3,23 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from megamoe.bench import gemm
-from megamoe.bench.cells import GemmShape
+from megamoe.bench import gemm, hopper_gemm
+from megamoe.bench.cells import GEMM_SHAPES, GemmShape
+from megamoe.bench.gate import relative
 from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, OK, WRONG
 from megamoe.bench.timer import Timer
 from megamoe.errors import RangeError
+from megamoe.formats.quantize import dequantize
+from megamoe.formats.spec import recipe_named
+from megamoe.problem import RECIPES
+from megamoe.schedule.heuristics.hopper_candidates import label
+from megamoe.schedule.heuristics.hopper_tiles import tile_of
 
 SHAPE = GemmShape("t", 64, 96, (3, 0, 5))
 
@@ -58,6 +65,7 @@ def test_every_variant_of_ours_is_measured_in_the_interpreter():
     code = """
 from megamoe.bench import gemm
 from megamoe.bench.cells import GemmShape
+from megamoe.bench.gate import relative
 names = [n for n in gemm.CONTESTANTS if n.startswith("portable-nvfp4")] + ["portable-w8a8-dynamic"]
 shape = GemmShape("t", 64, 96, (3, 0, 5))
 report = gemm.measure([shape], names, device="cpu", repeats=1, rounds=1)
@@ -70,11 +78,99 @@ assert report.rows[0].weight_bytes == 3 * 64 * (96 // 2 + 96 // 16) + 3 * 4
     assert done.returncode == 0, done.stderr
 
 
+def hopper_inputs(recipe, rows=(3, 0, 8, 21)):
+    pytest.importorskip("triton")
+    from megamoe.kernels.hopper import launch
+
+    inputs = gemm.GemmInputs(GemmShape("t", 64, 384, rows), torch.device("cpu"), 0)
+    return inputs, launch.arithmetic(recipe)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_pool_made_by_hand_holds_the_rows_tile_by_tile(recipe):
+    """What a kernel would read there gives the exact product, each row at its place."""
+    inputs, how = hopper_inputs(recipe)
+    row = recipe_named(recipe)
+    pool = hopper_gemm.pooled(inputs, recipe, tile_of(recipe, (8, 4, 1, 1)), how)
+    w = dequantize(inputs.weights_as(row.weights.name), torch.float64)
+    y = torch.full((32, 64), float("nan"), dtype=torch.bfloat16)
+    tiles = pool.tiles[: int(pool.num_tiles)].tolist()
+    for group, first, end, _ in tiles:
+        assert first % 8 == 0 and 0 < end - first <= 8
+        x = pool.data[first:end].double()
+        if how.is_promoted:
+            x = x * pool.scale[:, first:end].T.double().repeat_interleave(128, 1)
+        y[pool.dest[first:end].long()] = (x[:, :384] @ w[group].T).bfloat16()
+    assert [group for group, *_ in tiles] == [0, 2, 3, 3, 3]
+    assert inputs.check(recipe, 1e-6)(y).ok
+
+
+@pytest.mark.parametrize(("recipe", "bits"), [("w4a8_block", 4.25), ("w8a8", 8), ("nvfp4", 4.5)])
+def test_hopper_launches_its_second_linear_and_counts_bytes_as_it_holds_them(
+    recipe, bits, monkeypatch
+):
+    inputs, how = hopper_inputs(recipe, (8, 8))
+    calls = []
+    monkeypatch.setattr(hopper_gemm.backends, "resolve", lambda *wanted: None)
+    monkeypatch.setattr(
+        "megamoe.kernels.hopper.launch.linear", lambda *args, **more: calls.append((args, more))
+    )
+    entry = hopper_gemm.hopper(inputs, recipe)
+    assert entry.run().shape == (16, 64)
+    ((pool, packed, _, tile, arithmetic, _), more) = calls[0]
+    assert arithmetic == how and tile.tokens == 8 and label(tile) == entry.note
+    assert int(pool.num_tiles) == 2 and (more["acts_factor"] is not None) == (recipe == "nvfp4")
+    values = 2 * 64 * 384 if recipe == "w8a8" else 2 * 256 * 512  # images are padded
+    factors = 0 if packed.factor is None else 4 * packed.factor.numel()
+    assert entry.weight_bytes == values * bits / 8 + factors
+
+
+def test_hoppers_tile_holds_the_largest_group():
+    wanted = {"32x8": 8, "32x16": 16, "32x32": 32, "32x64": 64, "8x1024": 128, "8x4096": 128}
+    for name, tokens in wanted.items():
+        for recipe in ("w4a8_block", "w8a8"):
+            assert hopper_gemm.tile_for(recipe, GEMM_SHAPES[name]).tokens == tokens
+    assert hopper_gemm.tile_for("w4a8_block", GEMM_SHAPES["32x32"]).narrow == 0
+
+
+def test_tiles_after_an_at_sign_are_spelled_out():
+    shape = GEMM_SHAPES["32x8"]
+    labels = hopper_gemm.tiles_by_label("w8a8", shape)
+    every = gemm.field_of(["torch-fp8", "hopper-w8a8@all"], shape)
+    assert list(every) == ["torch-fp8", *(f"hopper-w8a8@{text}" for text in labels)]
+    last = list(labels)[-1]
+    (one,) = gemm.field_of([f"hopper-w8a8@{last}"], shape).values()
+    assert one.keywords["tile"] == labels[last] and len(labels) > 4
+    for bad, words in (
+        ("hopper-w8a8@9", "tile must be one of"),
+        ("portable-w8a8@all", "backend with a choice of tiles"),
+        ("torch-fp9", "contestant must be one of"),
+    ):
+        with pytest.raises(RangeError, match=words):
+            gemm.field_of([bad], shape)
+
+
+def test_hopper_is_absent_where_there_is_none():
+    names = ["hopper-w4a8_block", "hopper-w8a8@all"]
+    report = gemm.measure([SHAPE], names, device="cpu", repeats=1, rounds=1)
+    assert len(report.rows) > 5 and all(r.status == ABSENT and r.ours for r in report.rows)
+
+
+def test_ours_is_compared_with_the_others_of_the_same_run(registry):
+    gemm.register("right", by_hand)
+    gemm.register("torch-mine", lambda inputs: replace(by_hand(inputs), ours=False))
+    report = gemm.measure([SHAPE], ["right", "torch-mine"], device="cpu", repeats=2, rounds=1)
+    right, other = report.rows
+    assert right.versus == {"torch-mine": right.us / other.us} and other.versus == {}
+    assert right.weight_gbs == pytest.approx(2 * 3 * 64 * 96 / right.us / 1e3)
+    assert report.rivals == ("torch-mine",) and "/ torch-mine" in report.geomeans()["right bf16"]
+
+
 def test_quantised_inputs_differ_from_bf16_as_their_formats_say():
     inputs = gemm.GemmInputs(SHAPE, torch.device("cpu"), 0)
     plain = inputs.exact("bf16")
     for recipe, low, high in (("w8a8", 0.01, 0.08), ("nvfp4", 0.05, 0.3), ("w4a16", 0.05, 0.3)):
-        assert low < gemm.relative(inputs.exact(recipe), plain) < high
+        assert low < relative(inputs.exact(recipe), plain) < high
 
 
 def test_unknown_contestants_are_refused():

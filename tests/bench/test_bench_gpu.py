@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from megamoe.bench import ceilings
-from megamoe.bench.cells import cells_named
+from megamoe.bench import ceilings, gemm
+from megamoe.bench.cells import GemmShape, cells_named
 from megamoe.bench.gate import poisoned_call
 from megamoe.bench.layer import Settings, measure
 from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, OK
 from megamoe.bench.timer import Timer
 from megamoe.errors import MegaMoEError
+from megamoe.problem import RECIPES
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -60,3 +61,14 @@ def test_contestants_on_a_gpu(cell):
     assert by_name["torch-bf16"].status in (OK, ABSENT), by_name["torch-bf16"].note
     if torch.cuda.get_device_capability() == (9, 0):
         assert by_name["torch-fp8"].status == OK, by_name["torch-fp8"].note
+
+
+@pytest.mark.parametrize("rows", [(8, 0, 17, 40), (300, 129, 0, 1)], ids=str)
+def test_hoppers_grouped_gemm_is_right_in_every_tile(rows):
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("needs an sm_90 GPU; this is another")
+    shape = GemmShape("t", 320, 512, rows)
+    names = [f"hopper-{r}" for r in RECIPES] + ["hopper-w4a8_block@all"]
+    report = gemm.measure([shape], names, device="cuda", repeats=3, rounds=1)
+    assert {r.contestant: r.note for r in report.rows if r.status != OK} == {}
+    assert all(r.ours and r.weight_gbs > 0 and r.read_us > 0 for r in report.rows)

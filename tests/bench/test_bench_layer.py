@@ -14,9 +14,9 @@ from megamoe.bench.gate import Gate, poisoned_memory
 from megamoe.bench.inputs import Weights, make_job
 from megamoe.bench.layer import Settings, measure
 from megamoe.bench.peers import Peers
-from megamoe.bench.record import ABSENT, FAILED, OK, WRONG, write
+from megamoe.bench.record import ABSENT, FAILED, OK, WRONG, read, write
 from megamoe.bench.timer import Timer
-from megamoe.errors import NotAvailable, RangeError
+from megamoe.errors import FileError, NotAvailable, RangeError
 
 CPU = torch.device("cpu")
 QUICK = Settings(backends=("reference",), recipes=("w8a8",), repeats=2, rounds=2)
@@ -147,6 +147,35 @@ def test_plots_are_written(report, tmp_path):
     assert all(p.stat().st_size > 5000 for p in made)
     cells, series = plots.times_of(report)
     assert cells == ["tiny/8", "tiny/40"] and series["best recorded peer"][0] == 1.0
+    ours = series["reference w4a16"]
+    assert ours == [r.us for r in report.rows if r.contestant == "reference"]
+
+
+def test_many_series_of_ours_are_drawn_as_the_fastest(report, tmp_path):
+    pytest.importorskip("matplotlib")
+    mine = [r for r in report.rows if r.contestant == "reference"]
+    many = [replace(r, recipe=f"r{i}", us=r.us * (2 - i / 4)) for i in range(5) for r in mine]
+    crowd = replace(report, rows=tuple(many))
+    _, series = plots.times_of(crowd)
+    assert series["ours, fastest recipe"] == [r.us for r in mine]
+    empty = replace(report, rows=())
+    for some in (crowd, replace(crowd, peers=None), empty):
+        assert plots.write(some, tmp_path, "layer")[0].stat().st_size > 5000
+
+
+def test_a_record_reads_as_it_was_written(report, tmp_path):
+    as_json, _ = write(report, tmp_path, "layer")
+    assert read(as_json) == report
+    slow = Peers("there", "so", {"tiny/8": {"c": 2.0}})
+    found = read(as_json, slow)
+    mine = found.rows[0]
+    assert found.peers == slow and mine.versus == {"best": mine.us / 2, "c": mine.us / 2}
+    for text in ("{", "[]", '{"rows": [{}]}', json.dumps({"rows": [], "peers": None})):
+        as_json.write_text(text)
+        with pytest.raises(FileError, match="JSON file of megamoe bench"):
+            read(as_json)
+    with pytest.raises(FileError, match="readable"):
+        read(tmp_path / "none.json")
 
 
 def test_contestants_by_name():

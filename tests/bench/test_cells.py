@@ -9,11 +9,12 @@ import pytest
 
 from megamoe.bench import peers
 from megamoe.bench.cells import (
-    GEMM_SHAPES,
+    EVEN_GEMMS,
     PRESETS,
     SEED,
     SHARES,
     TOKENS,
+    UNEVEN_GEMMS,
     cells_named,
     gemms_named,
 )
@@ -65,9 +66,11 @@ def test_bad_names_are_refused(names, tokens, words):
 
 
 def test_gemm_shapes_are_those_of_the_list():
-    assert [(s.num_groups, s.k, s.n, sum(s.rows)) for s in GEMM_SHAPES.values()] == [
+    assert [(s.num_groups, s.k, s.n, sum(s.rows)) for s in UNEVEN_GEMMS.values()] == [
         (8, 7168, 4096, 1024), (8, 2048, 7168, 1024), (2, 4096, 3072, 512), (2, 1536, 4096, 512),
     ]  # fmt: skip
+    for name, s in EVEN_GEMMS.items():
+        assert name == f"{s.num_groups}x{s.rows[0]}" and len(set(s.rows)) == 1
     with pytest.raises(RangeError, match="shape must be one of A, B, C, D"):
         gemms_named(["E"])
 

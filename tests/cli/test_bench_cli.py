@@ -57,6 +57,66 @@ def test_errors_are_one_readable_line_and_an_exit_code(args, code, words):
     assert "Traceback" not in done.stderr
 
 
-def test_help_lists_all_three():
+def test_help_lists_them_all():
     text = megamoe_cli("bench", "--help").stdout
-    assert all(name in text for name in ("quantize", "layer", "gemm"))
+    assert all(f" {n} " in text for n in ("quantize", "layer", "gemm", "plot", "sweep", "calls"))
+
+
+def test_a_record_is_drawn_again(tmp_path):
+    pytest.importorskip("matplotlib")
+    done = megamoe_cli(
+        "bench", "layer", "--workloads", "tiny/2", "--backends", "reference", "--recipes", "w8a8",
+        "--out", str(tmp_path), *QUICK,
+    )  # fmt: skip
+    assert done.returncode == 0
+    again = megamoe_cli("bench", "plot", f"{tmp_path}/layer.json", "--out", str(tmp_path / "new"))
+    assert again.returncode == 0, again.stderr
+    names = {p.name for p in (tmp_path / "new").iterdir()}
+    assert names == {"layer-times.png", "layer-roofline.png"}
+
+
+def test_calls_are_timed_and_kept(tmp_path):
+    done = megamoe_cli(
+        "bench", "calls", "--workloads", "tiny/2", "--recipe", "w8a8", "--rounds", "1",
+        "--device", "cpu", "--out", str(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 0 and "host us" in done.stdout and "same" in done.stdout
+    (row,) = json.loads((tmp_path / "calls.json").read_text())
+    assert row["how"] == "eager" and row["host_us"] > 0
+
+
+@pytest.mark.parametrize("args", [("--sweep",), ("sweep", "--workloads", "tiny/8")], ids=" ".join)
+def test_a_sweep_needs_a_hopper(args):
+    done = megamoe_cli("bench", *args, *(() if args == ("--sweep",) else ("--device", "cpu")))
+    assert done.returncode in (0, 3) and "Traceback" not in done.stderr
+    assert done.returncode == 0 or "hopper" in done.stderr
+
+
+def test_a_sweep_is_shown_cell_by_cell(monkeypatch, capsys):
+    """The command in this process, with rows that were not measured."""
+    import typer
+
+    from megamoe.bench import sweep as sweeping
+    from megamoe.bench.cells import cells_named
+    from megamoe.bench.floors import Ceilings
+    from megamoe.bench.record import FAILED, OK, Report, Row
+    from megamoe.cli import bench_more
+
+    (cell,) = cells_named(["flash-ep8/64"])
+    labels = [sweeping.label(t) for t in sweeping.tiles_at(cell, "w4a8_block")][:3]
+    rows = [
+        Row(cell.name, name, "w4a8_block", True, OK, "", "here", us=us, spread=0.01)
+        for name, us in zip(labels, (110.0, 100.0, 120.0), strict=True)
+    ]
+    rows.append(Row(cell.name, "wide", "w4a8_block", True, FAILED, "no shared memory", "here"))
+    report = Report("", "on this GPU", "so", Ceilings(1, 1, {}, 0, ""), tuple(rows))
+    choice = sweeping.choice_of(cell, "w4a8_block", report)
+    made = sweeping.Sweep("w4a8_block", report, (choice,))
+    monkeypatch.setattr(sweeping, "sweep", lambda *args, **options: made)
+    with pytest.raises(typer.Exit) as stop:
+        bench_more.sweep(workloads=cell.name, device="cpu")
+    text = capsys.readouterr().out
+    assert stop.value.exit_code == 0 and choice.worse_by == pytest.approx(0.1)
+    assert f"{labels[0]} is 10.0% above the best" in text and "the table's" in text
+    assert "failed flash-ep8/64 wide: no shared memory" in text and "on this GPU" in text
+    assert text.index(labels[1]) < text.index("110.0")

@@ -1,0 +1,102 @@
+"""Hopper's second linear alone, as a contestant of `megamoe bench gemm`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megamoe.bench.cells import GemmShape
+from megamoe.bench.floors import mma_of
+from megamoe.bench.gemm_inputs import GemmEntry, GemmInputs
+from megamoe.engine import backends
+from megamoe.formats.quantize import dequantize
+from megamoe.formats.spec import recipe_named
+from megamoe.layout.regions import align_up
+from megamoe.problem import Options
+from megamoe.schedule.heuristics.hopper_candidates import candidates, label
+from megamoe.schedule.heuristics.hopper_tiles import TILES, Tile, tile_of
+
+if TYPE_CHECKING:
+    from megamoe.kernels.hopper.launch import Arithmetic
+    from megamoe.kernels.hopper.route import Pool
+
+
+def tile_for(recipe: str, shape: GemmShape) -> Tile:
+    """The narrowest of the table's tiles that holds the largest group, or the widest.
+
+    A layer's table leaves room for busy experts; here the rows of each are known.
+    """
+    shipped = [tile_of(recipe, tile) for recipes, _, tile, _ in TILES if recipe in recipes]
+    wide = [tile for tile in shipped if tile.tokens >= max(shape.rows)] or shipped[-1:]
+    width = min(tile.tokens for tile in wide)
+    return [tile for tile in wide if tile.tokens == width][-1]
+
+
+def tiles_by_label(recipe: str, shape: GemmShape) -> dict[str, Tile]:
+    """What a sweep tries at a shape, the table's choice first."""
+    return {label(tile): tile for tile in candidates(recipe, tile_for(recipe, shape))}
+
+
+def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEntry:
+    """L2 of the staged layer on rows that wait in its pool; `tile` is the table's unless given."""
+    backends.resolve("hopper", "auto", inputs.device)
+    from megamoe.kernels.hopper import launch
+    from megamoe.kernels.hopper.pack import pack
+
+    row, shape = recipe_named(recipe), inputs.shape
+    chosen = tile or tile_for(recipe, shape)
+    how, options = launch.arithmetic(recipe), Options()
+    w = pack(inputs.weights_as(row.weights.name), to_e4m3=how.to_e4m3)
+    x = pooled(inputs, recipe, chosen, how)
+    is_global = row.acts.has_global
+    ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None
+
+    def run() -> Tensor:
+        y = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16, device=inputs.device)
+        launch.linear(x, w, y, chosen, how, options, acts_factor=ones)
+        return y
+
+    return GemmEntry(
+        run=run,
+        check=inputs.check(recipe, row.tolerance),
+        weight_bytes=sum(t.nbytes for t in (w.data, w.scale, w.factor) if t is not None),
+        row_bytes=inputs.rows_as(row.acts.name).nbytes,
+        mma=mma_of(recipe),
+        recipe=recipe,
+        ours=True,
+        note=label(chosen),
+    )
+
+
+def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool:
+    """The rows as `route` would leave them: sorted by group, row i of the result at place i."""
+    from megamoe.kernels.hopper import launch
+    from megamoe.kernels.hopper.route import ALIGN
+
+    rows, k, device = inputs.shape.rows, inputs.shape.k, inputs.device
+    x = inputs.rows_as(recipe_named(recipe).acts.name)
+    data = x.data if how.is_promoted else dequantize(x).to(torch.bfloat16)
+    pool = launch.pool(how, sum(rows), k, len(rows), tile.tokens, device)
+    places: list[int] = []
+    table: list[tuple[int, int, int, int]] = []
+    first = 0
+    for group, count in enumerate(rows):
+        end = first + count
+        places += range(first, end)
+        starts = range(first, end, tile.tokens)
+        table += [(group, at, min(at + tile.tokens, end), 0) for at in starts]
+        first += align_up(count, ALIGN.value)
+    at = torch.tensor(places, device=device)
+    for t in pool:
+        t.view(torch.uint8).zero_()
+    pool.data.view(torch.uint8)[at, : k * data.element_size()] = data.view(torch.uint8)
+    if how.is_promoted:
+        assert x.scale is not None
+        pool.scale[: x.scale.shape[1], at] = x.scale.T
+    pool.dest[at] = torch.arange(len(places), dtype=torch.int32, device=device)
+    pool.weight.fill_(1.0)
+    pool.tiles[: len(table)] = torch.tensor(table, dtype=torch.int32, device=device)
+    pool.num_tiles.fill_(len(table))
+    return pool

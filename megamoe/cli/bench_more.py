@@ -1,0 +1,177 @@
+"""`megamoe bench sweep` and `megamoe bench calls`: parse, call, print.
+
+Exit codes: 0 measured, 1 a wrong result, 2 bad input, 3 not available here.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megamoe.bench.cells import cells_named
+from megamoe.bench.record import OK
+from megamoe.cli.bench import (
+    ALL_SHARES,
+    Device,
+    Flush,
+    Json,
+    Out,
+    Repeats,
+    Rounds,
+    Tokens,
+    Workloads,
+    counts_in,
+    names_in,
+    number,
+    one_line_a_row,
+)
+from megamoe.cli.shared import Bars, device_named
+
+if TYPE_CHECKING:
+    from megamoe.bench.calls import Row
+    from megamoe.bench.sweep import Sweep
+
+Recipe = Annotated[str, typer.Option(help="The recipe of the layer.")]
+
+
+def add_to(bench: typer.Typer) -> None:
+    """Register the commands on the `bench` group; `bench --sweep` is `bench sweep`."""
+    bench.command("sweep")(sweep)
+    bench.command("calls")(calls)
+
+    @bench.callback(invoke_without_command=True)
+    def top(
+        ctx: typer.Context,
+        is_sweep: Annotated[
+            bool, typer.Option("--sweep", help="Short for `bench sweep` over all cells.")
+        ] = False,
+    ) -> None:
+        if is_sweep and ctx.invoked_subcommand is None:
+            sweep()
+
+
+def sweep(
+    workloads: Workloads = ALL_SHARES,
+    tokens: Tokens = None,
+    recipe: Recipe = "w4a8_block",
+    repeats: Repeats = 15,
+    rounds: Rounds = 2,
+    flush: Flush = "memset",
+    budget: Annotated[
+        float, typer.Option(help="Seconds after which no further tile is begun.")
+    ] = 600.0,
+    workers: Annotated[int, typer.Option(help="Processes that compile tiles first; 0: none.")] = 8,
+    device: Device = "auto",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time Hopper's layer with every candidate tile: is the table's choice the best?"""
+    cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
+    from megamoe.bench.layer import Settings
+    from megamoe.bench.sweep import sweep as measure
+
+    settings = Settings(
+        device=device_named(device), recipes=(recipe,), repeats=repeats, rounds=rounds, flush=flush
+    )
+    with Bars(quiet=as_json) as bars:
+        found = measure(
+            cells, recipe, settings, budget_s=budget, workers=workers, progress=bars
+        )  # fmt: skip
+    _keep(found.as_dict(), out, "sweep")
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=1))
+    else:
+        _show_sweep(found)
+    raise typer.Exit(found.exit_code)
+
+
+def _show_sweep(found: Sweep) -> None:
+    wide = one_line_a_row(Console())
+    for choice in found.choices:
+        title = f"{choice.cell}, {found.recipe}: {choice.rows_per_expert:,.1f} rows an expert"
+        table = Table("tile", "us", "±%", "/ best", "", title=title)
+        for column in table.columns[1:4]:
+            column.justify = "right"
+        best = choice.timed[0].us if choice.timed else None
+        for row in choice.timed:
+            ratio = row.us / best if row.us and best else None
+            spread = None if row.spread is None else 100 * row.spread
+            mark = "the table's" if row.contestant == choice.picked else ""
+            table.add_row(
+                row.contestant, number(row.us, 1), number(spread, 1), number(ratio, 3), mark
+            )
+        wide.print(table)
+        worse = "was not timed"
+        if choice.worse_by is not None:
+            worse = f"is {100 * choice.worse_by:.1f}% above the best"
+        wide.print(
+            f"{choice.cell}: {choice.picked} {worse}; the table says: {escape(choice.why)}",
+            highlight=False,
+        )
+    for row in found.report.rows:
+        if row.status != OK:
+            wide.print(
+                f"{row.status} {row.cell} {row.contestant}: {escape(row.note)}",
+                highlight=False, soft_wrap=True,
+            )  # fmt: skip
+    for fact in (f"method: {found.report.method}", found.report.provenance):
+        wide.print(fact, style="dim", highlight=False, soft_wrap=True)
+
+
+def calls(
+    workloads: Workloads = ALL_SHARES,
+    tokens: Tokens = "8,64",
+    recipe: Recipe = "w4a8_block",
+    backend: Annotated[str, typer.Option(help="auto or the name of a backend.")] = "auto",
+    rounds: Annotated[int, typer.Option(help="Rounds of 20 calls each.")] = 25,
+    device: Device = "auto",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time the host: microseconds a call takes to return, eager and replayed from CUDA graphs."""
+    cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
+    from dataclasses import asdict
+
+    from megamoe.bench.calls import measure
+
+    with Bars(quiet=as_json) as bars:
+        rows = measure(
+            cells, recipe, device=device_named(device), backend=backend, rounds=rounds,
+            progress=bars,
+        )  # fmt: skip
+    _keep([asdict(row) for row in rows], out, "calls")
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=1))
+    else:
+        _show_calls(rows)
+    raise typer.Exit(0 if all(row.has_same_bits for row in rows) else 1)
+
+
+def _show_calls(rows: list[Row]) -> None:
+    wide = one_line_a_row(Console())
+    table = Table(
+        "cell", "backend", "recipe", "call", "host us", "least", "with GPU us", "bits",
+        title="one call as the host sees it",
+    )  # fmt: skip
+    for column in table.columns[4:7]:
+        column.justify = "right"
+    for row in rows:
+        bits = "same" if row.has_same_bits else "[bold red]OTHER[/]"
+        times = (number(us, 1) for us in (row.host_us, row.low_us, row.wall_us))
+        table.add_row(row.cell, row.backend, row.recipe, row.how, *times, bits)
+    wide.print(table)
+    if rows:
+        wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)
+
+
+def _keep(found: object, folder: str | None, name: str) -> None:
+    if folder is not None:
+        where = Path(folder)
+        where.mkdir(parents=True, exist_ok=True)
+        (where / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -1,0 +1,164 @@
+"""`megamoe trace`: a real fused launch as a timeline, beside the simulated one.
+
+Exit codes: 0 traced, 1 stamps that are not those of a whole and right launch, 2 bad input, 3 not
+available here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megamoe.bench.cells import SHAPES, cells_named
+from megamoe.cli import problems as of
+from megamoe.cli.bench import Device, Eager, Flush, Repeats, Rounds, one_line_a_row
+from megamoe.cli.shared import Bars, device_named
+from megamoe.errors import FileError, RangeError, require
+from megamoe.formats.spec import RECIPES
+from megamoe.trace.beside import MOST_OVERHEAD, Pair, timelines_json
+from megamoe.trace.perfetto import perfetto
+from megamoe.trace.stamps import Recording
+from megamoe.trace.text import MARGIN, gantt
+
+STAMPS = "stamps.json"
+FILES = (STAMPS, "timeline.json", "timeline.html", "trace.json")
+FOLDER = "megamoe-trace"
+
+What = Annotated[
+    str,
+    typer.Argument(
+        help=f"Workload and tokens, such as flash-ep8/8, of {', '.join(SHAPES)}; or a file of "
+        "stamps that an earlier trace saved, which needs no GPU."
+    ),
+]
+Recipe = Annotated[str, typer.Option(help=f"{', '.join(RECIPES)}.")]
+Folder = Annotated[
+    str | None,
+    typer.Option(
+        "--out", help=f"Folder for {', '.join(FILES)}; default {FOLDER}, or that of the stamps."
+    ),
+]
+NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.")]
+
+
+def add_to(app: typer.Typer) -> None:
+    """Register the command."""
+    app.command("trace")(command)
+
+
+def command(
+    what: What = "flash-ep8/8",
+    recipe: Recipe = "w4a8_block",
+    repeats: Repeats = 25,
+    rounds: Rounds = 3,
+    flush: Flush = "memset",
+    eager: Eager = False,
+    device: Device = "auto",
+    hardware: of.Machine = "h200",
+    folder: Folder = None,
+    no_files: NoFiles = False,
+    as_json: of.Json = False,
+) -> None:
+    """Run one fused launch that stamps what every role does when; see it beside the simulation."""
+    is_file = what.endswith(".json")
+    is_same = True
+    with Bars(quiet=as_json) as bars:
+        if is_file:
+            found = _read(Path(what))
+        else:
+            found, is_same = _record(what, recipe, repeats, rounds, flush, eager, device, bars)
+        where = Path(what).parent if is_file else Path(FOLDER)
+        pair = Pair.of(found, hardware)
+        kept = "" if no_files else _write(where if folder is None else Path(folder), pair, bars)
+    if as_json:
+        print(json.dumps({**pair.as_dict(), "has_same_bits": is_same, "folder": kept}, indent=2))
+    else:
+        _print(pair, is_same, kept)
+    raise typer.Exit(0 if is_same and not found.faults() else 1)
+
+
+def _record(
+    name: str, recipe: str, repeats: int, rounds: int, flush: str, eager: bool, device: str,
+    bars: Bars,
+) -> tuple[Recording, bool]:  # fmt: skip
+    cells = cells_named([name])
+    require(
+        len(cells) == 1,
+        "a trace is of one workload at one number of tokens",
+        got=name,
+        fix=f"for example {name}/8",
+        kind=RangeError,
+    )
+    from megamoe.bench.layer import Settings
+    from megamoe.bench.tracing import record
+
+    settings = Settings(
+        device=device_named(device), repeats=repeats, rounds=rounds, flush=flush, eager=eager
+    )
+    return record(cells[0], recipe, settings, bars)
+
+
+def _read(path: Path) -> Recording:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise FileError(f"a file of stamps must be readable; got {path}: {error}") from error
+    return Recording.from_json(text)
+
+
+def _write(folder: Path, pair: Pair, bars: Bars) -> str:
+    lines = pair.measured, pair.simulated
+    makers: tuple[Callable[[], str], ...] = (
+        pair.recording.to_json,
+        lambda: timelines_json(lines),
+        pair.page,
+        lambda: perfetto(*lines),
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for done, (file, make) in enumerate(zip(FILES, makers, strict=True)):
+            bars("write", done, len(FILES))
+            (folder / file).write_text(make(), encoding="utf-8")
+    except OSError as error:
+        raise FileError(f"--out must be a folder that can be written; got {error}") from error
+    bars("write", len(FILES), len(FILES))
+    return str(folder)
+
+
+def _print(pair: Pair, is_same: bool, folder: str) -> None:
+    out = one_line_a_row(Console())
+    found = pair.recording
+    table = Table(title=pair.measured.name, title_justify="left")
+    for column in ("figure", "measured", "simulated", "simulated less measured", "what it means"):
+        right = column in ("measured", "simulated", "simulated less measured")
+        table.add_column(column, justify="right" if right else "left")
+    for row in pair.rows:
+        cells = row.text(row.measured), row.text(row.simulated), row.difference
+        table.add_row(row.name, *cells, row.about)
+    out.print(table)
+    if found.plain_us is not None and found.traced_us is not None and found.overhead is not None:
+        verdict = "within" if found.overhead < MOST_OVERHEAD else "[red]beyond[/]"
+        out.print(
+            f"stamping: {found.plain_us:,.1f} us without, {found.traced_us:,.1f} us with, "
+            f"{found.overhead:+.1%}: {verdict} the bar of {MOST_OVERHEAD:.0%}",
+            highlight=False,
+        )
+    width = max(20, min(out.width, 140) - MARGIN)
+    for line in (pair.measured, pair.simulated):
+        out.print(f"\n{line.source}", style="bold")
+        out.print(gantt(line, width=width), highlight=False, markup=False, soft_wrap=True)
+    if not is_same:
+        out.print("[bold red]WRONG[/]: the launch gave other bits with stamps than without")
+    for fault in found.faults():
+        out.print(f"[bold red]NOT WHOLE[/]: {escape(fault)}", highlight=False, soft_wrap=True)
+    if found.provenance:
+        out.print(found.provenance, style="dim", highlight=False, soft_wrap=True)
+    if folder:
+        out.print(f"wrote {', '.join(FILES)} to {folder}", highlight=False, soft_wrap=True)
