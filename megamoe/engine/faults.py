@@ -1,8 +1,9 @@
 """What went wrong on the GPU, told without waiting for it; and the counters of fused launches.
 
 Kernels treat a bad slot as masked and keep the first one's place in a word on the device. A wait of
-a fused launch that runs past its bound leaves a report beside it. Both follow each call to pinned
-memory in one copy; the next call, or `check()`, reads them there and raises.
+a fused launch that runs past its bound leaves a report beside it. Both follow a call to pinned
+memory in one copy; the next call, or `check()`, reads them there and raises. Graphs hold no such
+copy, which would take 7 us of every replay: replays are followed now and then.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ NONE = 2**31 - 1
 
 # The words: the first bad slot of each rank, the report, and in lines of their own the counters.
 REPORT, TOLD, FIRST_COUNTER = MOST_RANKS, MOST_RANKS + 8, 32
+REPLAYS = 32  # that share a copy
+
 BARRIERS = {
     1: "the pool of tokens",
     2: "L1 of tile {where}",
@@ -38,6 +41,7 @@ class Faults:
         self, device: torch.device, *, ranks: int = 1, resets_itself: bool = False
     ) -> None:
         self._ranks, self._resets_itself, self._top_k = ranks, resets_itself, 1
+        self._calls = 0
         with torch.inference_mode(False):
             num = FIRST_COUNTER + ranks * COUNTERS
             self.words = torch.empty(num, dtype=torch.int32, device=device)
@@ -84,11 +88,17 @@ class Faults:
             now.wait_stream(self._last)
         self._last = now
 
-    def follow(self, top_k: int) -> None:
-        """After a call: let the words travel to the host, on the call's stream."""
+    def follow(self, top_k: int, *, every: int = 1) -> None:
+        """After a call: let the words travel to the host, on the call's stream; not in a capture.
+
+        every  how many calls share a copy; the first one has its own
+        """
         self._top_k = top_k
-        if self._seen is not None:
+        if self._seen is None or is_capturing(self.words.device):
+            return
+        if self._calls % every == 0:
             self._seen.copy_(self._told, non_blocking=True)
+        self._calls += 1
 
     def raise_if_seen(self) -> None:
         """Raise what has arrived so far; never waits. A timeout is raised until `reset`."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.engine.faults import Faults
+from megamoe.engine.faults import REPLAYS, Faults
 from megamoe.engine.functional import launch
 from megamoe.engine.manner import Manner
 from megamoe.engine.weights import ExpertWeights
@@ -115,6 +115,7 @@ class Graphs:
         self._gpu.follow()
         self._gpu.fill(x, topk_idx, topk_weights, one.inputs)
         one.graph.replay()
+        parts.found.follow(parts.top_k, every=REPLAYS)
         y = one.rows(num_tokens)
         return y.clone() if copy else y
 

@@ -54,7 +54,7 @@ def test_every_cta_says_what_it_did(traced):
     assert waited == set(range(found.num_ctas))
     pair = Pair.of(found)
     assert {s.sm for s in pair.measured.spans if s.role == "route"} == waited
-    assert 1.0 < pair.measured.total_us < 1000.0
+    assert pair.measured.total_us > 1.0  # how long depends on who else is on the GPU
     rows = {row.name: row.measured for row in pair.rows}
     assert 0 < rows["pool ready"] < rows["on the GPU"]
     assert 0 <= rows["loads, an SM"] <= 1 and rows["first load"] < rows["last load"]

@@ -20,6 +20,7 @@ from megamoe.kernels.hopper.route import max_tiles
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
+from megamoe.schedule.heuristics import hopper_fused
 from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
 
 E, I, H, K = 8, 64, 96, 2
@@ -102,12 +103,17 @@ def test_a_mode_is_one_launch_or_several_with_the_same_result(gpu, mode):
     assert torch.equal(one(*inputs), wanted(inputs, gpu))
     call = mm.moe(*inputs, gpu.weights, backend="hopper", mode=mode)
     assert torch.equal(call, wanted(inputs, gpu))
-    assert gpu.log == ["staged" if mode == "staged" else "fused"] * 2
+    assert gpu.log == ["fused" if mode == "fused" else "staged"] * 2
 
 
-def test_auto_is_fused_up_to_512_slots():
+def test_auto_follows_its_table(monkeypatch):
     w = experts(num=64)
+    assert fused.tile_for(w, 1, "auto") is None
+    rows = (512, "fused", "for this test"), (1e9, "staged", "for this test")
+    monkeypatch.setattr(hopper_fused, "MODES", rows)
+    fused._tile.cache_clear()
     taken = [fused.tile_for(w, slots, "auto") is not None for slots in (1, 512, 513, 4096)]
+    fused._tile.cache_clear()
     assert taken == [True, True, False, False]
     taken = [fused.tile_for(w, slots) is not None for slots in (0, 1, 513, 1400, 4096)]
     assert taken == [False, True, True, True, False]  # 4096 over 64 experts: a wide tile

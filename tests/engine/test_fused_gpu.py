@@ -162,7 +162,7 @@ def test_a_layer_in_either_mode_with_poison_reserved_sms_and_bad_slots(mode):
         one = layer(mode=mode, **options)
         for seed in range(4):
             inputs, wanted = base().pick(seed * 5 + 1, seed)
-            assert fused.tile_for(base().weights, inputs[1].numel(), mode) is not None
+            assert fused.tile_for(base().weights, inputs[1].numel()) is not None
             assert same_bits(one(*inputs), wanted)
         one.check()
     (x, idx, gates), wanted = base().pick(16, 3)

@@ -207,8 +207,10 @@ def test_the_plan_prints_the_tile_of_hoppers_staged_launches_with_its_reason():
     ("tokens", "experts", "mode"), [(8, 256, "fused"), (64, 256, "fused"), (65, 256, "staged"),
                                     (64, 8, "staged")],
 )  # fmt: skip
-def test_the_plan_prints_what_auto_launches_on_one_rank(tokens, experts, mode):
-    """Up to 512 slots one launch, unless the tile needs launches of its own."""
+def test_the_plan_prints_what_auto_launches_on_one_rank(tokens, experts, mode, monkeypatch):
+    """By the table, unless the tile needs launches of its own."""
+    rows = (512, "fused", "one launch, for this test"), (1e9, "staged", "four, for this test")
+    monkeypatch.setattr(hopper_fused, "MODES", rows)
     problem = mm.Problem(tokens, 7168, 2048, experts, 8, 1, "w4a8_block")
     chosen = {c.name: c for c in mm.plan(problem, "h200").choices}["auto_launch"]
     tile, _ = hopper_tiles.tiles("w4a8_block", problem.tokens_per_expert)

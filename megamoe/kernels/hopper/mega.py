@@ -74,7 +74,7 @@ def _tile_of(m, ticket, num, num_first, first_across, second_across):
         ticket >= num_first, (ticket - num_first) // second_across, ticket // first_across
     )
     at = m.private + item * 4
-    there = ticket < num
+    there = (ticket >= 0) & (ticket < num)
     return (
         gl.load(at, mask=there, other=0),
         gl.load(at + 1, mask=there, other=0),
@@ -98,7 +98,7 @@ def load_weights(m, one, two):
     ticket = m.cta
     later = ticket + m.num_ctas
     expert, first, end = _tile_of(m, ticket, num, num_first, first_across, second_across)
-    while ticket < num:
+    while (ticket >= 0) & (ticket < num):  # a poisoned counter deals no tile; it is reported
         send(m, i, ticket, expert, first, end)
         drawn = _draw(m)
         next_expert, first, end = _tile_of(m, later, num, num_first, first_across, second_across)

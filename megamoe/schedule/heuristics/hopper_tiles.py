@@ -75,6 +75,7 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
     (("w8a8",),       9.75, (16, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       22.5, (32, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       40.0, (64, 2, 2, 1),       "as w4a8_block; not measured apart"),
+    (("w8a8",),       110.0, Straight(4),        "flash at 512 tokens 284 us with overlapping launches, 300 dealt without"),
     (("w8a8",),       1000.0, Straight(4, is_dealt=True), "half tiles spread evenly: v3 at 2048 tokens 1475 us, 1582 by turns; flash 718 and 764"),
     (("w8a8",),       INF,  Straight(4),         "1176-1223 TFLOP/s on whole tiles; v3 at 8192 tokens 5716 us, 5841 dealt"),
     (_BF16,           4.0,  (8, 4, 1, 1),        "the narrowest tile that covers a busy expert"),
