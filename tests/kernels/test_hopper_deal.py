@@ -1,0 +1,82 @@
+"""The deal of `straight`'s tiles: each once, runs of shared weights whole, half tiles even."""
+
+import random
+
+import pytest
+import torch
+
+from megamoe.kernels.hopper.deal import ITEM, deal
+from tests.kernels.support import DEVICE, MARKS
+
+pytestmark = MARKS
+
+SLABS = 24  # of an expert's weights
+HALF = 64  # rows
+
+
+def tiles_of(counts):
+    """(expert, first row, end row) of each tile of 128; experts start at multiples of 8."""
+    first, found = 0, []
+    for expert, count in enumerate(counts):
+        for row in range(first, first + count, 128):
+            found.append((expert, row, min(row + 128, first + count)))
+        first += -(-count // 8) * 8
+    return found
+
+
+def dealt(counts, across, ctas, span):
+    """The tiles, and the waves of items; what lies behind the last tile is garbage."""
+    tiles = tiles_of(counts)
+    rows = [(*tile, 77) for tile in tiles] + [(99, 99, 99, 99)] * 5
+    given = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
+    num = torch.tensor([len(tiles)], dtype=torch.int32, device=DEVICE)
+    items = deal(given, num, across, ctas, span, SLABS).view(-1, ctas, ITEM.value).cpu()
+    waves = -(-len(tiles) * across // ctas)
+    assert (items[:waves, :, 6:] == 0).all()  # counters
+    return tiles, items[:waves].tolist()
+
+
+def unpacked(item):
+    """(run, runs of the wave, place in the wave)."""
+    return item[4] & 1023, item[4] >> 10 & 1023, item[4] >> 20
+
+
+CASES = [
+    ([0, 1, 63, 64, 65, 127, 128, 129, 1000], 3, 7, 4),
+    ([0, 0, 0], 3, 7, 4),
+    ([5], 1, 132, 8),
+    ([1280, 0, 300], 5, 132, 4),
+    ([40] * 9, 4, 16, 24),
+]
+
+
+@pytest.mark.parametrize(("counts", "across", "ctas", "span"), CASES)
+def test_every_tile_is_dealt_once_and_runs_share_their_weights(counts, across, ctas, span):
+    tiles, waves = dealt(counts, across, ctas, span)
+    seen = []
+    for number, wave in enumerate(waves):
+        used = [item for item in wave if item[0] >= 0]
+        assert len(used) == min(ctas, len(tiles) * across - number * ctas)
+        used.sort(key=lambda item: unpacked(item)[2])
+        places = [unpacked(item) for item in used]
+        assert [place for _, _, place in places] == list(range(len(used)))
+        runs = [run for run, _, _ in places]
+        assert runs == sorted(runs) and set(runs) == set(range(places[0][1]))
+        for item, (run, num_runs, _) in zip(used, places, strict=True):
+            expert, row_tile = item[0], item[3]
+            assert num_runs == places[0][1] and 0 <= row_tile < across
+            assert wave[run][5] == expert * SLABS + row_tile * 4
+        seen += [tuple(item[:4]) for item in used]
+    assert sorted(seen) == sorted((*tile, j) for tile in tiles for j in range(across))
+
+
+def test_half_tiles_spread_evenly():
+    """Every CTA gets as many of the tiles that take half the time, give or take one."""
+    picker = random.Random(0)
+    counts = [picker.randint(120, 400) for _ in range(16)]
+    _, waves = dealt(counts, 16, 32, 24)
+    halves = [0] * 32
+    for wave in waves:
+        for cta, item in enumerate(wave):
+            halves[cta] += item[0] >= 0 and item[2] - item[1] <= HALF
+    assert max(halves) - min(halves) <= 1 and sum(halves) > 32
