@@ -209,7 +209,7 @@ def test_the_plan_prints_the_tile_of_hoppers_staged_launches_with_its_reason():
 )  # fmt: skip
 def test_the_plan_prints_what_auto_launches_on_one_rank(tokens, experts, mode, monkeypatch):
     """By the table, unless the tile needs launches of its own."""
-    rows = (512, "fused", "one launch, for this test"), (1e9, "staged", "four, for this test")
+    rows = (512, "fused", "one launch in this test"), (1e9, "staged", "four launches for this test")
     monkeypatch.setattr(hopper_fused, "MODES", rows)
     problem = mm.Problem(tokens, 7168, 2048, experts, 8, 1, "w4a8_block")
     chosen = {c.name: c for c in mm.plan(problem, "h200").choices}["auto_launch"]
