@@ -91,7 +91,7 @@ def hopper_layer(recipe: str) -> None:
         y = hopper.moe(*inputs, None, found.word, tile=tile)
         narrow = as_fused(tile)
         if narrow is not None:
-            assert torch.equal(y, fused.moe(*inputs, found.word, tile=narrow, timeout_s=100.0))
+            assert torch.equal(y, fused.moe(*inputs, found.word, tile=narrow))
         assert y.isfinite().all()
 
 

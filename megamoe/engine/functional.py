@@ -144,10 +144,7 @@ def launch(
     if tile is None:
         y = staged.moe(*inputs, shared, *outputs, pdl=manner.overlaps)
     else:
-        y = fused.moe(
-            *inputs, *outputs, tile=tile, found=found, timeout_s=manner.timeout_s,
-            reserve_sms=manner.reserve_sms, is_poisoned=manner.is_poisoned,
-        )  # fmt: skip
+        y = fused.moe(*inputs, *outputs, tile=tile, found=found, manner=manner)
     found.follow(topk_idx.shape[1])
     return y
 

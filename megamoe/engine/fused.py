@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.engine import faults
 from megamoe.engine.hopper import can_be_e4m3, prepared
-from megamoe.engine.manner import bound_s
+from megamoe.engine.manner import AUTO, Manner, bound_s
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.hopper import launch, mega_launch
@@ -74,9 +74,7 @@ def moe(
     tile: Swapped,
     ranks: int = 1,
     found: faults.Faults | None = None,
-    timeout_s: float = 10.0,
-    reserve_sms: int = 0,
-    is_poisoned: bool = False,
+    manner: Manner = AUTO,
     trace: Tensor | None = None,
     ahead: int = 4,
     absent: int = -1,
@@ -86,7 +84,8 @@ def moe(
     error      int32 [ranks], as in staged mode
     num_valid  int32 [ranks] on the device: a rank's tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
-    timeout_s, reserve_sms and is_poisoned are those of `Manner`
+    trace      room for stamps (`kernels/hopper/stamps.py`)
+    ahead      steps of a CTA's first weights that come before the tokens
     absent     a rank that never says it is done, for tests of the bound
     """
     device = weights.device
@@ -107,14 +106,14 @@ def moe(
         torch.empty(slots, hidden, dtype=torch.bfloat16, device=device),
         torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device), error, stats,
     )  # fmt: skip
-    if is_poisoned:
+    if manner.is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
     found.in_turn()
     mega_launch.fused(
         tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
         ranks=ranks, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
-        timeout_s=bound_s(timeout_s), reserve_sms=reserve_sms, trace=trace, ahead=ahead,
-        absent=absent,
+        timeout_s=bound_s(manner.timeout_s), reserve_sms=manner.reserve_sms, trace=trace,
+        ahead=ahead, absent=absent,
     )  # fmt: skip
     return tokens.y
 

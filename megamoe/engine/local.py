@@ -90,9 +90,7 @@ class LocalRanks:
         with torch.no_grad():
             y = fused.moe(
                 tokens, ids, gates, self.weights, self.options, self._faults.word, self.stats,
-                valid, tile=tile, ranks=self.num_ranks, found=self._faults,
-                timeout_s=self._manner.timeout_s, reserve_sms=self._manner.reserve_sms,
-                is_poisoned=self._manner.is_poisoned,
+                valid, tile=tile, ranks=self.num_ranks, found=self._faults, manner=self._manner,
             )  # fmt: skip
         self._faults.follow(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]

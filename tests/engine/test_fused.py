@@ -2,98 +2,22 @@
 
 import copy
 import pickle
-from dataclasses import replace
 
 import pytest
 import torch
 
 import megamoe as mm
-from megamoe import reference
-from megamoe.engine import backends, faults, fused, hopper, manner, op
-from megamoe.engine.faults import COUNTERS, NONE, Faults
-from megamoe.engine.local import LocalRanks
+from megamoe.engine import faults, fused, manner, op
+from megamoe.engine.faults import COUNTERS, GIVEN_UP, NONE, Faults
 from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RangeError
-from megamoe.kernels.hopper import launch, mega_launch
 from megamoe.kernels.hopper.meet import READY
 from megamoe.kernels.hopper.route import max_tiles
-from megamoe.problem import Options
-from megamoe.routing.permute import expert_counts
-from megamoe.routing.samplers import sample_routing
 from megamoe.schedule.heuristics import hopper_fused
 from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
+from tests.engine.pretended import E, H, K, experts, make, tokens, wanted
 
-E, I, H, K = 8, 64, 96, 2
 CPU = torch.device("cpu")
-
-
-class Launches:
-    """Stands for the GPU: each call of a mode is kept, and computed by the oracle."""
-
-    def __init__(self):
-        self.log, self.calls, self.report, self.before = [], [], None, lambda call: None
-
-    def fused(self, tokens, pool, acts, w13, w2, tile, how, options, kept, **rest):
-        self.log.append("fused")
-        self.calls.append({"tokens": tokens, "pool": pool, "acts": acts, "kept": kept, **rest})
-        self.before(self.calls[-1])
-        ranks = rest["ranks"]
-        per_rank = len(tokens.x) // ranks
-        valid = [per_rank] * ranks if tokens.num_valid is None else tokens.num_valid.tolist()
-        there = torch.cat([torch.arange(per_rank) < count for count in valid])
-        idx = tokens.idx.masked_fill(~there[:, None], -1)
-        bad = (idx >= E) | (idx < -1)
-        for rank, some in enumerate(bad.flatten().chunk(ranks)):
-            if some.any():
-                tokens.error[rank] = int(some.nonzero()[0])
-        idx = idx.masked_fill(bad, -1)
-        y = reference.moe(tokens.x, idx, tokens.weights, self.weights, options, None)
-        tokens.y.copy_(y)
-        if tokens.stats is not None:
-            tokens.stats.add_(expert_counts(idx, E))
-        if self.report is not None:
-            kept.report.copy_(torch.tensor(self.report, dtype=torch.int32))
-
-    def staged(self, x, idx, gates, weights, options, shared, error, stats, num_valid, *, pdl):
-        self.log.append("staged+" if pdl else "staged")
-        return reference.moe(x, idx, gates, weights, options, shared)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """A CPU that the hopper backend takes for its own."""
-    fake = Launches()
-    fake.weights = experts()
-    there = tuple(
-        replace(b, why_not=lambda device: "") if b.name == "hopper" else b
-        for b in backends.BACKENDS
-    )
-    monkeypatch.setattr(backends, "BACKENDS", there)
-    monkeypatch.setattr(mega_launch, "fused", fake.fused)
-    monkeypatch.setattr(hopper, "moe", fake.staged)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
-    monkeypatch.setattr(faults, "_BY_STREAM", {})
-    return fake
-
-
-def experts(recipe="w4a8", num=E):
-    rng = torch.Generator().manual_seed(0)
-    w13 = torch.randn(num, 2 * I, H, generator=rng).bfloat16()
-    w2 = torch.randn(num, H, I, generator=rng).bfloat16()
-    return mm.ExpertWeights.quantize(w13, w2, recipe)
-
-
-def tokens(count=10, seed=0, **options):
-    x = torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return x, *sample_routing(count, E, K, seed=seed, **options)
-
-
-def make(gpu, **options):
-    return mm.MoE(gpu.weights, E, K, backend="hopper", **{"mode": "fused", **options})
-
-
-def wanted(inputs, gpu):
-    return mm.moe(*inputs, gpu.weights, backend="reference")
 
 
 @pytest.mark.parametrize("mode", ["fused", "auto", "staged"])
@@ -314,6 +238,14 @@ def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monke
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
 
 
+def test_a_staged_launch_that_gave_up_is_told_once():
+    found = Faults(CPU)
+    found.word.fill_(GIVEN_UP)
+    with pytest.raises(MegaMoETimeout, match="weights that other CTAs decode"):
+        found.check(K)
+    found.check(K)
+
+
 def test_poison_fills_all_memory_before_the_launch(gpu):
     def is_poisoned(call):
         all_of = (*call["pool"], call["acts"].data, call["acts"].scale, call["kept"].private)
@@ -360,41 +292,6 @@ def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
     y = one._captured_parts().launch(inputs)
     assert torch.equal(y[:9], wanted(tokens(9), gpu)) and not y[9:].any()
     assert gpu.calls[0]["kept"].counters.data_ptr() == one._faults.counters.data_ptr()
-
-
-@pytest.mark.parametrize("counts", [(5,), (3, 8), (0, 4, 0, 1), (2, 0, 1, 3, 3, 0, 0, 1), (0, 0)])
-def test_local_ranks_are_one_rank_over_all_tokens(gpu, counts):
-    ranks = LocalRanks(gpu.weights, len(counts), timeout_s=3)
-    inputs = tokens(sum(counts), masked_ratio=0.2)
-    got = ranks(*(t.split(counts) for t in inputs))
-    assert [len(y) for y in got] == list(counts)
-    assert torch.equal(torch.cat(got), wanted(inputs, gpu))
-    assert torch.equal(ranks.stats, expert_counts(inputs[1], E))
-    for call in gpu.calls:
-        assert call["ranks"] == len(counts) and call["num_experts"] == E // len(counts)
-        assert call["tokens"].num_valid.tolist() == list(counts) and call["timeout_s"] == 3
-
-
-def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
-    ranks = LocalRanks(gpu.weights, 2)
-    x, idx, weight = (list(t.split((3, 5))) for t in tokens(8))
-    idx[1][4, 0] = E + 1
-    ranks(x, idx, weight)
-    with pytest.raises(RangeError, match="token 4, slot 0 of rank 1"):
-        ranks.check()
-    ranks.check()
-    for bad in ((x[:1], idx, weight), (x, [idx[0].int(), idx[1]], weight)):
-        with pytest.raises(mm.MegaMoEError):
-            ranks(*bad)
-    with pytest.raises(CapacityError, match="4096 slots at most"):
-        ranks(*(t.split((1200, 1200)) for t in tokens(2400)))
-    with pytest.raises(mm.MegaMoEError, match="quantised ones"):
-        ranks([mm.quantize(t, "mxfp8") for t in x], idx, weight)
-    for num in (0, 3, 9):
-        with pytest.raises(mm.MegaMoEError):
-            LocalRanks(gpu.weights, num)
-    with pytest.raises(NotAvailable, match="BF16 rows"):
-        LocalRanks(gpu.weights, 2, Options(combine="fp8"))
 
 
 def test_warming_up_runs_the_layers_mode(gpu):

@@ -16,6 +16,7 @@ import megamoe as mm
 from megamoe.engine import fused, hopper
 from megamoe.engine.faults import Faults
 from megamoe.engine.local import LocalRanks
+from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.hopper import meet
@@ -314,7 +315,7 @@ def test_a_layer_is_refused_after_a_timeout_until_reset():
     found, tile = one._faults, fused.tile_for(one.weights, inputs[1].numel())
     fused.moe(
         *inputs, one.weights, one.options, found.word, one.stats, tile=tile, found=found,
-        timeout_s=SOON, absent=0,
+        manner=Manner("fused", timeout_s=SOON), absent=0,
     )  # fmt: skip
     found.follow(K)
     torch.cuda.synchronize()

@@ -10,10 +10,10 @@ from megamoe.engine.fused import routing_bytes
 from megamoe.kernels.hopper import launch, mega_launch
 from megamoe.kernels.hopper.pack import pack
 from megamoe.problem import RECIPES, Options
-from megamoe.schedule.heuristics.hopper_fused import as_fused
+from megamoe.schedule.heuristics.hopper_fused import COUNTERS, as_fused
 from megamoe.schedule.heuristics.hopper_tiles import tiles
 from tests.kernels.compiling import resources
-from tests.kernels.hopper import shipped, tile_name
+from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler, matrix
 
@@ -34,16 +34,15 @@ LARGEST = {"slots": 4096, "experts": 256}
 def cases():
     """(recipe, whether weights fit E4M3, tile, what else): the widest tile where others differ."""
     for recipe in RECIPES:
-        found = [t for t in shipped(recipe) if as_fused(t)]
+        found = shipped_fused(recipe)
         for tile in found if recipe in ALL_TILES else found[-1:]:
             yield recipe, True, tile, DECODE
-    for tile in shipped("w4a8_block", fits=False):
-        if as_fused(tile):
-            yield "w4a8_block", False, tile, DECODE
+    for tile in shipped_fused("w4a8_block", fits=False):
+        yield "w4a8_block", False, tile, DECODE
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", LATE), ("w8a8", LARGEST),
     ):  # fmt: skip
-        yield recipe, True, [t for t in shipped(recipe) if as_fused(t)][-1], more
+        yield recipe, True, shipped_fused(recipe)[-1], more
     middle = tiles("nvfp4", 2048 / 256)[0]
     yield "nvfp4", True, middle, {"slots": 2048, "experts": 256}
 
@@ -80,7 +79,9 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     w13, w2 = (
         pack(matrix(recipe, E, *shape), to_e4m3=how.to_e4m3) for shape in ((2, I, H), (H, I))
     )
-    kept = mega_launch.state(slots, experts, tile.tokens, ranks, META)
+    kept = mega_launch.State(
+        *(new(*shape, dtype=torch.int32) for shape in ((ranks, COUNTERS), (132, 4096), (8,)))
+    )
     biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
     mega_launch.fused(
         tokens, pool, acts, w13, w2, tile, how, more.get("options", Options()), kept,

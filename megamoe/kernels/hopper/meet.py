@@ -96,7 +96,7 @@ def add_to(counter, amount):
 
 @gluon.jit
 def send(m, i, ticket, expert, first, end):
-    """load_weights: letter i to the other roles of its team."""
+    """load_weights: letter i to the other roles of its CTA."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
     mbarrier.wait(m.mail_read.index(slot), ((i >> 1) & 1) ^ 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 from torch import Tensor
 
@@ -17,25 +16,21 @@ from megamoe.kernels.hopper.launch import (
     token_descriptor,
     weight_descriptors,
 )
-from megamoe.kernels.hopper.meet import READY
 from megamoe.kernels.hopper.mega import mega_kernel
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import Packed
-from megamoe.kernels.hopper.route import Pool, max_tiles
+from megamoe.kernels.hopper.route import Pool
 from megamoe.kernels.portable.acts import PLAIN
-from megamoe.layout.regions import align_up
 from megamoe.problem import Options
 from megamoe.schedule.heuristics.hopper_tiles import Swapped
 
-REPORT = 8  # words
-
 
 class State(NamedTuple):
-    """What stays between launches: counters, which clean themselves, and the report of a fault."""
+    """Where the CTAs meet (`meet`), and what each keeps for itself."""
 
-    counters: Tensor  # int32 [ranks, words]
-    private: Tensor  # int32 [CTAs, words]: the list of each CTA
-    report: Tensor  # int32 [REPORT]
+    counters: Tensor  # int32 [ranks, words]: zero before a launch, and again after it
+    private: Tensor  # int32 [CTAs, words]: the list of tiles of each CTA
+    report: Tensor  # int32 [8]: zero, or what a wait past its bound left
 
 
 class Tokens(NamedTuple):
@@ -44,9 +39,7 @@ class Tokens(NamedTuple):
     x: Tensor
     idx: Tensor  # int32 or int64
     weights: Tensor
-    num_valid: (
-        Tensor | None
-    )  # int32 [ranks] on the device: rows of a rank from there on are padding
+    num_valid: Tensor | None  # int32 [ranks] on the device: so many tokens, then padding
     g: Tensor | None
     rows: Tensor  # BF16 [slots, hidden]
     y: Tensor
@@ -57,17 +50,6 @@ class Tokens(NamedTuple):
 def num_slots(slots: int) -> int:
     """Slots to the next size that kernels are made for."""
     return next(size for size in (128, 512, 2048, 4096) if slots <= size)
-
-
-def state(slots: int, experts: int, block: int, ranks: int, device: torch.device) -> State:
-    """Room for `slots` slots of all ranks over `experts` of each."""
-    tiles = max_tiles(slots, experts, block)
-
-    def words(*shape: int) -> Tensor:
-        return torch.zeros(*shape, dtype=torch.int32, device=device)
-
-    counters = words(ranks, align_up(READY.value + tiles, 32))
-    return State(counters, words(num_sms(device), align_up(4 * tiles, 32)), words(REPORT))
 
 
 def _power_of_2(n: int, least: int) -> int:

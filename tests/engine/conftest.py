@@ -1,0 +1,28 @@
+"""Fixtures of the engine's tests."""
+
+from dataclasses import replace
+
+import pytest
+
+from megamoe.engine import backends, faults
+from tests.engine.pretended import Launches, experts
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A CPU that the hopper backend takes for its own."""
+    from megamoe.engine import hopper
+    from megamoe.kernels.hopper import launch, mega_launch
+
+    fake = Launches()
+    fake.weights = experts()
+    there = tuple(
+        replace(b, why_not=lambda device: "") if b.name == "hopper" else b
+        for b in backends.BACKENDS
+    )
+    monkeypatch.setattr(backends, "BACKENDS", there)
+    monkeypatch.setattr(mega_launch, "fused", fake.fused)
+    monkeypatch.setattr(hopper, "moe", fake.staged)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    monkeypatch.setattr(faults, "_BY_STREAM", {})
+    return fake

@@ -1,0 +1,46 @@
+"""LocalRanks around its launch, which is the oracle's here."""
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine.local import LocalRanks
+from megamoe.errors import CapacityError, NotAvailable, RangeError
+from megamoe.problem import Options
+from megamoe.routing.permute import expert_counts
+from tests.engine.pretended import E, tokens, wanted
+
+
+@pytest.mark.parametrize("counts", [(5,), (3, 8), (0, 4, 0, 1), (2, 0, 1, 3, 3, 0, 0, 1), (0, 0)])
+def test_local_ranks_are_one_rank_over_all_tokens(gpu, counts):
+    ranks = LocalRanks(gpu.weights, len(counts), timeout_s=3)
+    inputs = tokens(sum(counts), masked_ratio=0.2)
+    got = ranks(*(t.split(counts) for t in inputs))
+    assert [len(y) for y in got] == list(counts)
+    assert torch.equal(torch.cat(got), wanted(inputs, gpu))
+    assert torch.equal(ranks.stats, expert_counts(inputs[1], E))
+    for call in gpu.calls:
+        assert call["ranks"] == len(counts) and call["num_experts"] == E // len(counts)
+        assert call["tokens"].num_valid.tolist() == list(counts) and call["timeout_s"] == 3
+
+
+def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
+    ranks = LocalRanks(gpu.weights, 2)
+    x, idx, weight = (list(t.split((3, 5))) for t in tokens(8))
+    idx[1][4, 0] = E + 1
+    ranks(x, idx, weight)
+    with pytest.raises(RangeError, match="token 4, slot 0 of rank 1"):
+        ranks.check()
+    ranks.check()
+    for bad in ((x[:1], idx, weight), (x, [idx[0].int(), idx[1]], weight)):
+        with pytest.raises(mm.MegaMoEError):
+            ranks(*bad)
+    with pytest.raises(CapacityError, match="4096 slots at most"):
+        ranks(*(t.split((1200, 1200)) for t in tokens(2400)))
+    with pytest.raises(mm.MegaMoEError, match="quantised ones"):
+        ranks([mm.quantize(t, "mxfp8") for t in x], idx, weight)
+    for num in (0, 3, 9):
+        with pytest.raises(mm.MegaMoEError):
+            LocalRanks(gpu.weights, num)
+    with pytest.raises(NotAvailable, match="BF16 rows"):
+        LocalRanks(gpu.weights, 2, Options(combine="fp8"))
