@@ -24,8 +24,8 @@ from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from megamoe.schedule.heuristics.hopper_fused import as_fused
-from tests.engine.test_hopper_gpu import IS_OTHER, WIDE, E, H, I, K, experts, tiles_of
-from tests.kernels.hopper import tile_name
+from tests.engine.test_hopper_gpu import IS_OTHER, WIDE, E, H, I, K, experts
+from tests.kernels.hopper import shipped_fused, tile_name
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +34,12 @@ pytestmark = [
 
 CUDA = torch.device("cuda")
 BASE = "w4a8_block"
+
+
+def tiles_of(recipe):
+    return shipped_fused(recipe.split()[0], fits=recipe != WIDE)
+
+
 EACH = 40  # tokens of a kind in the crowd
 KINDS = ("uniform", "zipf", "hot_expert", "dirichlet", "holes", "same", "masked", "alone")
 

@@ -31,6 +31,14 @@ def test_rows_are_copied_and_counted_and_the_rest_stays(_, hidden, top_k, dtype)
         assert torch.equal(weights[:num], gates) and count.item() == num
 
 
+@pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
+def test_an_id_that_32_bits_do_not_hold_names_no_expert(_):
+    held = Inputs.empty(2, 96, 3, torch.device(DEVICE))
+    idx = torch.tensor([[2**32 + 1, -(2**32), 5]], device=DEVICE)
+    fill(torch.zeros(1, 96, device=DEVICE).bfloat16(), idx, torch.zeros(1, 3, device=DEVICE), held)
+    assert held.topk_idx[0].tolist() == [-2, -2, 5]
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_it_compiles_for_any_address(arch):

@@ -112,6 +112,8 @@ def test_bad_slots_are_masked_and_the_first_is_told(size, dtype):
     weight[0] = float("nan")  # not read
     idx[4, 1], idx[5, 0], idx[7, 2] = experts, -2, experts + 1000
     idx[8, :2], weight[8, :2] = 1, torch.tensor([float("nan"), float("inf")])
+    if dtype == torch.int64:
+        idx[9, 0], idx[9, 1] = 2**32 + 1, -(2**32)  # 1 and 0 in 32 bits
     bad = (idx < -1) | (idx >= experts) | ((idx >= 0) & ~weight.isfinite())
     got = Routed(x, idx.to(dtype), weight, experts)
     assert torch.equal(got.idx.cpu().long(), idx.masked_fill(bad, -1))

@@ -41,11 +41,12 @@ def _is_token(c, token):
 @gluon.jit
 def _slots(c, slot, used):
     """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked)."""
-    expert = gl.load(c.idx + slot, mask=used, other=-1).to(gl.int32)
+    given = gl.load(c.idx + slot, mask=used, other=-1)
+    names_none = (given < -1) | (given >= c.num_experts * c.RANKS)
+    expert = gl.where(names_none, -2, given).to(gl.int32)  # int64 ids must not wrap round
     weight = gl.load(c.weights + slot, mask=used, other=0.0)
     expert = gl.where(used & _is_token(c, slot // c.TOP_K), expert, -1)
-    is_in = (expert >= 0) & (expert < c.num_experts * c.RANKS)
-    legal = is_in & (gl.abs(weight) < float("inf"))
+    legal = (expert >= 0) & (gl.abs(weight) < float("inf"))
     return gl.where(legal, expert, -1), weight, (legal == 0) & (expert != -1)
 
 

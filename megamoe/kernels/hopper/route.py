@@ -18,6 +18,7 @@ from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.kernels.portable.dispatch import Routing, dispatch
+from megamoe.kernels.portable.routing import legal_or
 from megamoe.kernels.portable.sort import CHUNK, count_slots
 from megamoe.layout.regions import align_up
 
@@ -53,12 +54,12 @@ def _legal(
     idx, weights, at, used, num_valid, num_experts, TOP_K: tl.constexpr, HAS_COUNT: tl.constexpr
 ):
     """(expert or -1, weight, whether it was neither legal nor masked) of slots `at`."""
-    expert = tl.load(idx + at, mask=used, other=-1).to(tl.int32)
+    expert = legal_or(tl.load(idx + at, mask=used, other=-1), num_experts)
     weight = tl.load(weights + at, mask=used, other=0.0)
     if HAS_COUNT:
         expert = tl.where(at // TOP_K < tl.load(num_valid), expert, -1)
     finite = tl.abs(weight) < float("inf")
-    bad = (expert < -1) | (expert >= num_experts) | ((expert >= 0) & (finite == 0))
+    bad = (expert < -1) | ((expert >= 0) & (finite == 0))
     keep = (expert >= 0) & (bad == 0)
     return tl.where(keep, expert, -1), tl.where(keep, weight, 0.0), bad & used
 

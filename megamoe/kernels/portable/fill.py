@@ -50,7 +50,9 @@ def _fill_kernel(
         slot = tl.arange(0, SLOTS)
         at = token * TOP_K + slot
         used = slot < TOP_K
-        tl.store(idx_out + at, tl.load(idx + at, mask=used).to(tl.int32), mask=used)
+        given = tl.load(idx + at, mask=used, other=-1)
+        expert = tl.where((given < -1) | (given > 2147483647), -2, given)  # a fault is told later
+        tl.store(idx_out + at, expert.to(tl.int32), mask=used)
         tl.store(weights_out + at, tl.load(weights + at, mask=used), mask=used)
         if token == 0:
             tl.store(count, num_tokens)

@@ -19,6 +19,12 @@ class Routing(NamedTuple):
 
 
 @triton.jit
+def legal_or(idx, num_experts):
+    """int32 of ids, -2 for those that name no expert: int64 ones must not wrap round to one."""
+    return tl.where((idx < -1) | (idx >= num_experts), -2, idx).to(tl.int32)
+
+
+@triton.jit
 def check_routing(
     topk_idx, topk_weights, idx_out, weights_out, num_valid, error, row, inside, num_experts,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
@@ -28,12 +34,12 @@ def check_routing(
         slot = tl.arange(0, SLOTS)
         at = row[:, None] * TOP_K + slot[None, :]
         used = inside[:, None] & (slot < TOP_K)[None, :]
-        idx = tl.load(topk_idx + at, mask=used, other=-1).to(tl.int32)
+        idx = legal_or(tl.load(topk_idx + at, mask=used, other=-1), num_experts)
         weight = tl.load(topk_weights + at, mask=used, other=0.0)
         if HAS_COUNT:
             idx = tl.where((row < tl.load(num_valid))[:, None], idx, -1)  # pad fill
         finite = tl.abs(weight) < float("inf")
-        bad = (idx < -1) | (idx >= num_experts) | ((idx >= 0) & (finite == 0))
+        bad = (idx < -1) | ((idx >= 0) & (finite == 0))
         first = tl.min(tl.where(bad & used, at, 2147483647).to(tl.int32))
         if first < 2147483647:
             tl.atomic_min(error, first)
