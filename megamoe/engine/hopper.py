@@ -116,9 +116,8 @@ def moe(
 ) -> Tensor:
     """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to.
 
-    With `pdl` each launch is placed while the one before it ends: the same bits, but graphs that
-    hold such launches must not pile up (docs/hopper.md). `tile`, of the routed experts, is the
-    table's where it is None; every tile gives the same bits.
+    With `pdl` each launch is placed while the one before it ends (docs/hopper.md). `tile`, of the
+    routed experts, is the table's where it is None. No bit depends on either.
     """
     num_tokens, hidden = x.shape
     top_k = topk_idx.shape[1]
