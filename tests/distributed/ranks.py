@@ -74,6 +74,7 @@ def _rank(
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, has_store, timedelta(seconds=30), False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    _meet(store, num_ranks)
     start, result, error = time.monotonic(), None, ""
     try:
         result = target(rank, *args)
@@ -83,3 +84,10 @@ def _rank(
     pipe.send((result, error, time.monotonic() - start))
     if not error:
         dist.destroy_process_group()
+
+
+def _meet(store: dist.Store, num_ranks: int) -> None:
+    """Wait for the slowest: a rank whose target dies would break the others' connecting."""
+    if store.add("connected", 1) == num_ranks:
+        store.set("all connected", "")
+    store.wait(["all connected"])

@@ -14,9 +14,9 @@ from megamoe.errors import CapacityError, MegaMoEError, RangeError, RankError
 from tests.distributed.ranks import die, launch
 from tests.distributed.test_group import COUNTS, E, H, K, experts, inputs, results
 
-BOUND_S = 1.0  # the layers' timeout in these tests
+BOUND_S = 2.0  # the layers' timeout in these tests
 SOON_S = 3.0  # nobody waits: much less than the 20 s that layers are given otherwise
-LATE_S, SLACK_S = 1.5, 4.0  # two busy cores
+LATE_S, SLACK_S = 2.0, 6.0  # two busy cores
 
 
 def build(rank, weights=None, **options):
@@ -268,7 +268,7 @@ def test_a_rank_that_never_calls_is_named_in_time_and_a_new_layer_works():
     assert len({text for text, _ in ends}) == 1
     text = ends[0][0]
     assert text.startswith("MegaMoETimeout: rank ")
-    assert "waited too long for rank 2 in call 2 of layer 1, step counts (the bound is 1 s)" in text
+    assert "waited too long for rank 2 in call 2 of layer 1, step counts (the bound is 2 s)" in text
     assert "got 0x" in text and "restart the ranks" in text
     waited = [ends[rank][1] for rank in (0, 1, 3)]
     assert BOUND_S - 0.2 < max(waited) < BOUND_S + SLACK_S

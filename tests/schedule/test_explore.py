@@ -22,11 +22,11 @@ CHUNK_SECONDS = 15.0
 def test_two_ranks_of_four_sms_keep_every_rule(chunk):
     case = CASES["two ranks"]
     assert (case.shape.num_ranks, case.shape.num_sms, len(case.calls)) == (2, 4, 2)
-    began = time.perf_counter()
+    began = time.process_time()
     report = explore_many(case, CHUNK, first_seed=chunk * CHUNK)
     assert report.ok, report.found
     assert report.num_runs == CHUNK
-    assert time.perf_counter() - began < CHUNK_SECONDS
+    assert time.process_time() - began < CHUNK_SECONDS
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "two ranks"])
