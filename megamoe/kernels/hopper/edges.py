@@ -31,7 +31,7 @@ def _running_sum(v):
 def _is_token(c, token):
     """Whether a token is one of its rank's own, not padding."""
     if c.HAS_COUNT:
-        source = token // c.tokens_per_rank
+        source = gl.minimum(token // c.tokens_per_rank, c.RANKS - 1)  # slots beyond the last too
         there = token - source * c.tokens_per_rank < gl.load(c.num_valid + source)
     else:
         there = token >= 0
