@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megamoe.engine import backends, faults
-from tests.engine.pretended import Launches, experts
+from tests.engine.pretended import Launches, weights
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def gpu(monkeypatch):
     from megamoe.kernels.hopper import launch, mega_launch
 
     fake = Launches()
-    fake.weights = experts()
+    fake.weights = weights()
     there = tuple(
         replace(b, why_not=lambda device: "") if b.name == "hopper" else b
         for b in backends.BACKENDS

@@ -1,4 +1,4 @@
-"""A CPU that the hopper backend takes for its own: the oracle computes what it launches."""
+"""Small layers, and a CPU that the hopper backend takes for its own: the oracle computes there."""
 
 import torch
 
@@ -8,6 +8,18 @@ from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 
 E, I, H, K = 8, 64, 96, 2
+
+
+def weights(recipe="w4a8", seed=0, experts=E):
+    rng = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(experts, 2 * I, H, generator=rng).bfloat16()
+    w2 = torch.randn(experts, H, I, generator=rng).bfloat16()
+    return mm.ExpertWeights.quantize(w13, w2, recipe)
+
+
+def tokens(count=10, seed=0, **options):
+    x = torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return x, *sample_routing(count, E, K, seed=seed, **options)
 
 
 class Launches:
@@ -40,18 +52,6 @@ class Launches:
     def staged(self, x, idx, gates, weights, options, shared, error, stats, num_valid, *, pdl):
         self.log.append("staged+" if pdl else "staged")
         return reference.moe(x, idx, gates, weights, options, shared)
-
-
-def experts(recipe="w4a8", num=E):
-    rng = torch.Generator().manual_seed(0)
-    w13 = torch.randn(num, 2 * I, H, generator=rng).bfloat16()
-    w2 = torch.randn(num, H, I, generator=rng).bfloat16()
-    return mm.ExpertWeights.quantize(w13, w2, recipe)
-
-
-def tokens(count=10, seed=0, **options):
-    x = torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return x, *sample_routing(count, E, K, seed=seed, **options)
 
 
 def make(gpu, **options):

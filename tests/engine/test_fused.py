@@ -15,7 +15,7 @@ from megamoe.kernels.hopper.meet import READY
 from megamoe.kernels.hopper.route import max_tiles
 from megamoe.schedule.heuristics import hopper_fused
 from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
-from tests.engine.pretended import E, H, K, experts, make, tokens, wanted
+from tests.engine.pretended import E, H, K, make, tokens, wanted, weights
 
 CPU = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_a_mode_is_one_launch_or_several_with_the_same_result(gpu, mode):
 
 
 def test_auto_follows_its_table(monkeypatch):
-    w = experts(num=64)
+    w = weights(experts=64)
     assert fused.tile_for(w, 1, "auto") is None
     rows = (512, "fused", "for this test"), (1e9, "staged", "for this test")
     monkeypatch.setattr(hopper_fused, "MODES", rows)
@@ -41,7 +41,7 @@ def test_auto_follows_its_table(monkeypatch):
     assert taken == [True, True, False, False]
     taken = [fused.tile_for(w, slots) is not None for slots in (0, 1, 513, 1400, 4096)]
     assert taken == [False, True, True, True, False]  # 4096 over 64 experts: a wide tile
-    few = experts(num=256)
+    few = weights(experts=256)
     assert fused.tile_for(few, MOST_SLOTS) and fused.tile_for(few, MOST_SLOTS + 1) is None
 
 

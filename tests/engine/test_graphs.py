@@ -15,12 +15,10 @@ from megamoe.engine.functional import run
 from megamoe.engine.graphs import MOST_TOKENS, bucket_of
 from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.routing.permute import expert_counts
-from megamoe.routing.samplers import sample_routing
 
 pytest.importorskip("triton")
 from megamoe.kernels.portable import fill as filling
-
-E, I, H, K = 8, 64, 96, 2
+from tests.engine.pretended import E, H, K, tokens, weights
 
 
 class Cuda:
@@ -113,18 +111,6 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(layer, "run", eager)
     return fake
-
-
-def weights(recipe="w4a8", seed=0, experts=E):
-    rng = torch.Generator().manual_seed(seed)
-    w13 = torch.randn(experts, 2 * I, H, generator=rng).bfloat16()
-    w2 = torch.randn(experts, H, I, generator=rng).bfloat16()
-    return mm.ExpertWeights.quantize(w13, w2, recipe)
-
-
-def tokens(count=10, seed=0, **options):
-    x = torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return x, *sample_routing(count, E, K, seed=seed, **options)
 
 
 def make(**options):

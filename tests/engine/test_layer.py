@@ -8,21 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.engine import backends
 from megamoe.errors import CapacityError, NotAvailable
-from megamoe.routing.samplers import sample_routing
-
-E, I, H, K = 8, 64, 96, 2
-
-
-def weights(recipe="w4a8", seed=0, experts=E):
-    rng = torch.Generator().manual_seed(seed)
-    w13 = torch.randn(experts, 2 * I, H, generator=rng).bfloat16()
-    w2 = torch.randn(experts, H, I, generator=rng).bfloat16()
-    return mm.ExpertWeights.quantize(w13, w2, recipe)
-
-
-def tokens(count=10, seed=0, **options):
-    x = torch.randn(count, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    return x, *sample_routing(count, E, K, seed=seed, **options)
+from tests.engine.pretended import E, H, K, tokens, weights
 
 
 def test_the_module_is_the_function():
