@@ -1,6 +1,5 @@
 """What the kernels' PTX means."""
 
-import ctypes
 import time
 
 import torch
@@ -9,7 +8,7 @@ import triton.language as tl
 from megamoe.kernels.hopper import ahead, decode, meet
 from tests.emulator import running
 from tests.emulator.running import HERE
-from tests.emulator.values import Value, pair, raw
+from tests.emulator.values import Value, pair
 
 
 def _words(w):
@@ -69,24 +68,24 @@ def _nv_to_bf16(w, s):
 def _wait_for(address, want, report, bound_ns):
     """As `meet._WAIT` does, but that its bound is the emulator's if that is shorter."""
     launch, begin = HERE.launch, time.monotonic()
-    bound = min(int(raw(bound_ns)) / 1e9, running.WAIT_S)
-    words = [ctypes.c_int32.from_address(int(raw(a))) for a in (address, report)]
+    bound = min(int(bound_ns) / 1e9, running.WAIT_S)
+    both = torch.stack((address.t, report.t))
     with launch.changed:
-        while words[0].value != int(raw(want)) and words[1].value == 0:
-            if time.monotonic() - begin > bound or launch.error is not None:
-                break
+        while True:
+            seen, is_reported = launch.memory.load(both, torch.int32).tolist()
+            is_late = time.monotonic() - begin > bound or launch.error is not None
+            if seen == int(want) or is_reported or is_late:
+                return Value(seen)
             launch.changed.wait(0.02)
-        return Value(torch.tensor(words[0].value, dtype=torch.int32))
 
 
 def _await(address, value, given_up, error):
     """As `ahead.AWAIT`: until words have reached a value."""
-    addresses = torch.broadcast_tensors(raw(address), raw(value))[0].reshape(-1).tolist()
-    words = [ctypes.c_int32.from_address(a) for a in addresses]
-    wanted = torch.broadcast_tensors(raw(address), raw(value))[1].reshape(-1).tolist()
-    HERE.launch.wait(
-        lambda: all(word.value >= want for word, want in zip(words, wanted, strict=True)),
-        f"words {[word.value for word in words]} to reach {wanted}",
+    launch = HERE.launch
+    at, wanted = (t.reshape(-1) for t in torch.broadcast_tensors(address.t, value.t))
+    launch.wait(
+        lambda: bool((launch.memory.load(at, torch.int32) >= wanted).all()),
+        f"words to reach {wanted.tolist()}",
     )
     return Value(0)
 

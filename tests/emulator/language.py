@@ -1,7 +1,6 @@
 """The language of kernels: loads, arithmetic, barriers, copies and products."""
 
 import math
-import threading
 from types import SimpleNamespace
 
 import torch
@@ -12,7 +11,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from megamoe.kernels.device import compat
 from tests.emulator.assembly import inline_asm_elementwise
 from tests.emulator.running import HERE, REPLACED, run_time_range, warp_specialize
-from tests.emulator.values import RAW, Barriers, Shared, Value, pair, raw, same, torch_type
+from tests.emulator.values import RAW, TYPES, Barriers, Shared, Value, pair, raw, same
 
 
 def _addresses(pointer, mask, value=None):
@@ -26,7 +25,7 @@ def _addresses(pointer, mask, value=None):
 
 def load(pointer, mask=None, other=None, **_):
     address, keep, shape, _ = _addresses(pointer, mask)
-    dtype = torch_type(pointer.element)
+    dtype = TYPES[pointer.element]
     found = torch.full((len(address),), 0 if other is None else raw(other), dtype=torch.float64)
     found = found.to(dtype)
     if bool(keep.any()):
@@ -36,7 +35,7 @@ def load(pointer, mask=None, other=None, **_):
 
 
 def store(pointer, value, mask=None, **_):
-    dtype = torch_type(pointer.element)
+    dtype = TYPES[pointer.element]
     value = value if isinstance(value, Value) else Value(torch.tensor(value))
     given = value.to(pointer.element).t
     if dtype == torch.float8_e4m3fn:
@@ -46,13 +45,10 @@ def store(pointer, value, mask=None, **_):
         HERE.launch.memory.store(address[keep], given.reshape(-1)[keep].contiguous())
 
 
-ATOMIC = threading.Lock()
-
-
 def _atomic(change):
     def act(pointer, value, mask=None, sem=None, scope=None):
         launch = HERE.launch
-        with launch.changed, ATOMIC:  # of all launches
+        with launch.changed:
             old = load(pointer, mask=mask)
             store(pointer, change(old, value), mask=mask)
             launch.changed.notify_all()
@@ -66,7 +62,7 @@ def arange(start, end, layout=None):
 
 
 def full(shape, value, dtype, layout=None):
-    return Value(torch.full([int(n) for n in shape], float(raw(value))).to(torch_type(dtype)))
+    return Value(torch.full([int(n) for n in shape], float(raw(value))).to(TYPES[dtype]))
 
 
 def where(condition, a, b):
@@ -136,7 +132,7 @@ def div_rn(a, b):
 def allocate_shared_memory(dtype, shape, layout):
     if layout is MBARRIERS:
         return Barriers(shape[0])
-    wanted = torch_type(dtype)
+    wanted = TYPES[dtype]
     size = math.prod(int(n) for n in shape) * wanted.itemsize
     poison = torch.full((size,), 0xFF, dtype=torch.uint8)
     return Shared(poison.view(wanted).view([int(n) for n in shape]))
@@ -207,12 +203,14 @@ def warpgroup_mma_wait(num_outstanding, deps):
 
 
 class _Layout:
+    """Layouts mean nothing here."""
+
     def __init__(self, *args, **kwargs):
         pass
 
 
 LANGUAGE = SimpleNamespace(
-    **{str(n): getattr(tl, str(n)) for n in (
+    **{name: getattr(tl, name) for name in (
         "int1", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "float16",
         "bfloat16", "float32", "float8e4nv")},
     **dict.fromkeys((

@@ -24,10 +24,6 @@ def raw(x):
     return x.t if isinstance(x, Value) else x
 
 
-def torch_type(dtype):
-    return TYPES[dtype]
-
-
 def same(a, b):
     """Operands in one dtype, as Triton widens them; Python numbers take the tensor's."""
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.dtype == b.dtype:
@@ -39,7 +35,7 @@ def same(a, b):
 
 
 def _plain(a):
-    """Unsigned types that torch cannot compute with, and BF16 left to FP32, stay exact."""
+    """Wider where torch cannot compute with an unsigned type."""
     if isinstance(a, torch.Tensor) and a.dtype in (torch.uint16, torch.uint32):
         return a.to(torch.int64)
     return a
@@ -106,7 +102,7 @@ class Value:
         return Value(self.t[at])
 
     def to(self, dtype, bitcast=False):
-        wanted = torch_type(dtype)
+        wanted = TYPES[dtype]
         if bitcast:
             return Value(self.t.contiguous().view(wanted))
         t = self.t
@@ -128,6 +124,8 @@ class Value:
 
 
 def pair(do):
+    """torch.minimum or torch.maximum of values and numbers."""
+
     def act(a, b):
         if not isinstance(a, Value) and not isinstance(b, Value):
             return (min if do is torch.minimum else max)(a, b)
@@ -158,7 +156,8 @@ class Memory:
         self.parts.insert(at, view)
 
     def pick(self, address, size):
-        """(the allocation as words of `size`, the word's number) of addresses in one allocation."""
+        """The allocation of the lowest address, as words of `size`: (it, the number of each
+        address's word in it, which of them lie in it)."""
         first = int(address.min())
         at = bisect_right(self.starts, first) - 1
         start = self.starts[at] if at >= 0 else 0
@@ -208,7 +207,7 @@ class Pointer:
     def __add__(self, by):
         by = raw(by)
         by = by.to(torch.int64) if isinstance(by, torch.Tensor) else by
-        return Pointer(self.address + by * torch_type(self.element).itemsize, self.element)
+        return Pointer(self.address + by * TYPES[self.element].itemsize, self.element)
 
     __radd__ = __add__
 
@@ -242,10 +241,8 @@ class Shared:
         return Shared(self.t.view([int(n) for n in shape]))
 
     def _reinterpret(self, dtype, shape, layout):
-        wanted, size = torch_type(dtype), math.prod(shape)
-        flat = self.t.contiguous() if not self.t.is_contiguous() else self.t
-        assert flat.data_ptr() == self.t.data_ptr(), "only whole buffers are seen differently"
-        flat = flat.view(-1).view(torch.uint8)[: size * wanted.itemsize]
+        wanted, size = TYPES[dtype], math.prod(shape)
+        flat = self.t.view(-1).view(torch.uint8)[: size * wanted.itemsize]
         return Shared(flat.view(wanted).view(*shape))
 
     def load(self, layout=None):
@@ -267,6 +264,8 @@ class Barriers:
 
 
 class Barrier:
+    """One mbarrier: `pending` arrivals and `bytes` end its phase."""
+
     def __init__(self):
         self.count = self.pending = self.bytes = self.phase = 0
 
