@@ -1,9 +1,10 @@
 """Grouped GEMM for many tokens per expert: tokens are wgmma's M, 256 weight rows its N, in FP8.
 
-A tile is 128 tokens x 256 weight rows; two math warpgroups take 128 rows each, in two waves of 64
-tokens, and scale every 128 of K in FP32: the same products in the same order as `swapped`, so the
-same bits. E4M3 weights come by TMA. FP4 images are decoded by a warpgroup of its own: per tile,
-into the stage, where few tiles share their weights; or once for all tiles of a wave (`ahead`).
+A tile is 128 tokens x 256 weight rows; two math warpgroups take 64 tokens each, or 128 rows each
+where there are only 64 tokens, and scale every 128 of K in FP32: the same products in the same
+order as `swapped`, so the same bits. E4M3 weights come by TMA. FP4 images are decoded by a
+warpgroup of its own: per tile, into the stage, where few tiles share their weights; or once for all
+tiles of a wave (`ahead`).
 """
 
 from triton.experimental import gluon
@@ -16,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megamoe.kernels.device.numbers import abs_bits
 from megamoe.kernels.hopper.ahead import (
     Ahead,
     decode_ahead,
@@ -35,14 +35,16 @@ from megamoe.kernels.hopper.ring import (
     wait_for_launch,
 )
 from megamoe.kernels.hopper.straight_epilogue import (
-    MMA,
     ROWS,
     SLABS,
     TOKENS,
     activated,
+    beside,
     finish_gated,
     finish_linear,
     halves,
+    largest,
+    mma_layout,
 )
 
 
@@ -93,6 +95,7 @@ class Work:
     STAGES: gl.constexpr
     IMAGES: gl.constexpr  # stages of the ring of FP4 images
     SPAN: gl.constexpr
+    WIDTH: gl.constexpr  # weight rows of one product: two of them stand beside the sums
 
 
 @gluon.jit
@@ -158,7 +161,7 @@ def load_tokens(p):
 @gluon.jit
 def decode(p):
     """One warpgroup: FP4 images to E4M3 rows of the stage."""
-    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    DOT: gl.constexpr = gl.DotOperandLayout(0, mma_layout(64), 4)
     NUM: gl.constexpr = p.IMAGES * SLABS
     idx = 0
     phase = 1
@@ -167,17 +170,11 @@ def decode(p):
     for item in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
         for k in range(p.steps):
             mbarrier.wait(p.image_full.index(at), at_phase)
-            # A slab is read while the one before it is decoded: behind a store it would wait.
-            w0, s0 = read_slab(p.image, p.image_scale, at * SLABS, NUM, gl.uint8)
-            w1, s1 = read_slab(p.image, p.image_scale, at * SLABS + 1, NUM, gl.uint8)
             mbarrier.wait(p.empty.index(idx), phase)
             stage = p.w_bufs.index(idx)
-            stage.slice(0, 64, 0).store(e4m3_values(w0, s0, DOT))
-            w2, s2 = read_slab(p.image, p.image_scale, at * SLABS + 2, NUM, gl.uint8)
-            stage.slice(64, 64, 0).store(e4m3_values(w1, s1, DOT))
-            w3, s3 = read_slab(p.image, p.image_scale, at * SLABS + 3, NUM, gl.uint8)
-            stage.slice(128, 64, 0).store(e4m3_values(w2, s2, DOT))
-            stage.slice(192, 64, 0).store(e4m3_values(w3, s3, DOT))
+            for slab in gl.static_range(SLABS):
+                w, s = read_slab(p.image, p.image_scale, at * SLABS + slab, NUM, gl.uint8)
+                stage.slice(slab * 64, 64, 0).store(e4m3_values(w, s, DOT))
             fence_async_shared()
             mbarrier.arrive(p.full.index(idx), count=1)
             mbarrier.arrive(p.image_empty.index(at), count=1)
@@ -186,22 +183,23 @@ def decode(p):
 
 
 @gluon.jit
-def block_factors(p, expert, across, k, WG: gl.constexpr):
-    """FP32 scales of E4M3 weights at K block k: gate's and up's, or twice the same."""
+def block_factors(p, expert, across, k):
+    """FP32 scales of E4M3 weights at K block k: gate's and up's, or those of both halves."""
     k = gl.minimum(k, p.factor_cols - 1)
     if p.GATED:
         n = gl.minimum(across, p.factor_rows - 1)
         one = gl.load(p.factor + (expert * 2 * p.factor_rows + n) * p.factor_cols + k)
         two = gl.load(p.factor + ((expert * 2 + 1) * p.factor_rows + n) * p.factor_cols + k)
     else:
-        n = gl.minimum(across * 2 + WG, p.factor_rows - 1)
+        n = gl.minimum(across * 2, p.factor_rows - 1)
         one = gl.load(p.factor + (expert * p.factor_rows + n) * p.factor_cols + k)
-        two = one
+        n = gl.minimum(across * 2 + 1, p.factor_rows - 1)
+        two = gl.load(p.factor + (expert * p.factor_rows + n) * p.factor_cols + k)
     return one, two
 
 
 @gluon.jit
-def promoted(p, one, two, part, scale, factor_one, factor_two):
+def promoted(p, one, two, part, scale, factor_one, factor_two, ROW: gl.constexpr):
     """The sums plus part times the scales; gate and up are held apart where theirs differ."""
     if p.DECODED:
         one = pin(one + part * gl.expand_dims(scale, 1))
@@ -210,57 +208,139 @@ def promoted(p, one, two, part, scale, factor_one, factor_two):
         one = pin(one + gate * gl.expand_dims(scale * factor_one, 1))
         two = pin(two + up * gl.expand_dims(scale * factor_two, 1))
     else:
-        one = pin(one + part * gl.expand_dims(scale * factor_one, 1))
+        factor = factor_one if ROW < 128 else factor_two
+        one = pin(one + part * gl.expand_dims(scale * factor, 1))
     return one, two
 
 
 @gluon.jit
-def multiply(p, expert, across, idx, phase, BOTH: gl.constexpr, WG: gl.constexpr):
-    """Sums of 64 tokens x 128 rows, or of BOTH halves of the tile."""
-    part = gl.zeros([64, 128], gl.float32, MMA)
-    if p.GATED and not p.DECODED:
-        low, low_up = halves(part)
-        high, high_up = halves(part)
-    else:
-        low = gl.zeros([64, 128], gl.float32, MMA)
-        high = gl.zeros([64, 128], gl.float32, MMA)
-        low_up = low
-        high_up = high
-    KEPT: gl.constexpr = low.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, KEPT)
+def no_sums(p, NUM: gl.constexpr):
+    """Zeros for NUM products."""
+    zeros = gl.zeros([64, p.WIDTH], gl.float32, mma_layout(p.WIDTH))
+    ones = ()
+    twos = ()
+    for i in gl.static_range(NUM):
+        if p.GATED and not p.DECODED:
+            one, two = halves(zeros)
+        else:
+            one = zeros
+            two = zeros
+        ones = ones + (one,)
+        twos = twos + (two,)
+    return zeros, ones, twos
+
+
+@gluon.jit
+def weight_rows(p, idx, N: gl.constexpr):
+    """The N-th WIDTH rows of a stage's weights, as wgmma's B."""
+    w = p.w_bufs.index(idx).reshape([ROWS, 128])
+    return w.slice(N * p.WIDTH, p.WIDTH, 0).permute((1, 0))
+
+
+@gluon.jit
+def multiply(p, expert, across, idx, phase, ROW: gl.constexpr, NUM: gl.constexpr, AT: gl.constexpr):
+    """Sums of the 64 tokens from AT on x NUM weight rows from ROW on, WIDTH rows each.
+
+    Tokens are read into registers once, since shared memory is the limit. While one product is
+    scaled and added, the next one is computed.
+    """
+    DOT: gl.constexpr = gl.DotOperandLayout(0, mma_layout(p.WIDTH), 4)
+    N: gl.constexpr = NUM // p.WIDTH
+    FIRST: gl.constexpr = ROW // p.WIDTH
+    part, ones, twos = no_sums(p, N)
+    spare = part
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, ones[0].type.layout)
     one = 1.0
     two = 1.0
     if not p.DECODED:
-        one, two = block_factors(p, expert, across, 0, WG)
+        one, two = block_factors(p, expert, across, 0)
     for k in range(p.steps):
         if not p.DECODED:
-            next_one, next_two = block_factors(p, expert, across, k + 1, WG)
-        x = p.x_bufs.index(idx)
-        w = p.w_bufs.index(idx).reshape([ROWS, 128]).slice(WG * 128, 128, 0).permute((1, 0))
-        scales = p.xs_bufs.index(idx)
+            next_one, next_two = block_factors(p, expert, across, k + 1)
         mbarrier.wait(p.full.index(idx), phase)
-        part = warpgroup_mma(x.slice(0, 64, 0), w, part, use_acc=False, is_async=True)
-        scale_low = scales.slice(0, 64, 0).load(ROW)
-        scale_high = scales.slice(64, 64, 0).load(ROW)
-        part = warpgroup_mma_wait(0, deps=[part])
-        low, low_up = promoted(p, low, low_up, part, scale_low, one, two)
-        if BOTH:
-            part = warpgroup_mma(x.slice(64, 64, 0), w, part, use_acc=False, is_async=True)
-            part = warpgroup_mma_wait(0, deps=[part])
-        fence_async_shared()
-        mbarrier.arrive(p.empty.index(idx), count=1)
-        if BOTH:
-            high, high_up = promoted(p, high, high_up, part, scale_high, one, two)
+        x = p.x_bufs.index(idx).slice(AT, 64, 0).load(DOT)
+        scale = p.xs_bufs.index(idx).slice(AT, 64, 0).load(LAYOUT)
+        part = warpgroup_mma(x, weight_rows(p, idx, FIRST), part, use_acc=False, is_async=True)
+        new_ones = ()
+        new_twos = ()
+        for n in gl.static_range(N):
+            if n + 1 < N:
+                w = weight_rows(p, idx, FIRST + n + 1)
+                spare = warpgroup_mma(x, w, spare, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(1, deps=[part])
+            else:
+                part = warpgroup_mma_wait(0, deps=[part])
+                fence_async_shared()
+                mbarrier.arrive(p.empty.index(idx), count=1)
+            sums, up = promoted(p, ones[n], twos[n], part, scale, one, two, ROW + n * p.WIDTH)
+            new_ones = new_ones + (sums,)
+            new_twos = new_twos + (up,)
+            if n + 1 < N:
+                part, spare = spare, part
+        ones = new_ones
+        twos = new_twos
         if not p.DECODED:
             one = next_one
             two = next_two
         idx, phase = advance(idx, phase, p.STAGES)
-    return low, low_up, high, high_up, idx, phase
+    return ones, twos, idx, phase
+
+
+@gluon.jit
+def slab(p, parts, SLAB: gl.constexpr):
+    """The sums of 64 weight rows, or those of gate or up among them."""
+    if p.WIDTH == 64:
+        return parts[SLAB]
+    else:
+        return beside(parts[2 * SLAB], parts[2 * SLAB + 1])
+
+
+@gluon.jit
+def whole_tile(p, expert, first, end, across, idx, phase, WG: gl.constexpr):
+    """64 tokens of a tile of more than 64, all its rows."""
+    sums, ups, idx, phase = multiply(p, expert, across, idx, phase, 0, ROWS, WG * 64)
+    first += WG * 64
+    if p.GATED:
+        a = activated(p, slab(p, sums, 0), slab(p, ups, 0), expert, across, first, end, 0)
+        b = activated(p, slab(p, sums, 1), slab(p, ups, 1), expert, across, first, end, 1)
+        c = activated(p, slab(p, sums, 2), slab(p, ups, 2), expert, across, first, end, 2)
+        d = activated(p, slab(p, sums, 3), slab(p, ups, 3), expert, across, first, end, 3)
+        bits = gl.maximum(largest(a, b), largest(c, d))
+        finish_gated(p, a, bits, across, first, end, 0, WG)
+        finish_gated(p, b, bits, across, first, end, 1, WG)
+        finish_gated(p, c, bits, across, first, end, 2, WG)
+        finish_gated(p, d, bits, across, first, end, 3, WG)
+    else:
+        for n in gl.static_range(SLABS):
+            finish_linear(p, slab(p, sums, n), expert, across, first, end, n, WG)
+    return idx, phase
+
+
+@gluon.jit
+def half_tile(p, expert, first, end, across, done, idx, phase, WG: gl.constexpr):
+    """A tile of up to 64 tokens, half of its rows; `done` half tiles came before it."""
+    sums, ups, idx, phase = multiply(p, expert, across, idx, phase, WG * 128, 128, 0)
+    S: gl.constexpr = WG * 2
+    if p.GATED:
+        a = activated(p, slab(p, sums, 0), slab(p, ups, 0), expert, across, first, end, S)
+        b = activated(p, slab(p, sums, 1), slab(p, ups, 1), expert, across, first, end, S + 1)
+        bits = largest(a, b)
+        turn = done & 1
+        p.amax.index(turn * 2 + WG).store(bits)
+        mbarrier.arrive(p.met.index(turn), count=1)
+        mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
+        bits = gl.maximum(bits, p.amax.index(turn * 2 + 1 - WG).load(bits.type.layout))
+        finish_gated(p, a, bits, across, first, end, S, WG)
+        finish_gated(p, b, bits, across, first, end, S + 1, WG)
+    else:
+        finish_linear(p, slab(p, sums, 0), expert, across, first, end, S, WG)
+        finish_linear(p, slab(p, sums, 1), expert, across, first, end, S + 1, WG)
+    return idx, phase
 
 
 @gluon.jit
 def math(p, WG: gl.constexpr):
-    """One warpgroup: 128 weight rows of every tile of this CTA."""
+    """One warpgroup: 64 tokens, or 128 weight rows, of every tile of this CTA."""
     idx = 0
     phase = 0
     done = 0
@@ -279,34 +359,10 @@ def math(p, WG: gl.constexpr):
         else:
             expert, first, end, across = tile_at(p, item)
         if first + 64 < end:
-            low, low_up, high, high_up, idx, phase = multiply(
-                p, expert, across, idx, phase, True, WG
-            )
+            idx, phase = whole_tile(p, expert, first, end, across, idx, phase, WG)
         else:
-            low, low_up, high, high_up, idx, phase = multiply(
-                p, expert, across, idx, phase, False, WG
-            )
-        if p.GATED:
-            low = activated(p, low, low_up, expert, across, first, end, WG)
-            high = activated(p, high, high_up, expert, across, first + 64, end, WG)
-            low_bits = gl.max(abs_bits(low), 1)
-            high_bits = gl.max(abs_bits(high), 1)
-            turn = done & 1
-            mine = p.amax.index(turn * 2 + WG)
-            mine.slice(0, 64, 0).store(low_bits)
-            mine.slice(64, 64, 0).store(high_bits)
-            mbarrier.arrive(p.met.index(turn), count=1)
-            mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
-            LAYOUT: gl.constexpr = low_bits.type.layout
-            other = p.amax.index(turn * 2 + 1 - WG)
-            low_bits = gl.maximum(low_bits, other.slice(0, 64, 0).load(LAYOUT))
-            high_bits = gl.maximum(high_bits, other.slice(64, 64, 0).load(LAYOUT))
-            finish_gated(p, low, low_bits, across, first, end, WG)
-            finish_gated(p, high, high_bits, across, first + 64, end, WG)
-        else:
-            finish_linear(p, low, expert, across, first, end, WG)
-            finish_linear(p, high, expert, across, first + 64, end, WG)
-        done += 1
+            idx, phase = half_tile(p, expert, first, end, across, done, idx, phase, WG)
+            done += 1
 
 
 @gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
@@ -317,7 +373,8 @@ def straight_kernel(
     DECODED: gl.constexpr, DEALT: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr,
     GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
-    MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
+    WIDTH: gl.constexpr, MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
     """Two math warpgroups (the first is the launch's own), the decoder if any, two loaders."""
     plain: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -334,8 +391,8 @@ def straight_kernel(
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], x.layout)
     xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], x_scale.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    amax = gl.allocate_shared_memory(gl.int32, [4, TOKENS], flat)
-    COLS: gl.constexpr = 32 if GATED else 64  # as BF16
+    amax = gl.allocate_shared_memory(gl.int32, [4, 64], flat)
+    COLS: gl.constexpr = 16 if GATED else 64  # as BF16
     rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     turn = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLS], rows)
     full = barriers(STAGES, 2)
@@ -357,7 +414,7 @@ def straight_kernel(
         empty, image_full, image_empty, met, factor, bias, row_weight, row_dest, out, out_scale,
         tiles, num_tiles, items, ahead, pool_rows, steps, num_outputs, num_biases, out_width,
         factor_rows, factor_cols, clamp, DECODED, DEALT, GATED, HAS_BIAS, WEIGHTED, ACTIVATION,
-        STAGES, IMAGES, SPAN,
+        STAGES, IMAGES, SPAN, WIDTH,
     )  # fmt: skip
     if DEPTH:
         gl.warp_specialize(
