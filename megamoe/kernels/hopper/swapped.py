@@ -236,21 +236,27 @@ def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
         factors = block_factors(p, expert, slab, 0, ROW)
     for k in range(p.steps):
         mbarrier.wait(p.full.index(idx), phase)
+        a = operand(p, idx, 0, WG * p.SLABS, DOT)
         for j in gl.static_range(p.DEPTH):
             at = idx * p.DEPTH + j
             x = p.x_bufs.index(at).slice(0, N, 0).permute((1, 0))
-            a = operand(p, idx, j, WG * p.SLABS, DOT)
             if p.PROMOTED:
                 part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-                if not IS_WIDE:  # read under the product; wide tiles lack the registers
+                # Under the product: the next operand, and where registers allow it the scales.
+                if p.SLABS == 2:
+                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
+                elif j + 1 < p.DEPTH:
+                    a = operand(p, idx, j + 1, WG, DOT)
+                if not IS_WIDE:
                     scale = token_scales(p, factors, at, N, MMA)
                 part = warpgroup_mma_wait(0, deps=[part])
                 if IS_WIDE:
                     scale = token_scales(p, factors, at, N, MMA)
                 low = promote(low, part, scale, IS_WIDE)
                 if p.SLABS == 2:
-                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
                     part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
+                    if j + 1 < p.DEPTH:
+                        a = operand(p, idx, j + 1, WG * 2, DOT)
                     part = warpgroup_mma_wait(0, deps=[part])
                     scale = token_scales(p, factors, at, N, MMA)
                     high = promote(high, part, scale, IS_WIDE)
@@ -259,8 +265,11 @@ def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
             else:
                 low = warpgroup_mma(a, x, low, is_async=True)
                 if p.SLABS == 2:
-                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
+                    a = operand(p, idx, j, WG * 2 + 1, DOT)
                     high = warpgroup_mma(a, x, high, is_async=True)
+                if j + 1 < p.DEPTH:
+                    a = operand(p, idx, j + 1, WG * p.SLABS, DOT)
+                if p.SLABS == 2:
                     high = warpgroup_mma_wait(0, deps=[high])
                 low = warpgroup_mma_wait(0, deps=[low])
         # Reads of the stage come before the copies that follow: without the fence a few of
