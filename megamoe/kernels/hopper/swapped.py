@@ -223,6 +223,16 @@ def promote(acc, part, scale, IS_WIDE: gl.constexpr):
 
 
 @gluon.jit
+def keep_above(p, idx, phase):
+    """A wait that is over already: no instruction crosses its branch.
+
+    Otherwise the assembler puts the decoding of the next operand behind the product it hides in.
+    """
+    if p.WEIGHTS.DECODED and p.SLABS * p.DEPTH > 1:
+        mbarrier.wait(p.full.index(idx), phase)
+
+
+@gluon.jit
 def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
     """The sums of one tile's first N tokens: [64, N] of one slab, or two of them."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
@@ -242,13 +252,13 @@ def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
             x = p.x_bufs.index(at).slice(0, N, 0).permute((1, 0))
             if p.PROMOTED:
                 part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-                # Under the product: the next operand, and where registers allow it the scales.
                 if p.SLABS == 2:
-                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
+                    a = operand(p, idx, j, WG * 2 + 1, DOT)
                 elif j + 1 < p.DEPTH:
                     a = operand(p, idx, j + 1, WG, DOT)
-                if not IS_WIDE:
+                if not IS_WIDE:  # read under the product; wide tiles lack the registers
                     scale = token_scales(p, factors, at, N, MMA)
+                keep_above(p, idx, phase)
                 part = warpgroup_mma_wait(0, deps=[part])
                 if IS_WIDE:
                     scale = token_scales(p, factors, at, N, MMA)
@@ -257,6 +267,7 @@ def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
                     part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
                     if j + 1 < p.DEPTH:
                         a = operand(p, idx, j + 1, WG * 2, DOT)
+                        keep_above(p, idx, phase)
                     part = warpgroup_mma_wait(0, deps=[part])
                     scale = token_scales(p, factors, at, N, MMA)
                     high = promote(high, part, scale, IS_WIDE)
@@ -269,6 +280,7 @@ def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
                     high = warpgroup_mma(a, x, high, is_async=True)
                 if j + 1 < p.DEPTH:
                     a = operand(p, idx, j + 1, WG * p.SLABS, DOT)
+                    keep_above(p, idx, phase)
                 if p.SLABS == 2:
                     high = warpgroup_mma_wait(0, deps=[high])
                 low = warpgroup_mma_wait(0, deps=[low])
