@@ -174,7 +174,7 @@ def prepare(c, one, two, place):
     m = Mega(
         c, rank, cta, num_ctas, private, counters, num_tiles, experts, counts,
         gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat), barriers(2, 1),
-        barriers(2, c.GROUPS + 2), barriers(2, c.GROUPS), barriers(2, 1),
+        barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
         barriers(1, 1).index(0),
     )  # fmt: skip
     first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private)

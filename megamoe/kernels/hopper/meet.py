@@ -22,7 +22,7 @@ WAIT_READY = gl.constexpr(2)
 WAIT_DONE = gl.constexpr(3)
 WAIT_TICKETS = gl.constexpr(4)
 
-MAIL = gl.constexpr(4)  # words of a letter: ticket, expert, first row, end row
+MAIL = gl.constexpr(6)  # words of a letter: ticket, tile, row tile, expert, first row, end row
 
 # Until [$1] == $2, or a report, or $4 nanoseconds. Acquires, also for copies by TMA after it.
 _WAIT = gl.constexpr("""{
@@ -95,28 +95,32 @@ def add_to(counter, amount):
 
 
 @gluon.jit
-def send(m, i, ticket, expert, first, end):
-    """load_weights: letter i to the other roles of its CTA."""
+def send(m, i, ticket, tile, across, expert, first, end):
+    """deal: letter i to the other roles of its CTA."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
     mbarrier.wait(m.mail_read.index(slot), ((i >> 1) & 1) ^ 1)
     zero = gl.zeros([1], gl.int32, LAYOUT)
     m.mail.index(slot * MAIL).store(zero + ticket)
-    m.mail.index(slot * MAIL + 1).store(zero + expert)
-    m.mail.index(slot * MAIL + 2).store(zero + first)
-    m.mail.index(slot * MAIL + 3).store(zero + end)
+    m.mail.index(slot * MAIL + 1).store(zero + tile)
+    m.mail.index(slot * MAIL + 2).store(zero + across)
+    m.mail.index(slot * MAIL + 3).store(zero + expert)
+    m.mail.index(slot * MAIL + 4).store(zero + first)
+    m.mail.index(slot * MAIL + 5).store(zero + end)
     mbarrier.arrive(m.mail_sent.index(slot), count=1)
 
 
 @gluon.jit
 def receive(m, i):
-    """Letter i: (ticket, expert, first row, end row); a ticket of -1 is the last."""
+    """Letter i: (ticket, tile, row tile, expert, first row, end row); ticket -1 is the last."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
     mbarrier.wait(m.mail_sent.index(slot), (i >> 1) & 1)
     ticket = gl.max(m.mail.index(slot * MAIL).load(LAYOUT), 0)
-    expert = gl.max(m.mail.index(slot * MAIL + 1).load(LAYOUT), 0)
-    first = gl.max(m.mail.index(slot * MAIL + 2).load(LAYOUT), 0)
-    end = gl.max(m.mail.index(slot * MAIL + 3).load(LAYOUT), 0)
+    tile = gl.max(m.mail.index(slot * MAIL + 1).load(LAYOUT), 0)
+    across = gl.max(m.mail.index(slot * MAIL + 2).load(LAYOUT), 0)
+    expert = gl.max(m.mail.index(slot * MAIL + 3).load(LAYOUT), 0)
+    first = gl.max(m.mail.index(slot * MAIL + 4).load(LAYOUT), 0)
+    end = gl.max(m.mail.index(slot * MAIL + 5).load(LAYOUT), 0)
     mbarrier.arrive(m.mail_read.index(slot), count=1)
-    return ticket, expert, first, end
+    return ticket, tile, across, expert, first, end

@@ -1,7 +1,8 @@
 """The whole layer in one persistent launch: dispatch, L1, activation, L2 and combine.
 
 Every CTA reads the routing for itself, then its roles run on:
-  load_weights   draws tickets (all L1 tiles, then all L2 tiles) and streams their weights
+  deal           draws tickets (all L1 tiles, then all L2 tiles) and tells the others what they mean
+  load_weights   streams the weights of each tile
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
   math           fills the pool with quantised tokens; then decode, wgmma, epilogue; then combine
   publish        tells the other CTAs of finished L1 tiles, so that math never waits for a release
@@ -68,47 +69,48 @@ def _draw(m):
 
 
 @gluon.jit
-def _tile_of(m, ticket, num, num_first, first_across, second_across):
-    """(expert, first row, end row) of a ticket below `num`."""
-    item = gl.where(
-        ticket >= num_first, (ticket - num_first) // second_across, ticket // first_across
-    )
-    at = m.private + item * 4
-    there = (ticket >= 0) & (ticket < num)
-    return (
-        gl.load(at, mask=there, other=0),
-        gl.load(at + 1, mask=there, other=0),
-        gl.load(at + 2, mask=there, other=0),
-    )
+def deal(m, one, two):
+    """Draw tickets and tell all roles what they mean, ahead of them.
 
-
-@gluon.jit
-def load_weights(m, one, two):
-    """Draw tickets, tell the other roles, stream the weights.
-
-    The first two tickets of a CTA are its own; the next is always known one tile ahead.
+    The first two tickets of a CTA are its own. Nobody waits for what takes long here: the counter,
+    the list, divisions, code that is fetched once a tile.
     """
     first_across = tiles_across(one, m.call.ROWS)
     second_across = tiles_across(two, m.call.ROWS)
     num_first = m.num_tiles * first_across
     num = num_first + m.num_tiles * second_across
-    idx = 0
-    phase = 1
     i = 0
     ticket = m.cta
     later = ticket + m.num_ctas
-    expert, first, end = _tile_of(m, ticket, num, num_first, first_across, second_across)
     while (ticket >= 0) & (ticket < num):  # a poisoned counter deals no tile; it is reported
-        send(m, i, ticket, expert, first, end)
         drawn = _draw(m)
-        next_expert, first, end = _tile_of(m, later, num, num_first, first_across, second_across)
+        is_second = ticket >= num_first
+        item = gl.where(is_second, ticket - num_first, ticket)
+        size = gl.where(is_second, second_across, first_across)
+        tile = item // size
+        at = m.private + tile * 4
+        expert = gl.load(at)
+        send(m, i, ticket, tile, item - tile * size, expert, gl.load(at + 1), gl.load(at + 2))
+        ticket = later
+        later = 2 * m.num_ctas + gl.max(drawn, 0)
+        i += 1
+    send(m, i, -1, 0, 0, 0, 0, 0)
+
+
+@gluon.jit
+def load_weights(m, one, two):
+    """Stream the weights of each tile."""
+    num_first = m.num_tiles * tiles_across(one, m.call.ROWS)
+    idx = 0
+    phase = 1
+    i = 0
+    ticket, tile, across, expert, first, end = receive(m, i)
+    while ticket >= 0:
         begin = now(m.call)
         if ticket >= num_first:
-            across = (ticket - num_first) % second_across
             idx, phase = load_weight_tile(two, expert, across, 0, two.steps, idx, phase)
             stamp(m.call, LOAD_WEIGHTS, i, SECOND, ticket, begin)
         else:
-            across = ticket % first_across
             start = 0
             if i == 0:  # a burst of all CTAs would stand before the tokens in every queue
                 start = gl.minimum(m.call.ahead, one.steps)
@@ -116,18 +118,14 @@ def load_weights(m, one, two):
                 wait_for_pool(m)
             idx, phase = load_weight_tile(one, expert, across, start, one.steps, idx, phase)
             stamp(m.call, LOAD_WEIGHTS, i, FIRST, ticket, begin)
-        expert = next_expert
-        ticket = later
-        later = 2 * m.num_ctas + gl.max(drawn, 0)
         i += 1
-    send(m, i, -1, 0, 0, 0)
+        ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
 def load_tokens(m, one, two):
     """Wait until a tile's tokens are there, and bring them."""
     first_across = tiles_across(one, m.call.ROWS)
-    second_across = tiles_across(two, m.call.ROWS)
     num_first = m.num_tiles * first_across
     idx = 0
     phase = 1
@@ -135,10 +133,9 @@ def load_tokens(m, one, two):
     begin = now(m.call)
     wait_for_pool(m)
     n = stamp(m.call, LOAD_TOKENS, 0, WAIT, -1, begin)
-    ticket, expert, first, end = receive(m, i)
+    ticket, tile, across, expert, first, end = receive(m, i)
     while ticket >= 0:
         if ticket >= num_first:
-            tile = (ticket - num_first) // second_across
             begin = now(m.call)
             wait_for(m, m.counters + READY + tile, first_across, WAIT_READY, tile)
             n = stamp(m.call, LOAD_TOKENS, n, WAIT, ticket, begin)
@@ -146,7 +143,7 @@ def load_tokens(m, one, two):
         else:
             idx, phase = load_token_tile(one, first, idx, phase)
         i += 1
-        ticket, expert, first, end = receive(m, i)
+        ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
@@ -155,16 +152,15 @@ def publish(m, one):
     first_across = tiles_across(one, m.call.ROWS)
     num_first = m.num_tiles * first_across
     i = 0
-    ticket, expert, first, end = receive(m, i)
+    ticket, tile, across, expert, first, end = receive(m, i)
     while ticket >= 0:
         if ticket < num_first:
             mbarrier.wait(m.stored.index(i & 1), (i >> 1) & 1)
             publish_stores()
-            tile = ticket // first_across
             gl.atomic_add(m.counters + READY + tile, 1, sem="release", scope="gpu")
             mbarrier.arrive(m.told.index(i & 1), count=1)
         i += 1
-        ticket, expert, first, end = receive(m, i)
+        ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
@@ -181,12 +177,11 @@ def math(m, one, two, WG: gl.constexpr):
     idx = 0
     phase = 0
     i = 0
-    ticket, expert, first, end = receive(m, i)
+    ticket, tile, across, expert, first, end = receive(m, i)
     while ticket >= 0:
         mbarrier.wait(one.full.index(idx), phase)  # the pool's lists are there, for the epilogue
         begin = now(m.call)
         if ticket < num_first:
-            across = ticket % first_across
             idx, phase = compute_tile(one, expert, across, first, end, i, idx, phase, WG)
             publish_stores()
             mbarrier.wait(m.told.index(i & 1), ((i >> 1) & 1) ^ 1)
@@ -195,12 +190,11 @@ def math(m, one, two, WG: gl.constexpr):
             if WG == 0:
                 n = stamp(m.call, MATH, n, FIRST, ticket, begin)
         else:
-            across = (ticket - num_first) % second_across
             idx, phase = compute_tile(two, expert, across, first, end, i, idx, phase, WG)
             if WG == 0:
                 n = stamp(m.call, MATH, n, SECOND, ticket, begin)
         i += 1
-        ticket, expert, first, end = receive(m, i)
+        ticket, tile, across, expert, first, end = receive(m, i)
     begin = now(m.call)
     bits = _meet_all(m, i, num_first + m.num_tiles * second_across, WG)
     if WG == 0:
@@ -268,7 +262,7 @@ def mega_kernel(
     SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, MATH_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
-    """Four math warpgroups (the first is the launch's own), then three warps."""
+    """Four math warpgroups (the first is the launch's own), then four warps."""
     CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
     c = Call(
         x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale,
@@ -306,6 +300,6 @@ def mega_kernel(
         [(math, (m, first, second, 0)), (math, (m, first, second, 1)),
          (math, (m, first, second, 2)), (math, (m, first, second, 3)),
          (load_weights, (m, first, second)), (load_tokens, (m, first, second)),
-         (publish, (m, first))],
-        [4, 4, 4, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 3,
+         (publish, (m, first)), (deal, (m, first, second))],
+        [4, 4, 4, 1, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 4,
     )  # fmt: skip
