@@ -10,6 +10,7 @@ from torch import Tensor
 from megamoe.engine import faults
 from megamoe.engine.hopper import can_be_e4m3, prepared
 from megamoe.engine.manner import AUTO, Manner, bound_s
+from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.hopper import launch, mega_launch
@@ -36,11 +37,19 @@ def tile_of(
 
 
 def tile_for(
-    weights: ExpertWeights, num_slots: int, mode: str = "fused", ranks: int = 1
+    weights: ExpertWeights, num_slots: int, mode: str = "fused", *, ranks: int = 1, local: int = 1
 ) -> Swapped | None:
-    """The tile of a call with so many slots; None where it runs staged."""
-    fits = weights.recipe != "w4a8_block" or can_be_e4m3(weights)
-    return _tile(weights.recipe, fits, num_slots, weights.num_experts, mode, ranks)
+    """The tile of a call with so many slots over all ranks; None where it runs staged.
+
+    `weights` are the experts of `local` of the ranks.
+    """
+    experts = weights.num_experts // local
+    return _tile(weights.recipe, fits_e4m3(weights), num_slots, experts * ranks, mode, ranks)
+
+
+def fits_e4m3(weights: ExpertWeights) -> bool:
+    """Whether the layer multiplies in FP8, where its recipe does."""
+    return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,46 +81,100 @@ def moe(
     num_valid: Tensor | None = None,
     *,
     tile: Swapped,
-    ranks: int = 1,
     found: faults.Faults | None = None,
     manner: Manner = AUTO,
     trace: Tensor | None = None,
     ahead: int = 4,
     absent: int = -1,
 ) -> Tensor:
-    """bf16 [T, H] -> bf16 [T, H]; over `ranks` ranks, x holds the tokens of one after the other.
+    """bf16 [T, H] -> bf16 [T, H].
 
-    error      int32 [ranks], as in staged mode
-    num_valid  int32 [ranks] on the device: a rank's tokens from there on are padding
+    error      int32 [1], as in staged mode
+    num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
     trace      room for stamps (`kernels/hopper/stamps.py`)
     ahead      steps of a CTA's first weights that come before the tokens
     absent     a rank that never says it is done, for tests of the bound
     """
-    device = weights.device
-    num_tokens, hidden = x.shape
-    slots = topk_idx.numel()
-    made = prepared(weights)
-    experts = weights.num_experts // ranks
-    found = faults.of_stream(device) if found is None else found
-    pool = launch.pool(made.how, slots, hidden, experts, tile.tokens, device, ranks=ranks)
+    found = faults.of_stream(weights.device) if found is None else found
+    rows, y = (
+        torch.empty(num, x.shape[1], dtype=torch.bfloat16, device=weights.device)
+        for num in (topk_idx.numel(), len(x))
+    )
+    tokens = mega_launch.Tokens(
+        x, topk_idx, topk_weights, num_valid, weights.x_global, rows, y, error, stats
+    )
+    return _run(
+        tokens, found.counters, weights, options, mega_launch.ONE, tile=tile, found=found,
+        manner=manner, trace=trace, ahead=ahead, absent=absent,
+    )  # fmt: skip
+
+
+def over(
+    room: Room,
+    num_tokens: int,
+    weights: ExpertWeights,
+    options: Options,
+    world: mega_launch.World,
+    error: Tensor,
+    stats: Tensor,
+    *,
+    tile: Swapped,
+    found: faults.Faults,
+    manner: Manner,
+    absent: int = -1,
+) -> Tensor:
+    """One call of the world's ranks in this launch -> bf16 [their tokens, H], rank after rank.
+
+    room        of the first of them; all ranks have put their tokens into theirs
+    num_tokens  of a rank, padding included: the same on all ranks
+    weights     the experts of these ranks
+    """
+    slots = num_tokens * room.topk_idx.shape[1]
+    y = room.tokens.new_empty(world.local * num_tokens, room.tokens.shape[1])
+    tokens = mega_launch.Tokens(
+        room.tokens[:num_tokens], room.topk_idx[:num_tokens], room.topk_weights[:num_tokens],
+        room.num_valid, weights.x_global, room.rows[:slots], y, error, stats,
+    )  # fmt: skip
+    return _run(
+        tokens, room.counters, weights, options, world, tile=tile, found=found, manner=manner,
+        absent=absent,
+    )  # fmt: skip
+
+
+def _run(
+    tokens: mega_launch.Tokens,
+    counters: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    world: mega_launch.World,
+    *,
+    tile: Swapped,
+    found: faults.Faults,
+    manner: Manner,
+    trace: Tensor | None = None,
+    ahead: int = 4,
+    absent: int = -1,
+) -> Tensor:
+    device, made = weights.device, prepared(weights)
+    slots = world.num * tokens.idx.numel()
+    experts = weights.num_experts // world.local
+    pool = launch.pool(
+        made.how, slots, weights.hidden, experts, tile.tokens, device, ranks=world.local,
+        is_far=world.num > 1,
+    )  # fmt: skip
     acts = launch.pool(
-        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, ranks
+        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, world.local
     )
     words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32)
     private = torch.empty(launch.num_sms(device), words, dtype=torch.int32, device=device)
-    kept = mega_launch.State(found.counters, private, found.report)
-    tokens = mega_launch.Tokens(
-        x, topk_idx, topk_weights, num_valid, weights.x_global,
-        torch.empty(slots, hidden, dtype=torch.bfloat16, device=device),
-        torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device), error, stats,
-    )  # fmt: skip
+    kept = mega_launch.State(counters, private, found.report)
     if manner.is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
     found.in_turn()
     mega_launch.fused(
         tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
-        ranks=ranks, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
+        world=world, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
         timeout_s=bound_s(manner.timeout_s), reserve_sms=manner.reserve_sms, trace=trace,
         ahead=ahead, absent=absent,
     )  # fmt: skip

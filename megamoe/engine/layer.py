@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megamoe.engine import backends, faults, parallel
 from megamoe.engine.across import across_op, handle_of
 from megamoe.engine.functional import check_shared, check_tokens, choose, run
+from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.graphs import Graphs, Parts
 from megamoe.engine.manner import Manner
 from megamoe.engine.op import describe, moe_op
@@ -86,6 +87,7 @@ class MoE(nn.Module):
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
+        self._fused_group: FusedGroup | None = None
 
         def build(num_ranks: int) -> Placement:
             self.options = Options(activation, clamp, weight_at, combine, fast_math)
@@ -101,6 +103,8 @@ class MoE(nn.Module):
             )
         else:
             self._world = parallel.join(self, build, group, timeout_s)
+            if mode == "fused":
+                self._fused_group = FusedGroup(self, self._world.meeting)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
             self.register_buffer("_sent", zeros, persistent=False)
             self._handle = handle_of(self)
@@ -230,9 +234,14 @@ class MoE(nn.Module):
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
 
-        calc = parallel.CALCS[self.backend](*self._parts(), self.options, self.num_experts, stats)
         with torch.no_grad():
-            y = self._world.run(calc, x, topk_idx, topk_weights, check)
+            if self._fused_group is not None:
+                y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
+            else:
+                calc = parallel.CALCS[self.backend](
+                    *self._parts(), self.options, self.num_experts, stats
+                )
+                y = self._world.run(calc, x, topk_idx, topk_weights, check)
             parallel.add_counts(sent, topk_idx)
         return y
 
@@ -278,6 +287,13 @@ class MoE(nn.Module):
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
+        require(
+            self._fused_group is None,
+            "a fused layer over a group cannot be reset: its ranks may stand at different calls",
+            got="reset()",
+            fix="build the layer anew on all ranks",
+            kind=NotAvailable,
+        )
         self._faults.reset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -291,7 +307,7 @@ class MoE(nn.Module):
         self._manner.check(self.options, shared, weights.device)
         name = choose(*self._wanted, weights, shared)
         if self._has_group:
-            name = parallel.backend_over_group(self._wanted[0], name)
+            name = parallel.backend_over_group(*self._wanted, name)
         self._backend = name
         self._faults = faults.Faults(weights.device)
         self._what = describe(weights, shared, self.options, name, self._manner)

@@ -52,8 +52,11 @@ def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
 
 
 def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None, ranks: int = 1) -> Pool:  # fmt: skip
-    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given."""
+         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False) -> Pool:  # fmt: skip
+    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
+
+    is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
+    """
     wide, rows = align_up(width, WIDTH), ranks * num_rows(slots, experts)
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -63,8 +66,9 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     scale = new(wide // 128, rows) if how.is_promoted else new(1)
     if tiles is not None:
         return tiles._replace(data=data, scale=scale)
+    dest = new(rows, dtype=torch.int64 if is_far else torch.int32)
     return Pool(
-        data, scale, new(rows, dtype=torch.int32), new(rows), new(rows),
+        data, scale, dest, new(rows), new(rows),
         new(max_tiles(slots, experts, block), 4, dtype=torch.int32), new(1, dtype=torch.int32),
     )  # fmt: skip
 

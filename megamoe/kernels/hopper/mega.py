@@ -18,20 +18,23 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.hopper.crew import Call, Linear, prepare
 from megamoe.kernels.hopper.edges import COLS, combine, fill_pool, read_routing, slots_used
 from megamoe.kernels.hopper.meet import (
-    DONE,
+    CALL,
     EXIT,
     POOL,
     READY,
     TICKET,
-    WAIT_DONE,
     WAIT_POOL,
     WAIT_READY,
     WAIT_TICKETS,
     expect,
+    greet,
+    of_rank,
     publish_stores,
     receive,
     send,
+    tell_done,
     wait_for,
+    wait_for_done,
 )
 from megamoe.kernels.hopper.ring import tiles_across
 from megamoe.kernels.hopper.stamps import (
@@ -213,26 +216,22 @@ def _meet_all(m, tiles, num, WG: gl.constexpr):
     did `tiles`. -> the slots that the warpgroup's first item of combine will add.
     """
     gl.thread_barrier()
-    if m.rank != m.call.absent:
-        for rank in gl.static_range(m.call.RANKS):
-            done = m.call.counters + rank * m.call.counters_stride + DONE
-            gl.atomic_add(done, 1, sem="release", scope="gpu")
+    tell_done(m)
     parts = (m.call.hidden + COLS - 1) // COLS
     bits = slots_used(m, m.cta + WG * m.num_ctas, parts)
     if WG == 0:
-        want = m.call.RANKS * m.num_ctas * m.call.GROUPS
-        wait_for(m, m.counters + DONE, want, WAIT_DONE, m.rank)
+        wait_for_done(m)
         mbarrier.arrive(m.all_done, count=1)
         out = gl.atomic_add(m.counters + EXIT, tiles * 1024 + 1, sem="acq_rel", scope="gpu")
         if out % 1024 == m.num_ctas - 1:
-            expect(m, out // 1024 + tiles, num, WAIT_TICKETS, m.rank)
+            expect(m.call, m.rank, out // 1024 + tiles, num, WAIT_TICKETS, m.rank)
             LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
             word = gl.arange(0, 128, LAYOUT)
             zero = gl.zeros([128], gl.int32, LAYOUT)
             for start in range(0, READY + m.num_tiles, 128):
-                gl.store(
-                    m.counters + start + word, zero, mask=start + word < m.call.counters_stride
-                )
+                gl.store(m.counters + start + word, zero, mask=start + word < m.call.num_counters)
+            if m.call.RANKS > m.call.LOCAL:
+                gl.store(m.call.signals + CALL, gl.load(m.call.signals + CALL) + 1)
     else:
         mbarrier.wait(m.all_done, 0)
     return bits
@@ -240,36 +239,37 @@ def _meet_all(m, tiles, num, WG: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "g_stride", "bound_ns", "ahead", "absent", "num_slots", "tokens_per_rank",
-        "num_experts", "rows_per_rank", "pool_rows", "private_stride", "counters_stride",
+        "g_stride", "bound_ns", "ahead", "absent", "first_rank", "num_slots", "tokens_per_rank",
+        "num_experts", "rows_per_rank", "pool_rows", "private_stride", "num_counters",
         "steps1", "steps2", "rows1", "cols1", "rows2", "cols2",
     ],
     do_not_specialize_on_alignment=["idx", "weights", "num_valid", "error", "stats"],
 )  # fmt: skip
 def mega_kernel(
     x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale, row_dest,
-    row_weight, row_factor, acts, acts_scale, rows, private, counters, report, trace,
+    row_weight, row_factor, acts, acts_scale, rows, private, counters, signals, peers, report,
+    trace,
     bound_ns: gl.int64,
-    ahead, absent, num_slots, tokens_per_rank, num_experts, rows_per_rank, pool_rows,
-    private_stride, counters_stride, hidden, width, clamp, acts_factor,
+    ahead, absent, first_rank, num_slots, tokens_per_rank, num_experts, rows_per_rank, pool_rows,
+    private_stride, num_counters, hidden, width, clamp, acts_factor,
     w1, ws1, x1, xs1, factor1, bias1, steps1, outputs1, biases1, rows1, cols1,
     w2, ws2, x2, xs2, factor2, bias2, steps2, outputs2, biases2, rows2, cols2,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, LAST: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
-    RANKS: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr, TOP_K: gl.constexpr,
-    K_SLOTS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr, GROUPS: gl.constexpr,
-    SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, MATH_REGS: gl.constexpr,
-    LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
+    RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
+    TOP_K: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr,
+    GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
 ):  # fmt: skip
     """Four math warpgroups (the first is the launch's own), then four warps."""
     CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
     c = Call(
         x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale,
-        row_dest, row_weight, row_factor, rows, private, counters, report, trace,
-        bound_ns, ahead, absent, num_slots, tokens_per_rank, num_experts,
-        rows_per_rank, pool_rows, private_stride, counters_stride, hidden, width, clamp, WEIGHTS,
-        ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS, RANKS,
+        row_dest, row_weight, row_factor, rows, private, counters, signals, peers, report, trace,
+        bound_ns, ahead, absent, first_rank, num_slots, tokens_per_rank, num_experts,
+        rows_per_rank, pool_rows, private_stride, num_counters, hidden, width, clamp, WEIGHTS,
+        ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS, RANKS, LOCAL,
         EXPERTS, SLOTS, CHUNK, TOP_K, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES,
         GROUPS * SLABS * 64, TRACE,
     )  # fmt: skip
@@ -283,16 +283,18 @@ def mega_kernel(
     )  # fmt: skip
     begin = now(c)
     pid = gl.program_id(0)
-    num_ctas = gl.num_programs(0) // RANKS
-    rank = pid // num_ctas
+    num_ctas = gl.num_programs(0) // LOCAL
+    local = pid // num_ctas
+    rank = first_rank + local
     cta = pid % num_ctas
     mine = private + pid * private_stride
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     experts = gl.allocate_shared_memory(gl.int16, [SLOTS // CHUNK, CHUNK], flat)
     counts = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
-    num_tiles = read_routing(c, rank, cta, mine, experts, counts)
-    own = counters + rank * counters_stride
-    place = (rank, cta, num_ctas, mine, own, num_tiles, experts, counts)
+    greet(c, rank, cta)
+    num_tiles = read_routing(c, rank, local, cta, mine, experts, counts)
+    own = of_rank(c, counters, rank)
+    place = (rank, local, cta, num_ctas, mine, own, num_tiles, experts, counts)
     m, first, second = prepare(c, one, two, place)
     stamp(c, PUBLISH, 0, ROUTE, 0, begin)
     gl.thread_barrier()

@@ -302,7 +302,8 @@ def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG:
     columns = gated_columns(N, MMA)
     KEPT: gl.constexpr = columns.type.layout if p.GATED else gl.SliceLayout(0, MMA)
     # Narrow tiles fetch what the epilogue reads before the main loop; wide ones lack registers.
-    if N <= (16 if p.GATED or p.HAS_BIAS else 32):
+    IS_FAR: gl.constexpr = p.row_dest.dtype.element_ty.primitive_bitwidth > 32
+    if N <= (16 if p.GATED or p.HAS_BIAS or IS_FAR else 32):
         rows = read_rows(p, expert, slab, ROW)
         tokens = read_tokens(p, expert, first, end, N, KEPT)
         low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
