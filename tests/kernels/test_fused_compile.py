@@ -41,7 +41,8 @@ def cases():
     for tile in shipped_fused("w4a8_block", fits=False):
         yield "w4a8_block", False, tile, DECODE
     for recipe, more in (
-        ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE), ("w8a8", LARGEST),
+        ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
+        ("w8a8", LARGEST),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
     middle = tiles("nvfp4", 2048 / 256)[0]
@@ -50,7 +51,9 @@ def cases():
 
 def name(case):
     recipe, fits, tile, more = case
-    what = {id(BUSY): "busy", id(RANKS): "ranks", id(APART): "apart", id(LATE): "late", id(DECODE): ""}
+    what = {
+        id(BUSY): "busy", id(RANKS): "ranks", id(APART): "apart", id(LATE): "late", id(DECODE): "",
+    }  # fmt: skip
     size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
     wide = "" if fits else "wide"
     return "-".join(filter(None, (recipe, wide, tile_name(tile), f"x{tile.depth}", size)))
