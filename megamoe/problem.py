@@ -114,3 +114,16 @@ def check_top_k(top_k: int, num_experts: int) -> None:
         got=f"top_k {top_k} with {num_experts} experts",
         kind=ShapeError,
     )
+
+
+def check_touched(num_touched: int, num_tokens: int, num_experts: int, top_k: int) -> None:
+    """Require that so many tokens can use exactly `num_touched` experts."""
+    check_top_k(top_k, num_experts)
+    slots = num_tokens * top_k
+    require(
+        top_k <= num_touched <= min(num_experts, slots),
+        f"experts touched must lie between top_k ({top_k}) and the lesser of all experts "
+        f"({num_experts}) and slots ({slots})",
+        got=num_touched,
+        kind=RangeError,
+    )

@@ -1,22 +1,26 @@
 """What `megamoe bench` measures, as data: layers, token counts, grouped GEMM shapes.
 
-A *cell* is one layer at one number of tokens, written "flash-ep8/64". Standard library only.
+A *cell* is one layer at one number of tokens, written "flash-ep8/64", or "flash-ep8/64@24" where
+exactly 24 experts are touched. Standard library only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megamoe.bench.workloads import MODELS
 from megamoe.errors import RangeError, one_of, require
-from megamoe.problem import Options
+from megamoe.problem import Options, check_touched
 
 TOKENS = (8, 64, 512, 2048, 8192)  # decode to prefill
 
 # With this seed the three smallest cells touch 25, 33 and 27 experts: as many as in the recorded
 # runs of benchmarks/h200/peers.json, so that a call reads the same bytes.
 SEED = 127
+
+AT = "@"  # before the experts touched
+FEWEST, USUAL = 3, 6  # numbers of experts touched that a line goes through
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class Shape:
     top_k: int
     options: Options = field(default_factory=Options)
     has_bias: bool = False
+    tokens: tuple[int, ...] = TOKENS  # of its cells unless told otherwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +43,12 @@ class Cell:
 
     shape: Shape
     num_tokens: int
+    num_touched: int | None = None  # experts, evenly loaded; None: uniform routing
 
     @property
     def name(self) -> str:
-        return f"{self.shape.name}/{self.num_tokens}"
+        touched = "" if self.num_touched is None else f"{AT}{self.num_touched}"
+        return f"{self.shape.name}/{self.num_tokens}{touched}"
 
     @property
     def num_pairs(self) -> int:
@@ -59,25 +66,29 @@ SHARES = {
         Shape("v3-ep8", 7168, 2048, 32, 8),
     )
 }
+# The shape of a public fused kernel's published times: benchmarks/h200/peers-public-48.json.
+PUBLIC = {s.name: s for s in (Shape("public-48", 6144, 2048, 48, 8, tokens=(8, 32, 64, 128, 256)),)}
 PRESETS = {
     m.name: Shape(m.name, m.hidden, m.intermediate, m.num_experts, m.top_k, m.options, m.has_bias)
     for m in MODELS.values()
 }
-SHAPES = SHARES | PRESETS
+SHAPES = SHARES | PUBLIC | PRESETS
 
 
 def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tuple[Cell, ...]:
-    """The cells of each name: "flash-ep8" at `tokens` (default TOKENS), "flash-ep8/64" alone.
+    """The cells of each name: "flash-ep8" at `tokens` (default its own), "flash-ep8/64" alone.
 
-    >>> [cell.name for cell in cells_named(["v3-ep8/8", "tiny"], [16])]
-    ['v3-ep8/8', 'tiny/16']
+    >>> [cell.name for cell in cells_named(["v3-ep8/8", "public-48/8@34", "tiny"], [16])]
+    ['v3-ep8/8', 'public-48/8@34', 'tiny/16']
     """
     require(len(names) > 0, "there must be at least one workload", got="none", kind=RangeError)
     found: dict[str, Cell] = {}
     for name in names:
         shape_name, slash, count = name.partition("/")
         one_of(shape_name, tuple(SHAPES), "workload")
-        counts = [_count(count)] if slash else (TOKENS if tokens is None else tokens)
+        shape = SHAPES[shape_name]
+        count, at, touched = count.partition(AT)
+        counts = [_count(count)] if slash else (shape.tokens if tokens is None else tokens)
         for num_tokens in counts:
             require(
                 num_tokens >= 1,
@@ -85,17 +96,45 @@ def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tu
                 got=num_tokens,
                 kind=RangeError,
             )
-            cell = Cell(SHAPES[shape_name], num_tokens)
+            cell = _touching(Cell(shape, num_tokens), _count(touched) if at else None)
             found[cell.name] = cell
     return tuple(found.values())
+
+
+def touching(cell: Cell, counts: Sequence[int] | None = None) -> tuple[Cell, ...]:
+    """The cell with exactly so many experts touched; default: from top_k to all that it can.
+
+    >>> [one.num_touched for one in touching(cells_named(["flash-ep8/64"])[0])]
+    [6, 11, 16, 22, 27, 32]
+    """
+    if counts is None:
+        low, high = cell.shape.top_k, min(cell.shape.num_experts, cell.num_pairs)
+        counts = [round(low + (high - low) * at / (USUAL - 1)) for at in range(USUAL)]
+    numbers = sorted(set(counts))
+    found = tuple(_touching(cell, number) for number in numbers)
+    require(
+        len(found) >= FEWEST,
+        f"a line needs at least {FEWEST} numbers of experts touched",
+        got=f"{', '.join(map(str, numbers)) or 'none'} at {cell.name}",
+        fix="take more tokens, or a shape with more experts than top_k",
+        kind=RangeError,
+    )
+    return found
+
+
+def _touching(cell: Cell, num_touched: int | None) -> Cell:
+    s = cell.shape
+    if num_touched is not None:
+        check_touched(num_touched, cell.num_tokens, s.num_experts, s.top_k)
+    return replace(cell, num_touched=num_touched)
 
 
 def _count(text: str) -> int:
     require(
         text.isdigit(),
-        "a cell is written workload/tokens",
+        "a cell is written workload/tokens or workload/tokens@experts",
         got=repr(text),
-        fix="for example flash-ep8/64",
+        fix="for example flash-ep8/64 or flash-ep8/64@24",
         kind=RangeError,
     )
     return int(text)

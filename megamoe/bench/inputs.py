@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.bench.cells import Cell, Shape
 from megamoe.engine.weights import ExpertWeights
-from megamoe.routing.samplers import sample_routing
+from megamoe.routing.samplers import even_routing, sample_routing
 
 
 def normal(device: torch.device, seed: int, *shape: int) -> Tensor:
@@ -80,8 +80,12 @@ class Job:
 
 
 def make_job(cell: Cell, weights: Weights, seed: int) -> Job:
-    """Tokens of a cell with uniform routing; the seed alone decides."""
+    """Tokens of a cell, routed uniformly or evenly to as many experts as it says; by the seed."""
     s = cell.shape
-    topk_idx, topk_weights = sample_routing(cell.num_tokens, s.num_experts, s.top_k, seed=seed)
+    sizes = cell.num_tokens, s.num_experts, s.top_k
+    if cell.num_touched is None:
+        topk_idx, topk_weights = sample_routing(*sizes, seed=seed)
+    else:
+        topk_idx, topk_weights = even_routing(*sizes, cell.num_touched, seed=seed)
     x = normal(weights.device, seed + 7, cell.num_tokens, s.hidden).bfloat16()
     return Job(cell, weights, x, topk_idx.to(x.device), topk_weights.to(x.device))

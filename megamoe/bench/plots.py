@@ -1,4 +1,7 @@
-"""Pictures of a report: times over the cells, and the roofline. Needs matplotlib."""
+"""Pictures of a report: times over the cells and the roofline, or the lines of fixed costs.
+
+They need matplotlib.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +24,13 @@ FLOORS = {
 
 
 def write(report: Report, folder: str | Path, name: str) -> list[Path]:
-    """Write `name`-times.png and `name`-roofline.png into `folder`."""
+    """Write `name`-times.png and `name`-roofline.png into `folder`, or `name`-lines.png."""
     pyplot = _pyplot()
     where = Path(folder)
     where.mkdir(parents=True, exist_ok=True)
     made = []
-    for kind, draw in (("times", _times), ("roofline", _roofline)):
+    kinds = {"times": _times, "roofline": _roofline}
+    for kind, draw in ({"lines": _lines} if report.fixed_costs() else kinds).items():
         figure = pyplot.figure(figsize=SIZE, layout="constrained")
         draw(report, figure)
         figure.supxlabel(report.provenance, fontsize=6, color="gray")
@@ -163,6 +167,22 @@ def _ratios(report: Report, axes: Any, cells: list[str], highest: list[float]) -
         if ratio is not None:
             color = "#1a7a3c" if ratio <= 1 else "#b3261e"
             axes.text(x, top * 1.06, f"{ratio:.2f}", ha="center", fontsize=8, color=color)
+
+
+def _lines(report: Report, figure: Any) -> None:
+    """Times over experts touched, and the line through them down to none."""
+    axes = figure.subplots()
+    for cost in report.fixed_costs():
+        last = max(touched for touched, _ in cost.points)
+        label = f"{cost.cell} {cost.contestant} {cost.recipe}: {cost.us:,.1f} us"
+        (line,) = axes.plot((0, last), (cost.us, cost.line.at(last)), linewidth=1, label=label)
+        axes.scatter(*zip(*cost.points, strict=True), s=18, color=line.get_color())
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=min(0, *axes.get_ylim()))
+    axes.set_xlabel("experts touched")
+    axes.set_ylabel("microseconds")
+    axes.set_title("fixed cost of a call: where its line meets no experts")
+    axes.legend(fontsize=7)
 
 
 def _roofline(report: Report, figure: Any) -> None:

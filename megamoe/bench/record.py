@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TextIO
 
+from megamoe.bench.cells import AT, FEWEST
 from megamoe.bench.floors import Ceilings, Cost
 from megamoe.bench.peers import BEST, Peers
-from megamoe.bench.stats import Timing, geomean
+from megamoe.bench.stats import Line, Timing, geomean, line_through
 from megamoe.errors import FileError
 
 OK, WRONG, FAILED, ABSENT = "ok", "WRONG", "failed", "absent"
@@ -89,6 +90,41 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class FixedCost:
+    """What a call costs before any expert: the line through its times over the experts touched."""
+
+    cell: str  # without the experts
+    contestant: str
+    recipe: str
+    line: Line  # microseconds over experts touched
+    worst_us: float  # of the point that is farthest from the line
+    expert_bytes: int
+    points: tuple[tuple[int, float], ...]
+
+    @classmethod
+    def of(cls, cell: str, rows: Sequence[Row]) -> FixedCost:
+        """The line of one contestant's rows, which differ in the experts touched."""
+        points = tuple((r.touched, r.us) for r in rows if r.us is not None)
+        line = line_through(points)
+        worst = max((us - line.at(touched) for touched, us in points), key=abs)
+        first = rows[0]
+        each = first.weight_bytes // first.touched
+        return cls(cell, first.contestant, first.recipe, line, worst, each, points)
+
+    @property
+    def us(self) -> float:
+        return self.line.intercept
+
+    @property
+    def gbs(self) -> float | None:
+        """What the slope means: an expert's weights over its time; None where it has none."""
+        return self.expert_bytes / self.line.slope / 1e3 if self.line.slope > 0 else None
+
+    def as_dict(self) -> dict[str, object]:
+        return {**asdict(self), "gbs": self.gbs}
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All rows of a run, with what is needed to believe or repeat them."""
 
@@ -127,6 +163,17 @@ class Report:
             found[label] = {n: (geomean(v), len(v)) for n, v in values.items() if v}
         return found
 
+    def fixed_costs(self) -> tuple[FixedCost, ...]:
+        """Of every contestant that was timed with several numbers of experts touched."""
+        found: dict[tuple[str, str], list[Row]] = {}
+        for r in self.rows:
+            cell, at, _ = r.cell.partition(AT)
+            if at and r.status == OK:
+                found.setdefault((cell, r.label), []).append(r)
+        return tuple(
+            FixedCost.of(cell, rows) for (cell, _), rows in found.items() if len(rows) >= FEWEST
+        )
+
     def best_of_ours(self) -> dict[str, Row]:
         """The fastest checked row of ours in each cell."""
         best: dict[str, Row] = {}
@@ -149,6 +196,7 @@ class Report:
                 label: {n: {"mean": mean, "cells": cells} for n, (mean, cells) in means.items()}
                 for label, means in self.geomeans().items()
             },
+            "fixed": [cost.as_dict() for cost in self.fixed_costs()],
             "peers": peers,
             "exit_code": self.exit_code,
         }

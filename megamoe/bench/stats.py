@@ -45,6 +45,34 @@ class Timing:
         return (max(medians) - min(medians)) / self.us if self.us else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A straight line."""
+
+    intercept: float
+    slope: float
+
+    def at(self, x: float) -> float:
+        return self.intercept + self.slope * x
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> Line:
+    """The line nearest to some points (x, y), by least squares.
+
+    >>> line_through([(1.0, 5.0), (2.0, 7.0), (4.0, 11.0)])
+    Line(intercept=3.0, slope=2.0)
+    """
+    require(
+        len({x for x, _ in points}) >= 2,
+        "a line needs points at two places or more",
+        got=list(points),
+        kind=RangeError,
+    )
+    xs, ys = zip(*points, strict=True)
+    slope, intercept = statistics.linear_regression(xs, ys)
+    return Line(intercept, slope)
+
+
 def geomean(values: Sequence[float]) -> float:
     """The geometric mean of positive values.
 

@@ -64,7 +64,10 @@ GEMM_COLUMNS: Columns = {name: text for name, text in COLUMNS.items() if name !=
 
 ALL_SHARES = ",".join(SHARES)
 ALL_GEMMS = ",".join(UNEVEN_GEMMS)
-SHAPE_HELP = f"Comma-separated: {', '.join(SHAPES)}; or cells such as flash-ep8/64."
+SHAPE_HELP = (
+    f"Comma-separated: {', '.join(SHAPES)}; or cells such as flash-ep8/64, or flash-ep8/64@24 with "
+    "24 experts touched."
+)
 BACKEND_HELP = (
     "Comma-separated: auto, reference, portable, hopper, blackwell, with :mode if wanted; "
     "torch-bf16, torch-fp8."
@@ -76,7 +79,7 @@ CONTESTANT_HELP = (
 FLUSH_HELP = "How L2 is emptied before each call: memset, read or none."
 
 Workloads = Annotated[str, typer.Option(help=SHAPE_HELP)]
-Tokens = Annotated[str | None, typer.Option(help="Token counts; default 8,64,512,2048,8192.")]
+Tokens = Annotated[str | None, typer.Option(help="Token counts; default: the workload's own.")]
 Backends = Annotated[str, typer.Option(help=BACKEND_HELP)]
 Recipes = Annotated[str, typer.Option(help="Comma-separated recipes for our backends.")]
 Repeats = Annotated[int, typer.Option(help="Timed calls in each round.")]
@@ -127,13 +130,11 @@ def layer(
         **({} if seed is None else {"seed": seed}),
     )
 
-    def keep(so_far: Report) -> None:
-        if out is not None:
-            write(so_far, out, "layer")
-
     with Bars(quiet=as_json) as bars:
-        report = measure(cells, settings, peers=recorded, progress=bars, on_cell=keep)
-    _finish(report, out, "layer", as_json)
+        report = measure(
+            cells, settings, peers=recorded, progress=bars, on_cell=keeper(out, "layer")
+        )
+    finish(report, out, "layer", as_json)
 
 
 def gemm(
@@ -159,7 +160,7 @@ def gemm(
             chosen, names_in(contestants), device=device_named(device),
             repeats=repeats, rounds=rounds, flush=flush, progress=bars,
         )  # fmt: skip
-    _finish(report, out, "gemm", as_json)
+    finish(report, out, "gemm", as_json, GEMM_COLUMNS)
 
 
 def plot(
@@ -176,13 +177,25 @@ def plot(
     Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
 
 
-def _finish(report: Report, folder: str | None, name: str, as_json: bool) -> None:
+def keeper(folder: str | None, name: str) -> Callable[[Report], None]:
+    """What writes the report so far, where there is a folder for it."""
+
+    def keep(so_far: Report) -> None:
+        if folder is not None:
+            write(so_far, folder, name)
+
+    return keep
+
+
+def finish(
+    report: Report, folder: str | None, name: str, as_json: bool, columns: Columns = COLUMNS
+) -> None:
     """Print, write the files, and leave with the report's exit code."""
     console = Console(stderr=as_json)
     if as_json:
         print(json.dumps(report.as_dict(), indent=1))
     else:
-        show(report, console, GEMM_COLUMNS if name == "gemm" else COLUMNS)
+        show(report, console, columns)
     if folder is not None:
         made = write(report, folder, name)
         from megamoe.bench import plots
@@ -251,11 +264,11 @@ def names_in(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
 
 
-def counts_in(text: str) -> tuple[int, ...]:
+def counts_in(text: str, what: str = "tokens") -> tuple[int, ...]:
     parts = names_in(text)
     require(
         bool(parts) and all(part.isdigit() for part in parts),
-        "tokens must be whole numbers with commas between them",
+        f"{what} must be whole numbers with commas between them",
         got=text,
         kind=RangeError,
     )

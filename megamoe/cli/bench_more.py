@@ -1,4 +1,4 @@
-"""`megamoe bench sweep` and `megamoe bench calls`: parse, call, print.
+"""`megamoe bench sweep`, `calls` and `fixed`: parse, call, print.
 
 Exit codes: 0 measured, 1 a wrong result, 2 bad input, 3 not available here.
 """
@@ -6,6 +6,7 @@ Exit codes: 0 measured, 1 a wrong result, 2 bad input, 3 not available here.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,19 +15,26 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megamoe.bench.cells import cells_named
-from megamoe.bench.record import OK
+from megamoe.bench.cells import AT, cells_named, touching
+from megamoe.bench.record import OK, FixedCost
 from megamoe.cli.bench import (
     ALL_SHARES,
+    COLUMNS,
+    Backends,
+    Columns,
     Device,
+    Eager,
     Flush,
     Json,
     Out,
+    Recipes,
     Repeats,
     Rounds,
     Tokens,
     Workloads,
     counts_in,
+    finish,
+    keeper,
     names_in,
     number,
     one_line_a_row,
@@ -35,15 +43,18 @@ from megamoe.cli.shared import Bars, device_named
 
 if TYPE_CHECKING:
     from megamoe.bench.calls import Row
+    from megamoe.bench.record import Row as Point
     from megamoe.bench.sweep import Sweep
 
 Recipe = Annotated[str, typer.Option(help="The recipe of the layer.")]
+BAR_US = 20.0  # what a call may cost beside its weights
 
 
 def add_to(bench: typer.Typer) -> None:
     """Register the commands on the `bench` group; `bench --sweep` is `bench sweep`."""
     bench.command("sweep")(sweep)
     bench.command("calls")(calls)
+    bench.command("fixed")(fixed)
 
     @bench.callback(invoke_without_command=True)
     def top(
@@ -168,6 +179,71 @@ def _show_calls(rows: list[Row]) -> None:
     wide.print(table)
     if rows:
         wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)
+
+
+def fixed(
+    workloads: Workloads = "public-48",
+    tokens: Tokens = "32",
+    touched: Annotated[
+        str | None, typer.Option(help="Numbers of experts; default: six, from top-k to all.")
+    ] = None,
+    backends: Backends = "auto",
+    recipes: Recipes = "w4a8_block",
+    repeats: Repeats = 25,
+    rounds: Rounds = 3,
+    flush: Flush = "memset",
+    bar: Annotated[float, typer.Option(help="Microseconds to print beside the result.")] = BAR_US,
+    device: Device = "auto",
+    out: Out = None,
+    eager: Eager = False,
+    as_json: Json = False,
+) -> None:
+    """Time calls that touch more and more experts: what is left where the line meets none?"""
+    cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
+    counts = None if touched is None else counts_in(touched, "experts touched")
+    points = {point.name: point for cell in cells for point in touching(cell, counts)}
+    from megamoe.bench.layer import Settings, measure
+
+    settings = Settings(
+        backends=names_in(backends), recipes=names_in(recipes), device=device_named(device),
+        repeats=repeats, rounds=rounds, flush=flush, eager=eager,
+    )  # fmt: skip
+    with Bars(quiet=as_json) as bars:
+        report = measure(
+            [*points.values()], settings, progress=bars, on_cell=keeper(out, "fixed")
+        )  # fmt: skip
+    costs = report.fixed_costs()
+    if costs and not as_json:
+        _show_fixed(costs, bar)
+    finish(report, out, "fixed", as_json, _point_columns(costs))
+
+
+def _show_fixed(costs: Sequence[FixedCost], bar_us: float) -> None:
+    table = Table(
+        "cell", "contestant", "recipe", "points", "fixed us", "bar us", "us an expert", "GB/s",
+        "worst off us", title="fixed cost of a call: where its line meets no experts",
+    )  # fmt: skip
+    for column in table.columns[3:]:
+        column.justify = "right"
+    for c in costs:
+        table.add_row(
+            c.cell, c.contestant, c.recipe, str(len(c.points)), number(c.us, 1),
+            number(bar_us, 1), number(c.line.slope, 3), number(c.gbs, 0), f"{c.worst_us:+,.1f}",
+        )  # fmt: skip
+    one_line_a_row(Console()).print(table)
+
+
+def _point_columns(costs: Sequence[FixedCost]) -> Columns:
+    """The columns of `bench layer`, the experts touched, and the distance from the line."""
+    lines = {(c.cell, c.contestant, c.recipe): c.line for c in costs}
+
+    def off(point: Point) -> str:
+        line = lines.get((point.cell.partition(AT)[0], point.contestant, point.recipe))
+        is_there = line is not None and point.us is not None
+        return f"{point.us - line.at(point.touched):+,.1f}" if is_there else "-"
+
+    first = {name: COLUMNS[name] for name in ("cell", "contestant", "recipe")}
+    return {**first, "experts": lambda r: str(r.touched), **COLUMNS, "off us": off}
 
 
 def _keep(found: object, folder: str | None, name: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import RangeError, ShapeError, one_of, require
-from megamoe.problem import check_top_k
+from megamoe.problem import check_top_k, check_touched
 
 # fmt: off
 SKEWS = {
@@ -49,13 +49,31 @@ def sample_routing(
     # Gumbel top-k: sampling without replacement in proportion to popularity.
     noise = -torch.empty(num_tokens, num_experts).exponential_(generator=rng).log()
     topk_idx = (logits + noise).topk(top_k, dim=1).indices
-    topk_weights = torch.rand(num_tokens, top_k, generator=rng).add_(0.1)
-    topk_weights /= topk_weights.sum(dim=1, keepdim=True)
+    topk_weights = _weights(num_tokens, top_k, rng)
     if skew == "masked":
         topk_idx.fill_(-1)
     elif masked_ratio:
         topk_idx[torch.rand(num_tokens, top_k, generator=rng) < masked_ratio] = -1
     return topk_idx, topk_weights
+
+
+def even_routing(
+    num_tokens: int, num_experts: int, top_k: int, num_touched: int, *, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Distinct experts per token out of `num_touched`, each used as often as the others, up to one.
+
+    returns  as `sample_routing`; the seed picks the experts, more of them with all that fewer have
+    """
+    check_touched(num_touched, num_tokens, num_experts, top_k)
+    rng = torch.Generator().manual_seed(seed)
+    touched = torch.randperm(num_experts, generator=rng)[:num_touched]
+    turn = torch.arange(num_tokens * top_k) % num_touched  # top_k turns in a row are distinct
+    return touched[turn].view(num_tokens, top_k), _weights(num_tokens, top_k, rng)
+
+
+def _weights(num_tokens: int, top_k: int, rng: torch.Generator) -> Tensor:
+    weights = torch.rand(num_tokens, top_k, generator=rng).add_(0.1)
+    return weights.div_(weights.sum(dim=1, keepdim=True))
 
 
 def _log_popularity(

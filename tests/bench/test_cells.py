@@ -11,6 +11,7 @@ from megamoe.bench import peers
 from megamoe.bench.cells import (
     EVEN_GEMMS,
     PRESETS,
+    PUBLIC,
     SEED,
     SHARES,
     TOKENS,
@@ -25,7 +26,8 @@ from megamoe.errors import FileError, NotAvailable, RangeError
 from megamoe.routing.samplers import sample_routing
 
 H200 = Ceilings(4293.3, 4345.2, {"bf16": 784.5, "fp8": 1492.9}, 4.7, "recorded")
-PEERS = Path(__file__).parent.parent.parent / "benchmarks" / "h200" / "peers.json"
+RECORDED = Path(__file__).parent.parent.parent / "benchmarks" / "h200"
+PEERS = RECORDED / "peers.json"
 
 
 def test_the_fifteen_cells():
@@ -35,6 +37,16 @@ def test_the_fifteen_cells():
     assert [c.num_pairs for c in cells if c.shape.name == "pro-ep8"] == [6 * t for t in TOKENS]
     pro = SHARES["pro-ep8"]
     assert (pro.hidden, pro.intermediate, pro.num_experts, pro.top_k) == (7168, 3072, 48, 6)
+
+
+def test_the_public_shape_has_token_counts_of_its_own():
+    cells = cells_named(["public-48"])
+    assert [c.num_tokens for c in cells] == [8, 32, 64, 128, 256]
+    assert [c.num_tokens for c in cells_named(["public-48"], [3])] == [3]
+    s = PUBLIC["public-48"]
+    assert (s.num_experts, s.hidden, s.intermediate, s.top_k) == (48, 6144, 2048, 8)
+    touched = [len(sample_routing(c.num_tokens, 48, 8, seed=SEED)[0].unique()) for c in cells]
+    assert touched == [39, 48, 48, 48, 48]  # docs/benchmarking.md
 
 
 def test_presets_keep_what_the_layer_computes():
@@ -131,6 +143,19 @@ def test_the_recorded_peers_cover_the_fifteen_cells():
     ratios = found.ratios("flash-ep8/8", 291.8)
     assert ratios["best"] == pytest.approx(2.0) and ratios["dg-masked"] < 1.5
     assert found.ratios("tiny/8", 1.0) == {}
+
+
+def test_the_published_peers_cover_the_public_shape():
+    found = peers.load(RECORDED / "peers-public-48.json")
+    assert list(found.cells) == [c.name for c in cells_named(["public-48", "public-48/8@34"])]
+    assert found.common == ("public-fp8", "public-mxfp4")
+    best = [found.best(f"public-48/{tokens}") for tokens in PUBLIC["public-48"].tokens]
+    assert [us for _, us in best] == [244.5, 330.8, 355.3, 419.0, 434.2]
+    assert {name for name, _ in best} == {"public-mxfp4"}
+    assert found.cells["public-48/128"]["public-fp8"] == 496.3
+    assert found.cells["public-48/8@34"] == found.cells["public-48/8"]
+    assert found.ratios("public-48/8", 489.0)["best"] == pytest.approx(2.0)
+    assert "published, not measured by us" in found.provenance
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`megamoe bench layer` and `bench gemm` as a script sees them."""
+"""`megamoe bench` as a script sees it."""
 
 import json
 import subprocess
@@ -47,6 +47,11 @@ def test_layer_json_is_for_machines():
         (("layer", "--workloads", "tiny/8", "--device", "cuda:99"), 3, "use --device cpu"),
         (("layer", "--workloads", "tiny/8", "--backends", "hopper", *QUICK), 3, ""),
         (("gemm", "--shapes", "Z"), 2, "shape must be one of A, B, C, D"),
+        (("fixed", "--workloads", "huge"), 2, "workload must be one of"),
+        (("fixed", "--workloads", "tiny", "--touched", "2,4,9"), 2, "between top_k (2) and"),
+        (("fixed", "--workloads", "tiny", "--touched", "1,4,8"), 2, "got 1"),
+        (("fixed", "--workloads", "tiny", "--touched", "few"), 2, "experts touched must be whole"),
+        (("fixed", "--workloads", "tiny", "--touched", "2,8"), 2, "at least 3"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
 )
@@ -59,7 +64,8 @@ def test_errors_are_one_readable_line_and_an_exit_code(args, code, words):
 
 def test_help_lists_them_all():
     text = megamoe_cli("bench", "--help").stdout
-    assert all(f" {n} " in text for n in ("quantize", "layer", "gemm", "plot", "sweep", "calls"))
+    names = ("quantize", "layer", "gemm", "plot", "sweep", "calls", "fixed")
+    assert all(f" {name} " in text for name in names)
 
 
 def test_a_record_is_drawn_again(tmp_path):
@@ -83,6 +89,32 @@ def test_calls_are_timed_and_kept(tmp_path):
     assert done.returncode == 0 and "host us" in done.stdout and "same" in done.stdout
     (row,) = json.loads((tmp_path / "calls.json").read_text())
     assert row["how"] == "eager" and row["host_us"] > 0
+
+
+def test_the_fixed_cost_is_printed_beside_the_bar_and_kept(tmp_path):
+    done = megamoe_cli(
+        "bench", "fixed", "--workloads", "tiny", "--tokens", "8", "--touched", "2,4,8",
+        "--backends", "reference,portable", "--recipes", "w8a8", "--out", str(tmp_path), *QUICK,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for words in ("fixed us", "bar us", " 20.0 ", "us an expert", "GB/s", "worst off us",
+                  "tiny/8@4", "x floor", "off us", "ceilings: copy", "perf_counter"):  # fmt: skip
+        assert words in done.stdout, words
+    found = json.loads((tmp_path / "fixed.json").read_text())
+    cost = next(c for c in found["fixed"] if c["contestant"] == "reference")
+    assert [touched for touched, _ in cost["points"]] == [2, 4, 8] and cost["expert_bytes"] > 0
+    assert f"{cost['line']['intercept']:,.1f}" in done.stdout and "torch" in found["provenance"]
+    assert len((tmp_path / "fixed.csv").read_text().splitlines()) == 1 + len(found["rows"]) == 7
+
+
+def test_the_fixed_cost_is_for_machines_too():
+    done = megamoe_cli(
+        "bench", "fixed", "--workloads", "tiny/4", "--backends", "reference", "--recipes", "w8a8",
+        "--json", *QUICK,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["exit_code"] == done.returncode == 0 and done.stderr == ""
+    assert found["fixed"][0]["cell"] == "tiny/4" and len(found["fixed"][0]["points"]) == 6
 
 
 @pytest.mark.parametrize("args", [("--sweep",), ("sweep", "--workloads", "tiny/8")], ids=" ".join)

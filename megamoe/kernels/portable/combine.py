@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.portable.acts import combine_value
+from megamoe.kernels.portable.grid import tile_of_program, tiles
 
 
 @triton.jit
@@ -16,8 +17,9 @@ def _combine_kernel(
 ):  # fmt: skip
     """EXTRA slots follow the routed ones in `rows`: shared experts, always there, weight 1."""
     after_previous()
-    token = tl.program_id(1).to(tl.int64)
-    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
+    token, part = tile_of_program(tl.cdiv(hidden, COLS))
+    token = token.to(tl.int64)
+    col = part * COLS + tl.arange(0, COLS)
     inside = col < hidden
     total = tl.zeros([COLS], tl.float32)
     for slot in tl.static_range(TOP_K + EXTRA):
@@ -58,7 +60,7 @@ def combine(
         return
     cols = min(triton.next_power_of_2(hidden), 2048)
     # No fused multiply-add: the product is rounded before it is added.
-    _combine_kernel[(triton.cdiv(hidden, cols), num_tokens)](
+    _combine_kernel[tiles(num_tokens, triton.cdiv(hidden, cols))](
         rows, row_scale if row_scale is not None else rows, idx, weights, y, num_tokens, hidden,
         TOP_K=top_k, EXTRA=slots - top_k, WEIGHTED=weighted, IS_FP8=row_scale is not None,
         COLS=cols, num_warps=num_warps, enable_fp_fusion=False, **overlap(pdl),

@@ -16,6 +16,7 @@ from megamoe.formats.spec import format_named
 from megamoe.kernels.device.compat import after_previous, overlap
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.portable.acts import CODES, store_acts
+from megamoe.kernels.portable.grid import tile_of_program, tiles
 from megamoe.kernels.portable.pack import can_pack, pack
 from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 
@@ -29,21 +30,23 @@ def _dispatch_kernel(
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     after_previous()
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    tile, part = tile_of_program(tl.cdiv(hidden, COLS))
+    row = tile * ROWS + tl.arange(0, ROWS)
     inside = row < num_tokens
     if HAS_TOKENS:
-        first_col = tl.program_id(0) * COLS
+        first_col = part * COLS
         col = first_col + tl.arange(0, COLS)
         mask = inside[:, None] & (col < hidden)[None, :]
         place = row.to(tl.int64)[:, None] * x_stride + col[None, :]
-        tile = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         factor = tl.load(g) if HAS_G else 1.0
-        store_acts(tile, factor, out, out_scale, row, inside, first_col, hidden, ACTS, ROWS, COLS)
-    if HAS_ROUTING:
-        check_routing(
-            topk_idx, topk_weights, idx_out, weights_out, num_valid, error, row, inside,
-            num_experts, HAS_COUNT, TOP_K, SLOTS,
-        )  # fmt: skip
+        store_acts(values, factor, out, out_scale, row, inside, first_col, hidden, ACTS, ROWS, COLS)
+    if HAS_ROUTING:  # noqa: SIM102  known at compile time, unlike the program's number
+        if part == 0:
+            check_routing(
+                topk_idx, topk_weights, idx_out, weights_out, num_valid, error, row, inside,
+                num_experts, HAS_COUNT, TOP_K, SLOTS,
+            )  # fmt: skip
 
 
 # Tile and warps of a program where (2, 1024) and 2 are not the best or near it, from a sweep on one
@@ -85,7 +88,7 @@ def dispatch(
         return
     some = next(t for t in (x, routing and routing.idx) if t is not None)
     tensors, constants = routing_arguments(routing, some)
-    _dispatch_kernel[(triton.cdiv(hidden, cols), triton.cdiv(num_tokens, rows))](
+    _dispatch_kernel[tiles(triton.cdiv(num_tokens, rows), triton.cdiv(hidden, cols))](
         some, 0 if x is None else x.stride(0), some if g is None else g,
         some if out is None else out, some if out_scale is None else out_scale, *tensors,
         num_tokens, hidden, num_experts, ACTS=acts, HAS_TOKENS=x is not None, HAS_G=g is not None,

@@ -1,0 +1,71 @@
+"""Huge calls: CUDA ends every axis of a grid but the first at 65 535 programs."""
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+import megamoe as mm
+from megamoe.engine import staged
+from megamoe.kernels.portable import fill as filling
+from megamoe.kernels.portable.acts import CODES
+from megamoe.kernels.portable.dispatch import dispatch
+from megamoe.kernels.portable.launch import arithmetic
+from megamoe.problem import Options
+from tests.kernels.support import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no limit, nor launches")
+
+META = torch.device("meta")  # sizes without memory: enough for a launcher
+T, E, I, H, TOP_K = 1_000_000, 4, 256, 7168, 8
+LONGEST = 65_535
+
+
+@pytest.fixture
+def grids(monkeypatch):
+    """Kernel -> grid, of all that would have been launched."""
+    found = {}
+
+    def keep(kernel, *args, grid, warmup, **constants):
+        found[kernel.__name__] = grid
+
+    monkeypatch.setattr(JITFunction, "run", keep)
+    return found
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device=META)
+
+
+def fits(grids):
+    return all(size <= LONGEST for grid in grids.values() for size in grid[1:])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "has_mx", "first"),
+    [("w8a8", False, "_dispatch_kernel"), ("w4a4", True, "_pack_kernel")],
+)
+def test_every_launch_of_a_layer_takes_a_million_tokens(recipe, has_mx, first, grids, monkeypatch):
+    how = arithmetic(recipe, has_mx=has_mx)
+    monkeypatch.setattr(staged.launch, "arithmetic_on", lambda device, recipe: how)
+    small = torch.zeros(E, 2 * I, H, dtype=torch.bfloat16), torch.zeros(E, H, I).bfloat16()
+    weights = mm.ExpertWeights.quantize(*small, recipe).to(META)
+    idx, gates = empty(T, TOP_K, dtype=torch.int32), empty(T, TOP_K, dtype=torch.float32)
+    word = empty(1, dtype=torch.int32)
+    staged.moe(empty(T, H), idx, gates, weights, Options(combine="fp8"), None, word)
+    assert grids[first] == (T // 2 * (H // 1024),) and grids["_combine_kernel"] == (T * 4,)
+    assert len(grids) == 7 and fits(grids)
+
+
+def test_rows_on_their_way_to_an_fp8_combine_may_be_many(grids):
+    """16 384 tokens of top-8 are 131 072 rows: more than 65 535 programs of two."""
+    rows = 16_384 * TOP_K
+    out, scale = empty(rows, H, dtype=torch.uint8), empty(rows, H // 128, dtype=torch.uint8)
+    dispatch(empty(rows, H), out, scale, CODES["fp8_combine"])
+    assert grids == {"_dispatch_kernel": (rows // 2 * 7,)} and rows // 2 > LONGEST
+
+
+def test_the_inputs_of_a_graph_may_be_many(grids, monkeypatch):
+    monkeypatch.setattr(filling, "_MADE", {})
+    held = filling.Inputs.empty(T, H, TOP_K, META)
+    filling.fill(empty(T, H), held.topk_idx, held.topk_weights, held)
+    assert grids == {"_fill_kernel": (T, 7, 1)} and fits(grids)
