@@ -64,11 +64,12 @@ def wait_for_pool(m):
 
 @gluon.jit
 def _draw(m):
-    """A ticket, as a vector that is looked at later: nobody waits for the counter here."""
+    """A ticket, as a vector to sum up later: nobody waits for the counter here."""
     lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    return gl.atomic_add(
+    drawn = gl.atomic_add(
         m.counters + TICKET + 0 * lane, 1 + 0 * lane, mask=lane == 0, sem="relaxed", scope="gpu"
     )
+    return gl.where(lane == 0, drawn, 0)
 
 
 @gluon.jit
@@ -95,7 +96,7 @@ def deal(m, one, two):
         expert = gl.load(at)
         send(m, i, ticket, tile, item - tile * size, expert, gl.load(at + 1), gl.load(at + 2))
         ticket = later
-        later = 2 * m.num_ctas + gl.max(drawn, 0)
+        later = 2 * m.num_ctas + gl.sum(drawn, 0)
         i += 1
     send(m, i, -1, 0, 0, 0, 0, 0)
 
