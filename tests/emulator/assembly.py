@@ -1,0 +1,123 @@
+"""What the kernels' PTX means."""
+
+import ctypes
+import time
+
+import torch
+import triton.language as tl
+
+from megamoe.kernels.hopper import ahead, decode, meet
+from tests.emulator import running
+from tests.emulator.running import HERE
+from tests.emulator.values import Value, pair, raw
+
+
+def _words(w):
+    """uint8 [.., 4] -> int64 [..]: bytes as numbers of 32 bits."""
+    if w.t.dtype == torch.int32:
+        return w.t.to(torch.int64) & 0xFFFFFFFF
+    parts = w.t.to(torch.int64)
+    return parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16 | parts[..., 3] << 24
+
+
+def _nibbles(word):
+    """Magnitudes and signs of a word's eight codes, four and four."""
+    for first, shift in ((0, 0), (16, 4)):
+        magnitude = torch.stack([word >> (first + 4 * j) & 7 for j in range(4)], -1)
+        sign = torch.stack([(word << shift) >> (8 * j + 7) & 1 for j in range(4)], -1)
+        yield magnitude, sign
+
+
+def _to_e4m3(w, s):
+    """Four bytes are a word; or a word comes as such, and so do both results."""
+    word, is_word = _words(w), w.t.dtype == torch.int32
+    shift = s.t.expand(w.t.shape).to(torch.int64)
+    shift = shift[..., None] if is_word else shift[..., :1]
+    low, high = shift * 0x01010100 + 0x14100800, shift * 0x01010101 + 0x24201C18
+    table = torch.cat([half >> 8 * j & 255 for half in (low, high) for j in range(4)], -1)
+    for magnitude, sign in _nibbles(word):
+        code = table.gather(-1, magnitude) | sign << 7
+        code = code.to(torch.uint8)
+        yield Value(code.view(torch.int32)[..., 0] if is_word else code.view(torch.float8_e4m3fn))
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def _to_bf16(w, scales):
+    for (magnitude, sign), scale in zip(_nibbles(_words(w)), scales, strict=True):
+        value = E2M1[magnitude] * (1 - 2 * sign.float()) * scale
+        yield Value(value.bfloat16())
+
+
+def _mx_to_bf16(w, s):
+    scale = torch.pow(2.0, s.t.expand(w.t.shape)[..., :1].double() - 127).float()
+    return _to_bf16(w, (scale, scale))
+
+
+def _nv_to_bf16(w, s):
+    both = s.t.expand(w.t.shape)[..., :1].to(torch.int64)
+    return _to_bf16(
+        w,
+        [
+            (both >> shift & 255).to(torch.uint8).view(torch.float8_e4m3fn).float()
+            for shift in (0, 8)
+        ],
+    )
+
+
+def _wait_for(address, want, report, bound_ns):
+    """As `meet._WAIT` does, but that its bound is the emulator's if that is shorter."""
+    launch, begin = HERE.launch, time.monotonic()
+    bound = min(int(raw(bound_ns)) / 1e9, running.WAIT_S)
+    words = [ctypes.c_int32.from_address(int(raw(a))) for a in (address, report)]
+    with launch.changed:
+        while words[0].value != int(raw(want)) and words[1].value == 0:
+            if time.monotonic() - begin > bound or launch.error is not None:
+                break
+            launch.changed.wait(0.02)
+        return Value(torch.tensor(words[0].value, dtype=torch.int32))
+
+
+def _await(address, value, given_up, error):
+    """As `ahead.AWAIT`: until words have reached a value."""
+    addresses = torch.broadcast_tensors(raw(address), raw(value))[0].reshape(-1).tolist()
+    words = [ctypes.c_int32.from_address(a) for a in addresses]
+    wanted = torch.broadcast_tensors(raw(address), raw(value))[1].reshape(-1).tolist()
+    HERE.launch.wait(
+        lambda: all(word.value >= want for word, want in zip(words, wanted, strict=True)),
+        f"words {[word.value for word in words]} to reach {wanted}",
+    )
+    return Value(0)
+
+
+ASSEMBLY = {
+    ahead.AWAIT.value: _await,
+    "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
+    "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.b32 $0, 0;": lambda *_: Value(0),
+    decode.TO_E4M3.value: _to_e4m3,
+    decode.MX_TO_BF16.value: _mx_to_bf16,
+    decode.NV_TO_BF16.value: _nv_to_bf16,
+    **{
+        text.value: _wait_for
+        for name, text in vars(meet).items()
+        if name.startswith("_WAIT") and isinstance(text, tl.constexpr)
+    },
+    "": lambda x: x,
+    "rcp.approx.ftz.f32 $0, $1;": lambda x: Value(1.0 / x.t),
+    "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
+}
+
+
+def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
+    if text in ASSEMBLY:
+        found = ASSEMBLY[text](*(a if isinstance(a, Value) else Value(a) for a in args))
+        return tuple(found) if isinstance(dtype, tuple) else found
+    if text.startswith("min.NaN"):
+        return pair(torch.minimum)(*args)
+    if "cvt.rn.bf16x2" in text:
+        return Value(args[0].t.bfloat16().float())
+    if "globaltimer" in text:
+        return Value(torch.tensor(time.monotonic_ns() & 0x7FFFFFFF, dtype=torch.int32))
+    assert not args, f"no meaning is known for {text!r}"
+    return Value(torch.tensor(0, dtype=torch.int32))  # fences, launch control

@@ -1,0 +1,296 @@
+"""Values, pointers and memories of emulated kernels, over torch tensors."""
+
+import math
+import operator
+from bisect import bisect_right
+from types import SimpleNamespace
+
+import torch
+import triton.language as tl
+
+TYPES = {
+    tl.int1: torch.bool, tl.int8: torch.int8, tl.uint8: torch.uint8, tl.int16: torch.int16,
+    tl.uint16: torch.uint16, tl.int32: torch.int32, tl.uint32: torch.uint32, tl.int64: torch.int64,
+    tl.float16: torch.float16, tl.bfloat16: torch.bfloat16, tl.float32: torch.float32,
+    tl.float8e4nv: torch.float8_e4m3fn,
+}  # fmt: skip
+NAMES = {value: key for key, value in TYPES.items()}
+RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+ORDER = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64]
+
+
+def raw(x):
+    """torch tensor or Python number of a value."""
+    return x.t if isinstance(x, Value) else x
+
+
+def torch_type(dtype):
+    return TYPES[dtype]
+
+
+def same(a, b):
+    """Operands in one dtype, as Triton widens them; Python numbers take the tensor's."""
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)) or a.dtype == b.dtype:
+        return a, b
+    if a.is_floating_point() or b.is_floating_point():
+        return a.to(torch.float32), b.to(torch.float32)
+    wide = max(a.dtype, b.dtype, key=ORDER.index)
+    return a.to(wide), b.to(wide)
+
+
+def _plain(a):
+    """Unsigned types that torch cannot compute with, and BF16 left to FP32, stay exact."""
+    if isinstance(a, torch.Tensor) and a.dtype in (torch.uint16, torch.uint32):
+        return a.to(torch.int64)
+    return a
+
+
+def _binary(do):
+    def act(self, other, flip=False):
+        if isinstance(other, Pointer):
+            return NotImplemented
+        a, b = same(_plain(self.t), _plain(raw(other)))
+        return Value(do(b, a) if flip else do(a, b))
+
+    return act, lambda self, other: act(self, other, flip=True)
+
+
+def _divide(a, b):
+    return torch.div(torch.as_tensor(a), b, rounding_mode="trunc")
+
+
+class Value:
+    """A tensor or scalar of a kernel."""
+
+    def __init__(self, t):
+        self.t = t if isinstance(t, torch.Tensor) else torch.tensor(t)
+        if isinstance(t, int) and self.t.dtype == torch.int64 and -(2**31) <= t < 2**31:
+            self.t = self.t.to(torch.int32)
+
+    dtype = property(lambda self: NAMES[self.t.dtype])
+    shape = property(lambda self: list(self.t.shape))
+    numel = property(lambda self: self.t.numel())
+    type = property(lambda self: SimpleNamespace(layout=None))
+
+    __add__, __radd__ = _binary(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(_divide)
+    __mod__, __rmod__ = _binary(lambda a, b: torch.fmod(torch.as_tensor(a), b))
+    __and__, __rand__ = _binary(operator.and_)
+    __or__, __ror__ = _binary(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor)
+    __lshift__, __rlshift__ = _binary(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift)
+    __lt__, _ = _binary(operator.lt)
+    __le__, _ = _binary(operator.le)
+    __gt__, _ = _binary(operator.gt)
+    __ge__, _ = _binary(operator.ge)
+    __eq__, _ = _binary(operator.eq)
+    __ne__, _ = _binary(operator.ne)
+    __hash__ = None
+
+    def __neg__(self):
+        return Value(-self.t)
+
+    def __bool__(self):
+        return bool(self.t)
+
+    def __index__(self):
+        return int(self.t)
+
+    __int__ = __index__
+
+    def __getitem__(self, at):
+        return Value(self.t[at])
+
+    def to(self, dtype, bitcast=False):
+        wanted = torch_type(dtype)
+        if bitcast:
+            return Value(self.t.contiguous().view(wanted))
+        t = self.t
+        if wanted == torch.float8_e4m3fn and t.dtype != wanted:
+            t = t.float().clamp(-448.0, 448.0)  # satfinite; NaN stays
+        elif t.dtype == torch.float8_e4m3fn:
+            t = t.float()
+        return Value(t.to(wanted))
+
+    def reshape(self, shape):
+        return Value(self.t.reshape([int(n) for n in shape]))
+
+    def permute(self, order):
+        return Value(self.t.permute(tuple(order)))
+
+    def split(self):
+        assert self.t.shape[-1] == 2
+        return Value(self.t[..., 0]), Value(self.t[..., 1])
+
+
+def pair(do):
+    def act(a, b):
+        if not isinstance(a, Value) and not isinstance(b, Value):
+            return (min if do is torch.minimum else max)(a, b)
+        a, b = same(raw(a), raw(b))
+        a, b = (
+            v if isinstance(v, torch.Tensor) else torch.tensor(v, dtype=(b if v is a else a).dtype)
+            for v in (a, b)
+        )
+        return Value(do(a, b))
+
+    return act
+
+
+class Memory:
+    """All allocations that a launch may touch, by address."""
+
+    def __init__(self):
+        self.starts, self.parts = [], []
+
+    def hold(self, t):
+        storage = t.untyped_storage()
+        start, size = storage.data_ptr(), storage.nbytes()
+        at = bisect_right(self.starts, start)
+        if size == 0 or (at and self.starts[at - 1] == start):
+            return
+        view = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self.starts.insert(at, start)
+        self.parts.insert(at, view)
+
+    def pick(self, address, size):
+        """(the allocation as words of `size`, the word's number) of addresses in one allocation."""
+        first = int(address.min())
+        at = bisect_right(self.starts, first) - 1
+        start = self.starts[at] if at >= 0 else 0
+        whole = self.parts[at] if at >= 0 else torch.empty(0)
+        end = start + len(whole)
+        inside = address + size <= end
+        if at < 0 or not bool(inside[address == first].all()):
+            raise IndexError(f"no allocation holds {size} bytes at {first:#x}")
+        offset = address - start
+        if bool((offset % size != 0).any()):
+            raise IndexError(f"an address is not a multiple of {size} bytes")
+        words = whole[: len(whole) // size * size].view(RAW[size])
+        return words, offset // size, inside
+
+    def load(self, address, dtype):
+        """Values at int64 addresses [n]."""
+        size = dtype.itemsize
+        found = torch.empty(len(address), dtype=RAW[size])
+        left = torch.ones(len(address), dtype=torch.bool)
+        while bool(left.any()):
+            at = left.nonzero()[:, 0]
+            words, offset, inside = self.pick(address[at], size)
+            found[at[inside]] = words[offset[inside]]
+            left[at[inside]] = False
+        return found.view(dtype)
+
+    def store(self, address, values):
+        size = values.dtype.itemsize
+        values, left = values.view(RAW[size]), torch.ones(len(address), dtype=torch.bool)
+        while bool(left.any()):
+            at = left.nonzero()[:, 0]
+            words, offset, inside = self.pick(address[at], size)
+            words[offset[inside]] = values[at[inside]]
+            left[at[inside]] = False
+
+
+class Pointer:
+    """Addresses of elements of one dtype."""
+
+    def __init__(self, address, element):
+        self.address, self.element = address, element
+
+    @property
+    def dtype(self):
+        return SimpleNamespace(element_ty=self.element)
+
+    def __add__(self, by):
+        by = raw(by)
+        by = by.to(torch.int64) if isinstance(by, torch.Tensor) else by
+        return Pointer(self.address + by * torch_type(self.element).itemsize, self.element)
+
+    __radd__ = __add__
+
+    def to(self, dtype):
+        assert dtype == tl.int64
+        address = self.address
+        return Value(address if isinstance(address, torch.Tensor) else torch.tensor(address))
+
+
+class Shared:
+    """A descriptor of shared memory."""
+
+    def __init__(self, t):
+        self.t = t
+
+    dtype = property(lambda self: NAMES[self.t.dtype])
+    shape = property(lambda self: list(self.t.shape))
+
+    def index(self, i):
+        i = int(i)
+        assert 0 <= i < len(self.t), f"index {i} of {len(self.t)}"
+        return Shared(self.t[i])
+
+    def slice(self, start, length, dim=0):
+        return Shared(self.t.narrow(dim, int(start), int(length)))
+
+    def permute(self, order):
+        return Shared(self.t.permute(tuple(order)))
+
+    def reshape(self, shape):
+        return Shared(self.t.view([int(n) for n in shape]))
+
+    def _reinterpret(self, dtype, shape, layout):
+        wanted, size = torch_type(dtype), math.prod(shape)
+        flat = self.t.contiguous() if not self.t.is_contiguous() else self.t
+        assert flat.data_ptr() == self.t.data_ptr(), "only whole buffers are seen differently"
+        flat = flat.view(-1).view(torch.uint8)[: size * wanted.itemsize]
+        return Shared(flat.view(wanted).view(*shape))
+
+    def load(self, layout=None):
+        return Value(self.t.clone())
+
+    def store(self, value):
+        assert value.t.dtype == self.t.dtype, f"{value.t.dtype} into {self.t.dtype}"
+        self.t.copy_(value.t)
+
+
+class Barriers:
+    """mbarriers, made together."""
+
+    def __init__(self, num):
+        self.made = [Barrier() for _ in range(num)]
+
+    def index(self, i):
+        return self.made[int(i)]
+
+
+class Barrier:
+    def __init__(self):
+        self.count = self.pending = self.bytes = self.phase = 0
+
+
+class Descriptor:
+    """A TMA descriptor: a strided tensor and the block of one copy."""
+
+    def __init__(self, made):
+        base = made.base
+        self.t = torch.as_strided(base, made.shape, made.strides, base.storage_offset())
+        self.block, self.layout = list(made.block_shape), made.layout
+
+    dtype = property(lambda self: NAMES[self.t.dtype])
+    block_type = property(lambda self: SimpleNamespace(shape=self.block))
+
+    def read(self, at):
+        """The block at `at`; zero beyond the tensor."""
+        found = torch.zeros(self.block, dtype=self.t.dtype)
+        source, into = self.t, found
+        for dim, (first, size) in enumerate(zip(map(int, at), self.block, strict=True)):
+            assert first >= 0, "a block begins before its tensor"
+            num = max(min(size, self.t.shape[dim] - first), 0)
+            if num == 0:
+                return found
+            source, into = source.narrow(dim, first, num), into.narrow(dim, 0, num)
+        into.view(RAW[into.dtype.itemsize]).copy_(source.view(RAW[source.dtype.itemsize]))
+        return found

@@ -1,0 +1,235 @@
+"""The Hopper kernels as they stand, on a CPU: what they compute, and how their roles meet.
+
+`emulator` runs every role of every CTA as a thread. What only a GPU shows (layouts, fences, races,
+spills, time) is left to the tests marked `gpu` and to the compiler.
+"""
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine import backends, fused, hopper
+from megamoe.engine.faults import NONE, Faults
+from megamoe.engine.local import LocalRanks
+from megamoe.engine.manner import Manner
+from megamoe.errors import MegaMoETimeout
+from megamoe.kernels.hopper import meet
+from megamoe.problem import RECIPES, Options
+from megamoe.routing.permute import expert_counts
+from megamoe.routing.samplers import sample_routing
+from megamoe.schedule.heuristics.hopper_fused import as_fused
+from tests import emulator
+from tests.emulator import language, running
+from tests.kernels.hopper import shipped, shipped_fused, tile_name
+from tests.kernels.support import INTERPRETED, error, tolerance
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="another emulator runs these kernels")
+
+CPU = torch.device("cpu")
+E, H, I, K = 4, 320, 160, 2  # widths that are no multiples of 128
+SOON, LATER = 0.3, 3.0  # seconds: where a slow machine may be late, and where it may not
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    return emulator.install(monkeypatch)
+
+
+def weights_of(recipe, num=E, has_bias=False, hidden=H, intermediate=I):
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=rng)
+
+    w13 = (normal(num, 2 * intermediate, hidden) / hidden**0.5).bfloat16()
+    w2 = (normal(num, hidden, intermediate) / intermediate**0.5).bfloat16()
+    bias = {"b13": normal(num, 2 * intermediate) / 4, "b2": normal(num, hidden) / 4}
+    return mm.ExpertWeights.quantize(w13, w2, recipe, **(bias if has_bias else {}))
+
+
+def tokens(num, num_experts=E, seed=0, hidden=H, **routing):
+    x = torch.randn(num, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return x, *sample_routing(num, num_experts, K, seed=seed, **routing)
+
+
+def fuse(inputs, w, options=None, found=None, tile=None, **rest):
+    """One fused call, checked for faults; and the tokens that each expert got."""
+    found = found or Faults(CPU)
+    tile = tile or fused.tile_for(w, inputs[1].numel())
+    stats = torch.zeros(w.num_experts, dtype=torch.int64)
+    y = fused.moe(
+        *inputs, w, options or Options(), found.word, stats, tile=tile, found=found,
+        **{"manner": Manner("fused", timeout_s=30.0), **rest},
+    )  # fmt: skip
+    found.check(K)
+    return y, stats
+
+
+def stage(inputs, w, tile=None, options=None):
+    word = torch.full((1,), NONE, dtype=torch.int32)
+    y = hopper.moe(*inputs, w, options or Options(), None, word, tile=tile)
+    assert int(word) == NONE
+    return y
+
+
+def assert_agrees(y, inputs, w, **options):
+    wanted = mm.moe(*inputs, w, backend="reference", **options)
+    assert y.shape == wanted.shape and error(y, wanted) <= tolerance(w.recipe)
+
+
+def loads(*counts):
+    """Routing that gives each expert so many rows, in any order; what is left is masked."""
+    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    slots = torch.cat((slots, slots.new_full((len(slots) % K,), -1)))
+    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))]
+    x, _, gates = tokens(len(slots) // K)
+    return x, slots.view(-1, K), gates
+
+
+# -- staged --------------------------------------------------------------------------------------
+
+TILED = [
+    pytest.param(recipe, tile, id=f"{recipe}-{tile_name(tile)}")
+    for recipe in RECIPES
+    for tile in (shipped(recipe) if recipe in ("w4a8_block", "w8a8") else shipped(recipe)[-2:])
+]
+
+
+@pytest.mark.parametrize(("recipe", "tile"), TILED)
+def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe, tile):
+    narrow = getattr(tile, "narrow", 0) or tile.tokens // 2
+    inputs = loads(0, 1, tile.tokens + 1, narrow)
+    w = weights_of(recipe)
+    assert_agrees(stage(inputs, w, tile), inputs, w)
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8"])
+def test_all_tiles_have_the_same_bits(recipe):
+    w, inputs = weights_of(recipe, 3, True, 512, 256), tokens(150, 3, hidden=512, skew="zipf")
+    first, *others = [stage(inputs, w, tile) for tile in shipped(recipe)[2:]]
+    assert len(others) > 2 and all(torch.equal(first, other) for other in others)
+    assert_agrees(first, inputs, w)
+
+
+def test_quantised_tokens_have_the_bits_of_those_that_are_quantised_here():
+    w, inputs = weights_of("w8a8"), tokens(9)
+    ready = mm.quantize(inputs[0], "fp8_1x128"), *inputs[1:]
+    assert torch.equal(stage(ready, w), stage(inputs, w))
+
+
+# -- fused ---------------------------------------------------------------------------------------
+
+# recipe: (options, whether experts have biases, ids)
+HOW = {
+    "w4a8_block": ({}, False, torch.int64),
+    "w8a8": ({"weight_at": "combine"}, True, torch.int32),
+    "bf16": ({"activation": "gpt_oss"}, True, torch.int32),
+    "w4a16": ({"activation": "gpt_oss", "weight_at": "combine"}, True, torch.int64),
+    "w4a8": ({"clamp": 0.5}, False, torch.int32),
+    "nvfp4": ({}, True, torch.int64),
+    "w4a4": ({"weight_at": "combine"}, False, torch.int64),
+}
+
+
+@pytest.mark.parametrize("recipe", HOW)
+def test_a_fused_call_is_the_layer_and_has_the_bits_of_staged(recipe, kernels):
+    options, has_bias, ids = HOW[recipe]
+    w = weights_of(recipe, has_bias=has_bias)
+    x, idx, gates = tokens(11, masked_ratio=0.2)
+    idx[3] = idx[3, 0]  # the same expert twice
+    inputs = x, idx.to(ids), gates
+    y, stats = fuse(inputs, w, Options(**options))
+    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
+    assert_agrees(y, inputs, w, **options)
+    assert torch.equal(stats, expert_counts(idx, E))
+    assert torch.equal(y, stage(inputs, w, options=Options(**options)))
+
+
+@pytest.mark.parametrize("tile", shipped_fused("w4a8_block"), ids=tile_name)
+def test_a_fused_tile_takes_experts_in_several_passes(tile):
+    w, inputs = weights_of("w4a8_block"), loads(0, tile.tokens + 3, 2 * tile.tokens, 1)
+    y, _ = fuse(inputs, w, tile=as_fused(tile))
+    assert_agrees(y, inputs, w)
+
+
+def test_rows_behind_the_count_are_padding_whatever_they_hold():
+    w, (x, idx, gates) = weights_of("w4a8_block"), tokens(9)
+    x[4:], idx[5:], gates[6:] = float("nan"), 77, float("inf")
+    found = Faults(CPU)
+    y, stats = fuse((x, idx, gates), w, found=found, num_valid=torch.tensor([4], dtype=torch.int32))
+    assert torch.equal(y[:4], fuse((x[:4], idx[:4], gates[:4]), w)[0]) and int(stats.sum()) == 8
+
+
+def test_counters_serve_call_after_call_and_a_bad_slot_is_masked():
+    w, found = weights_of("w4a8_block"), Faults(CPU)
+    for seed in range(3):
+        inputs = tokens(3 + seed, seed=seed, skew="zipf")
+        y, _ = fuse(inputs, w, found=found)
+        assert not found.counters.any()
+        assert_agrees(y, inputs, w)
+    x, idx, gates = tokens(5)
+    idx[2, 1] = E
+    with pytest.raises(mm.MegaMoEError, match="token 2, slot 1"):
+        fuse((x, idx, gates), w, found=found)
+
+
+@pytest.mark.parametrize("counts", [(5,), (3, 4), (0, 6), (2, 0, 1, 3)])
+def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    emulator.install(monkeypatch, num_sms=4)
+    w, inputs = weights_of("w4a8_block"), tokens(sum(counts), masked_ratio=0.2)
+    ranks = LocalRanks(w, len(counts), timeout_s=30.0)
+    for _ in range(2):
+        got = ranks(*(t.split(counts) for t in inputs))
+        ranks.check()
+        assert torch.equal(torch.cat(got), fuse(inputs, w)[0])
+    assert torch.equal(ranks.stats, 2 * expert_counts(inputs[1], E))
+
+
+# -- faults --------------------------------------------------------------------------------------
+
+HASTY = Manner("fused", timeout_s=SOON)
+
+
+def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
+    w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
+    with pytest.raises(MegaMoETimeout, match="the end of all ranks"):
+        fuse(inputs, w, found=found, manner=Manner("fused", timeout_s=LATER), absent=0)
+    found.reset()
+    assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
+
+
+@pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
+@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "READY"])
+def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
+    w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
+    found.counters.view(-1)[getattr(meet, word).value] = value
+    try:
+        assert_agrees(fuse(inputs, w, found=found, manner=HASTY)[0], inputs, w)
+    except MegaMoETimeout:
+        found.reset()
+        assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
+
+
+# -- the emulator itself -------------------------------------------------------------------------
+
+
+def test_the_emulator_sees_what_it_must(kernels, monkeypatch):
+    """Rows that no allocation holds, a wait that nobody ends, bytes that do not add up."""
+    w, inputs, found = weights_of("w8a8"), tokens(5), Faults(CPU)
+    with pytest.raises(IndexError, match="no allocation holds 8 bytes"):
+        fused.moe(
+            *inputs, w, Options(), found.word, torch.zeros(E - 1, dtype=torch.int64), found=found,
+            tile=fused.tile_for(w, 10),
+        )  # fmt: skip
+    monkeypatch.setattr(running, "WAIT_S", LATER)
+    arrive, expect = language.arrive, language.expect
+    for name, planted, seen in (
+        ("arrive", lambda barrier, count=1: None, running.Stuck),
+        ("arrive", lambda barrier, count=1: arrive(barrier, 2), AssertionError),
+        ("expect", lambda barrier, size: expect(barrier, size + 16), running.Stuck),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(running.REPLACED[language.hopper.mbarrier], name, planted)
+            with pytest.raises(seen):
+                fuse(inputs, w)
