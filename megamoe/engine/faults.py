@@ -28,6 +28,7 @@ BARRIERS = {
     3: "the end of all ranks",
     4: "all tiles to be dealt",
     5: "rank {where} to begin the call",
+    6: "wave {where} of the pool",
 }
 ANEW, RESET = "the next call starts anew", "call layer.reset() before the next call"
 GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up

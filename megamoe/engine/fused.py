@@ -12,13 +12,23 @@ from megamoe.engine.hopper import can_be_e4m3, prepared
 from megamoe.engine.manner import AUTO, Manner, bound_s
 from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import CapacityError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.hopper import launch, mega_launch
-from megamoe.kernels.hopper.route import max_tiles
+from megamoe.kernels.hopper import launch, mega_launch, route
+from megamoe.kernels.hopper.route import max_tiles, num_rows
+from megamoe.kernels.hopper.waves import TABLE
 from megamoe.layout.regions import align_up
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS, as_fused, auto_mode, fused_tile
+from megamoe.schedule.heuristics.hopper_fused import (
+    MOST_SLOTS,
+    MOST_WAVES,
+    as_fused,
+    auto_mode,
+    fused_tile,
+)
 from megamoe.schedule.heuristics.hopper_tiles import Swapped
+
+ALIGN = route.ALIGN.value  # rows of the pool at which an expert begins
 
 
 def tile_of(
@@ -159,14 +169,16 @@ def _run(
     device, made = weights.device, prepared(weights)
     slots = world.num * tokens.idx.numel()
     experts = weights.num_experts // world.local
+    rows, wave_rows = ring(num_rows(slots, experts), manner.pool_rows, tile.tokens)
     pool = launch.pool(
         made.how, slots, weights.hidden, experts, tile.tokens, device, ranks=world.local,
-        is_far=world.num > 1,
+        is_far=world.num > 1, rows=rows,
     )  # fmt: skip
     acts = launch.pool(
-        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, world.local
-    )
-    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32)
+        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, world.local,
+        rows=rows,
+    )  # fmt: skip
+    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32) + TABLE.value
     private = torch.empty(launch.num_sms(device), words, dtype=torch.int32, device=device)
     kept = mega_launch.State(counters, private, found.report)
     if manner.is_poisoned:
@@ -176,9 +188,30 @@ def _run(
         tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
         world=world, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
         timeout_s=bound_s(manner.timeout_s), reserve_sms=manner.reserve_sms, trace=trace,
-        ahead=ahead, absent=absent,
+        ahead=ahead, absent=absent, wave_rows=wave_rows,
     )  # fmt: skip
     return tokens.y
+
+
+def ring(most_rows: int, pool_rows: int | None, tile_rows: int) -> tuple[int, int]:
+    """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
+
+    >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
+    ((100, 0), (100, 0), (496, 240))
+    """
+    if pool_rows is None or pool_rows >= most_rows:
+        return most_rows, 0
+    half = pool_rows // (2 * ALIGN) * ALIGN
+    wave_rows = half - tile_rows
+    least = 2 * (max(align_up(-(-most_rows // MOST_WAVES), ALIGN), ALIGN) + tile_rows)
+    require(
+        wave_rows > 0 and -(-most_rows // wave_rows) <= MOST_WAVES,
+        f"the pool of a call with up to {most_rows} rows must have {least} at least",
+        got=f"pool_rows {pool_rows}",
+        fix=f"{MOST_WAVES} waves of tiles of {tile_rows} rows are the most",
+        kind=CapacityError,
+    )
+    return 2 * half, wave_rows
 
 
 def poison(*tensors: Tensor) -> None:

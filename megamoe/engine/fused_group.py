@@ -8,6 +8,7 @@ that nobody waits for it, and raises afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import rooms
-from megamoe.engine.manner import Manner, check_grid
+from megamoe.engine.manner import check_grid
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, require
 from megamoe.formats.quantized import Quantized
 from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
@@ -94,7 +95,7 @@ class FusedGroup:
         num_sms = launch.num_sms(weights.device)
         wanted = layer._manner
         taken = num_sms - (num_sms - wanted.reserve_sms) // self._shared.ranks_here
-        self._manner = Manner("fused", False, wanted.timeout_s, taken, wanted.is_poisoned)
+        self._manner = replace(wanted, reserve_sms=taken)
         check_grid(num_sms, self._manner, 1)
 
     @property

@@ -45,6 +45,8 @@ class MoE(nn.Module):
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
+    pool_rows            rows of the pool of fused launches: a call with more runs in waves; None is
+                         room for all
     stats                int64 [E_local], added to by every call: tokens each local expert received
 
     Fused calls of a layer share its counters: each waits for the one before, whatever their
@@ -70,6 +72,7 @@ class MoE(nn.Module):
         cuda_graphs: bool = False,
         reserve_sms: int = 0,
         debug_poison: bool = False,
+        pool_rows: int | None = None,
         activation: str = "swiglu",
         clamp: float | None = None,
         weight_at: str = "l1",
@@ -83,7 +86,9 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self._wanted = (backend, mode)
-        self._manner = Manner(mode, overlap_launches, timeout_s, reserve_sms, debug_poison)
+        self._manner = Manner(
+            mode, overlap_launches, timeout_s, reserve_sms, debug_poison, pool_rows
+        )
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None

@@ -1,4 +1,4 @@
-"""Fused calls of processes that share a GPU: symmetric memory, and MPS so that they run together."""
+"""Fused calls of processes that share a GPU: symmetric memory, and MPS to run them together."""
 
 import os
 import shutil

@@ -9,6 +9,7 @@ import triton.language as tl
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language.nvidia import hopper
 
+from megamoe.kernels.device import compat
 from tests.emulator.assembly import inline_asm_elementwise
 from tests.emulator.running import HERE, REPLACED, run_time_range, warp_specialize
 from tests.emulator.values import RAW, Barriers, Shared, Value, pair, raw, same, torch_type
@@ -248,6 +249,7 @@ def _refuse(text):
 
 
 REPLACED |= {
+    **dict.fromkeys((compat.HAS_FP8, compat.HAS_PTX, compat.HAS_PDL), lambda: False),
     tl: LANGUAGE,
     gluon_language: LANGUAGE,
     hopper.mbarrier: SimpleNamespace(

@@ -166,15 +166,15 @@ def _globals(module):
 def _convert(value):
     if isinstance(value, tl.constexpr):
         return _convert(value.value)
+    with contextlib.suppress(TypeError):
+        if value in REPLACED:
+            return REPLACED[value]
     if isinstance(value, JITFunction):
         return translated(value)
     if isinstance(value, ConstexprFunction):
         return value.fn  # Python already
     if isinstance(value, Kind):
         return kind(value)
-    with contextlib.suppress(TypeError):
-        if value in REPLACED:
-            return REPLACED[value]
     if isinstance(value, type) and hasattr(value, "FIELDS"):
         return _record(value)
     return value

@@ -44,6 +44,7 @@ class Call:
     num_experts: gl.tensor  # of one rank
     rows_per_rank: gl.tensor
     pool_rows: gl.tensor
+    wave_rows: gl.tensor  # RING: of the rows of all experts, so many begin a wave's tiles
     private_stride: gl.tensor
     num_counters: gl.tensor
     hidden: gl.tensor
@@ -73,6 +74,7 @@ class Call:
     STAGES: gl.constexpr
     ROWS: gl.constexpr  # weight rows of a tile
     TRACE: gl.constexpr
+    RING: gl.constexpr  # the pool is too small for all rows (`waves`)
 
 
 @record

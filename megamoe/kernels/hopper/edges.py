@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.hopper.epilogue import times
-from megamoe.kernels.hopper.meet import POOL, add_to, of_rank
+from megamoe.kernels.hopper.meet import FILLED, POOL, add_to, of_rank
+from megamoe.kernels.hopper.waves import WAVES, ring_row, write_table
 
 COLS = gl.constexpr(1024)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
@@ -79,16 +80,24 @@ def read_routing(c, rank, local, cta, private, experts, counts):
         count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
     counts.store(count)
     rows = _aligned(count)
-    first = local * c.rows_per_rank + _running_sum(rows) - rows
+    first = _running_sum(rows) - rows
     blocks = (count + c.TOKENS - 1) // c.TOKENS
     number = _running_sum(blocks) - blocks
+    tiles = gl.zeros([WAVES], gl.int32, FLAT)
     for j in range(gl.max(blocks, 0)):
         at = private + (number + j) * 4
         row = first + j * c.TOKENS
         used = j < blocks
+        if c.RING:
+            row, wave = ring_row(c, row, row)
+            gl.store(at + 3, wave, mask=used)
+            tiles += gl.histogram(gl.where(used, wave, 0), WAVES, mask=used, layout=FLAT)
+        row += local * c.rows_per_rank
         gl.store(at, local * c.num_experts + which, mask=used)
         gl.store(at + 1, row, mask=used)
-        gl.store(at + 2, gl.minimum(row + c.TOKENS, first + count), mask=used)
+        gl.store(at + 2, row + gl.minimum(count - j * c.TOKENS, c.TOKENS), mask=used)
+    if c.RING:
+        write_table(c, private, tiles)
     if c.HAS_STATS:  # noqa: SIM102  known at compile time, unlike the CTA's number
         if cta == 0:
             stats = c.stats + local * c.num_experts + which
@@ -134,8 +143,11 @@ def _held(c, source, token):
 
 
 @gluon.jit
-def _rows_of(m, token, SLOT: gl.constexpr):
-    """Pool row of each slot of a token, or -1 where it is not this rank's; and topk weights."""
+def _rows_of(m, token, low, high, SLOT: gl.constexpr):
+    """Pool row of each slot of a token, and topk weights.
+
+    -1 where the slot is not this rank's, or of a ring's wave below `low`, or not below `high`.
+    """
     c = m.call
     # A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
     PAIRS: gl.constexpr = gl.BlockedLayout([1, c.CHUNK // 32], [1, 32], [4, 1], [1, 0])
@@ -145,7 +157,8 @@ def _rows_of(m, token, SLOT: gl.constexpr):
     mine = _own(c, m.rank, expert)
     which = gl.expand_dims(gl.arange(0, c.EXPERTS, gl.SliceLayout(0, PAIRS)), 0)
     rows = gl.expand_dims(_aligned(m.counts.load(gl.SliceLayout(0, PAIRS))), 0)
-    row = gl.sum(gl.where(which < gl.expand_dims(mine, 1), rows, 0), 1)
+    first = gl.sum(gl.where(which < gl.expand_dims(mine, 1), rows, 0), 1)
+    row = first
     for chunk in range((token * c.TOP_K + c.TOP_K + c.CHUNK - 1) // c.CHUNK):
         other = chunk * c.CHUNK + gl.arange(0, c.CHUNK, gl.SliceLayout(0, PAIRS))
         theirs = m.experts.index(chunk).load(gl.SliceLayout(0, PAIRS)).to(gl.int32)
@@ -153,7 +166,11 @@ def _rows_of(m, token, SLOT: gl.constexpr):
             gl.expand_dims(other, 0) < gl.expand_dims(slot, 1)
         )
         row += gl.sum(same.to(gl.int32), 1)
-    row = gl.where(mine >= 0, m.local * c.rows_per_rank + row, -1)
+    is_here = mine >= 0
+    if c.RING:
+        row, wave = ring_row(c, row, first + (row - first) // c.TOKENS * c.TOKENS)
+        is_here = is_here & (wave >= low) & (wave < high)
+    row = gl.where(is_here, m.local * c.rows_per_rank + row, -1)
     return gl.convert_layout(row, SLOT), gl.convert_layout(weight, SLOT)
 
 
@@ -164,14 +181,32 @@ def _share(m, WG: gl.constexpr):
 
 
 @gluon.jit
+def num_parts(c):
+    """Parts of tokens, of all ranks."""
+    return c.num_slots // c.TOP_K * ((c.width + COLS - 1) // COLS)
+
+
+@gluon.jit
 def fill_pool(m, WG: gl.constexpr):
-    """One warpgroup's share of the tokens: quantise once, write to each row of the token."""
+    """One warpgroup's share of the tokens, for the first two waves where the pool is a ring."""
+    begin, step = _share(m, WG)
+    _fill(m, begin, step, num_parts(m.call), 0, 2, m.counters + POOL)
+
+
+@gluon.jit
+def fill_wave(m, wave, item, WG: gl.constexpr):
+    """One warpgroup's part of the tokens of a later wave."""
+    num = num_parts(m.call)
+    _fill(m, item * m.call.GROUPS + WG, num, num, wave, wave + 1, m.counters + FILLED + wave)
+
+
+@gluon.jit
+def _fill(m, begin, step, num, low, high, counter):
+    """Every step-th part from `begin` on: quantise once, write to each row of the token."""
     c = m.call
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
     SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
     parts = (c.width + COLS - 1) // COLS
-    num = c.num_slots // c.TOP_K * parts
-    begin, step = _share(m, WG)
     for item in range(begin, num, step):
         token = item // parts
         part = item % parts
@@ -179,7 +214,7 @@ def fill_pool(m, WG: gl.constexpr):
         source, here = _source(c, token)
         x = of_rank(c, c.x, source) + here.to(gl.int64) * c.x_stride + col
         values = gl.load(x, mask=col < c.hidden, other=0.0)
-        row, weight = _rows_of(m, token, gl.SliceLayout(1, SMALL))
+        row, weight = _rows_of(m, token, low, high, gl.SliceLayout(1, SMALL))
         held, scale = _held(c, values, token)
         held = gl.expand_dims(gl.convert_layout(held, gl.SliceLayout(0, WIDE)), 0)
         wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
@@ -208,7 +243,7 @@ def fill_pool(m, WG: gl.constexpr):
                 gl.store(c.row_factor + row, by, mask=used)
     done = gl.maximum((num - begin + step - 1) // step, 0)
     if done > 0:
-        add_to(m.counters + POOL, done)
+        add_to(counter, done)
 
 
 @gluon.jit

@@ -52,12 +52,14 @@ def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
 
 
 def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False) -> Pool:  # fmt: skip
+         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
+         rows: int | None = None) -> Pool:  # fmt: skip
     """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
 
     is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
+    rows    of a ring on each rank, instead of as many as any routing needs
     """
-    wide, rows = align_up(width, WIDTH), ranks * num_rows(slots, experts)
+    wide, rows = align_up(width, WIDTH), ranks * (rows or num_rows(slots, experts))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)

@@ -14,7 +14,9 @@ POOL = gl.constexpr(0)  # parts of tokens that are in the pool
 TICKET = gl.constexpr(32)  # tiles that were dealt
 DONE = gl.constexpr(64)  # warpgroups, of any rank, that have no tile left
 EXIT = gl.constexpr(96)  # CTAs that need the counters no more
-READY = gl.constexpr(128)  # and on: finished L1 tiles of each tile of tokens
+FILLED = gl.constexpr(128)  # of each wave of a ring: parts of tokens that are in the pool
+SECONDS = gl.constexpr(160)  # its finished L2 tiles
+READY = gl.constexpr(192)  # and on: finished L1 tiles of each tile of tokens
 
 # Words of a rank's signals: by rank, the number of the call that it has begun; then
 CALL = gl.constexpr(31)  # the number of this rank's last call
@@ -25,8 +27,9 @@ WAIT_READY = gl.constexpr(2)
 WAIT_DONE = gl.constexpr(3)
 WAIT_TICKETS = gl.constexpr(4)
 WAIT_RANK = gl.constexpr(5)
+WAIT_WAVE = gl.constexpr(6)
 
-MAIL = gl.constexpr(6)  # words of a letter: ticket, tile, row tile, expert, first row, end row
+MAIL = gl.constexpr(7)  # words of a letter: kind, ticket, tile, row tile, expert, first, end row
 
 # Until [$1] == $2, or a report, or $4 nanoseconds. Acquires, also for copies by TMA after it.
 _WAIT_TEXT = """{
@@ -159,32 +162,37 @@ def add_to(counter, amount):
 
 
 @gluon.jit
-def send(m, i, ticket, tile, across, expert, first, end):
+def send(m, i, kind, ticket, tile, across, expert, first, end):
     """deal: letter i to the other roles of its CTA."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
     mbarrier.wait(m.mail_read.index(slot), ((i >> 1) & 1) ^ 1)
     zero = gl.zeros([1], gl.int32, LAYOUT)
-    m.mail.index(slot * MAIL).store(zero + ticket)
-    m.mail.index(slot * MAIL + 1).store(zero + tile)
-    m.mail.index(slot * MAIL + 2).store(zero + across)
-    m.mail.index(slot * MAIL + 3).store(zero + expert)
-    m.mail.index(slot * MAIL + 4).store(zero + first)
-    m.mail.index(slot * MAIL + 5).store(zero + end)
+    m.mail.index(slot * MAIL).store(zero + kind)
+    m.mail.index(slot * MAIL + 1).store(zero + ticket)
+    m.mail.index(slot * MAIL + 2).store(zero + tile)
+    m.mail.index(slot * MAIL + 3).store(zero + across)
+    m.mail.index(slot * MAIL + 4).store(zero + expert)
+    m.mail.index(slot * MAIL + 5).store(zero + first)
+    m.mail.index(slot * MAIL + 6).store(zero + end)
     mbarrier.arrive(m.mail_sent.index(slot), count=1)
 
 
 @gluon.jit
 def receive(m, i):
-    """Letter i: (ticket, tile, row tile, expert, first row, end row); ticket -1 is the last."""
+    """Letter i: (kind, ticket, tile, row tile, expert, first row, end row); kind -1 is the last.
+
+    A fill has a wave instead of a tile, and its number there instead of a row tile.
+    """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
     mbarrier.wait(m.mail_sent.index(slot), (i >> 1) & 1)
-    ticket = gl.max(m.mail.index(slot * MAIL).load(LAYOUT), 0)
-    tile = gl.max(m.mail.index(slot * MAIL + 1).load(LAYOUT), 0)
-    across = gl.max(m.mail.index(slot * MAIL + 2).load(LAYOUT), 0)
-    expert = gl.max(m.mail.index(slot * MAIL + 3).load(LAYOUT), 0)
-    first = gl.max(m.mail.index(slot * MAIL + 4).load(LAYOUT), 0)
-    end = gl.max(m.mail.index(slot * MAIL + 5).load(LAYOUT), 0)
+    kind = gl.max(m.mail.index(slot * MAIL).load(LAYOUT), 0)
+    ticket = gl.max(m.mail.index(slot * MAIL + 1).load(LAYOUT), 0)
+    tile = gl.max(m.mail.index(slot * MAIL + 2).load(LAYOUT), 0)
+    across = gl.max(m.mail.index(slot * MAIL + 3).load(LAYOUT), 0)
+    expert = gl.max(m.mail.index(slot * MAIL + 4).load(LAYOUT), 0)
+    first = gl.max(m.mail.index(slot * MAIL + 5).load(LAYOUT), 0)
+    end = gl.max(m.mail.index(slot * MAIL + 6).load(LAYOUT), 0)
     mbarrier.arrive(m.mail_read.index(slot), count=1)
-    return ticket, tile, across, expert, first, end
+    return kind, ticket, tile, across, expert, first, end

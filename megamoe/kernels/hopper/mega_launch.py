@@ -75,6 +75,7 @@ def fused(
     options: Options, kept: State, *, num_experts: int, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
+    wave_rows: int = 0,
     trace: Tensor | None = None, ahead: int = 4, absent: int = -1,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each."""
@@ -101,7 +102,7 @@ def fused(
         pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
         or_some(world.signals, some), or_some(world.peers, some), kept.report,
         or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first, slots, num_tokens,
-        num_experts, pool.data.shape[0] // world.local, pool.data.shape[0],
+        num_experts, pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
         kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],
         float(options.limit),
         or_some(acts_factor, some), *parts,
@@ -112,6 +113,6 @@ def fused(
         LOCAL=world.local, EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots),
         TOP_K=top_k, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens, NARROW=tile.narrow,
         GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages,
-        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None, num_warps=4,
-        launch_cooperative_grid=True,
+        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None,
+        RING=wave_rows > 0, num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip
