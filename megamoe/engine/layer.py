@@ -36,7 +36,8 @@ class MoE(nn.Module):
     weights              this rank's experts; `num_experts` counts over all ranks
     group                torch.distributed process group, or None for one rank; all its ranks build
                          the same layer and make the same calls (docs/expert-parallel.md)
-    max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit
+    max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
+                         fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
     mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
@@ -231,7 +232,7 @@ class MoE(nn.Module):
         stats: Tensor,
         sent: Tensor,
     ) -> Tensor:
-        """The call over the group; what one rank refuses, all refuse."""
+        """The call over the group; what one rank refuses, all refuse, but for fused calls."""
         assert self._world is not None
         grad = torch.is_grad_enabled()
 

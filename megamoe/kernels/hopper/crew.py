@@ -116,7 +116,7 @@ class Mega:
     mail: gl.shared_memory_descriptor
     mail_sent: gl.shared_memory_descriptor
     mail_read: gl.shared_memory_descriptor
-    stored: gl.shared_memory_descriptor  # math has stored a tile's activations
+    stored: gl.shared_memory_descriptor  # math has stored a tile: L1, and of a ring L2
     told: gl.shared_memory_descriptor  # publish has counted it
     all_done: gl.shared_memory_descriptor
 

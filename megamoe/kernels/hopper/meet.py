@@ -1,4 +1,4 @@
-"""How the CTAs of one launch meet: counters in memory, waits that end, tickets, a mailbox.
+"""How CTAs meet, and launches of several ranks: counters, signals, waits that end, a mailbox.
 
 A wait that does not see what it expects within its bound writes who, what, expected and seen to
 the report, which every wait polls, and goes on: roles keep completing stages of the ring, so

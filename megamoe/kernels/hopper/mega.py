@@ -1,13 +1,14 @@
 """The whole layer in one persistent launch: dispatch, L1, activation, L2 and combine.
 
 Every CTA reads the routing for itself, then its roles run on:
-  deal           draws tickets (all L1 tiles, then all L2 tiles) and tells the others what they mean
+  deal           draws tickets (all L1 tiles, then all L2 tiles; or the waves of a ring, `waves`)
+                 and tells the others what they mean
   load_weights   streams the weights of each tile
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
   math           fills the pool with quantised tokens; then decode, wgmma, epilogue; then combine
-  publish        tells the other CTAs of finished L1 tiles, so that math never waits for a release
+  publish        tells the other CTAs of finished tiles, so that math never waits for a release
 Tiles are computed by `swapped`'s own functions, so bits are those of the staged launches. CTAs are
-dealt to the ranks of a world in equal parts; a rank's rows lie behind those of the rank before it.
+dealt to the ranks of a launch in equal parts; a rank's rows lie behind those of the rank before it.
 Only higher tickets wait for a ticket, and the grid is resident: nothing waits in a circle.
 """
 

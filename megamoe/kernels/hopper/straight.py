@@ -1,4 +1,4 @@
-"""Grouped GEMM for many tokens per expert: tokens are wgmma's M, 256 weight rows its N, in FP8.
+"""Grouped GEMM for many tokens per expert: tokens are wgmma's M, weight rows its N, in FP8.
 
 A tile is 128 tokens x 256 weight rows; two math warpgroups take 64 tokens each, or 128 rows each
 where there are only 64 tokens, and scale every 128 of K in FP32: the same products in the same
