@@ -27,7 +27,7 @@ class Shared(NamedTuple):
 def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
     """`num_bytes` on every rank, zeroed, mapped on all of them; all ranks call it, or all fail."""
     gpus = meeting.meet("look at the GPUs", lambda: _card(device))
-    check_reach(gpus)
+    meeting.meet("reach the GPUs", lambda: check_reach(gpus))
     ranks_here = sum(gpu == gpus[meeting.rank] for gpu in gpus)
     if any(gpus.count(gpu) > 1 for gpu in gpus):
         os.environ.setdefault(OVERLAPPING, "1")

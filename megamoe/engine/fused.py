@@ -203,12 +203,12 @@ def ring(most_rows: int, pool_rows: int | None, tile_rows: int) -> tuple[int, in
         return most_rows, 0
     half = pool_rows // (2 * ALIGN) * ALIGN
     wave_rows = half - tile_rows
-    least = 2 * (max(align_up(-(-most_rows // MOST_WAVES), ALIGN), ALIGN) + tile_rows)
-    require(
-        wave_rows > 0 and -(-most_rows // wave_rows) <= MOST_WAVES,
+    least = 2 * (max(align_up(-(-most_rows // MOST_WAVES), ALIGN), tile_rows) + tile_rows)
+    require(  # waves of less than a tile could be empty
+        wave_rows >= tile_rows and -(-most_rows // wave_rows) <= MOST_WAVES,
         f"the pool of a call with up to {most_rows} rows must have {least} at least",
         got=f"pool_rows {pool_rows}",
-        fix=f"{MOST_WAVES} waves of tiles of {tile_rows} rows are the most",
+        fix=f"there are {MOST_WAVES} waves at most, each of at least a tile of {tile_rows} rows",
         kind=CapacityError,
     )
     return 2 * half, wave_rows

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import rooms
-from megamoe.engine.manner import check_grid
-from megamoe.errors import CapacityError, DTypeError, NotAvailable, require
+from megamoe.engine.manner import MOST_S, Manner, check_grid
+from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, require
 from megamoe.formats.quantized import Quantized
 from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
 from megamoe.schedule.placement import Placement
@@ -68,6 +69,9 @@ def describe(layer: MoE, placement: Placement) -> dict[str, Any]:
         fix="build the layer for fewer tokens, or use mode='auto' or 'staged'",
         kind=CapacityError,
     )
+    assert tile is not None
+    most_rows = fused.num_rows(slots, layer.weights.num_experts)
+    fused.ring(most_rows, layer._manner.pool_rows, tile.tokens)
     return {"fits_e4m3": fused.fits_e4m3(layer.weights)}
 
 
@@ -96,7 +100,12 @@ class FusedGroup:
         wanted = layer._manner
         taken = num_sms - (num_sms - wanted.reserve_sms) // self._shared.ranks_here
         self._manner = replace(wanted, reserve_sms=taken)
-        check_grid(num_sms, self._manner, 1)
+
+        def card() -> dict[str, int]:
+            check_grid(num_sms, self._manner, 1)
+            return {"CTAs of a launch": num_sms - taken}
+
+        check_alike(meeting.meet("agree on the launch", card))
 
     @property
     def num_bytes(self) -> int:
@@ -116,28 +125,41 @@ class FusedGroup:
         check: Callable[[], None],
     ) -> Tensor:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
-        from megamoe.engine import fused
-
         found = layer._faults
         found.remedy = RESTART  # no rank knows how far its peers came
-        found.raise_if_seen()
+        found.in_turn()  # before the room is written to
         refusal: Exception | None = None
         try:
+            found.raise_if_seen()
             check()
             self._check(x)
             assert isinstance(x, Tensor)
             self.room.put(x, topk_idx, topk_weights)
+        except MegaMoETimeout:
+            raise
         except Exception as error:
             refusal = error
             self.room.num_valid.zero_()
-        y = fused.over(
-            self.room, self.num_tokens, layer.weights, layer.options, self._world, found.word,
-            stats, tile=self._tile, found=found, manner=self._manner,
-        )  # fmt: skip
+        y = self._launch(layer, stats, self._manner)
         found.follow(layer.top_k)
         if refusal is not None:
             raise refusal
         return y[: len(x)]
+
+    def warm(self, layer: MoE) -> None:
+        """Compile, in a call without tokens that all ranks make; nobody's first call is late."""
+        self.room.num_valid.zero_()
+        self._launch(layer, torch.zeros_like(layer.stats), replace(self._manner, timeout_s=MOST_S))
+        layer._faults.check(layer.top_k)
+
+    def _launch(self, layer: MoE, stats: Tensor, manner: Manner) -> Tensor:
+        from megamoe.engine import fused
+
+        found = layer._faults
+        return fused.over(
+            self.room, self.num_tokens, layer.weights, layer.options, self._world, found.word,
+            stats, tile=self._tile, found=found, manner=manner,
+        )  # fmt: skip
 
     def _check(self, x: Tensor | Quantized) -> None:
         require(

@@ -139,8 +139,9 @@ class MoE(nn.Module):
         )
         require(
             not (self._has_group and self._wants_graphs),
-            "over a process group a call waits for the GPU and cannot be captured",
+            "a layer over a process group keeps no graphs of its own",
             got="cuda_graphs=True with a group",
+            fix="capture calls of mode='fused' yourself; staged ones wait for the GPU",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -315,7 +316,8 @@ class MoE(nn.Module):
         if self._has_group:
             name = parallel.backend_over_group(*self._wanted, name)
         self._backend = name
-        self._faults = faults.Faults(weights.device)
+        if self._fused_group is None:  # otherwise a cast would forget a timeout
+            self._faults = faults.Faults(weights.device)
         self._what = describe(weights, shared, self.options, name, self._manner)
         self._passed: set[tuple[Any, ...]] = set()
         has_graphs = self._wants_graphs and name != "reference"

@@ -91,6 +91,7 @@ class LocalRanks:
         assert tile is not None
         self._make_rooms(most)
         num = self.num_ranks
+        self._faults.in_turn()  # before the rooms are written to
         with torch.no_grad():
             for room, *one in zip(self._rooms, x, topk_idx, topk_weights, strict=True):
                 room.put(*one)

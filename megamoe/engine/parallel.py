@@ -250,7 +250,8 @@ def placement_of(
 def add_counts(counts: Tensor, topk_idx: Tensor) -> None:
     """counts[e] += slots of expert e; nothing waits for the GPU."""
     idx = topk_idx.reshape(-1).long()
-    counts.scatter_add_(0, idx.clamp(min=0), (idx >= 0).long())
+    names_one = (idx >= 0) & (idx < len(counts))
+    counts.scatter_add_(0, idx.where(names_one, 0), names_one.long())
 
 
 def statistics(layer: MoE, world: GroupWorld | None) -> Statistics:

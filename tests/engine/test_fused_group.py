@@ -8,14 +8,16 @@ import torch
 import megamoe as mm
 from megamoe.distributed import symmetric
 from megamoe.distributed.rendezvous import RESTART
-from megamoe.engine import fused_group, rooms
+from megamoe.engine import fused_group, parallel, rooms
 from megamoe.engine.fused_group import FusedGroup
+from megamoe.engine.manner import Manner
 from megamoe.errors import (
     CapacityError,
     DTypeError,
     MegaMoETimeout,
     NotAvailable,
     RangeError,
+    RankError,
     ShapeError,
 )
 from megamoe.schedule.placement import Placement
@@ -52,7 +54,9 @@ def join(gpu, peers, rank):
     one = make(gpu, max_tokens_per_rank=MOST, timeout_s=7)
     one.experts._weights = gpu.weights[rank * per_rank : (rank + 1) * per_rank]
     one.stats = one.stats[:per_rank].clone()
-    meeting = SimpleNamespace(rank=rank, num_ranks=peers.num_ranks)
+    meeting = SimpleNamespace(
+        rank=rank, num_ranks=peers.num_ranks, meet=lambda step, make: [make()] * peers.num_ranks
+    )
     one._fused_group = FusedGroup(one, meeting)
     return one
 
@@ -106,13 +110,33 @@ def test_a_timeout_cannot_be_reset(gpu, peers):
         one.reset()
 
 
-def test_a_bad_expert_is_told_by_the_next_call(gpu, peers):
+def test_a_bad_expert_is_told_by_the_next_call_which_takes_part_without_tokens(gpu, peers):
     one = join(gpu, peers, 0)
     x, idx, gates = tokens(4)
     idx[2, 1] = E
     call(one, x, idx, gates)
     with pytest.raises(RangeError, match="token 2, slot 1"):
         call(one, *tokens(4))
+    assert len(gpu.calls) == 2 and int(one._fused_group.room.num_valid) == 0
+    call(one, *tokens(4))
+    counts = torch.zeros(E, dtype=torch.int64)
+    parallel.add_counts(counts, idx)  # names no expert: counted nowhere
+    assert int(counts.sum()) == 7
+
+
+def test_warming_up_is_a_call_without_tokens(gpu, peers):
+    one = join(gpu, peers, 0)
+    one._fused_group.warm(one)
+    (launched,) = gpu.calls
+    assert int(launched["tokens"].num_valid) == 0 and launched["timeout_s"] == 60
+    assert not one.stats.any()
+
+
+def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
+    cards = iter([[{"CTAs of a launch": 66}, {"CTAs of a launch": 60}]])
+    meeting = SimpleNamespace(rank=0, num_ranks=2, meet=lambda step, make: next(cards))
+    with pytest.raises(RankError, match="CTAs of a launch differs"):
+        FusedGroup(make(gpu, max_tokens_per_rank=MOST), meeting)
 
 
 def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):
@@ -127,6 +151,7 @@ def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):
         (alike, {"max_tokens_per_rank": None}, CapacityError, "need max_tokens_per_rank"),
         (alike, {"max_tokens_per_rank": 3000}, CapacityError, "3000 tokens x top-2 = 12000"),
         (alike, {"_backend": "portable"}, NotAvailable, "need Hopper GPUs"),
+        (alike, {"_manner": Manner("fused", pool_rows=16)}, CapacityError, "32 waves at most"),
     ):
         layer = make(gpu, max_tokens_per_rank=MOST)
         for name, value in change.items():

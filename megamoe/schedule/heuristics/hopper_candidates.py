@@ -24,7 +24,7 @@ CANDIDATES: tuple[tuple[tuple[str, ...], tuple[int, ...] | Straight], ...] = (
     (("w4a8_block",), Straight(3, 2, 8, 216, 56, 24, width=32)),
     *((("w4a8_block",), Straight(4, 1, 24, 216, 56, 24, ahead=ahead, width=32)) for ahead in (16, 32, 64)),
     *((("w8a8",), Straight(stages, span=8)) for stages in (3, 4)),
-    *((("w8a8",), Straight(4, span=span, is_dealt=True)) for span in (8, 24)),
+    *((("w8a8",), Straight(4, span=span, is_dealt=True, width=32)) for span in (8, 24)),
     *((("w8a8",), Straight(4, span=span)) for span in (4, 16)),
     *((_BF16, (tokens, 4, 1, depth)) for tokens in (8, 16, 32) for depth in (1, 2)),
     *((_BF16, (tokens, 4, 1, 1, 1, tokens // 2)) for tokens in (16, 32)),
