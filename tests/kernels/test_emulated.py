@@ -200,7 +200,7 @@ def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypat
     wanted, stats = fuse(inputs, w, tile=tile)
     manner = Manner("fused", timeout_s=30.0, pool_rows=rows)
     assert fused.ring(num_rows(128, 6), rows, 8)[1] > 0
-    for _ in range(2 if part == 2 else 1):
+    for _ in range(2):
         y, again = fuse(inputs, w, tile=tile, found=found, manner=manner)
         assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
 

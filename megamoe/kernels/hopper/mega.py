@@ -211,8 +211,10 @@ def publish(m, one):
             if kind == FIRST:
                 gl.atomic_add(m.counters + READY + tile, 1, sem="release", scope="gpu")
             else:
-                counter = m.counters + SECONDS + gl.load(m.private + tile * 4 + 3)
-                gl.atomic_add(counter, 1, sem="release", scope="gpu")
+                wave = gl.load(m.private + tile * 4 + 3)
+                if tiles_of(m, wave + 2) > 0:  # a fill waits; else it could come after cleaning
+                    counter = m.counters + SECONDS + wave
+                    gl.atomic_add(counter, 1, sem="release", scope="gpu")
             mbarrier.arrive(m.told.index(done & 1), count=1)
             done += 1
         i += 1
