@@ -40,7 +40,7 @@ def tile_of(
     mode: str,
 ) -> Swapped | None:
     """The tile of a call in `mode`; None where it runs staged."""
-    is_plain = isinstance(x, Tensor) and shared is None and options.combine == "bf16"
+    is_plain = isinstance(x, Tensor) and shared is None
     if mode == "staged" or not is_plain:
         return None
     return tile_for(weights, topk_idx.numel(), mode)

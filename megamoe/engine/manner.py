@@ -31,13 +31,6 @@ class Manner:
         """Refuse what no call of a layer with these options could follow."""
         if self.mode == "fused":
             require(
-                options.combine == "bf16",
-                "a fused launch combines BF16 rows",
-                got=f"mode='fused' with combine={options.combine!r}",
-                fix="use combine='bf16', or mode='auto'",
-                kind=NotAvailable,
-            )
-            require(
                 shared is None,
                 "a fused launch has no shared experts",
                 got="mode='fused' with shared experts",

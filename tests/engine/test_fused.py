@@ -64,7 +64,6 @@ def test_auto_with_shared_experts_or_fp8_combine_is_staged(gpu):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"combine": "fp8"}, "combines BF16 rows; got mode='fused' with combine='fp8'; use"),
         ({"shared": True}, "no shared experts; got mode='fused' with shared experts; use"),
     ],
 )

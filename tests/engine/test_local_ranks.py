@@ -5,8 +5,7 @@ import torch
 
 import megamoe as mm
 from megamoe.engine.local import LocalRanks
-from megamoe.errors import CapacityError, NotAvailable, RangeError
-from megamoe.problem import Options
+from megamoe.errors import CapacityError, RangeError
 from megamoe.routing.permute import expert_counts
 from tests.engine.pretended import E, at, tokens, wanted
 
@@ -44,5 +43,3 @@ def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
     for num in (0, 3, 9):
         with pytest.raises(mm.MegaMoEError):
             LocalRanks(gpu.weights, num)
-    with pytest.raises(NotAvailable, match="BF16 rows"):
-        LocalRanks(gpu.weights, 2, Options(combine="fp8"))

@@ -148,6 +148,20 @@ def test_a_fused_call_is_the_layer_and_has_the_bits_of_staged(recipe, kernels):
     assert torch.equal(y, stage(inputs, w, options=Options(**options)))
 
 
+@pytest.mark.parametrize("hidden", [H, 1152])
+def test_fp8_rows_are_combined_as_in_staged(hidden):
+    w = weights_of("w8a8", hidden=hidden)
+    x, idx, gates = tokens(6, hidden=hidden, masked_ratio=0.2)
+    x[2] = 0.0
+    options = Options(combine="fp8")
+    y, _ = fuse((x, idx, gates), w, options)
+    assert torch.equal(y, stage((x, idx, gates), w, options=options))
+    assert error(y, mm.moe(x, idx, gates, w, backend="reference", combine="fp8")) <= tolerance(
+        "w8a8", "fp8"
+    )
+    assert not torch.equal(y, fuse((x, idx, gates), w)[0])
+
+
 @pytest.mark.parametrize("tile", shipped_fused("w4a8_block"), ids=tile_name)
 def test_a_fused_tile_takes_experts_in_several_passes(tile):
     w, inputs = weights_of("w4a8_block"), loads(0, tile.tokens + 3, 2 * tile.tokens, 1)

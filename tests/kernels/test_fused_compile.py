@@ -29,7 +29,9 @@ DECODE = {"slots": 384, "experts": 32}
 BUSY = {"slots": 384, "experts": 32, "bias": True, "count": True, "options": Options("gpt_oss")}
 RANKS = {"slots": 384, "experts": 4, "ranks": 8, "count": True}
 APART = {"slots": 384, "experts": 4, "ranks": 8, "local": 1, "count": True, "ids": torch.int64}
-RING = {"slots": 384, "experts": 32, "wave_rows": 64}
+RING = {
+    "slots": 384, "experts": 32, "wave_rows": 64, "options": Options(combine="fp8"),
+}  # fmt: skip
 LATE = {"slots": 128, "experts": 8, "ids": torch.int64, "options": Options(weight_at="combine")}
 # As many slots as the tile meets: the routing takes the most shared memory.
 LARGEST = {"slots": 4096, "experts": 256}

@@ -75,6 +75,7 @@ class Call:
     ROWS: gl.constexpr  # weight rows of a tile
     TRACE: gl.constexpr
     RING: gl.constexpr  # the pool is too small for all rows (`waves`)
+    ROWS_AS: gl.constexpr  # the format that combine rounds rows to
 
 
 @record

@@ -263,6 +263,18 @@ def slots_used(m, item, parts):
 
 
 @gluon.jit
+def _requantised(row, A: gl.constexpr):
+    """The values that a row has once it is rounded to the format of rows on their way home."""
+    x = row.reshape([COLS // A.GROUP, A.GROUP])
+    _, scale, step = A.scale(gl.max(abs_bits(x), 1), 1.0, A.EXPONENT, A.MANTISSA)
+    dead = abs_bits(step) >= INF_BITS
+    step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
+    ratio = gl.where(gl.expand_dims(dead, 1), 0.0, A.divide(x, step))
+    value = (A.round(ratio) * gl.expand_dims(scale, 1)).reshape([COLS])
+    return gl.convert_layout(value, row.type.layout)
+
+
+@gluon.jit
 def combine(m, bits, WG: gl.constexpr):
     """One warpgroup's share of this rank's tokens: slots in ascending order, FP32, rounded once.
 
@@ -283,6 +295,8 @@ def combine(m, bits, WG: gl.constexpr):
             slot = token * c.TOP_K + j
             mask = inside & ((bits >> j & 1) != 0)
             row = gl.load(rows + slot * c.hidden + col, mask=mask, other=0.0).to(gl.float32)
+            if c.ROWS_AS.HOLD != "plain":
+                row = _requantised(row, c.ROWS_AS)
             if not c.WEIGHTED:
                 weight = gl.load(weights + slot)
                 row = times(row, gl.zeros([COLS], gl.float32, LAYOUT) + weight)

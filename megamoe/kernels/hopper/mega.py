@@ -336,7 +336,7 @@ def mega_kernel(
     TOP_K: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr,
     GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
-    RING: gl.constexpr,
+    RING: gl.constexpr, ROWS_AS: gl.constexpr,
 ):  # fmt: skip
     """Four math warpgroups (the first is the launch's own), then four warps."""
     CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
@@ -348,7 +348,7 @@ def mega_kernel(
         WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
         RANKS, LOCAL,
         EXPERTS, SLOTS, CHUNK, TOP_K, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES,
-        GROUPS * SLABS * 64, TRACE, RING,
+        GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
     )  # fmt: skip
     one = Linear(
         w1, ws1, x1, xs1, factor1, bias1, acts_factor, acts, acts_scale, steps1, outputs1, biases1,

@@ -20,7 +20,7 @@ from megamoe.kernels.hopper.mega import mega_kernel
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import Packed
 from megamoe.kernels.hopper.route import Pool
-from megamoe.kernels.portable.acts import PLAIN
+from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.problem import Options
 from megamoe.schedule.heuristics.hopper_tiles import Swapped
 
@@ -114,5 +114,6 @@ def fused(
         TOP_K=top_k, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens, NARROW=tile.narrow,
         GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages,
         MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None,
-        RING=wave_rows > 0, num_warps=4, launch_cooperative_grid=True,
+        RING=wave_rows > 0, ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
+        num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip
