@@ -6,9 +6,8 @@ experts' rows; rows come home to their (token, slot) and are added there in slot
 those of one rank. CPU tensors, and CUDA tensors where the group has no NCCL, travel over the link;
 CUDA tensors otherwise through NCCL's all-to-all, with counts, refusals and faults over the link.
 
-The fused mode will need another world beside this one, with the same constructor: a symmetric
-allocation (`layout.workspace`), peer pointers and barriers instead of `run`. Nothing of that is
-here; `engine.parallel.join` is where it will be chosen.
+A layer in fused mode is built through this world too (cards, checks, statistics), but its calls do
+not `run` here: `engine.fused_group` has them, over symmetric memory.
 """
 
 from __future__ import annotations

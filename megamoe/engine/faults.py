@@ -27,7 +27,10 @@ BARRIERS = {
     2: "L1 of tile {where}",
     3: "the end of all ranks",
     4: "all tiles to be dealt",
+    5: "rank {where} to begin the call",
+    6: "wave {where} of the pool",
 }
+ANEW, RESET = "the next call starts anew", "call layer.reset() before the next call"
 GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
 
 
@@ -41,9 +44,10 @@ class Faults:
         self, device: torch.device, *, ranks: int = 1, resets_itself: bool = False
     ) -> None:
         self._ranks, self._resets_itself, self._top_k = ranks, resets_itself, 1
+        self.remedy = ANEW if resets_itself else RESET  # of a timeout
         self._calls = 0
         with torch.inference_mode(False):
-            num = FIRST_COUNTER + ranks * COUNTERS
+            num = FIRST_COUNTER + COUNTERS
             self.words = torch.empty(num, dtype=torch.int32, device=device)
             self._seen: Tensor | None = torch.empty(
                 TOLD, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
@@ -58,6 +62,7 @@ class Faults:
         found = cls.__new__(cls)
         found.words, found._seen, found._last = words, None, None
         found._ranks, found._resets_itself, found._top_k = 1, False, 1
+        found.remedy = RESET
         return found
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -75,8 +80,8 @@ class Faults:
 
     @functools.cached_property
     def counters(self) -> Tensor:
-        """int32 [ranks, COUNTERS]: zero between fused launches, which must follow each other."""
-        return self.words[FIRST_COUNTER:].view(self._ranks, COUNTERS)
+        """int32 [COUNTERS]: zero between fused launches of one rank, which follow each other."""
+        return self.words[FIRST_COUNTER:]
 
     def in_turn(self) -> None:
         """Before a fused launch: its stream waits for that of the one before."""
@@ -108,7 +113,7 @@ class Faults:
         if seen[REPORT]:
             if self._resets_itself:
                 self.reset()
-            raise _timeout(seen[REPORT:], self._resets_itself)
+            raise _timeout(seen[REPORT:], self.remedy)
         first, rank = min((word, rank) for rank, word in enumerate(seen[: self._ranks]))
         if first == NONE:
             return
@@ -162,12 +167,12 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timeout(report: list[int], is_reset: bool) -> MegaMoETimeout:
+def _timeout(report: list[int], remedy: str) -> MegaMoETimeout:
     """The report of `kernels/hopper/meet.py` in words."""
     _, rank, cta, what, where, expected, seen, _ = report
     barrier = BARRIERS.get(what, f"barrier {what}").format(where=where)
-    fix = "the next call starts anew" if is_reset else "call layer.reset() before the next call"
-    return MegaMoETimeout(rank, f"{barrier} (CTA {cta} of a fused launch)", expected, seen, fix)
+    what = f"{barrier} (CTA {cta} of a fused launch)"
+    return MegaMoETimeout(rank, what, expected, seen, remedy)
 
 
 _BY_STREAM: dict[tuple[torch.device, int | None], Faults] = {}

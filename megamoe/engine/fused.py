@@ -10,14 +10,25 @@ from torch import Tensor
 from megamoe.engine import faults
 from megamoe.engine.hopper import can_be_e4m3, prepared
 from megamoe.engine.manner import AUTO, Manner, bound_s
+from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import CapacityError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.hopper import launch, mega_launch
-from megamoe.kernels.hopper.route import max_tiles
+from megamoe.kernels.hopper import launch, mega_launch, route
+from megamoe.kernels.hopper.route import max_tiles, num_rows
+from megamoe.kernels.hopper.waves import TABLE
 from megamoe.layout.regions import align_up
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS, as_fused, auto_mode, fused_tile
+from megamoe.schedule.heuristics.hopper_fused import (
+    MOST_SLOTS,
+    MOST_WAVES,
+    as_fused,
+    auto_mode,
+    fused_tile,
+)
 from megamoe.schedule.heuristics.hopper_tiles import Swapped
+
+ALIGN = route.ALIGN.value  # rows of the pool at which an expert begins
 
 
 def tile_of(
@@ -29,18 +40,26 @@ def tile_of(
     mode: str,
 ) -> Swapped | None:
     """The tile of a call in `mode`; None where it runs staged."""
-    is_plain = isinstance(x, Tensor) and shared is None and options.combine == "bf16"
+    is_plain = isinstance(x, Tensor) and shared is None
     if mode == "staged" or not is_plain:
         return None
     return tile_for(weights, topk_idx.numel(), mode)
 
 
 def tile_for(
-    weights: ExpertWeights, num_slots: int, mode: str = "fused", ranks: int = 1
+    weights: ExpertWeights, num_slots: int, mode: str = "fused", *, ranks: int = 1, local: int = 1
 ) -> Swapped | None:
-    """The tile of a call with so many slots; None where it runs staged."""
-    fits = weights.recipe != "w4a8_block" or can_be_e4m3(weights)
-    return _tile(weights.recipe, fits, num_slots, weights.num_experts, mode, ranks)
+    """The tile of a call with so many slots over all ranks; None where it runs staged.
+
+    `weights` are the experts of `local` of the ranks.
+    """
+    experts = weights.num_experts // local
+    return _tile(weights.recipe, fits_e4m3(weights), num_slots, experts * ranks, mode, ranks)
+
+
+def fits_e4m3(weights: ExpertWeights) -> bool:
+    """Whether the layer multiplies in FP8, where its recipe does."""
+    return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -72,50 +91,127 @@ def moe(
     num_valid: Tensor | None = None,
     *,
     tile: Swapped,
-    ranks: int = 1,
     found: faults.Faults | None = None,
     manner: Manner = AUTO,
     trace: Tensor | None = None,
     ahead: int = 4,
     absent: int = -1,
 ) -> Tensor:
-    """bf16 [T, H] -> bf16 [T, H]; over `ranks` ranks, x holds the tokens of one after the other.
+    """bf16 [T, H] -> bf16 [T, H].
 
-    error      int32 [ranks], as in staged mode
-    num_valid  int32 [ranks] on the device: a rank's tokens from there on are padding
+    error      int32 [1], as in staged mode
+    num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
     trace      room for stamps (`kernels/hopper/stamps.py`)
     ahead      steps of a CTA's first weights that come before the tokens
     absent     a rank that never says it is done, for tests of the bound
     """
-    device = weights.device
-    num_tokens, hidden = x.shape
-    slots = topk_idx.numel()
-    made = prepared(weights)
-    experts = weights.num_experts // ranks
-    found = faults.of_stream(device) if found is None else found
-    pool = launch.pool(made.how, slots, hidden, experts, tile.tokens, device, ranks=ranks)
-    acts = launch.pool(
-        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, ranks
+    found = faults.of_stream(weights.device) if found is None else found
+    rows, y = (
+        torch.empty(num, x.shape[1], dtype=torch.bfloat16, device=weights.device)
+        for num in (topk_idx.numel(), len(x))
     )
-    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32)
-    private = torch.empty(launch.num_sms(device), words, dtype=torch.int32, device=device)
-    kept = mega_launch.State(found.counters, private, found.report)
     tokens = mega_launch.Tokens(
-        x, topk_idx, topk_weights, num_valid, weights.x_global,
-        torch.empty(slots, hidden, dtype=torch.bfloat16, device=device),
-        torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device), error, stats,
+        x, topk_idx, topk_weights, num_valid, weights.x_global, rows, y, error, stats
+    )
+    return _run(
+        tokens, found.counters, weights, options, mega_launch.ONE, tile=tile, found=found,
+        manner=manner, trace=trace, ahead=ahead, absent=absent,
     )  # fmt: skip
+
+
+def over(
+    room: Room,
+    num_tokens: int,
+    weights: ExpertWeights,
+    options: Options,
+    world: mega_launch.World,
+    error: Tensor,
+    stats: Tensor,
+    *,
+    tile: Swapped,
+    found: faults.Faults,
+    manner: Manner,
+    absent: int = -1,
+) -> Tensor:
+    """One call of the world's ranks in this launch -> bf16 [their tokens, H], rank after rank.
+
+    room        of the first of them; all ranks have put their tokens into theirs
+    num_tokens  of a rank, padding included: the same on all ranks
+    weights     the experts of these ranks
+    """
+    slots = num_tokens * room.topk_idx.shape[1]
+    y = room.tokens.new_empty(world.local * num_tokens, room.tokens.shape[1])
+    tokens = mega_launch.Tokens(
+        room.tokens[:num_tokens], room.topk_idx[:num_tokens], room.topk_weights[:num_tokens],
+        room.num_valid, weights.x_global, room.rows[:slots], y, error, stats,
+    )  # fmt: skip
+    return _run(
+        tokens, room.counters, weights, options, world, tile=tile, found=found, manner=manner,
+        absent=absent,
+    )  # fmt: skip
+
+
+def _run(
+    tokens: mega_launch.Tokens,
+    counters: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    world: mega_launch.World,
+    *,
+    tile: Swapped,
+    found: faults.Faults,
+    manner: Manner,
+    trace: Tensor | None = None,
+    ahead: int = 4,
+    absent: int = -1,
+) -> Tensor:
+    device, made = weights.device, prepared(weights)
+    slots = world.num * tokens.idx.numel()
+    experts = weights.num_experts // world.local
+    rows, wave_rows = ring(num_rows(slots, experts), manner.pool_rows, tile.tokens)
+    pool = launch.pool(
+        made.how, slots, weights.hidden, experts, tile.tokens, device, ranks=world.local,
+        is_far=world.num > 1, rows=rows,
+    )  # fmt: skip
+    acts = launch.pool(
+        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, world.local,
+        rows=rows,
+    )  # fmt: skip
+    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32) + TABLE.value
+    private = torch.empty(launch.num_sms(device), words, dtype=torch.int32, device=device)
+    kept = mega_launch.State(counters, private, found.report)
     if manner.is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
     found.in_turn()
     mega_launch.fused(
         tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
-        ranks=ranks, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
+        world=world, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
         timeout_s=bound_s(manner.timeout_s), reserve_sms=manner.reserve_sms, trace=trace,
-        ahead=ahead, absent=absent,
+        ahead=ahead, absent=absent, wave_rows=wave_rows,
     )  # fmt: skip
     return tokens.y
+
+
+def ring(most_rows: int, pool_rows: int | None, tile_rows: int) -> tuple[int, int]:
+    """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
+
+    >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
+    ((100, 0), (100, 0), (496, 240))
+    """
+    if pool_rows is None or pool_rows >= most_rows:
+        return most_rows, 0
+    half = pool_rows // (2 * ALIGN) * ALIGN
+    wave_rows = half - tile_rows
+    least = 2 * (max(align_up(-(-most_rows // MOST_WAVES), ALIGN), tile_rows) + tile_rows)
+    require(  # waves of less than a tile could be empty
+        wave_rows >= tile_rows and -(-most_rows // wave_rows) <= MOST_WAVES,
+        f"the pool of a call with up to {most_rows} rows must have {least} at least",
+        got=f"pool_rows {pool_rows}",
+        fix=f"there are {MOST_WAVES} waves at most, each of at least a tile of {tile_rows} rows",
+        kind=CapacityError,
+    )
+    return 2 * half, wave_rows
 
 
 def poison(*tensors: Tensor) -> None:

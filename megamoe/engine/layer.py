@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megamoe.engine import backends, faults, parallel
 from megamoe.engine.across import across_op, handle_of
 from megamoe.engine.functional import check_shared, check_tokens, choose, run
+from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.graphs import Graphs, Parts
 from megamoe.engine.manner import Manner
 from megamoe.engine.op import describe, moe_op
@@ -35,7 +36,8 @@ class MoE(nn.Module):
     weights              this rank's experts; `num_experts` counts over all ranks
     group                torch.distributed process group, or None for one rank; all its ranks build
                          the same layer and make the same calls (docs/expert-parallel.md)
-    max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit
+    max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
+                         fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
     mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
@@ -44,6 +46,8 @@ class MoE(nn.Module):
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
+    pool_rows            rows of the pool of fused launches: a call with more runs in waves; None is
+                         room for all
     stats                int64 [E_local], added to by every call: tokens each local expert received
 
     Fused calls of a layer share its counters: each waits for the one before, whatever their
@@ -69,6 +73,7 @@ class MoE(nn.Module):
         cuda_graphs: bool = False,
         reserve_sms: int = 0,
         debug_poison: bool = False,
+        pool_rows: int | None = None,
         activation: str = "swiglu",
         clamp: float | None = None,
         weight_at: str = "l1",
@@ -82,10 +87,13 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self._wanted = (backend, mode)
-        self._manner = Manner(mode, overlap_launches, timeout_s, reserve_sms, debug_poison)
+        self._manner = Manner(
+            mode, overlap_launches, timeout_s, reserve_sms, debug_poison, pool_rows
+        )
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
+        self._fused_group: FusedGroup | None = None
 
         def build(num_ranks: int) -> Placement:
             self.options = Options(activation, clamp, weight_at, combine, fast_math)
@@ -101,6 +109,8 @@ class MoE(nn.Module):
             )
         else:
             self._world = parallel.join(self, build, group, timeout_s)
+            if mode == "fused":
+                self._fused_group = FusedGroup(self, self._world.meeting)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
             self.register_buffer("_sent", zeros, persistent=False)
             self._handle = handle_of(self)
@@ -129,8 +139,9 @@ class MoE(nn.Module):
         )
         require(
             not (self._has_group and self._wants_graphs),
-            "over a process group a call waits for the GPU and cannot be captured",
+            "a layer over a process group keeps no graphs of its own",
             got="cuda_graphs=True with a group",
+            fix="capture calls of mode='fused' yourself; staged ones wait for the GPU",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -222,7 +233,7 @@ class MoE(nn.Module):
         stats: Tensor,
         sent: Tensor,
     ) -> Tensor:
-        """The call over the group; what one rank refuses, all refuse."""
+        """The call over the group; what one rank refuses, all refuse, but for fused calls."""
         assert self._world is not None
         grad = torch.is_grad_enabled()
 
@@ -230,9 +241,14 @@ class MoE(nn.Module):
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
 
-        calc = parallel.CALCS[self.backend](*self._parts(), self.options, self.num_experts, stats)
         with torch.no_grad():
-            y = self._world.run(calc, x, topk_idx, topk_weights, check)
+            if self._fused_group is not None:
+                y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
+            else:
+                calc = parallel.CALCS[self.backend](
+                    *self._parts(), self.options, self.num_experts, stats
+                )
+                y = self._world.run(calc, x, topk_idx, topk_weights, check)
             parallel.add_counts(sent, topk_idx)
         return y
 
@@ -278,6 +294,13 @@ class MoE(nn.Module):
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
+        require(
+            self._fused_group is None,
+            "a fused layer over a group cannot be reset: its ranks may stand at different calls",
+            got="reset()",
+            fix="build the layer anew on all ranks",
+            kind=NotAvailable,
+        )
         self._faults.reset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -291,9 +314,10 @@ class MoE(nn.Module):
         self._manner.check(self.options, shared, weights.device)
         name = choose(*self._wanted, weights, shared)
         if self._has_group:
-            name = parallel.backend_over_group(self._wanted[0], name)
+            name = parallel.backend_over_group(*self._wanted, name)
         self._backend = name
-        self._faults = faults.Faults(weights.device)
+        if self._fused_group is None:  # otherwise a cast would forget a timeout
+            self._faults = faults.Faults(weights.device)
         self._what = describe(weights, shared, self.options, name, self._manner)
         self._passed: set[tuple[Any, ...]] = set()
         has_graphs = self._wants_graphs and name != "reference"

@@ -1,7 +1,8 @@
 """LocalRanks: several ranks of a layer on one GPU, in one fused launch.
 
-The kernel, counters and barriers are those of one rank; each rank owns SMs / ranks and its part of
-the experts. Bit for bit the result of one rank over all tokens.
+The kernel, counters and barriers are those of one rank; each rank owns SMs / ranks, its part of the
+experts and a room of its own, through whose address all others reach it. Bit for bit the result of
+one rank over all tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megamoe.engine import backends
+from megamoe.engine import backends, rooms
 from megamoe.engine.faults import Faults
 from megamoe.engine.functional import check_tokens
 from megamoe.engine.manner import MOST_S, Manner, check_grid
@@ -62,12 +63,15 @@ class LocalRanks:
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
         self._faults = Faults(device, ranks=num_ranks)
         self._top_k = 1
+        self._rooms: list[rooms.Room] = []
+        self._peers = torch.empty(0)
 
     def __call__(
         self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]
     ) -> list[Tensor]:
         """One call on every rank: bf16 [T_r, H] each -> bf16 [T_r, H] each; T_r may differ."""
         from megamoe.engine import fused
+        from megamoe.kernels.hopper.mega_launch import World
 
         counts = self._check(x, topk_idx, topk_weights)
         self._faults.raise_if_seen()
@@ -76,7 +80,7 @@ class LocalRanks:
             return [torch.empty_like(t) for t in x]
         self._top_k = topk_idx[0].shape[1]
         slots = self.num_ranks * most * self._top_k
-        tile = fused.tile_for(self.weights, slots, ranks=self.num_ranks)
+        tile = fused.tile_for(self.weights, slots, ranks=self.num_ranks, local=self.num_ranks)
         require(
             tile is not None,
             f"one launch takes {MOST_SLOTS} slots at most, and few of them an expert",
@@ -85,12 +89,16 @@ class LocalRanks:
             kind=CapacityError,
         )
         assert tile is not None
-        tokens, ids, gates = (_padded(parts, most) for parts in (x, topk_idx, topk_weights))
-        valid = torch.tensor(counts, dtype=torch.int32).to(x[0].device)
+        self._make_rooms(most)
+        num = self.num_ranks
+        self._faults.in_turn()  # before the rooms are written to
         with torch.no_grad():
-            y = fused.moe(
-                tokens, ids, gates, self.weights, self.options, self._faults.word, self.stats,
-                valid, tile=tile, ranks=self.num_ranks, found=self._faults, manner=self._manner,
+            for room, *one in zip(self._rooms, x, topk_idx, topk_weights, strict=True):
+                room.put(*one)
+            y = fused.over(
+                self._rooms[0], most, self.weights, self.options,
+                World(num, num, 0, self._peers), self._faults.word, self.stats, tile=tile,
+                found=self._faults, manner=self._manner,
             )  # fmt: skip
         self._faults.follow(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
@@ -102,6 +110,24 @@ class LocalRanks:
     def reset(self) -> None:
         """Wait for the GPU and make the ranks usable after a timeout."""
         self._faults.reset()
+        self._rooms = []
+
+    def _make_rooms(self, num_tokens: int) -> None:
+        """A room for every rank, as large as the largest call so far, each an allocation."""
+        device, hidden = self.weights.device, self.weights.hidden
+        if self._rooms:
+            had, top_k = self._rooms[0].topk_idx.shape
+            if had >= num_tokens and top_k == self._top_k:
+                return
+        where = rooms.layout(num_tokens, hidden, self._top_k)
+        with torch.inference_mode(False):
+            memory = [
+                torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)
+                for _ in range(self.num_ranks)
+            ]
+            first = memory[0].data_ptr()
+            self._peers = torch.tensor([m.data_ptr() - first for m in memory], device=device)
+        self._rooms = [rooms.room_in(m, where) for m in memory]
 
     def _check(
         self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]
@@ -131,12 +157,3 @@ class LocalRanks:
             kind=ShapeError,
         )
         return [len(t) for t in x]
-
-
-def _padded(parts: Sequence[Tensor], most: int) -> Tensor:
-    """[ranks * most, ..]: the rows of each rank, then zeros, which count as padding."""
-    first = parts[0]
-    whole = first.new_zeros(len(parts), most, first.shape[1])
-    for room, part in zip(whole, parts, strict=True):
-        room[: len(part)] = part
-    return whole.flatten(0, 1)

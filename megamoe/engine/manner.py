@@ -25,17 +25,11 @@ class Manner:
     timeout_s: float = MOST_S  # of every wait in a fused launch
     reserve_sms: int = 0  # that a fused launch leaves to others
     is_poisoned: bool = False  # NaN bytes in all memory of a fused launch before it begins
+    pool_rows: int | None = None  # of a fused launch: a call with more of them runs in waves
 
     def check(self, options: Options, shared: ExpertWeights | None, device: torch.device) -> None:
         """Refuse what no call of a layer with these options could follow."""
         if self.mode == "fused":
-            require(
-                options.combine == "bf16",
-                "a fused launch combines BF16 rows",
-                got=f"mode='fused' with combine={options.combine!r}",
-                fix="use combine='bf16', or mode='auto'",
-                kind=NotAvailable,
-            )
             require(
                 shared is None,
                 "a fused launch has no shared experts",
@@ -50,6 +44,12 @@ class Manner:
             self.reserve_sms >= 0,
             "reserve_sms must not be negative",
             got=self.reserve_sms,
+            kind=RangeError,
+        )
+        require(
+            self.pool_rows is None or self.pool_rows > 0,
+            "pool_rows must be positive",
+            got=self.pool_rows,
             kind=RangeError,
         )
         if self.reserve_sms and device.type == "cuda":

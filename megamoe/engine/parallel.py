@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megamoe import __version__
 from megamoe.distributed.wire import Wire
+from megamoe.engine import fused_group
 from megamoe.engine.functional import check_values
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("auto", "staged")
+MODES = ("auto", "staged", "fused")
 
 
 class Calc(ABC):
@@ -173,10 +174,7 @@ CALCS = {"reference": ReferenceCalc, "portable": PortableCalc}
 
 
 def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: float) -> GroupWorld:
-    """Build this rank's part of a layer together with all other ranks', or fail with them.
-
-    The fused world, with symmetric memory between the ranks, will be chosen here.
-    """
+    """Build this rank's part of a layer together with all other ranks', or fail with them."""
     from megamoe.distributed.group import GroupWorld
     from megamoe.distributed.rendezvous import Rendezvous
 
@@ -186,19 +184,23 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         mode = layer._wanted[1]
         require(
             mode in MODES,
-            f"over a process group megamoe {__version__} runs staged",
+            f"over a process group megamoe {__version__} runs {', '.join(MODES)}",
             got=f"mode {mode}",
-            fix="use mode='auto' or 'staged'; fused needs symmetric memory between the ranks",
             kind=NotAvailable,
         )
         placement = build(meeting.num_ranks)
-        return placement, {**describe(layer, placement), "timeout_s": timeout_s}
+        what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
+        if mode == "fused":
+            what |= fused_group.describe(layer, placement)
+        return placement, what
 
     return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)
 
 
-def backend_over_group(wanted: str, found: str) -> str:
+def backend_over_group(wanted: str, mode: str, found: str) -> str:
     """`auto` over a group is the best backend that computes there."""
+    if mode == "fused":
+        return found
     if wanted == "auto" and found not in CALCS:
         return "portable"
     require(
@@ -248,7 +250,8 @@ def placement_of(
 def add_counts(counts: Tensor, topk_idx: Tensor) -> None:
     """counts[e] += slots of expert e; nothing waits for the GPU."""
     idx = topk_idx.reshape(-1).long()
-    counts.scatter_add_(0, idx.clamp(min=0), (idx >= 0).long())
+    names_one = (idx >= 0) & (idx < len(counts))
+    counts.scatter_add_(0, idx.where(names_one, 0), names_one.long())
 
 
 def statistics(layer: MoE, world: GroupWorld | None) -> Statistics:

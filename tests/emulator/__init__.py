@@ -7,7 +7,7 @@ Python functions run with `gl`, `mbarrier` and the like replaced by what is here
 """
 
 from megamoe.kernels.hopper import deal, launch, mega_launch, route
-from megamoe.kernels.portable import combine
+from megamoe.kernels.portable import combine, dispatch
 from tests.emulator import language  # noqa: F401  what kernels get
 from tests.emulator.running import Emulated
 
@@ -16,6 +16,7 @@ KERNELS = tuple(
     for module, name in (
         (launch, "swapped_kernel"), (launch, "straight_kernel"), (mega_launch, "mega_kernel"),
         (route, "_pool_kernel"), (deal, "_deal_kernel"), (combine, "_combine_kernel"),
+        (dispatch, "_dispatch_kernel"),
     )
 )  # fmt: skip
 

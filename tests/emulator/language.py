@@ -1,6 +1,7 @@
 """The language of kernels: loads, arithmetic, barriers, copies and products."""
 
 import math
+import threading
 from types import SimpleNamespace
 
 import torch
@@ -45,10 +46,13 @@ def store(pointer, value, mask=None, **_):
         HERE.launch.memory.store(address[keep], given.reshape(-1)[keep].contiguous())
 
 
+ATOMIC = threading.Lock()  # of all launches
+
+
 def _atomic(change):
     def act(pointer, value, mask=None, sem=None, scope=None):
         launch = HERE.launch
-        with launch.changed:
+        with launch.changed, ATOMIC:
             old = load(pointer, mask=mask)
             store(pointer, change(old, value), mask=mask)
             launch.changed.notify_all()

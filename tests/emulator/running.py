@@ -73,11 +73,15 @@ def _thread(act, *what):
 
 
 class Emulated:
-    """A kernel with the launch syntax of Triton, on the CPU. Gluon's CTAs run all at once."""
+    """A kernel with the launch syntax of Triton, on the CPU. Gluon's CTAs run all at once.
+
+    hold  tensors that it reaches by address alone
+    """
 
     def __init__(self, kernel):
         self.signature = inspect.signature(kernel.fn)
-        self.kernel, self.is_gluon, self.launches = translated(kernel), kernel.is_gluon(), 0
+        self.kernel, self.hold = translated(kernel), []
+        self.is_gluon, self.launches = kernel.is_gluon(), 0
 
     def __getitem__(self, grid):
         return lambda *args, **constants: self._run(tuple(grid), args, constants)
@@ -86,6 +90,8 @@ class Emulated:
         known = {k: v for k, v in constants.items() if k in self.signature.parameters}
         bound = self.signature.bind(*args, **known).arguments
         launch = Launch()
+        for t in self.hold:
+            launch.memory.hold(t)
         given = {name: self._argument(launch, value) for name, value in bound.items()}
         self.launches += 1
         programs = list(itertools.product(*map(range, grid)))

@@ -1,5 +1,7 @@
 """Small layers, and a CPU that the hopper backend takes for its own: the oracle computes there."""
 
+import ctypes
+
 import torch
 
 import megamoe as mm
@@ -22,6 +24,15 @@ def tokens(count=10, seed=0, **options):
     return x, *sample_routing(count, E, K, seed=seed, **options)
 
 
+def at(t, offset):
+    """The tensor that lies `offset` bytes from `t`, as a kernel sees it."""
+    if offset == 0:
+        return t
+    assert t.is_contiguous()
+    raw = (ctypes.c_char * t.nbytes).from_address(t.data_ptr() + offset)
+    return torch.frombuffer(raw, dtype=t.dtype).view(t.shape)
+
+
 class Launches:
     """Stands for the GPU: each call of a mode is kept, and computed by the oracle."""
 
@@ -32,20 +43,26 @@ class Launches:
         self.log.append("fused")
         self.calls.append({"tokens": tokens, "pool": pool, "acts": acts, "kept": kept, **rest})
         self.before(self.calls[-1])
-        ranks = rest["ranks"]
-        per_rank = len(tokens.x) // ranks
-        valid = [per_rank] * ranks if tokens.num_valid is None else tokens.num_valid.tolist()
-        there = torch.cat([torch.arange(per_rank) < count for count in valid])
-        idx = tokens.idx.masked_fill(~there[:, None], -1)
-        bad = (idx >= E) | (idx < -1)
-        for rank, some in enumerate(bad.flatten().chunk(ranks)):
-            if some.any():
-                tokens.error[rank] = int(some.nonzero()[0])
-        idx = idx.masked_fill(bad, -1)
-        y = reference.moe(tokens.x, idx, tokens.weights, self.weights, options, None)
-        tokens.y.copy_(y)
+        world = rest["world"]
+        away = [0] if world.peers is None else (world.peers - world.peers[world.first]).tolist()
+        num = len(tokens.x)
+        received = torch.zeros(E, dtype=torch.int64)
+        for rank, offset in enumerate(away):
+            x, idx, gates = (at(t, offset) for t in (tokens.x, tokens.idx, tokens.weights))
+            count = num if tokens.num_valid is None else int(at(tokens.num_valid, offset))
+            idx = idx.masked_fill((torch.arange(num) >= count)[:, None], -1)
+            bad = (idx >= E) | (idx < -1)
+            idx = idx.masked_fill(bad, -1)
+            received += expert_counts(idx, E)
+            local = rank - world.first
+            if 0 <= local < world.local:
+                if bad.any():
+                    tokens.error[local] = int(bad.flatten().nonzero()[0])
+                y = reference.moe(x, idx, gates, self.weights, options, None)
+                tokens.y[local * num : (local + 1) * num].copy_(y)
         if tokens.stats is not None:
-            tokens.stats.add_(expert_counts(idx, E))
+            per_rank = E // world.num
+            tokens.stats.add_(received[world.first * per_rank :][: world.local * per_rank])
         if self.report is not None:
             kept.report.copy_(torch.tensor(self.report, dtype=torch.int32))
 

@@ -227,7 +227,7 @@ def test_a_rank_that_never_arrives_is_reported_and_forgotten_by_reset(monkeypatc
     inputs, wanted = base().pick(19, 2)
     parts = [t.split((16, 3)) for t in inputs]
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "moe", functools.partial(fused.moe, absent=1))
+        patch.setattr(fused, "over", functools.partial(fused.over, absent=1))
         ranks(*parts)
     with pytest.raises(MegaMoETimeout, match="the end of all ranks"):
         ranks.check()
@@ -341,7 +341,7 @@ def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 4, [0])
     assert same_bits(one(*inputs), wanted)
-    one._faults.counters[0, getattr(meet, word).value] = value
+    one._faults.counters[getattr(meet, word).value] = value
     try:
         for _ in range(2):  # what one call leaves uncleaned, the next one meets
             y = one(*inputs)

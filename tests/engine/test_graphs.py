@@ -287,7 +287,7 @@ def test_without_a_gpu_and_over_a_group():
     one = mm.MoE(weights(), E, K, cuda_graphs=True)
     assert one._graphs is None and "CUDA graphs" in repr(one)
     assert torch.equal(one(*tokens()), wanted(tokens(), one))
-    with pytest.raises(NotAvailable, match="cannot be captured"):
+    with pytest.raises(NotAvailable, match="keeps no graphs of its own"):
         layer.MoE._build(
             types.SimpleNamespace(
                 top_k=K, num_experts=E, max_tokens_per_rank=None, _has_group=True,

@@ -5,10 +5,9 @@ import torch
 
 import megamoe as mm
 from megamoe.engine.local import LocalRanks
-from megamoe.errors import CapacityError, NotAvailable, RangeError
-from megamoe.problem import Options
+from megamoe.errors import CapacityError, RangeError
 from megamoe.routing.permute import expert_counts
-from tests.engine.pretended import E, tokens, wanted
+from tests.engine.pretended import E, at, tokens, wanted
 
 
 @pytest.mark.parametrize("counts", [(5,), (3, 8), (0, 4, 0, 1), (2, 0, 1, 3, 3, 0, 0, 1), (0, 0)])
@@ -20,8 +19,10 @@ def test_local_ranks_are_one_rank_over_all_tokens(gpu, counts):
     assert torch.equal(torch.cat(got), wanted(inputs, gpu))
     assert torch.equal(ranks.stats, expert_counts(inputs[1], E))
     for call in gpu.calls:
-        assert call["ranks"] == len(counts) and call["num_experts"] == E // len(counts)
-        assert call["tokens"].num_valid.tolist() == list(counts) and call["timeout_s"] == 3
+        num, local, first, peers, _ = call["world"]
+        assert num == local == len(peers) == len(counts) and first == peers[0] == 0
+        assert call["num_experts"] == E // len(counts) and call["timeout_s"] == 3
+        assert [int(at(call["tokens"].num_valid, p)) for p in peers.tolist()] == list(counts)
 
 
 def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
@@ -42,5 +43,3 @@ def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
     for num in (0, 3, 9):
         with pytest.raises(mm.MegaMoEError):
             LocalRanks(gpu.weights, num)
-    with pytest.raises(NotAvailable, match="BF16 rows"):
-        LocalRanks(gpu.weights, 2, Options(combine="fp8"))

@@ -4,16 +4,19 @@
 spills, time) is left to the tests marked `gpu` and to the compiler.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, fused, hopper
+from megamoe.engine import backends, fused, hopper, rooms
 from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.manner import Manner
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import meet
+from megamoe.kernels.hopper import meet, mega_launch
+from megamoe.kernels.hopper.route import num_rows
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
@@ -145,6 +148,20 @@ def test_a_fused_call_is_the_layer_and_has_the_bits_of_staged(recipe, kernels):
     assert torch.equal(y, stage(inputs, w, options=Options(**options)))
 
 
+@pytest.mark.parametrize("hidden", [H, 1152])
+def test_fp8_rows_are_combined_as_in_staged(hidden):
+    w = weights_of("w8a8", hidden=hidden)
+    x, idx, gates = tokens(6, hidden=hidden, masked_ratio=0.2)
+    x[2] = 0.0
+    options = Options(combine="fp8")
+    y, _ = fuse((x, idx, gates), w, options)
+    assert torch.equal(y, stage((x, idx, gates), w, options=options))
+    assert error(y, mm.moe(x, idx, gates, w, backend="reference", combine="fp8")) <= tolerance(
+        "w8a8", "fp8"
+    )
+    assert not torch.equal(y, fuse((x, idx, gates), w)[0])
+
+
 @pytest.mark.parametrize("tile", shipped_fused("w4a8_block"), ids=tile_name)
 def test_a_fused_tile_takes_experts_in_several_passes(tile):
     w, inputs = weights_of("w4a8_block"), loads(0, tile.tokens + 3, 2 * tile.tokens, 1)
@@ -176,14 +193,84 @@ def test_counters_serve_call_after_call_and_a_bad_slot_is_masked():
 @pytest.mark.parametrize("counts", [(5,), (3, 4), (0, 6), (2, 0, 1, 3)])
 def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
     monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
-    emulator.install(monkeypatch, num_sms=4)
+    kernels = emulator.install(monkeypatch, num_sms=4)
     w, inputs = weights_of("w4a8_block"), tokens(sum(counts), masked_ratio=0.2)
     ranks = LocalRanks(w, len(counts), timeout_s=30.0)
+    ranks._top_k = K
+    ranks._make_rooms(max(counts))
+    kernels["mega_kernel"].hold = [room.tokens for room in ranks._rooms]
     for _ in range(2):
         got = ranks(*(t.split(counts) for t in inputs))
         ranks.check()
         assert torch.equal(torch.cat(got), fuse(inputs, w)[0])
     assert torch.equal(ranks.stats, 2 * expert_counts(inputs[1], E))
+
+
+@pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 2), (3, 4), (4, 3)])
+def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
+    emulator.install(monkeypatch, num_sms)
+    w, inputs, found = weights_of("w4a8_block", 6), tokens(64, 6, skew="zipf"), Faults(CPU)
+    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(128, 6) // part
+    wanted, stats = fuse(inputs, w, tile=tile)
+    manner = Manner("fused", timeout_s=30.0, pool_rows=rows)
+    assert fused.ring(num_rows(128, 6), rows, 8)[1] > 0
+    for _ in range(2):
+        y, again = fuse(inputs, w, tile=tile, found=found, manner=manner)
+        assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
+
+
+class Processes:
+    """Ranks as launches of their own, at the same time."""
+
+    def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0):
+        where = rooms.layout(most, H, K)
+        self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+        self.rooms = [rooms.room_in(m, where) for m in self.memory]
+        self.found = [Faults(CPU) for _ in range(num_ranks)]
+        self.num, self.most, self.timeout_s = num_ranks, most, timeout_s
+        kernels["mega_kernel"].hold = self.memory
+        per_rank = w.num_experts // num_ranks
+        self.weights = [w[r * per_rank : (r + 1) * per_rank] for r in range(num_ranks)]
+
+    def launch(self, rank, part):
+        w, room, found = self.weights[rank], self.rooms[rank], self.found[rank]
+        room.put(*part)
+        peers = torch.tensor([m.data_ptr() - self.memory[rank].data_ptr() for m in self.memory])
+        world = mega_launch.World(self.num, 1, rank, peers, room.signals)
+        tile = fused.tile_for(w, self.num * self.most * K, ranks=self.num)
+        stats = torch.zeros(w.num_experts, dtype=torch.int64)
+        manner = Manner("fused", timeout_s=self.timeout_s, reserve_sms=2)
+        y = fused.over(
+            room, self.most, w, Options(), world, found.word, stats, tile=tile, found=found,
+            manner=manner,
+        )  # fmt: skip
+        return y[: len(part[0])], stats
+
+    def call(self, parts):
+        with ThreadPoolExecutor(self.num) as pool:
+            return list(pool.map(self.launch, range(self.num), parts))
+
+
+def test_launches_of_their_own_have_the_bits_of_one_rank(kernels):
+    w = weights_of("w4a8_block")
+    ranks = Processes(kernels, w, 2, 5)
+    for step, counts in enumerate([(5, 3), (0, 4), (2, 0), (5, 5)]):
+        inputs = tokens(sum(counts), seed=step, masked_ratio=0.2)
+        got = ranks.call(list(zip(*(t.split(counts) for t in inputs), strict=True)))
+        for found, room in zip(ranks.found, ranks.rooms, strict=True):
+            found.check(K)
+            assert not room.counters.any() and int(room.signals[31]) == step + 1
+        assert torch.equal(torch.cat([y for y, _ in got]), fuse(inputs, w)[0])
+        assert torch.equal(torch.cat([stats for _, stats in got]), expert_counts(inputs[1], E))
+
+
+def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
+    w, inputs = weights_of("w4a8_block"), tokens(3)
+    ranks = Processes(kernels, w, 2, 5, timeout_s=LATER)
+    ranks.launch(1, inputs)
+    with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to begin the call"):
+        ranks.found[1].check(K)
+    assert not ranks.rooms[0].counters.any() and int(ranks.rooms[0].signals[1]) == 1
 
 
 # -- faults --------------------------------------------------------------------------------------

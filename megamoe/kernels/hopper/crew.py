@@ -31,18 +31,22 @@ class Call:
     rows: gl.tensor  # BF16 [slots, hidden]: what combine adds
     private: gl.tensor
     counters: gl.tensor
+    signals: gl.tensor  # what ranks of other launches say
+    peers: gl.tensor  # int64: bytes from a pointer of this launch to the same of each rank
     report: gl.tensor
     trace: gl.tensor
     bound_ns: gl.tensor
     ahead: gl.tensor  # steps of a CTA's first tile that come before the tokens
     absent: gl.tensor  # a rank that never says it is done, for tests of the bound; -1 is none
+    first_rank: gl.tensor  # of this launch
     num_slots: gl.tensor  # of all ranks
     tokens_per_rank: gl.tensor
     num_experts: gl.tensor  # of one rank
     rows_per_rank: gl.tensor
     pool_rows: gl.tensor
+    wave_rows: gl.tensor  # RING: of the rows of all experts, so many begin a wave's tiles
     private_stride: gl.tensor
-    counters_stride: gl.tensor
+    num_counters: gl.tensor
     hidden: gl.tensor
     width: gl.tensor  # of a pooled token
     clamp: gl.tensor
@@ -56,6 +60,7 @@ class Call:
     HAS_COUNT: gl.constexpr
     HAS_STATS: gl.constexpr
     RANKS: gl.constexpr
+    LOCAL: gl.constexpr  # ranks of this launch
     EXPERTS: gl.constexpr  # of one rank, to the next power of two
     SLOTS: gl.constexpr  # likewise
     CHUNK: gl.constexpr  # slots that are looked at together
@@ -69,6 +74,8 @@ class Call:
     STAGES: gl.constexpr
     ROWS: gl.constexpr  # weight rows of a tile
     TRACE: gl.constexpr
+    RING: gl.constexpr  # the pool is too small for all rows (`waves`)
+    ROWS_AS: gl.constexpr  # the format that combine rounds rows to
 
 
 @record
@@ -99,6 +106,7 @@ class Mega:
 
     call: Call
     rank: gl.tensor
+    local: gl.tensor  # its number in this launch
     cta: gl.tensor  # within the rank
     num_ctas: gl.tensor  # of the rank
     private: gl.tensor  # this CTA's list of tiles
@@ -109,7 +117,7 @@ class Mega:
     mail: gl.shared_memory_descriptor
     mail_sent: gl.shared_memory_descriptor
     mail_read: gl.shared_memory_descriptor
-    stored: gl.shared_memory_descriptor  # math has stored a tile's activations
+    stored: gl.shared_memory_descriptor  # math has stored a tile: L1, and of a ring L2
     told: gl.shared_memory_descriptor  # publish has counted it
     all_done: gl.shared_memory_descriptor
 
@@ -144,6 +152,8 @@ def _rings(c, one, two):
 def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, tiles):
     """The linear over this CTA's ring."""
     out_width = linear.num_outputs
+    if c.RANKS > 1 and not linear.GATED:
+        out_width = gl.to_tensor(1)  # destinations are offsets: rows go to other ranks too
     return Work(
         linear.w, linear.w_scale, linear.x, linear.x_scale, w_bufs, ws_bufs, x_bufs, xs_bufs, amax,
         turn, full, empty, met, linear.factor, linear.bias, linear.acts_factor, c.row_factor,
@@ -158,7 +168,7 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, 
 @gluon.jit
 def prepare(c, one, two, place):
     """(the CTA, its L1, its L2), with their shared memory."""
-    rank, cta, num_ctas, private, counters, num_tiles, experts, counts = place
+    rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts = place
     w_first, w_second, ws_bufs, x_bufs, xs_bufs = _rings(c, one, two)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     amax = gl.allocate_shared_memory(gl.int32, [2 * c.GROUPS, c.TOKENS], flat)
@@ -172,9 +182,9 @@ def prepare(c, one, two, place):
     if c.PROMOTED:
         met = barriers(2, c.GROUPS)
     m = Mega(
-        c, rank, cta, num_ctas, private, counters, num_tiles, experts, counts,
+        c, rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts,
         gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat), barriers(2, 1),
-        barriers(2, c.GROUPS + 2), barriers(2, c.GROUPS), barriers(2, 1),
+        barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
         barriers(1, 1).index(0),
     )  # fmt: skip
     first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private)

@@ -10,7 +10,8 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.hopper.epilogue import times
-from megamoe.kernels.hopper.meet import POOL, add_to
+from megamoe.kernels.hopper.meet import FILLED, POOL, add_to, of_rank
+from megamoe.kernels.hopper.waves import WAVES, ring_row, write_table
 
 COLS = gl.constexpr(1024)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
@@ -28,24 +29,27 @@ def _running_sum(v):
 
 
 @gluon.jit
-def _is_token(c, token):
-    """Whether a token is one of its rank's own, not padding."""
-    if c.HAS_COUNT:
-        source = gl.minimum(token // c.tokens_per_rank, c.RANKS - 1)  # slots beyond the last too
-        there = token - source * c.tokens_per_rank < gl.load(c.num_valid + source)
+def _source(c, token):
+    """(rank of a token, its number there); some token's for one beyond the last."""
+    if c.RANKS == 1:
+        return 0 * token, token
     else:
-        there = token >= 0
-    return there
+        source = gl.minimum(token // c.tokens_per_rank, c.RANKS - 1)
+        return source, token - source * c.tokens_per_rank
 
 
 @gluon.jit
 def _slots(c, slot, used):
     """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked)."""
-    given = gl.load(c.idx + slot, mask=used, other=-1)
+    source, token = _source(c, slot // c.TOP_K)
+    at = token * c.TOP_K + slot % c.TOP_K
+    given = gl.load(of_rank(c, c.idx, source) + at, mask=used, other=-1)
     names_none = (given < -1) | (given >= c.num_experts * c.RANKS)
     expert = gl.where(names_none, -2, given).to(gl.int32)  # int64 ids must not wrap round
-    weight = gl.load(c.weights + slot, mask=used, other=0.0)
-    expert = gl.where(used & _is_token(c, slot // c.TOP_K), expert, -1)
+    weight = gl.load(of_rank(c, c.weights, source) + at, mask=used, other=0.0)
+    if c.HAS_COUNT:  # the rest is padding
+        used = used & (token < gl.load(of_rank(c, c.num_valid, source)))
+    expert = gl.where(used, expert, -1)
     legal = (expert >= 0) & (gl.abs(weight) < float("inf"))
     return gl.where(legal, expert, -1), weight, (legal == 0) & (expert != -1)
 
@@ -63,7 +67,7 @@ def _aligned(count):
 
 
 @gluon.jit
-def read_routing(c, rank, cta, private, experts, counts):
+def read_routing(c, rank, local, cta, private, experts, counts):
     """Fill `experts`, `counts` and this CTA's list of tiles; -> number of tiles of tokens."""
     E: gl.constexpr = c.EXPERTS
     which = gl.arange(0, E, FLAT)
@@ -76,19 +80,27 @@ def read_routing(c, rank, cta, private, experts, counts):
         count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
     counts.store(count)
     rows = _aligned(count)
-    first = rank * c.rows_per_rank + _running_sum(rows) - rows
+    first = _running_sum(rows) - rows
     blocks = (count + c.TOKENS - 1) // c.TOKENS
     number = _running_sum(blocks) - blocks
+    tiles = gl.zeros([WAVES], gl.int32, FLAT)
     for j in range(gl.max(blocks, 0)):
         at = private + (number + j) * 4
         row = first + j * c.TOKENS
         used = j < blocks
-        gl.store(at, rank * c.num_experts + which, mask=used)
+        if c.RING:
+            row, wave = ring_row(c, row, row)
+            gl.store(at + 3, wave, mask=used)
+            tiles += gl.histogram(gl.where(used, wave, 0), WAVES, mask=used, layout=FLAT)
+        row += local * c.rows_per_rank
+        gl.store(at, local * c.num_experts + which, mask=used)
         gl.store(at + 1, row, mask=used)
-        gl.store(at + 2, gl.minimum(row + c.TOKENS, first + count), mask=used)
+        gl.store(at + 2, row + gl.minimum(count - j * c.TOKENS, c.TOKENS), mask=used)
+    if c.RING:
+        write_table(c, private, tiles)
     if c.HAS_STATS:  # noqa: SIM102  known at compile time, unlike the CTA's number
         if cta == 0:
-            stats = c.stats + rank * c.num_experts + which
+            stats = c.stats + local * c.num_experts + which
             there = which < c.num_experts
             gl.store(stats, gl.load(stats, mask=there, other=0) + count, mask=there)
     return gl.sum(blocks, 0)
@@ -131,8 +143,11 @@ def _held(c, source, token):
 
 
 @gluon.jit
-def _rows_of(m, token, SLOT: gl.constexpr):
-    """Pool row of each slot of a token, or -1 where it is not this rank's; and topk weights."""
+def _rows_of(m, token, low, high, SLOT: gl.constexpr):
+    """Pool row of each slot of a token, and topk weights.
+
+    -1 where the slot is not this rank's, or of a ring's wave below `low`, or not below `high`.
+    """
     c = m.call
     # A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
     PAIRS: gl.constexpr = gl.BlockedLayout([1, c.CHUNK // 32], [1, 32], [4, 1], [1, 0])
@@ -142,7 +157,8 @@ def _rows_of(m, token, SLOT: gl.constexpr):
     mine = _own(c, m.rank, expert)
     which = gl.expand_dims(gl.arange(0, c.EXPERTS, gl.SliceLayout(0, PAIRS)), 0)
     rows = gl.expand_dims(_aligned(m.counts.load(gl.SliceLayout(0, PAIRS))), 0)
-    row = gl.sum(gl.where(which < gl.expand_dims(mine, 1), rows, 0), 1)
+    first = gl.sum(gl.where(which < gl.expand_dims(mine, 1), rows, 0), 1)
+    row = first
     for chunk in range((token * c.TOP_K + c.TOP_K + c.CHUNK - 1) // c.CHUNK):
         other = chunk * c.CHUNK + gl.arange(0, c.CHUNK, gl.SliceLayout(0, PAIRS))
         theirs = m.experts.index(chunk).load(gl.SliceLayout(0, PAIRS)).to(gl.int32)
@@ -150,7 +166,11 @@ def _rows_of(m, token, SLOT: gl.constexpr):
             gl.expand_dims(other, 0) < gl.expand_dims(slot, 1)
         )
         row += gl.sum(same.to(gl.int32), 1)
-    row = gl.where(mine >= 0, m.rank * c.rows_per_rank + row, -1)
+    is_here = mine >= 0
+    if c.RING:
+        row, wave = ring_row(c, row, first + (row - first) // c.TOKENS * c.TOKENS)
+        is_here = is_here & (wave >= low) & (wave < high)
+    row = gl.where(is_here, m.local * c.rows_per_rank + row, -1)
     return gl.convert_layout(row, SLOT), gl.convert_layout(weight, SLOT)
 
 
@@ -161,22 +181,41 @@ def _share(m, WG: gl.constexpr):
 
 
 @gluon.jit
+def num_parts(c):
+    """Parts of tokens, of all ranks."""
+    return c.num_slots // c.TOP_K * ((c.width + COLS - 1) // COLS)
+
+
+@gluon.jit
 def fill_pool(m, WG: gl.constexpr):
-    """One warpgroup's share of the tokens: quantise once, write to each row of the token."""
+    """One warpgroup's share of the tokens, for the first two waves where the pool is a ring."""
+    begin, step = _share(m, WG)
+    _fill(m, begin, step, num_parts(m.call), 0, 2, m.counters + POOL)
+
+
+@gluon.jit
+def fill_wave(m, wave, item, WG: gl.constexpr):
+    """One warpgroup's part of the tokens of a later wave."""
+    num = num_parts(m.call)
+    _fill(m, item * m.call.GROUPS + WG, num, num, wave, wave + 1, m.counters + FILLED + wave)
+
+
+@gluon.jit
+def _fill(m, begin, step, num, low, high, counter):
+    """Every step-th part from `begin` on: quantise once, write to each row of the token."""
     c = m.call
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
     SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
     parts = (c.width + COLS - 1) // COLS
-    num = c.num_slots // c.TOP_K * parts
-    begin, step = _share(m, WG)
     for item in range(begin, num, step):
         token = item // parts
         part = item % parts
         col = part * COLS + gl.arange(0, COLS, gl.SliceLayout(0, WIDE))
-        x = c.x + token.to(gl.int64) * c.x_stride + col
-        source = gl.load(x, mask=col < c.hidden, other=0.0)
-        row, weight = _rows_of(m, token, gl.SliceLayout(1, SMALL))
-        held, scale = _held(c, source, token)
+        source, here = _source(c, token)
+        x = of_rank(c, c.x, source) + here.to(gl.int64) * c.x_stride + col
+        values = gl.load(x, mask=col < c.hidden, other=0.0)
+        row, weight = _rows_of(m, token, low, high, gl.SliceLayout(1, SMALL))
+        held, scale = _held(c, values, token)
         held = gl.expand_dims(gl.convert_layout(held, gl.SliceLayout(0, WIDE)), 0)
         wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
         at = gl.expand_dims(wide_row.to(gl.int64) * c.width, 1) + gl.expand_dims(col, 0)
@@ -193,14 +232,18 @@ def fill_pool(m, WG: gl.constexpr):
         if part == 0:
             used = row >= 0
             number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, SMALL))
-            gl.store(c.row_dest + row, token * c.TOP_K + number, mask=used)
+            dest = token * c.TOP_K + number
+            if c.RANKS > 1:
+                dest = (here * c.TOP_K + number).to(gl.int64) * c.hidden
+                dest += gl.load(c.peers + source) >> 1  # BF16
+            gl.store(c.row_dest + row, dest, mask=used)
             gl.store(c.row_weight + row, weight, mask=used)
             if c.FACTOR == "expert":
                 by = gl.load(c.g + token * c.g_stride) + 0.0 * weight
                 gl.store(c.row_factor + row, by, mask=used)
     done = gl.maximum((num - begin + step - 1) // step, 0)
     if done > 0:
-        add_to(m.counters + POOL, done)
+        add_to(counter, done)
 
 
 @gluon.jit
@@ -215,8 +258,20 @@ def slots_used(m, item, parts):
     bits = gl.sum(gl.where(expert >= 0, 1, 0) << number, 0)
     first = gl.min(gl.where(bad, number, c.TOP_K), 0)
     if first < c.TOP_K:
-        gl.atomic_min(c.error + m.rank, local * c.TOP_K + first)
+        gl.atomic_min(c.error + m.local, local * c.TOP_K + first)
     return bits
+
+
+@gluon.jit
+def _requantised(row, A: gl.constexpr):
+    """The values that a row has once it is rounded to the format of rows on their way home."""
+    x = row.reshape([COLS // A.GROUP, A.GROUP])
+    _, scale, step = A.scale(gl.max(abs_bits(x), 1), 1.0, A.EXPONENT, A.MANTISSA)
+    dead = abs_bits(step) >= INF_BITS
+    step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
+    ratio = gl.where(gl.expand_dims(dead, 1), 0.0, A.divide(x, step))
+    value = (A.round(ratio) * gl.expand_dims(scale, 1)).reshape([COLS])
+    return gl.convert_layout(value, row.type.layout)
 
 
 @gluon.jit
@@ -228,20 +283,25 @@ def combine(m, bits, WG: gl.constexpr):
     c = m.call
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     parts = (c.hidden + COLS - 1) // COLS
+    rows = of_rank(c, c.rows, m.rank)
+    weights = of_rank(c, c.weights, m.rank)
     begin, step = _share(m, WG)
     for item in range(begin, c.tokens_per_rank * parts, step):
-        token = (m.rank * c.tokens_per_rank + item // parts).to(gl.int64)
+        token = (item // parts).to(gl.int64)
         col = item % parts * COLS + gl.arange(0, COLS, LAYOUT)
         inside = col < c.hidden
         total = gl.zeros([COLS], gl.float32, LAYOUT)
         for j in gl.static_range(c.TOP_K):
             slot = token * c.TOP_K + j
             mask = inside & ((bits >> j & 1) != 0)
-            row = gl.load(c.rows + slot * c.hidden + col, mask=mask, other=0.0).to(gl.float32)
+            row = gl.load(rows + slot * c.hidden + col, mask=mask, other=0.0).to(gl.float32)
+            if c.ROWS_AS.HOLD != "plain":
+                row = _requantised(row, c.ROWS_AS)
             if not c.WEIGHTED:
-                weight = gl.load(c.weights + slot)
+                weight = gl.load(weights + slot)
                 row = times(row, gl.zeros([COLS], gl.float32, LAYOUT) + weight)
             total = gl.where(mask, total + row, total)
-        gl.store(c.y + token * c.hidden + col, total.to(gl.bfloat16), mask=inside)
+        y = c.y + (m.local * c.tokens_per_rank + token) * c.hidden + col
+        gl.store(y, total.to(gl.bfloat16), mask=inside)
         if item + step < c.tokens_per_rank * parts:
             bits = slots_used(m, item + step, parts)

@@ -52,9 +52,14 @@ def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
 
 
 def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None, ranks: int = 1) -> Pool:  # fmt: skip
-    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given."""
-    wide, rows = align_up(width, WIDTH), ranks * num_rows(slots, experts)
+         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
+         rows: int | None = None) -> Pool:  # fmt: skip
+    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
+
+    is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
+    rows    of a ring on each rank, instead of as many as any routing needs
+    """
+    wide, rows = align_up(width, WIDTH), ranks * (rows or num_rows(slots, experts))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
@@ -63,8 +68,9 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     scale = new(wide // 128, rows) if how.is_promoted else new(1)
     if tiles is not None:
         return tiles._replace(data=data, scale=scale)
+    dest = new(rows, dtype=torch.int64 if is_far else torch.int32)
     return Pool(
-        data, scale, new(rows, dtype=torch.int32), new(rows), new(rows),
+        data, scale, dest, new(rows), new(rows),
         new(max_tiles(slots, experts, block), 4, dtype=torch.int32), new(1, dtype=torch.int32),
     )  # fmt: skip
 
@@ -147,7 +153,7 @@ def _straight(
         num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
         DECODED=w.kind == "e4m3_image", DEALT=is_dealt, DEPTH=tile.ahead, GATED=w.is_gated,
         HAS_BIAS=bias is not None, STAGES=tile.stages, IMAGES=tile.images,
-        SPAN=0 if is_dealt else tile.span, MATH_REGS=tile.math_regs,
+        SPAN=0 if is_dealt else tile.span, WIDTH=tile.width, MATH_REGS=tile.math_regs,
         DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
     )  # fmt: skip
 

@@ -1,12 +1,14 @@
 """The whole layer in one persistent launch: dispatch, L1, activation, L2 and combine.
 
 Every CTA reads the routing for itself, then its roles run on:
-  load_weights   draws tickets (all L1 tiles, then all L2 tiles) and streams their weights
+  deal           draws tickets (all L1 tiles, then all L2 tiles; or the waves of a ring, `waves`)
+                 and tells the others what they mean
+  load_weights   streams the weights of each tile
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
   math           fills the pool with quantised tokens; then decode, wgmma, epilogue; then combine
-  publish        tells the other CTAs of finished L1 tiles, so that math never waits for a release
+  publish        tells the other CTAs of finished tiles, so that math never waits for a release
 Tiles are computed by `swapped`'s own functions, so bits are those of the staged launches. CTAs are
-dealt to the ranks of a world in equal parts; a rank's rows lie behind those of the rank before it.
+dealt to the ranks of a launch in equal parts; a rank's rows lie behind those of the rank before it.
 Only higher tickets wait for a ticket, and the grid is resident: nothing waits in a circle.
 """
 
@@ -15,22 +17,36 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.hopper.crew import Call, Linear, prepare
-from megamoe.kernels.hopper.edges import COLS, combine, fill_pool, read_routing, slots_used
+from megamoe.kernels.hopper.edges import (
+    COLS,
+    combine,
+    fill_pool,
+    fill_wave,
+    num_parts,
+    read_routing,
+    slots_used,
+)
 from megamoe.kernels.hopper.meet import (
-    DONE,
+    CALL,
     EXIT,
+    FILLED,
     POOL,
     READY,
+    SECONDS,
     TICKET,
-    WAIT_DONE,
     WAIT_POOL,
     WAIT_READY,
     WAIT_TICKETS,
+    WAIT_WAVE,
     expect,
+    greet,
+    of_rank,
     publish_stores,
     receive,
     send,
+    tell_done,
     wait_for,
+    wait_for_done,
 )
 from megamoe.kernels.hopper.ring import tiles_across
 from megamoe.kernels.hopper.stamps import (
@@ -49,13 +65,13 @@ from megamoe.kernels.hopper.stamps import (
     stamp,
 )
 from megamoe.kernels.hopper.swapped import compute_tile, load_token_tile, load_weight_tile
+from megamoe.kernels.hopper.waves import num_filled_later, segment, tiles_before, tiles_of
 
 
 @gluon.jit
 def wait_for_pool(m):
     """Until all tokens are in the pool."""
-    parts = m.call.num_slots // m.call.TOP_K * ((m.call.width + COLS - 1) // COLS)
-    wait_for(m, m.counters + POOL, parts, WAIT_POOL, m.rank)
+    wait_for(m, m.counters + POOL, num_parts(m.call), WAIT_POOL, m.rank)
 
 
 @gluon.jit
@@ -69,47 +85,80 @@ def _draw(m):
 
 
 @gluon.jit
-def _tile_of(m, ticket, num, num_first, first_across, second_across):
-    """(expert, first row, end row) of a ticket below `num`."""
-    item = gl.where(
-        ticket >= num_first, (ticket - num_first) // second_across, ticket // first_across
-    )
-    at = m.private + item * 4
-    there = (ticket >= 0) & (ticket < num)
-    return (
-        gl.load(at, mask=there, other=0),
-        gl.load(at + 1, mask=there, other=0),
-        gl.load(at + 2, mask=there, other=0),
-    )
+def num_tickets(m, first_across, second_across):
+    """Of all CTAs of the rank: L1 tiles, L2 tiles, and fills of later waves."""
+    num = m.num_tiles * (first_across + second_across)
+    if m.call.RING:
+        num += num_filled_later(m, num_fills(m))
+    return num
+
+
+@gluon.jit
+def num_fills(m):
+    """Tickets of one wave's fill: a part of a token for every warpgroup."""
+    return (num_parts(m.call) + m.call.GROUPS - 1) // m.call.GROUPS
+
+
+@gluon.jit
+def deal(m, one, two):
+    """Draw tickets and tell all roles what they mean, ahead of them.
+
+    The first two tickets of a CTA are its own. Nobody waits for what takes long here: the counter,
+    the list, divisions, code that is fetched once a tile.
+    """
+    first_across = tiles_across(one, m.call.ROWS)
+    second_across = tiles_across(two, m.call.ROWS)
+    num = num_tickets(m, first_across, second_across)
+    num_first = m.num_tiles * first_across
+    number = 0
+    begin = 0
+    wave = 0
+    size = num_first
+    kind = gl.to_tensor(FIRST)
+    if m.call.RING:
+        kind, wave, size = segment(m, number, num_fills(m), first_across, second_across)
+    i = 0
+    ticket = m.cta
+    later = ticket + m.num_ctas
+    while (ticket >= 0) & (ticket < num):  # a poisoned counter deals no tile; it is reported
+        drawn = _draw(m)
+        if m.call.RING:
+            while ticket >= begin + size:
+                begin += size
+                number += 1
+                kind, wave, size = segment(m, number, num_fills(m), first_across, second_across)
+            item = ticket - begin
+        else:
+            kind = gl.where(ticket >= num_first, SECOND, FIRST)
+            item = gl.where(ticket >= num_first, ticket - num_first, ticket)
+        across = gl.where(kind == SECOND, second_across, first_across)
+        tile = item // across
+        across = item - tile * across
+        if m.call.RING:
+            across = gl.where(kind == FILL, item, across)
+            tile = gl.where(kind == FILL, wave, tiles_before(m, wave) + tile)
+        at = m.private + tile * 4
+        expert = gl.load(at)
+        send(m, i, kind, ticket, tile, across, expert, gl.load(at + 1), gl.load(at + 2))
+        ticket = later
+        later = 2 * m.num_ctas + gl.sum(drawn, 0)
+        i += 1
+    send(m, i, -1, -1, 0, 0, 0, 0, 0)
 
 
 @gluon.jit
 def load_weights(m, one, two):
-    """Draw tickets, tell the other roles, stream the weights.
-
-    The first two tickets of a CTA are its own; the next is always known one tile ahead.
-    """
-    first_across = tiles_across(one, m.call.ROWS)
-    second_across = tiles_across(two, m.call.ROWS)
-    num_first = m.num_tiles * first_across
-    num = num_first + m.num_tiles * second_across
+    """Stream the weights of each tile."""
     idx = 0
     phase = 1
     i = 0
-    ticket = m.cta
-    later = ticket + m.num_ctas
-    expert, first, end = _tile_of(m, ticket, num, num_first, first_across, second_across)
-    while (ticket >= 0) & (ticket < num):  # a poisoned counter deals no tile; it is reported
-        send(m, i, ticket, expert, first, end)
-        drawn = _draw(m)
-        next_expert, first, end = _tile_of(m, later, num, num_first, first_across, second_across)
+    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    while kind >= 0:
         begin = now(m.call)
-        if ticket >= num_first:
-            across = (ticket - num_first) % second_across
+        if kind == SECOND:
             idx, phase = load_weight_tile(two, expert, across, 0, two.steps, idx, phase)
             stamp(m.call, LOAD_WEIGHTS, i, SECOND, ticket, begin)
-        else:
-            across = ticket % first_across
+        elif kind == FIRST:
             start = 0
             if i == 0:  # a burst of all CTAs would stand before the tokens in every queue
                 start = gl.minimum(m.call.ahead, one.steps)
@@ -117,62 +166,74 @@ def load_weights(m, one, two):
                 wait_for_pool(m)
             idx, phase = load_weight_tile(one, expert, across, start, one.steps, idx, phase)
             stamp(m.call, LOAD_WEIGHTS, i, FIRST, ticket, begin)
-        expert = next_expert
-        ticket = later
-        later = 2 * m.num_ctas + gl.sum(drawn, 0)
         i += 1
-    send(m, i, -1, 0, 0, 0)
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
 def load_tokens(m, one, two):
     """Wait until a tile's tokens are there, and bring them."""
     first_across = tiles_across(one, m.call.ROWS)
-    second_across = tiles_across(two, m.call.ROWS)
-    num_first = m.num_tiles * first_across
     idx = 0
     phase = 1
     i = 0
     begin = now(m.call)
     wait_for_pool(m)
     n = stamp(m.call, LOAD_TOKENS, 0, WAIT, -1, begin)
-    ticket, expert, first, end = receive(m, i)
-    while ticket >= 0:
-        if ticket >= num_first:
-            tile = (ticket - num_first) // second_across
+    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    while kind >= 0:
+        if kind == SECOND:
             begin = now(m.call)
             wait_for(m, m.counters + READY + tile, first_across, WAIT_READY, tile)
             n = stamp(m.call, LOAD_TOKENS, n, WAIT, ticket, begin)
             idx, phase = load_token_tile(two, first, idx, phase)
-        else:
+        elif kind == FIRST:
+            if m.call.RING:
+                wave = gl.load(m.private + tile * 4 + 3)
+                if wave >= 2:
+                    counter = m.counters + FILLED + wave
+                    wait_for(m, counter, num_parts(m.call), WAIT_WAVE, wave)
             idx, phase = load_token_tile(one, first, idx, phase)
         i += 1
-        ticket, expert, first, end = receive(m, i)
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
 def publish(m, one):
-    """Count finished L1 tiles where everybody sees it."""
-    first_across = tiles_across(one, m.call.ROWS)
-    num_first = m.num_tiles * first_across
+    """Count finished L1 tiles where everybody sees it; of a ring, L2 tiles too."""
+    done = 0
     i = 0
-    ticket, expert, first, end = receive(m, i)
-    while ticket >= 0:
-        if ticket < num_first:
-            mbarrier.wait(m.stored.index(i & 1), (i >> 1) & 1)
+    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    while kind >= 0:
+        if (kind == FIRST) | (m.call.RING & (kind == SECOND)):
+            mbarrier.wait(m.stored.index(done & 1), (done >> 1) & 1)
             publish_stores()
-            tile = ticket // first_across
-            gl.atomic_add(m.counters + READY + tile, 1, sem="release", scope="gpu")
-            mbarrier.arrive(m.told.index(i & 1), count=1)
+            if kind == FIRST:
+                gl.atomic_add(m.counters + READY + tile, 1, sem="release", scope="gpu")
+            else:
+                wave = gl.load(m.private + tile * 4 + 3)
+                if tiles_of(m, wave + 2) > 0:  # a fill waits; else it could come after cleaning
+                    counter = m.counters + SECONDS + wave
+                    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+            mbarrier.arrive(m.told.index(done & 1), count=1)
+            done += 1
         i += 1
-        ticket, expert, first, end = receive(m, i)
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
+
+
+@gluon.jit
+def tell_stored(m, done):
+    """math: let `publish` count tile number `done` of this CTA."""
+    publish_stores()
+    mbarrier.wait(m.told.index(done & 1), ((done >> 1) & 1) ^ 1)
+    gl.thread_barrier()
+    mbarrier.arrive(m.stored.index(done & 1), count=1)
 
 
 @gluon.jit
 def math(m, one, two, WG: gl.constexpr):
     """One warpgroup: tokens into the pool, its rows of every tile, then combine."""
     first_across = tiles_across(one, m.call.ROWS)
-    num_first = m.num_tiles * first_across
     second_across = tiles_across(two, m.call.ROWS)
     begin = now(m.call)
     fill_pool(m, WG)
@@ -182,28 +243,38 @@ def math(m, one, two, WG: gl.constexpr):
     idx = 0
     phase = 0
     i = 0
-    ticket, expert, first, end = receive(m, i)
-    while ticket >= 0:
-        mbarrier.wait(one.full.index(idx), phase)  # the pool's lists are there, for the epilogue
+    firsts = 0
+    told = 0
+    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    while kind >= 0:
+        if kind != FILL:
+            mbarrier.wait(one.full.index(idx), phase)  # the pool's lists are there as well
         begin = now(m.call)
-        if ticket < num_first:
-            across = ticket % first_across
-            idx, phase = compute_tile(one, expert, across, first, end, i, idx, phase, WG)
-            publish_stores()
-            mbarrier.wait(m.told.index(i & 1), ((i >> 1) & 1) ^ 1)
-            gl.thread_barrier()
-            mbarrier.arrive(m.stored.index(i & 1), count=1)
+        if kind == FIRST:
+            idx, phase = compute_tile(one, expert, across, first, end, firsts, idx, phase, WG)
+            tell_stored(m, told)
+            firsts += 1
+            told += 1
             if WG == 0:
                 n = stamp(m.call, MATH, n, FIRST, ticket, begin)
-        else:
-            across = (ticket - num_first) % second_across
-            idx, phase = compute_tile(two, expert, across, first, end, i, idx, phase, WG)
+        elif kind == SECOND:
+            idx, phase = compute_tile(two, expert, across, first, end, 0, idx, phase, WG)
+            if m.call.RING:
+                tell_stored(m, told)
+                told += 1
             if WG == 0:
                 n = stamp(m.call, MATH, n, SECOND, ticket, begin)
+        elif m.call.RING:
+            before = tile - 2
+            want = tiles_of(m, before) * second_across
+            wait_for(m, m.counters + SECONDS + before, want, WAIT_WAVE, before)
+            fill_wave(m, tile, across, WG)
+            if WG == 0:
+                n = stamp(m.call, MATH, n, FILL, ticket, begin)
         i += 1
-        ticket, expert, first, end = receive(m, i)
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
     begin = now(m.call)
-    bits = _meet_all(m, i, num_first + m.num_tiles * second_across, WG)
+    bits = _meet_all(m, i, num_tickets(m, first_across, second_across), WG)
     if WG == 0:
         n = stamp(m.call, MATH, n, MEET, 0, begin)
     begin = now(m.call)
@@ -220,26 +291,22 @@ def _meet_all(m, tiles, num, WG: gl.constexpr):
     did `tiles`. -> the slots that the warpgroup's first item of combine will add.
     """
     gl.thread_barrier()
-    if m.rank != m.call.absent:
-        for rank in gl.static_range(m.call.RANKS):
-            done = m.call.counters + rank * m.call.counters_stride + DONE
-            gl.atomic_add(done, 1, sem="release", scope="gpu")
+    tell_done(m)
     parts = (m.call.hidden + COLS - 1) // COLS
     bits = slots_used(m, m.cta + WG * m.num_ctas, parts)
     if WG == 0:
-        want = m.call.RANKS * m.num_ctas * m.call.GROUPS
-        wait_for(m, m.counters + DONE, want, WAIT_DONE, m.rank)
+        wait_for_done(m)
         mbarrier.arrive(m.all_done, count=1)
         out = gl.atomic_add(m.counters + EXIT, tiles * 1024 + 1, sem="acq_rel", scope="gpu")
         if out % 1024 == m.num_ctas - 1:
-            expect(m, out // 1024 + tiles, num, WAIT_TICKETS, m.rank)
+            expect(m.call, m.rank, out // 1024 + tiles, num, WAIT_TICKETS, m.rank)
             LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
             word = gl.arange(0, 128, LAYOUT)
             zero = gl.zeros([128], gl.int32, LAYOUT)
             for start in range(0, READY + m.num_tiles, 128):
-                gl.store(
-                    m.counters + start + word, zero, mask=start + word < m.call.counters_stride
-                )
+                gl.store(m.counters + start + word, zero, mask=start + word < m.call.num_counters)
+            if m.call.RANKS > m.call.LOCAL:
+                gl.store(m.call.signals + CALL, gl.load(m.call.signals + CALL) + 1)
     else:
         mbarrier.wait(m.all_done, 0)
     return bits
@@ -247,38 +314,41 @@ def _meet_all(m, tiles, num, WG: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "g_stride", "bound_ns", "ahead", "absent", "num_slots", "tokens_per_rank",
-        "num_experts", "rows_per_rank", "pool_rows", "private_stride", "counters_stride",
+        "g_stride", "bound_ns", "ahead", "absent", "first_rank", "num_slots", "tokens_per_rank",
+        "num_experts", "rows_per_rank", "pool_rows", "wave_rows", "private_stride", "num_counters",
         "steps1", "steps2", "rows1", "cols1", "rows2", "cols2",
     ],
     do_not_specialize_on_alignment=["idx", "weights", "num_valid", "error", "stats"],
 )  # fmt: skip
 def mega_kernel(
     x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale, row_dest,
-    row_weight, row_factor, acts, acts_scale, rows, private, counters, report, trace,
+    row_weight, row_factor, acts, acts_scale, rows, private, counters, signals, peers, report,
+    trace,
     bound_ns: gl.int64,
-    ahead, absent, num_slots, tokens_per_rank, num_experts, rows_per_rank, pool_rows,
-    private_stride, counters_stride, hidden, width, clamp, acts_factor,
+    ahead, absent, first_rank, num_slots, tokens_per_rank, num_experts, rows_per_rank, pool_rows,
+    wave_rows, private_stride, num_counters, hidden, width, clamp, acts_factor,
     w1, ws1, x1, xs1, factor1, bias1, steps1, outputs1, biases1, rows1, cols1,
     w2, ws2, x2, xs2, factor2, bias2, steps2, outputs2, biases2, rows2, cols2,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, LAST: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
-    RANKS: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr, TOP_K: gl.constexpr,
-    K_SLOTS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr, GROUPS: gl.constexpr,
-    SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, MATH_REGS: gl.constexpr,
-    LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
+    RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
+    TOP_K: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr,
+    GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
+    MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
+    RING: gl.constexpr, ROWS_AS: gl.constexpr,
 ):  # fmt: skip
-    """Four math warpgroups (the first is the launch's own), then three warps."""
+    """Four math warpgroups (the first is the launch's own), then four warps."""
     CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
     c = Call(
         x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale,
-        row_dest, row_weight, row_factor, rows, private, counters, report, trace,
-        bound_ns, ahead, absent, num_slots, tokens_per_rank, num_experts,
-        rows_per_rank, pool_rows, private_stride, counters_stride, hidden, width, clamp, WEIGHTS,
-        ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS, RANKS,
+        row_dest, row_weight, row_factor, rows, private, counters, signals, peers, report, trace,
+        bound_ns, ahead, absent, first_rank, num_slots, tokens_per_rank, num_experts,
+        rows_per_rank, pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp,
+        WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
+        RANKS, LOCAL,
         EXPERTS, SLOTS, CHUNK, TOP_K, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES,
-        GROUPS * SLABS * 64, TRACE,
+        GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
     )  # fmt: skip
     one = Linear(
         w1, ws1, x1, xs1, factor1, bias1, acts_factor, acts, acts_scale, steps1, outputs1, biases1,
@@ -290,16 +360,18 @@ def mega_kernel(
     )  # fmt: skip
     begin = now(c)
     pid = gl.program_id(0)
-    num_ctas = gl.num_programs(0) // RANKS
-    rank = pid // num_ctas
+    num_ctas = gl.num_programs(0) // LOCAL
+    local = pid // num_ctas
+    rank = first_rank + local
     cta = pid % num_ctas
     mine = private + pid * private_stride
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     experts = gl.allocate_shared_memory(gl.int16, [SLOTS // CHUNK, CHUNK], flat)
     counts = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
-    num_tiles = read_routing(c, rank, cta, mine, experts, counts)
-    own = counters + rank * counters_stride
-    place = (rank, cta, num_ctas, mine, own, num_tiles, experts, counts)
+    greet(c, rank, cta)
+    num_tiles = read_routing(c, rank, local, cta, mine, experts, counts)
+    own = of_rank(c, counters, rank)
+    place = (rank, local, cta, num_ctas, mine, own, num_tiles, experts, counts)
     m, first, second = prepare(c, one, two, place)
     stamp(c, PUBLISH, 0, ROUTE, 0, begin)
     gl.thread_barrier()
@@ -307,6 +379,6 @@ def mega_kernel(
         [(math, (m, first, second, 0)), (math, (m, first, second, 1)),
          (math, (m, first, second, 2)), (math, (m, first, second, 3)),
          (load_weights, (m, first, second)), (load_tokens, (m, first, second)),
-         (publish, (m, first))],
-        [4, 4, 4, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 3,
+         (publish, (m, first)), (deal, (m, first, second))],
+        [4, 4, 4, 1, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 4,
     )  # fmt: skip

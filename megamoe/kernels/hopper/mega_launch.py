@@ -20,7 +20,7 @@ from megamoe.kernels.hopper.mega import mega_kernel
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import Packed
 from megamoe.kernels.hopper.route import Pool
-from megamoe.kernels.portable.acts import PLAIN
+from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.problem import Options
 from megamoe.schedule.heuristics.hopper_tiles import Swapped
 
@@ -28,23 +28,37 @@ from megamoe.schedule.heuristics.hopper_tiles import Swapped
 class State(NamedTuple):
     """Where the CTAs meet (`meet`), and what each keeps for itself."""
 
-    counters: Tensor  # int32 [ranks, words]: zero before a launch, and again after it
+    counters: Tensor  # int32 [words]: zero before a launch, and again after it
     private: Tensor  # int32 [CTAs, words]: the list of tiles of each CTA
     report: Tensor  # int32 [8]: zero, or what a wait past its bound left
 
 
+class World(NamedTuple):
+    """The ranks. x, idx, weights, num_valid, rows and counters are those of `first`; each rank has
+    as many tokens, of which `num_valid` are real, and the same tensors `peers` bytes away."""
+
+    num: int = 1
+    local: int = 1  # ranks of this launch, from `first` on; CTAs are dealt to them in equal parts
+    first: int = 0
+    peers: Tensor | None = None  # int64 [num]
+    signals: Tensor | None = None  # int32 [32]: zero in the beginning
+
+
+ONE = World()
+
+
 class Tokens(NamedTuple):
-    """The tokens of all ranks, [ranks * tokens, ..]: as they come, and where results go."""
+    """The tokens of the launch's first rank as they come, and where results go."""
 
     x: Tensor
     idx: Tensor  # int32 or int64
     weights: Tensor
-    num_valid: Tensor | None  # int32 [ranks] on the device: so many tokens, then padding
+    num_valid: Tensor | None  # int32 [1] on the device: so many tokens, then padding
     g: Tensor | None
     rows: Tensor  # BF16 [slots, hidden]
-    y: Tensor
-    error: Tensor  # int32 [ranks]
-    stats: Tensor | None  # int64 [experts of all ranks]
+    y: Tensor  # [tokens of all ranks of the launch, hidden]
+    error: Tensor  # int32 [ranks of the launch]
+    stats: Tensor | None  # int64 [experts of the launch]
 
 
 def num_slots(slots: int) -> int:
@@ -58,16 +72,17 @@ def _power_of_2(n: int, least: int) -> int:
 
 def fused(
     tokens: Tokens, pool: Pool, acts: Pool, w13: Packed, w2: Packed, tile: Swapped, how: Arithmetic,
-    options: Options, kept: State, *, num_experts: int, ranks: int = 1,
+    options: Options, kept: State, *, num_experts: int, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
+    wave_rows: int = 0,
     trace: Tensor | None = None, ahead: int = 4, absent: int = -1,
 ) -> None:  # fmt: skip
-    """One launch: tokens -> tokens.y, over `ranks` ranks of `num_experts` experts each."""
+    """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each."""
     device, some = tokens.x.device, kept.report
     num_tokens, hidden = tokens.x.shape
     top_k = tokens.idx.shape[1]
-    slots = num_tokens * top_k
+    slots = world.num * num_tokens * top_k
     parts = []
     for x, w, bias in ((pool, w13, biases[0]), (acts, w2, biases[1])):
         data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
@@ -79,23 +94,26 @@ def fused(
             or_some(bias, some), steps, outputs, w.num_outputs, *factor_shape(w),
         ]  # fmt: skip
     g = tokens.g
-    grid = (num_sms(device) - reserve_sms) // ranks * ranks
+    grid = (num_sms(device) - reserve_sms) // world.local * world.local
     mega_kernel[(grid,)](
         tokens.x, tokens.x.stride(0), or_some(g, some), 0 if g is None or g.ndim == 0 else 1,
         tokens.idx, tokens.weights, or_some(tokens.num_valid, some), tokens.error,
         or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
-        pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters, kept.report,
-        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, slots, num_tokens // ranks,
-        num_experts, pool.data.shape[0] // ranks, pool.data.shape[0], kept.private.stride(0),
-        kept.counters.stride(0), hidden, pool.data.shape[1], float(options.limit),
+        pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
+        or_some(world.signals, some), or_some(world.peers, some), kept.report,
+        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first, slots, num_tokens,
+        num_experts, pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
+        kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],
+        float(options.limit),
         or_some(acts_factor, some), *parts,
         WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, LAST=PLAIN, PROMOTED=how.is_promoted,
         FACTOR=w13.factor_is, HAS_BIAS=biases[0] is not None,
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
-        HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=ranks,
-        EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots), TOP_K=top_k,
-        K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens, NARROW=tile.narrow,
+        HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=world.num,
+        LOCAL=world.local, EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots),
+        TOP_K=top_k, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens, NARROW=tile.narrow,
         GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages,
-        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None, num_warps=4,
-        launch_cooperative_grid=True,
+        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None,
+        RING=wave_rows > 0, ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
+        num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip

@@ -10,13 +10,7 @@ A tile is ROWS weight rows x TOKENS tokens of one expert. L1 (GATED) reads rows 
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megamoe.kernels.hopper.epilogue import (
     finish_gated,
@@ -25,12 +19,12 @@ from megamoe.kernels.hopper.epilogue import (
     read_rows,
     read_tokens,
 )
+from megamoe.kernels.hopper.products import multiply
 from megamoe.kernels.hopper.ring import (
     advance,
     allow_next_launch,
     barriers,
     num_items,
-    pin,
     place,
     record,
     wait_for_launch,
@@ -172,106 +166,6 @@ def load_tokens(p):
 
 
 @gluon.jit
-def operand(p, idx, j: gl.constexpr, slab: gl.constexpr, DOT: gl.constexpr):
-    """Slab `slab` of K block j of a stage, as wgmma's A."""
-    SLABS: gl.constexpr = p.GROUPS * p.SLABS
-    if p.WEIGHTS.DECODED:
-        NUM: gl.constexpr = p.STAGES * SLABS * p.DEPTH
-        return p.WEIGHTS.decode(p.w_bufs, p.ws_bufs, (idx * SLABS + slab) * p.DEPTH + j, NUM, DOT)
-    else:
-        block = p.w_bufs.index(idx * p.DEPTH + j).reshape([SLABS * 64, 128])
-        return block.slice(slab * 64, 64, 0)
-
-
-@gluon.jit
-def block_factors(p, expert, slab, k, ROW: gl.constexpr):
-    """FP32 scales of E4M3 weights at K block k, for the rows of a slab.
-
-    A slab lies in one 128x128 block, but for L1, where gate and up have one each.
-    """
-    k = gl.minimum(k, p.factor_cols - 1)
-    if p.GATED:
-        n = gl.minimum(slab // 4, p.factor_rows - 1)
-        gate = gl.load(p.factor + (expert * 2 * p.factor_rows + n) * p.factor_cols + k)
-        up = gl.load(p.factor + ((expert * 2 + 1) * p.factor_rows + n) * p.factor_cols + k)
-        factors = gl.where(gl.arange(0, 64, ROW) % 16 < 8, gate, up)
-    else:
-        n = gl.minimum(slab // 2, p.factor_rows - 1)
-        factors = gl.load(p.factor + (expert * p.factor_rows + n) * p.factor_cols + k)
-    return factors
-
-
-@gluon.jit
-def token_scales(p, factors, at, N: gl.constexpr, MMA: gl.constexpr):
-    """Scales of the tokens of a stage, times those of the weights."""
-    scale = p.xs_bufs.index(at).slice(0, N, 0).load(gl.SliceLayout(0, MMA))
-    if p.FACTOR == "block" and not p.GATED:
-        scale = scale * factors
-    scale = gl.expand_dims(scale, 0)
-    if p.FACTOR == "block" and p.GATED:
-        scale = scale * gl.expand_dims(factors, 1)
-    return scale
-
-
-@gluon.jit
-def promote(acc, part, scale, IS_WIDE: gl.constexpr):
-    """acc + part * scale; wide sums are pinned, or they spill."""
-    acc += part * scale
-    if IS_WIDE:
-        acc = pin(acc)
-    return acc
-
-
-@gluon.jit
-def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
-    """The sums of one tile's first N tokens: [64, N] of one slab, or two of them."""
-    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    IS_WIDE: gl.constexpr = N >= 64
-    low = gl.zeros([64, N], gl.float32, MMA)
-    high = gl.zeros([64, N], gl.float32, MMA)
-    part = gl.zeros([64, N], gl.float32, MMA)
-    factors = 1.0
-    if p.FACTOR == "block":
-        factors = block_factors(p, expert, slab, 0, ROW)
-    for k in range(p.steps):
-        mbarrier.wait(p.full.index(idx), phase)
-        for j in gl.static_range(p.DEPTH):
-            at = idx * p.DEPTH + j
-            x = p.x_bufs.index(at).slice(0, N, 0).permute((1, 0))
-            a = operand(p, idx, j, WG * p.SLABS, DOT)
-            if p.PROMOTED:
-                part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-                if not IS_WIDE:  # read under the product; wide tiles lack the registers
-                    scale = token_scales(p, factors, at, N, MMA)
-                part = warpgroup_mma_wait(0, deps=[part])
-                if IS_WIDE:
-                    scale = token_scales(p, factors, at, N, MMA)
-                low = promote(low, part, scale, IS_WIDE)
-                if p.SLABS == 2:
-                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
-                    part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-                    part = warpgroup_mma_wait(0, deps=[part])
-                    scale = token_scales(p, factors, at, N, MMA)
-                    high = promote(high, part, scale, IS_WIDE)
-                if p.FACTOR == "block":
-                    factors = block_factors(p, expert, slab, k * p.DEPTH + j + 1, ROW)
-            else:
-                low = warpgroup_mma(a, x, low, is_async=True)
-                if p.SLABS == 2:
-                    a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
-                    high = warpgroup_mma(a, x, high, is_async=True)
-                    high = warpgroup_mma_wait(0, deps=[high])
-                low = warpgroup_mma_wait(0, deps=[low])
-        # Reads of the stage come before the copies that follow: without the fence a few of
-        # thousands of launches have a wrong row.
-        fence_async_shared()
-        mbarrier.arrive(p.empty.index(idx), count=1)
-        idx, phase = advance(idx, phase, p.STAGES)
-    return low, high, idx, phase
-
-
-@gluon.jit
 def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
     """One tile of up to N tokens, from the ring to memory."""
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
@@ -281,7 +175,8 @@ def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG:
     columns = gated_columns(N, MMA)
     KEPT: gl.constexpr = columns.type.layout if p.GATED else gl.SliceLayout(0, MMA)
     # Narrow tiles fetch what the epilogue reads before the main loop; wide ones lack registers.
-    if N <= (16 if p.GATED or p.HAS_BIAS else 32):
+    IS_FAR: gl.constexpr = p.row_dest.dtype.element_ty.primitive_bitwidth > 32
+    if N <= (16 if p.GATED or p.HAS_BIAS or IS_FAR else 32):
         rows = read_rows(p, expert, slab, ROW)
         tokens = read_tokens(p, expert, first, end, N, KEPT)
         low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)

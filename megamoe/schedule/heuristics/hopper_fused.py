@@ -7,8 +7,9 @@ from dataclasses import replace
 from megamoe.schedule.heuristics.hopper_tiles import INF, Swapped, Tile, tile_of, tiles
 
 MOST_SLOTS = 4096  # of all ranks: every CTA reads the whole routing
-MOST_RANKS = 8  # of one launch
-COUNTERS = 128 + MOST_SLOTS  # words of a rank: four lines, and one for each tile of tokens
+MOST_RANKS = 8  # of one call
+COUNTERS = 192 + MOST_SLOTS  # words of a rank: six lines, and one for each tile of tokens
+MOST_WAVES = 32  # of a pool that is a ring
 MATH_REGS, LOAD_REGS = 104, 56  # roles that wait and draw tickets need more than loaders alone
 ROUTING_BYTES = 5120  # of routing that find room in shared memory beside all stages of any tile
 

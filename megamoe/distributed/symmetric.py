@@ -1,0 +1,89 @@
+"""Memory that all ranks of a group on one host reach: torch's symmetric memory, bounded."""
+
+from __future__ import annotations
+
+import os
+import socket
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamoe.distributed.rendezvous import Rendezvous, named
+from megamoe.errors import NotAvailable, require
+
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # several ranks on one GPU
+
+
+class Shared(NamedTuple):
+    """One rank's part, and where the others' lie."""
+
+    own: Tensor  # uint8, zero
+    offsets: tuple[int, ...]  # by rank: bytes from a place in `own` to the same place there
+    ranks_here: int  # that use this rank's GPU
+    handle: Any  # keeps the mapping
+
+
+def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
+    """`num_bytes` on every rank, zeroed, mapped on all of them; all ranks call it, or all fail."""
+    gpus = meeting.meet("look at the GPUs", lambda: _card(device))
+    meeting.meet("reach the GPUs", lambda: check_reach(gpus))
+    ranks_here = sum(gpu == gpus[meeting.rank] for gpu in gpus)
+    if any(gpus.count(gpu) > 1 for gpu in gpus):
+        os.environ.setdefault(OVERLAPPING, "1")
+
+    made: list[Any] = []
+
+    def allocate() -> None:
+        import torch.distributed._symmetric_memory as symmetric
+
+        made.append(symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_())
+        torch.cuda.synchronize(device)
+
+    def map_peers() -> list[int]:
+        import torch.distributed._symmetric_memory as symmetric
+
+        made.append(symmetric.rendezvous(made[0], meeting.group))
+        found = [made[1].get_buffer(r, (1,), torch.uint8) for r in range(meeting.num_ranks)]
+        return [t.data_ptr() - made[0].data_ptr() for t in found]
+
+    # Two meetings: torch's rendezvous has no bound of its own, so all begin it or none does.
+    meeting.meet("allocate symmetric memory", allocate)
+    offsets = meeting.meet("map symmetric memory", map_peers)[meeting.rank]
+    return Shared(made[0], tuple(offsets), ranks_here, made[1])
+
+
+def _card(device: torch.device) -> list[str]:
+    found = torch.cuda.get_device_properties(device)
+    return [socket.gethostname(), str(found.uuid)]
+
+
+def check_reach(gpus: list[list[str]]) -> None:
+    """Require ranks on one host, whose GPUs reach each other."""
+    away = [rank for rank, gpu in enumerate(gpus) if gpu[0] != gpus[0][0]]
+    require(
+        not away,
+        "fused calls need all ranks on one host",
+        got=f"{named(away)} on another host than rank 0" if away else "",
+        fix="use mode='staged' across hosts",
+        kind=NotAvailable,
+    )
+    here = {str(torch.cuda.get_device_properties(i).uuid): i for i in _devices()}
+    seen = sorted({here[gpu[1]] for gpu in gpus if gpu[1] in here})
+    apart = [
+        (one, two)
+        for one in seen
+        for two in seen
+        if one != two and not torch.cuda.can_device_access_peer(one, two)
+    ]
+    require(
+        not apart,
+        "fused calls need GPUs that reach each other's memory",
+        got=f"none between {', '.join(f'cuda:{a} and cuda:{b}' for a, b in apart)}",
+        fix="use mode='staged'",
+        kind=NotAvailable,
+    )
+
+
+def _devices() -> range:
+    return range(torch.cuda.device_count())

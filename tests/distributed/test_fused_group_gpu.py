@@ -1,0 +1,55 @@
+"""Fused calls of processes that share a GPU: symmetric memory, and MPS to run them together."""
+
+import os
+import shutil
+import subprocess
+import tempfile
+
+import pytest
+
+from tests.distributed.fused_ranks import BOUND_S, calls, leaves
+from tests.distributed.ranks import launch
+from tests.distributed.test_group import results
+from tests.engine.test_hopper_gpu import IS_OTHER
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(IS_OTHER, reason="needs an sm_90 GPU; this is another"),
+]
+
+CALLS = 500
+SLACK_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def mps():
+    """The folder of an MPS daemon: without one, processes take turns on the GPU."""
+    tool = shutil.which("nvidia-cuda-mps-control")
+    if tool is None:
+        pytest.skip("needs nvidia-cuda-mps-control")
+    folder = tempfile.mkdtemp(prefix="mps")  # short: it holds sockets
+    env = dict(os.environ, CUDA_MPS_PIPE_DIRECTORY=folder, CUDA_MPS_LOG_DIRECTORY=folder)
+    subprocess.run([tool, "-d"], env=env, check=True, timeout=30)
+    yield folder
+    subprocess.run([tool], input="quit\n", text=True, env=env, timeout=30, check=False)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "recipe", "num"),
+    [(2, "w4a8_block", CALLS), (4, "w4a8_block", CALLS), (2, "w8a8", 50)],
+)
+def test_processes_have_the_bits_of_one_rank(mps, num_ranks, recipe, num):
+    ends = results(launch(num_ranks, calls, mps, recipe, num, limit_s=240))
+    assert [wrong for wrong, _, _ in ends] == [0] * num_ranks
+    received = [count for _, stats, _ in ends for count in stats]
+    sent = [sum(counts) for counts in zip(*(sent for _, _, sent in ends), strict=True)]
+    assert received == sent and sum(sent) > 0
+
+
+def test_a_process_that_leaves_is_named_by_the_others_in_time(mps):
+    ends = results(launch(4, leaves, mps, limit_s=240))
+    assert ends.pop(1) == "gone"
+    for text, again, seconds in ends:
+        assert "rank 1 to begin the call" in text and "restart the ranks" in text and again == text
+        assert BOUND_S - 0.5 < seconds < BOUND_S + SLACK_S

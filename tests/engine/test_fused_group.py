@@ -1,0 +1,178 @@
+"""Fused calls over a group around their launch, which is the oracle's here."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.distributed import symmetric
+from megamoe.distributed.rendezvous import RESTART
+from megamoe.engine import fused_group, parallel, rooms
+from megamoe.engine.fused_group import FusedGroup
+from megamoe.engine.manner import Manner
+from megamoe.errors import (
+    CapacityError,
+    DTypeError,
+    MegaMoETimeout,
+    NotAvailable,
+    RangeError,
+    RankError,
+    ShapeError,
+)
+from megamoe.schedule.placement import Placement
+from tests.engine.pretended import E, H, K, make, tokens, wanted
+
+MOST = 6  # tokens of a rank
+
+
+class Peers:
+    """The rooms of all ranks in this process; `share` gives one rank its view of them."""
+
+    def __init__(self, num_ranks):
+        size = rooms.layout(MOST, H, K).num_bytes
+        self.memory = [torch.zeros(size, dtype=torch.uint8) for _ in range(num_ranks)]
+        self.num_ranks, self.ranks_here = num_ranks, num_ranks
+
+    def share(self, meeting, num_bytes, device):
+        own = self.memory[meeting.rank]
+        assert len(own) == num_bytes
+        offsets = tuple(m.data_ptr() - own.data_ptr() for m in self.memory)
+        return symmetric.Shared(own, offsets, self.ranks_here, None)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    found = Peers(2)
+    monkeypatch.setattr(symmetric, "share", found.share)
+    return found
+
+
+def join(gpu, peers, rank):
+    """A layer of rank `rank`, as it stands after `parallel.join`."""
+    per_rank = E // peers.num_ranks
+    one = make(gpu, max_tokens_per_rank=MOST, timeout_s=7)
+    one.experts._weights = gpu.weights[rank * per_rank : (rank + 1) * per_rank]
+    one.stats = one.stats[:per_rank].clone()
+    meeting = SimpleNamespace(
+        rank=rank, num_ranks=peers.num_ranks, meet=lambda step, make: [make()] * peers.num_ranks
+    )
+    one._fused_group = FusedGroup(one, meeting)
+    return one
+
+
+def call(one, x, idx, gates):
+    return one._fused_group(one, x, idx, gates, one.stats, lambda: one._check(x, idx, gates))
+
+
+@pytest.mark.parametrize("counts", [(6, 6), (3, 5), (0, 4), (1, 0), (0, 0)])
+def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
+    layers = [join(gpu, peers, rank) for rank in range(2)]
+    inputs = tokens(sum(counts), masked_ratio=0.2)
+    parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
+    for one, part in zip(layers, parts, strict=True):  # on GPUs both do this at once
+        one._fused_group.room.put(*part)
+    got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
+    assert torch.equal(torch.cat(got), wanted(inputs, gpu))
+    for rank, (one, launched) in enumerate(zip(layers, gpu.calls, strict=True)):
+        world = launched["world"]
+        assert (world.num, world.local, world.first, world.peers[rank]) == (2, 1, rank, 0)
+        assert launched["kept"].counters.data_ptr() == one._fused_group.room.counters.data_ptr()
+        assert launched["timeout_s"] == 7 and launched["num_experts"] == E // 2
+        assert launched["reserve_sms"] == 66  # both ranks have half of the SMs
+        assert launched["pool"].dest.dtype == torch.int64
+
+
+def test_who_refuses_its_input_takes_part_without_tokens(gpu, peers):
+    one = join(gpu, peers, 0)
+    x, idx, gates = tokens(4)
+    for bad, kind, text in (
+        ((x.float(), idx, gates), DTypeError, "bfloat16"),
+        ((x, idx[:, :1], gates[:, :1]), ShapeError, "topk_idx must be"),
+        ((mm.quantize(x, "mxfp8"), idx, gates), DTypeError, "quantised ones"),
+        (tokens(MOST + 1), CapacityError, "max_tokens_per_rank = 6 tokens; got 7"),
+    ):
+        launched = len(gpu.calls)
+        with pytest.raises(kind, match=text):
+            call(one, *bad)
+        assert len(gpu.calls) == launched + 1 and int(one._fused_group.room.num_valid) == 0
+    assert call(one, x, idx, gates).shape == x.shape
+
+
+def test_a_timeout_cannot_be_reset(gpu, peers):
+    one = join(gpu, peers, 0)
+    gpu.report = [1, 0, 3, 5, 1, 9, 8, 0]
+    call(one, *tokens(4))
+    for _ in range(2):
+        with pytest.raises(MegaMoETimeout, match=f"rank 1 to begin the call.*{RESTART}"):
+            call(one, *tokens(4))
+    with pytest.raises(NotAvailable, match="cannot be reset"):
+        one.reset()
+
+
+def test_a_bad_expert_is_told_by_the_next_call_which_takes_part_without_tokens(gpu, peers):
+    one = join(gpu, peers, 0)
+    x, idx, gates = tokens(4)
+    idx[2, 1] = E
+    call(one, x, idx, gates)
+    with pytest.raises(RangeError, match="token 2, slot 1"):
+        call(one, *tokens(4))
+    assert len(gpu.calls) == 2 and int(one._fused_group.room.num_valid) == 0
+    call(one, *tokens(4))
+    counts = torch.zeros(E, dtype=torch.int64)
+    parallel.add_counts(counts, idx)  # names no expert: counted nowhere
+    assert int(counts.sum()) == 7
+
+
+def test_warming_up_is_a_call_without_tokens(gpu, peers):
+    one = join(gpu, peers, 0)
+    one._fused_group.warm(one)
+    (launched,) = gpu.calls
+    assert int(launched["tokens"].num_valid) == 0 and launched["timeout_s"] == 60
+    assert not one.stats.any()
+
+
+def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
+    cards = iter([[{"CTAs of a launch": 66}, {"CTAs of a launch": 60}]])
+    meeting = SimpleNamespace(rank=0, num_ranks=2, meet=lambda step, make: next(cards))
+    with pytest.raises(RankError, match="CTAs of a launch differs"):
+        FusedGroup(make(gpu, max_tokens_per_rank=MOST), meeting)
+
+
+def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):
+    one = make(gpu, max_tokens_per_rank=MOST)
+    alike = Placement.contiguous(E, 2)
+    assert fused_group.describe(one, alike) == {"fits_e4m3": True}
+    other = Placement(E, (tuple(range(0, E, 2)), tuple(range(1, E, 2))))
+    many = Placement.contiguous(16, 16)
+    for placement, change, kind, text in (
+        (other, {}, NotAvailable, "contiguous"),
+        (many, {}, NotAvailable, "8 ranks at most"),
+        (alike, {"max_tokens_per_rank": None}, CapacityError, "need max_tokens_per_rank"),
+        (alike, {"max_tokens_per_rank": 3000}, CapacityError, "3000 tokens x top-2 = 12000"),
+        (alike, {"_backend": "portable"}, NotAvailable, "need Hopper GPUs"),
+        (alike, {"_manner": Manner("fused", pool_rows=16)}, CapacityError, "32 waves at most"),
+    ):
+        layer = make(gpu, max_tokens_per_rank=MOST)
+        for name, value in change.items():
+            setattr(layer, name, value)
+        with pytest.raises(kind, match=text):
+            fused_group.describe(layer, placement)
+
+
+def test_ranks_on_other_hosts_are_named():
+    with pytest.raises(NotAvailable, match="ranks 1, 3 on another host than rank 0"):
+        symmetric.check_reach([["a", "x"], ["b", "y"], ["a", "z"], ["c", "w"]])
+
+
+def test_a_room_holds_what_its_layout_says():
+    where = rooms.layout(5, 64, 3)
+    memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
+    room = rooms.room_in(memory, where)
+    x, idx, gates = torch.ones(2, 64).bfloat16(), torch.full((2, 3), 9), torch.full((2, 3), 0.5)
+    room.put(x, idx.int(), gates)
+    assert int(room.num_valid) == 2 and room.tokens.shape == (5, 64) and room.rows.shape == (15, 64)
+    assert (room.topk_idx[:2] == 9).all() and not room.topk_idx[2:].any()
+    starts = [t.data_ptr() - memory.data_ptr() for t in room]
+    assert starts == sorted(starts) and all(start % 128 == 0 for start in starts)
+    assert starts[-1] + room.rows.nbytes <= where.num_bytes
