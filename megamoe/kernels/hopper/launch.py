@@ -153,7 +153,7 @@ def _straight(
         num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
         DECODED=w.kind == "e4m3_image", DEALT=is_dealt, DEPTH=tile.ahead, GATED=w.is_gated,
         HAS_BIAS=bias is not None, STAGES=tile.stages, IMAGES=tile.images,
-        SPAN=0 if is_dealt else tile.span, WIDTH=tile.width, MATH_REGS=tile.math_regs,
+        SPAN=0 if is_dealt else tile.span, MATH_REGS=tile.math_regs,
         DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
     )  # fmt: skip
 

@@ -179,6 +179,12 @@ def send(m, i, kind, ticket, tile, across, expert, first, end):
 
 
 @gluon.jit
+def wait_until_read(m, i):
+    """deal: until all roles have letter i, so that its tile has begun."""
+    mbarrier.wait(m.mail_read.index(i & 1), (i >> 1) & 1)
+
+
+@gluon.jit
 def receive(m, i):
     """Letter i: (kind, ticket, tile, row tile, expert, first row, end row); kind -1 is the last.
 

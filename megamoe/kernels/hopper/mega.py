@@ -47,6 +47,7 @@ from megamoe.kernels.hopper.meet import (
     tell_done,
     wait_for,
     wait_for_done,
+    wait_until_read,
 )
 from megamoe.kernels.hopper.ring import tiles_across
 from megamoe.kernels.hopper.stamps import (
@@ -76,12 +77,8 @@ def wait_for_pool(m):
 
 @gluon.jit
 def _draw(m):
-    """A ticket, as a vector to sum up later: nobody waits for the counter here."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-    drawn = gl.atomic_add(
-        m.counters + TICKET + 0 * lane, 1 + 0 * lane, mask=lane == 0, sem="relaxed", scope="gpu"
-    )
-    return gl.where(lane == 0, drawn, 0)
+    """A ticket of the counter."""
+    return gl.atomic_add(m.counters + TICKET, 1, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
@@ -101,10 +98,11 @@ def num_fills(m):
 
 @gluon.jit
 def deal(m, one, two):
-    """Draw tickets and tell all roles what they mean, ahead of them.
+    """Draw tickets and tell all roles what they mean, a tile ahead of them.
 
-    The first two tickets of a CTA are its own. Nobody waits for what takes long here: the counter,
-    the list, divisions, code that is fetched once a tile.
+    The first two tickets of a CTA are its own. The next one is drawn as its last tile begins: drawn
+    earlier, a slow CTA would hold a ticket for which others wait at the end. Nobody waits for what
+    takes long here: the counter, the list, divisions, code that is fetched once a tile.
     """
     first_across = tiles_across(one, m.call.ROWS)
     second_across = tiles_across(two, m.call.ROWS)
@@ -119,9 +117,7 @@ def deal(m, one, two):
         kind, wave, size = segment(m, number, num_fills(m), first_across, second_across)
     i = 0
     ticket = m.cta
-    later = ticket + m.num_ctas
     while (ticket >= 0) & (ticket < num):  # a poisoned counter deals no tile; it is reported
-        drawn = _draw(m)
         if m.call.RING:
             while ticket >= begin + size:
                 begin += size
@@ -140,8 +136,11 @@ def deal(m, one, two):
         at = m.private + tile * 4
         expert = gl.load(at)
         send(m, i, kind, ticket, tile, across, expert, gl.load(at + 1), gl.load(at + 2))
-        ticket = later
-        later = 2 * m.num_ctas + gl.sum(drawn, 0)
+        if i == 0:
+            ticket += m.num_ctas
+        else:
+            wait_until_read(m, i)
+            ticket = 2 * m.num_ctas + _draw(m)
         i += 1
     send(m, i, -1, -1, 0, 0, 0, 0, 0)
 

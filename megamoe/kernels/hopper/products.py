@@ -69,13 +69,28 @@ def keep_above(p, idx, phase):
 
     Otherwise the assembler puts the decoding of the next operand behind the product it hides in.
     """
-    if p.WEIGHTS.DECODED and p.SLABS * p.DEPTH > 1:
+    if p.WEIGHTS.DECODED:
         mbarrier.wait(p.full.index(idx), phase)
 
 
 @gluon.jit
-def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
-    """The sums of one tile's first N tokens: [64, N] of one slab, or two of them."""
+def token_block(p, idx, j: gl.constexpr, N: gl.constexpr):
+    """K block j of a stage's first N tokens, as wgmma's B."""
+    return p.x_bufs.index(idx * p.DEPTH + j).slice(0, N, 0).permute((1, 0))
+
+
+@gluon.jit
+def release(p, idx):
+    """The stage may be written again."""
+    # Reads of the stage come before the copies that follow: without the fence a few of thousands
+    # of launches have a wrong row.
+    fence_async_shared()
+    mbarrier.arrive(p.empty.index(idx), count=1)
+
+
+@gluon.jit
+def promoted(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
+    """Sums that take the scales of every 128 of K in FP32."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     IS_WIDE: gl.constexpr = N >= 64
@@ -87,47 +102,59 @@ def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
         factors = block_factors(p, expert, slab, 0, ROW)
     for k in range(p.steps):
         mbarrier.wait(p.full.index(idx), phase)
-        a = operand(p, idx, 0, WG * p.SLABS, DOT)
         for j in gl.static_range(p.DEPTH):
             at = idx * p.DEPTH + j
-            x = p.x_bufs.index(at).slice(0, N, 0).permute((1, 0))
-            if p.PROMOTED:
-                part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-                if p.SLABS == 2:
-                    a = operand(p, idx, j, WG * 2 + 1, DOT)
-                elif j + 1 < p.DEPTH:
-                    a = operand(p, idx, j + 1, WG, DOT)
-                if not IS_WIDE:  # read under the product; wide tiles lack the registers
-                    scale = token_scales(p, factors, at, N, MMA)
+            x = token_block(p, idx, j, N)
+            a = operand(p, idx, j, WG * p.SLABS, DOT)
+            part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
+            if not IS_WIDE:  # read under the product; wide tiles lack the registers
+                scale = token_scales(p, factors, at, N, MMA)
+            if p.SLABS == 2:  # decoded under it too
+                a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
                 keep_above(p, idx, phase)
+            part = warpgroup_mma_wait(0, deps=[part])
+            if IS_WIDE:
+                scale = token_scales(p, factors, at, N, MMA)
+            low = promote(low, part, scale, IS_WIDE)
+            if p.SLABS == 2:
+                part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
                 part = warpgroup_mma_wait(0, deps=[part])
-                if IS_WIDE:
-                    scale = token_scales(p, factors, at, N, MMA)
-                low = promote(low, part, scale, IS_WIDE)
-                if p.SLABS == 2:
-                    part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-                    if j + 1 < p.DEPTH:
-                        a = operand(p, idx, j + 1, WG * 2, DOT)
-                        keep_above(p, idx, phase)
-                    part = warpgroup_mma_wait(0, deps=[part])
-                    scale = token_scales(p, factors, at, N, MMA)
-                    high = promote(high, part, scale, IS_WIDE)
-                if p.FACTOR == "block":
-                    factors = block_factors(p, expert, slab, k * p.DEPTH + j + 1, ROW)
-            else:
-                low = warpgroup_mma(a, x, low, is_async=True)
-                if p.SLABS == 2:
-                    a = operand(p, idx, j, WG * 2 + 1, DOT)
-                    high = warpgroup_mma(a, x, high, is_async=True)
-                if j + 1 < p.DEPTH:
-                    a = operand(p, idx, j + 1, WG * p.SLABS, DOT)
-                    keep_above(p, idx, phase)
-                if p.SLABS == 2:
-                    high = warpgroup_mma_wait(0, deps=[high])
-                low = warpgroup_mma_wait(0, deps=[low])
-        # Reads of the stage come before the copies that follow: without the fence a few of
-        # thousands of launches have a wrong row.
-        fence_async_shared()
-        mbarrier.arrive(p.empty.index(idx), count=1)
+                scale = token_scales(p, factors, at, N, MMA)
+                high = promote(high, part, scale, IS_WIDE)
+            if p.FACTOR == "block":
+                factors = block_factors(p, expert, slab, k * p.DEPTH + j + 1, ROW)
+        release(p, idx)
         idx, phase = advance(idx, phase, p.STAGES)
+    return low, high, idx, phase
+
+
+@gluon.jit
+def plain(p, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
+    """Sums that stay in wgmma's accumulators."""
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
+    low = gl.zeros([64, N], gl.float32, MMA)
+    high = gl.zeros([64, N], gl.float32, MMA)
+    for _ in range(p.steps):
+        mbarrier.wait(p.full.index(idx), phase)
+        for j in gl.static_range(p.DEPTH):
+            x = token_block(p, idx, j, N)
+            a = operand(p, idx, j, WG * p.SLABS, DOT)
+            low = warpgroup_mma(a, x, low, is_async=True)
+            if p.SLABS == 2:
+                a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
+                high = warpgroup_mma(a, x, high, is_async=True)
+                high = warpgroup_mma_wait(0, deps=[high])
+            low = warpgroup_mma_wait(0, deps=[low])
+        release(p, idx)
+        idx, phase = advance(idx, phase, p.STAGES)
+    return low, high, idx, phase
+
+
+@gluon.jit
+def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
+    """The sums of one tile's first N tokens: [64, N] of one slab, or two of them."""
+    if p.PROMOTED:
+        low, high, idx, phase = promoted(p, expert, slab, idx, phase, N, WG, MMA)
+    else:
+        low, high, idx, phase = plain(p, idx, phase, N, WG, MMA)
     return low, high, idx, phase

@@ -1,16 +1,22 @@
-"""Grouped GEMM for many tokens per expert: tokens are wgmma's M, weight rows its N, in FP8.
+"""Grouped GEMM for many tokens per expert: tokens are wgmma's M, 256 weight rows its N, in FP8.
 
-A tile is 128 tokens x 256 weight rows; two math warpgroups take 64 tokens each, or 128 rows each
-where there are only 64 tokens, and scale every 128 of K in FP32: the same products in the same
-order as `swapped`, so the same bits. E4M3 weights come by TMA. FP4 images are decoded by a
-warpgroup of its own: per tile, into the stage, where few tiles share their weights; or once for all
-tiles of a wave (`ahead`).
+A tile is 128 tokens x 256 weight rows; two math warpgroups take 128 rows each, in two waves of 64
+tokens, and scale every 128 of K in FP32: the same products in the same order as `swapped`, so the
+same bits. E4M3 weights come by TMA. FP4 images are decoded by a warpgroup of its own: per tile,
+into the stage, where few tiles share their weights; or once for all tiles of a wave (`ahead`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
+from megamoe.kernels.device.numbers import abs_bits
 from megamoe.kernels.hopper.ahead import (
     Ahead,
     decode_ahead,
@@ -24,11 +30,20 @@ from megamoe.kernels.hopper.ring import (
     advance,
     allow_next_launch,
     barriers,
+    pin,
     record,
     wait_for_launch,
 )
-from megamoe.kernels.hopper.straight_epilogue import ROWS, SLABS, TOKENS, mma_layout
-from megamoe.kernels.hopper.straight_math import math
+from megamoe.kernels.hopper.straight_epilogue import (
+    MMA,
+    ROWS,
+    SLABS,
+    TOKENS,
+    activated,
+    finish_gated,
+    finish_linear,
+    halves,
+)
 
 
 @record
@@ -78,7 +93,6 @@ class Work:
     STAGES: gl.constexpr
     IMAGES: gl.constexpr  # stages of the ring of FP4 images
     SPAN: gl.constexpr
-    WIDTH: gl.constexpr  # weight rows of one product: two of them stand beside the sums
 
 
 @gluon.jit
@@ -144,7 +158,7 @@ def load_tokens(p):
 @gluon.jit
 def decode(p):
     """One warpgroup: FP4 images to E4M3 rows of the stage."""
-    DOT: gl.constexpr = gl.DotOperandLayout(0, mma_layout(64), 4)
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     NUM: gl.constexpr = p.IMAGES * SLABS
     idx = 0
     phase = 1
@@ -171,6 +185,130 @@ def decode(p):
             at, at_phase = advance(at, at_phase, p.IMAGES)
 
 
+@gluon.jit
+def block_factors(p, expert, across, k, WG: gl.constexpr):
+    """FP32 scales of E4M3 weights at K block k: gate's and up's, or twice the same."""
+    k = gl.minimum(k, p.factor_cols - 1)
+    if p.GATED:
+        n = gl.minimum(across, p.factor_rows - 1)
+        one = gl.load(p.factor + (expert * 2 * p.factor_rows + n) * p.factor_cols + k)
+        two = gl.load(p.factor + ((expert * 2 + 1) * p.factor_rows + n) * p.factor_cols + k)
+    else:
+        n = gl.minimum(across * 2 + WG, p.factor_rows - 1)
+        one = gl.load(p.factor + (expert * p.factor_rows + n) * p.factor_cols + k)
+        two = one
+    return one, two
+
+
+@gluon.jit
+def promoted(p, one, two, part, scale, factor_one, factor_two):
+    """The sums plus part times the scales; gate and up are held apart where theirs differ."""
+    if p.DECODED:
+        one = pin(one + part * gl.expand_dims(scale, 1))
+    elif p.GATED:
+        gate, up = halves(part)
+        one = pin(one + gate * gl.expand_dims(scale * factor_one, 1))
+        two = pin(two + up * gl.expand_dims(scale * factor_two, 1))
+    else:
+        one = pin(one + part * gl.expand_dims(scale * factor_one, 1))
+    return one, two
+
+
+@gluon.jit
+def multiply(p, expert, across, idx, phase, BOTH: gl.constexpr, WG: gl.constexpr):
+    """Sums of 64 tokens x 128 rows, or of BOTH halves of the tile."""
+    part = gl.zeros([64, 128], gl.float32, MMA)
+    if p.GATED and not p.DECODED:
+        low, low_up = halves(part)
+        high, high_up = halves(part)
+    else:
+        low = gl.zeros([64, 128], gl.float32, MMA)
+        high = gl.zeros([64, 128], gl.float32, MMA)
+        low_up = low
+        high_up = high
+    KEPT: gl.constexpr = low.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, KEPT)
+    one = 1.0
+    two = 1.0
+    if not p.DECODED:
+        one, two = block_factors(p, expert, across, 0, WG)
+    for k in range(p.steps):
+        if not p.DECODED:
+            next_one, next_two = block_factors(p, expert, across, k + 1, WG)
+        x = p.x_bufs.index(idx)
+        w = p.w_bufs.index(idx).reshape([ROWS, 128]).slice(WG * 128, 128, 0).permute((1, 0))
+        scales = p.xs_bufs.index(idx)
+        mbarrier.wait(p.full.index(idx), phase)
+        part = warpgroup_mma(x.slice(0, 64, 0), w, part, use_acc=False, is_async=True)
+        scale_low = scales.slice(0, 64, 0).load(ROW)
+        scale_high = scales.slice(64, 64, 0).load(ROW)
+        part = warpgroup_mma_wait(0, deps=[part])
+        low, low_up = promoted(p, low, low_up, part, scale_low, one, two)
+        if BOTH:
+            part = warpgroup_mma(x.slice(64, 64, 0), w, part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(0, deps=[part])
+        fence_async_shared()
+        mbarrier.arrive(p.empty.index(idx), count=1)
+        if BOTH:
+            high, high_up = promoted(p, high, high_up, part, scale_high, one, two)
+        if not p.DECODED:
+            one = next_one
+            two = next_two
+        idx, phase = advance(idx, phase, p.STAGES)
+    return low, low_up, high, high_up, idx, phase
+
+
+@gluon.jit
+def math(p, WG: gl.constexpr):
+    """One warpgroup: 128 weight rows of every tile of this CTA."""
+    idx = 0
+    phase = 0
+    done = 0
+    wait_for_launch()
+    stop = end_item(p)
+    if p.DEALT:
+        next_expert, next_first, next_end, next_across = tile_at(p, gl.program_id(0))
+    for item in range(gl.program_id(0), stop, gl.num_programs(0)):
+        if p.DEALT:  # read a tile ahead
+            expert = next_expert
+            first = next_first
+            end = next_end
+            across = next_across
+            after = gl.minimum(item + gl.num_programs(0), stop - 1)
+            next_expert, next_first, next_end, next_across = tile_at(p, after)
+        else:
+            expert, first, end, across = tile_at(p, item)
+        if first + 64 < end:
+            low, low_up, high, high_up, idx, phase = multiply(
+                p, expert, across, idx, phase, True, WG
+            )
+        else:
+            low, low_up, high, high_up, idx, phase = multiply(
+                p, expert, across, idx, phase, False, WG
+            )
+        if p.GATED:
+            low = activated(p, low, low_up, expert, across, first, end, WG)
+            high = activated(p, high, high_up, expert, across, first + 64, end, WG)
+            low_bits = gl.max(abs_bits(low), 1)
+            high_bits = gl.max(abs_bits(high), 1)
+            turn = done & 1
+            mine = p.amax.index(turn * 2 + WG)
+            mine.slice(0, 64, 0).store(low_bits)
+            mine.slice(64, 64, 0).store(high_bits)
+            mbarrier.arrive(p.met.index(turn), count=1)
+            mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
+            LAYOUT: gl.constexpr = low_bits.type.layout
+            other = p.amax.index(turn * 2 + 1 - WG)
+            low_bits = gl.maximum(low_bits, other.slice(0, 64, 0).load(LAYOUT))
+            high_bits = gl.maximum(high_bits, other.slice(64, 64, 0).load(LAYOUT))
+            finish_gated(p, low, low_bits, across, first, end, WG)
+            finish_gated(p, high, high_bits, across, first + 64, end, WG)
+        else:
+            finish_linear(p, low, expert, across, first, end, WG)
+            finish_linear(p, high, expert, across, first + 64, end, WG)
+        done += 1
+
+
 @gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
 def straight_kernel(
     w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
@@ -179,8 +317,7 @@ def straight_kernel(
     DECODED: gl.constexpr, DEALT: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr,
     GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
-    WIDTH: gl.constexpr, MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr,
-    LOAD_REGS: gl.constexpr,
+    MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
     """Two math warpgroups (the first is the launch's own), the decoder if any, two loaders."""
     plain: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
@@ -197,8 +334,8 @@ def straight_kernel(
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], x.layout)
     xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], x_scale.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    amax = gl.allocate_shared_memory(gl.int32, [4, 64], flat)
-    COLS: gl.constexpr = 16 if GATED else 64  # as BF16
+    amax = gl.allocate_shared_memory(gl.int32, [4, TOKENS], flat)
+    COLS: gl.constexpr = 32 if GATED else 64  # as BF16
     rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     turn = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLS], rows)
     full = barriers(STAGES, 2)
@@ -220,7 +357,7 @@ def straight_kernel(
         empty, image_full, image_empty, met, factor, bias, row_weight, row_dest, out, out_scale,
         tiles, num_tiles, items, ahead, pool_rows, steps, num_outputs, num_biases, out_width,
         factor_rows, factor_cols, clamp, DECODED, DEALT, GATED, HAS_BIAS, WEIGHTED, ACTIVATION,
-        STAGES, IMAGES, SPAN, WIDTH,
+        STAGES, IMAGES, SPAN,
     )  # fmt: skip
     if DEPTH:
         gl.warp_specialize(

@@ -1,55 +1,35 @@
-"""Epilogues of `straight`: sums stand as [64 tokens, 64 weight rows], or gate and up apart."""
+"""Epilogues of `straight`: sums stand as [64 tokens, 128 weight rows], or gate and up apart."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.device.numbers import abs_bits
 from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu, times
 
 TOKENS = gl.constexpr(128)
 ROWS = gl.constexpr(256)
 SLABS = gl.constexpr(4)
-
-
-@gluon.constexpr_function
-def mma_layout(width):
-    """Sums of 64 tokens x `width` weight rows."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, width, 32]
-    )
+MMA = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+)
 
 
 @gluon.jit
 def halves(v):
-    """Columns of 8 gate, 8 up, ...: both of one output sit in one thread. [64, N] -> [64, N/2]."""
-    N: gl.constexpr = v.shape[1]
-    gate, up = v.reshape([64, N // 16, 2, 8]).permute((0, 1, 3, 2)).split()
-    return gate.reshape([64, N // 2]), up.reshape([64, N // 2])
+    """Columns of 8 gate, 8 up, ...: both of one output sit in one thread. [64, 128] -> [64, 64]."""
+    gate, up = v.reshape([64, 8, 2, 8]).permute((0, 1, 3, 2)).split()
+    return gate.reshape([64, 64]), up.reshape([64, 64])
 
 
 @gluon.jit
-def beside(left, right):
-    """[64, N] twice -> [64, 2 N], in the same threads."""
-    N: gl.constexpr = left.shape[1]
-    return gl.join(left, right).permute((0, 2, 1)).reshape([64, 2 * N])
-
-
-@gluon.jit
-def largest(a, b):
-    """Bits of the largest of two slabs, per token."""
-    return gl.maximum(gl.max(abs_bits(a), 1), gl.max(abs_bits(b), 1))
-
-
-@gluon.jit
-def activated(p, sums, up, expert, across, first, end, SLAB: gl.constexpr):
-    """FP32 [64 tokens, 32 outputs] of a slab; padding rows are zero."""
+def activated(p, sums, up, expert, across, first, end, WG: gl.constexpr):
+    """FP32 [64 tokens, 64 outputs] of 64 tokens; padding rows are zero."""
     if p.DECODED:
-        col = across * ROWS + SLAB * 64 + gl.arange(0, 64, gl.SliceLayout(0, sums.type.layout))
+        col = across * ROWS + WG * 128 + gl.arange(0, 128, gl.SliceLayout(0, MMA))
         factor = gl.load(p.factor + expert * p.factor_rows + col)
         sums, up = halves(times(sums, gl.expand_dims(factor, 0)))
     LAYOUT: gl.constexpr = sums.type.layout
     if p.HAS_BIAS:
-        col = across * 128 + SLAB * 32 + gl.arange(0, 32, gl.SliceLayout(0, LAYOUT))
+        col = across * 128 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
         at = p.bias + expert * 2 * p.num_biases + col
         sums += gl.expand_dims(gl.load(at, mask=col < p.num_biases, other=0.0), 0)
         more = gl.load(at + p.num_biases, mask=col < p.num_biases, other=0.0)
@@ -82,27 +62,32 @@ def store_rows(p, v, row, ok, first_col, width, WG: gl.constexpr):
 
 
 @gluon.jit
-def finish_gated(p, act, bits, across, first, end, SLAB: gl.constexpr, WG: gl.constexpr):
-    """E4M3 codes and FP32 scales of 64 tokens x 32 outputs; `bits` is the amax of all 128."""
+def finish_gated(p, act, bits, across, first, end, WG: gl.constexpr):
+    """E4M3 codes and FP32 scales of 64 tokens x 64 outputs; `bits` is the amax of all 128."""
     LAYOUT: gl.constexpr = act.type.layout
     scale, inverse = e4m3_step(bits)
     codes = divide(act, gl.expand_dims(scale, 1), gl.expand_dims(inverse, 1)).to(gl.float8e4nv)
     row = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-    if SLAB == 0:
+    if WG == 0:
         gl.store(p.out_scale + across * p.pool_rows + row, scale, mask=row < end)
-    store_rows(p, codes, row, row < end, across * 128 + SLAB * 32, p.out_width, WG)
+    store_rows(p, codes, row, row < end, across * 128 + WG * 64, p.out_width, WG)
 
 
 @gluon.jit
-def finish_linear(p, sums, expert, across, first, end, SLAB: gl.constexpr, WG: gl.constexpr):
-    """BF16 rows of 64 tokens x 64 outputs at their destinations."""
-    at = across * ROWS + SLAB * 64
-    if p.HAS_BIAS:  # in two parts: registers
-        left, right = sums.reshape([64, 2, 32]).permute((0, 2, 1)).split()
-        _finish_part(p, left, expert, at, first, end, WG)
-        _finish_part(p, right, expert, at + 32, first, end, WG)
+def finish_linear(p, sums, expert, across, first, end, WG: gl.constexpr):
+    """BF16 rows of 64 tokens x 128 outputs at their destinations, part by part: registers."""
+    left, right = sums.reshape([64, 2, 64]).permute((0, 2, 1)).split()
+    at = across * ROWS + WG * 128
+    if p.HAS_BIAS:
+        one, two = left.reshape([64, 2, 32]).permute((0, 2, 1)).split()
+        _finish_part(p, one, expert, at, first, end, WG)
+        _finish_part(p, two, expert, at + 32, first, end, WG)
+        one, two = right.reshape([64, 2, 32]).permute((0, 2, 1)).split()
+        _finish_part(p, one, expert, at + 64, first, end, WG)
+        _finish_part(p, two, expert, at + 96, first, end, WG)
     else:
-        _finish_part(p, sums, expert, at, first, end, WG)
+        _finish_part(p, left, expert, at, first, end, WG)
+        _finish_part(p, right, expert, at + 64, first, end, WG)
 
 
 @gluon.jit

@@ -48,7 +48,6 @@ class Straight:
     is_dealt: bool = False  # a launch before it deals the tiles, so that half ones spread evenly
     ahead: int = 0  # K blocks of each ring that FP4 is decoded into once for many tiles; dealt too
     tokens: int = 128
-    width: int = 64  # weight rows of one product
 
     def __str__(self) -> str:
         how = f", decoded {self.ahead} blocks ahead" if self.ahead else ", dealt" * self.is_dealt
@@ -69,15 +68,15 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
     (("w4a8_block",), 13.0, (32, 4, 1, 1, 1, 16), "flash at 64 tokens: 144 us; 149 with 16 tokens, 156 without the narrow product"),
     (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 229-235 us; 240-261 with the narrow product, 261 with 16 tokens"),
     (("w4a8_block",), 40.0, (64, 2, 2, 1),       "between the two; not measured apart"),
-    (("w4a8_block",), 450.0, Straight(3, 3, 8, 216, 56, 24, width=32), "a warpgroup decodes: flash at 512 tokens 293 us, 381 with 64 tokens swapped; at 2048 965 us, 1004 decoded ahead"),
-    (("w4a8_block",), 1000.0, Straight(4, 1, 24, 216, 56, 24, ahead=16, width=32), "decoded once per wave: v3 at 2048 tokens 1931 us, 2095 decoded per tile"),
-    (("w4a8_block",), INF,  Straight(4, 1, 24, 216, 56, 24, ahead=64, width=32), "decoded once per wave: v3 at 8192 tokens 5664 us, 8680 decoded per tile, 5694 and 6045 with rings of 32 and 16"),
+    (("w4a8_block",), 450.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 293 us, 381 with 64 tokens swapped; at 2048 965 us, 1004 decoded ahead"),
+    (("w4a8_block",), 1000.0, Straight(4, 1, 24, 216, 56, 24, ahead=16), "decoded once per wave: v3 at 2048 tokens 1931 us, 2095 decoded per tile"),
+    (("w4a8_block",), INF,  Straight(4, 1, 24, 216, 56, 24, ahead=64), "decoded once per wave: v3 at 8192 tokens 5664 us, 8680 decoded per tile, 5694 and 6045 with rings of 32 and 16"),
     (("w8a8",),       4.0,  (8, 4, 1, 1),        "as w4a8_block; not measured apart"),
     (("w8a8",),       9.75, (16, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       22.5, (32, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       40.0, (64, 2, 2, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       110.0, Straight(4),        "flash at 512 tokens 284 us with overlapping launches, 300 dealt without"),
-    (("w8a8",),       1000.0, Straight(4, is_dealt=True, width=32), "half tiles spread evenly: v3 at 2048 tokens 1475 us, 1582 by turns; flash 718 and 764"),
+    (("w8a8",),       1000.0, Straight(4, is_dealt=True), "half tiles spread evenly: v3 at 2048 tokens 1475 us, 1582 by turns; flash 718 and 764"),
     (("w8a8",),       INF,  Straight(4),         "1176-1223 TFLOP/s on whole tiles; v3 at 8192 tokens 5716 us, 5841 dealt"),
     (_BF16,           4.0,  (8, 4, 1, 1),        "the narrowest tile that covers a busy expert"),
     (_BF16,           9.75, (16, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
