@@ -132,19 +132,23 @@ def over(
     tile: Swapped,
     found: faults.Faults,
     manner: Manner,
+    number: int = 0,
     absent: int = -1,
 ) -> Tensor:
-    """One call of the world's ranks in this launch -> bf16 [their tokens, H], rank after rank.
+    """One launch of the world's ranks in it -> bf16 [their tokens, H], rank after rank.
 
     room        of the first of them; all ranks have put their tokens into theirs
     num_tokens  of a rank, padding included: the same on all ranks
     weights     the experts of these ranks
+    number      of the launch among those of a call: it takes the tokens behind the ones before it
     """
-    slots = num_tokens * room.topk_idx.shape[1]
+    first = number * num_tokens
+    end, top_k = first + num_tokens, room.topk_idx.shape[1]
+    rows = room.rows[first * top_k : end * top_k]
     y = room.tokens.new_empty(world.local * num_tokens, room.tokens.shape[1])
     tokens = mega_launch.Tokens(
-        room.tokens[:num_tokens], room.topk_idx[:num_tokens], room.topk_weights[:num_tokens],
-        room.num_valid, weights.x_global, room.rows[:slots], y, error, stats,
+        room.tokens[first:end], room.topk_idx[first:end], room.topk_weights[first:end],
+        room.num_valid[number : number + 1], weights.x_global, rows, y, error, stats, first,
     )  # fmt: skip
     return _run(
         tokens, room.counters, weights, options, world, tile=tile, found=found, manner=manner,

@@ -20,7 +20,7 @@ from megamoe.engine import rooms
 from megamoe.engine.manner import MOST_S, Manner, check_grid
 from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, require
 from megamoe.formats.quantized import Quantized
-from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
+from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS, passes
 from megamoe.schedule.placement import Placement
 
 if TYPE_CHECKING:
@@ -58,21 +58,33 @@ def describe(layer: MoE, placement: Placement) -> dict[str, Any]:
         kind=CapacityError,
     )
     assert most is not None
-    slots = num * most * layer.top_k
     from megamoe.engine import fused
 
+    _, each = _passes(layer, num)
+    slots = num * each * layer.top_k
     tile = fused.tile_for(layer.weights, slots, ranks=num)
     require(
         tile is not None,
-        f"a fused call takes {MOST_SLOTS} slots at most, and few of them an expert",
-        got=f"{num} ranks x {most} tokens x top-{layer.top_k} = {slots}",
-        fix="build the layer for fewer tokens, or use mode='auto' or 'staged'",
+        f"a fused launch takes {MOST_SLOTS} slots at most, and few of them an expert",
+        got=f"{num} ranks x top-{layer.top_k} over {num * layer.weights.num_experts} experts",
+        fix="use mode='auto' or 'staged'",
         kind=CapacityError,
     )
     assert tile is not None
     most_rows = fused.num_rows(slots, layer.weights.num_experts)
     fused.ring(most_rows, layer._manner.pool_rows, tile.tokens)
     return {"fits_e4m3": fused.fits_e4m3(layer.weights)}
+
+
+def _passes(layer: MoE, num_ranks: int) -> tuple[int, int]:
+    """(launches of a call, tokens of a rank in each of them)."""
+    from megamoe.engine import fused
+
+    assert layer.max_tokens_per_rank is not None
+    return passes(
+        layer.weights.recipe, layer.max_tokens_per_rank, num_ranks * layer.top_k,
+        num_ranks * layer.weights.num_experts, fits_e4m3=fused.fits_e4m3(layer.weights),
+    )  # fmt: skip
 
 
 class FusedGroup:
@@ -84,12 +96,13 @@ class FusedGroup:
         from megamoe.kernels.hopper import launch
         from megamoe.kernels.hopper.mega_launch import World
 
-        weights, most = layer.weights, layer.max_tokens_per_rank
-        assert most is not None
-        where = rooms.layout(most, weights.hidden, layer.top_k)
+        weights = layer.weights
+        self.num_passes, self._each = _passes(layer, meeting.num_ranks)
+        num_tokens = self.num_passes * self._each
+        where = rooms.layout(num_tokens, weights.hidden, layer.top_k, self.num_passes)
         self._shared = share(meeting, where.num_bytes, weights.device)
-        self.room, self.num_tokens = rooms.room_in(self._shared.own, where), most
-        slots = meeting.num_ranks * most * layer.top_k
+        self.room = rooms.room_in(self._shared.own, where)
+        slots = meeting.num_ranks * self._each * layer.top_k
         tile = fused.tile_for(weights, slots, ranks=meeting.num_ranks)
         assert tile is not None
         self._tile = tile
@@ -132,7 +145,7 @@ class FusedGroup:
         try:
             found.raise_if_seen()
             check()
-            self._check(x)
+            self._check(x, layer.max_tokens_per_rank)
             assert isinstance(x, Tensor)
             self.room.put(x, topk_idx, topk_weights)
         except MegaMoETimeout:
@@ -156,12 +169,16 @@ class FusedGroup:
         from megamoe.engine import fused
 
         found = layer._faults
-        return fused.over(
-            self.room, self.num_tokens, layer.weights, layer.options, self._world, found.word,
-            stats, tile=self._tile, found=found, manner=manner,
-        )  # fmt: skip
+        parts = [
+            fused.over(
+                self.room, self._each, layer.weights, layer.options, self._world, found.word,
+                stats, tile=self._tile, found=found, manner=manner, number=number,
+            )
+            for number in range(self.num_passes)
+        ]  # fmt: skip
+        return parts[0] if self.num_passes == 1 else torch.cat(parts)
 
-    def _check(self, x: Tensor | Quantized) -> None:
+    def _check(self, x: Tensor | Quantized, most: int | None) -> None:
         require(
             isinstance(x, Tensor),
             "a fused launch takes BF16 tokens",
@@ -170,8 +187,8 @@ class FusedGroup:
             kind=DTypeError,
         )
         require(
-            x.shape[0] <= self.num_tokens,
-            f"a call may hold at most max_tokens_per_rank = {self.num_tokens} tokens",
+            most is not None and x.shape[0] <= most,
+            f"a call may hold at most max_tokens_per_rank = {most} tokens",
             got=x.shape[0],
             fix="split the batch or build the layer for more",
             kind=CapacityError,

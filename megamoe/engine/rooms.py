@@ -26,17 +26,23 @@ class Room(NamedTuple):
     rows: Tensor
 
     def put(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
-        """The tokens of a call, on the current stream."""
+        """The tokens of a call, on the current stream. Its launches take equally many each."""
         num = len(x)
         self.tokens[:num].copy_(x)
         self.topk_idx[:num].copy_(topk_idx)
         self.topk_weights[:num].copy_(topk_weights)
-        self.num_valid.fill_(num)
+        passes = len(self.num_valid)
+        if passes == 1:
+            self.num_valid.fill_(num)
+            return
+        each = len(self.tokens) // passes
+        first = torch.arange(0, passes * each, each, dtype=torch.int32, device=x.device)
+        self.num_valid.copy_((num - first).clamp_(0, each))
 
 
-def layout(num_tokens: int, hidden: int, top_k: int) -> Workspace:
+def layout(num_tokens: int, hidden: int, top_k: int, num_passes: int = 1) -> Workspace:
     """Where everything lies in a room for so many tokens."""
-    return exchange(num_tokens, hidden, top_k, COUNTERS)
+    return exchange(num_tokens, hidden, top_k, COUNTERS, num_passes)
 
 
 def room_in(memory: Tensor, of: Workspace) -> Room:

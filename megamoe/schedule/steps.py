@@ -102,6 +102,8 @@ def tiles(picks: Picks, problem: Problem, hw: Hardware, chosen: Backend, sms: in
         picks.note("staged_tile", *launches)
     if on_one_rank := chosen.auto(problem):
         picks.note("auto_launch", *on_one_rank)
+    if shared := chosen.room(problem):
+        picks.note("group_room_bytes", *shared)
     return found
 
 

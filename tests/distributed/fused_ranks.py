@@ -16,7 +16,7 @@ CROWD = 200
 BOUND_S = 5.0
 
 
-def build(rank, folder, recipe, **options):
+def build(rank, folder, recipe, most=MOST, **options):
     """(a fused layer of this rank, a crowd of tokens with their routing, its expected result)."""
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = folder  # before CUDA starts in this process
     from tests.engine.test_hopper_gpu import E, H, K, experts
@@ -29,17 +29,17 @@ def build(rank, folder, recipe, **options):
     num = dist.get_world_size()
     layer = mm.MoE(
         weights.for_rank(rank, num), E, K, group=dist.group.WORLD, mode="fused",
-        max_tokens_per_rank=MOST, **options,
+        max_tokens_per_rank=most, **options,
     )  # fmt: skip
     return layer, (x, idx, gates), wanted
 
 
-def calls(rank, folder, recipe, num):
-    layer, crowd, wanted = build(rank, folder, recipe, timeout_s=60.0)
+def calls(rank, folder, recipe, num, most):
+    layer, crowd, wanted = build(rank, folder, recipe, most, timeout_s=60.0)
     rng = random.Random(100 + rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for step in range(num):
-        count = rng.choice((0, 1, rng.randrange(MOST + 1), MOST))
+        count = rng.choice((0, 1, rng.randrange(most + 1), most))
         at = torch.tensor(rng.sample(range(CROWD), count), dtype=torch.int64, device="cuda")
         y = layer(*(t[at] for t in crowd))
         wrong += (y.view(torch.int16) != wanted[at].view(torch.int16)).any()

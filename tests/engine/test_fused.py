@@ -27,12 +27,11 @@ def test_a_mode_is_one_launch_or_several_with_the_same_result(gpu, mode):
     assert torch.equal(one(*inputs), wanted(inputs, gpu))
     call = mm.moe(*inputs, gpu.weights, backend="hopper", mode=mode)
     assert torch.equal(call, wanted(inputs, gpu))
-    assert gpu.log == ["fused" if mode == "fused" else "staged"] * 2
+    assert gpu.log == ["staged" if mode == "staged" else "fused"] * 2
 
 
 def test_auto_follows_its_table(monkeypatch):
     w = weights(experts=64)
-    assert fused.tile_for(w, 1, "auto") is None
     rows = (512, "fused", "for this test"), (1e9, "staged", "for this test")
     monkeypatch.setattr(hopper_fused, "MODES", rows)
     fused._tile.cache_clear()
@@ -54,11 +53,12 @@ def test_calls_that_fused_cannot_take_run_staged(gpu):
     assert gpu.log == ["staged"] * 3
 
 
-def test_auto_with_shared_experts_or_fp8_combine_is_staged(gpu):
+def test_auto_with_shared_experts_or_wide_tiles_is_staged(gpu):
     make(gpu, mode="auto", shared=gpu.weights[:1])(*tokens())
+    make(gpu, mode="auto")(*tokens(200))
+    make(gpu, mode="auto", overlap_launches=True)(*tokens(200))
     make(gpu, mode="auto", combine="fp8")(*tokens())
-    make(gpu, mode="auto", overlap_launches=True, combine="fp8")(*tokens())
-    assert gpu.log == ["staged", "staged", "staged+"]
+    assert gpu.log == ["staged", "staged", "staged+", "fused"]
 
 
 @pytest.mark.parametrize(

@@ -222,8 +222,8 @@ def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypat
 class Processes:
     """Ranks as launches of their own, at the same time."""
 
-    def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0):
-        where = rooms.layout(most, H, K)
+    def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0, passes=1):
+        where = rooms.layout(passes * most, H, K, passes)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
         self.rooms = [rooms.room_in(m, where) for m in self.memory]
         self.found = [Faults(CPU) for _ in range(num_ranks)]
@@ -232,7 +232,7 @@ class Processes:
         per_rank = w.num_experts // num_ranks
         self.weights = [w[r * per_rank : (r + 1) * per_rank] for r in range(num_ranks)]
 
-    def launch(self, rank, part):
+    def launch(self, rank, part, number=0):
         w, room, found = self.weights[rank], self.rooms[rank], self.found[rank]
         room.put(*part)
         peers = torch.tensor([m.data_ptr() - self.memory[rank].data_ptr() for m in self.memory])
@@ -242,13 +242,14 @@ class Processes:
         manner = Manner("fused", timeout_s=self.timeout_s, reserve_sms=2)
         y = fused.over(
             room, self.most, w, Options(), world, found.word, stats, tile=tile, found=found,
-            manner=manner,
+            manner=manner, number=number,
         )  # fmt: skip
-        return y[: len(part[0])], stats
+        left = len(part[0]) - number * self.most
+        return y[: max(left, 0)], stats
 
-    def call(self, parts):
+    def call(self, parts, number=0):
         with ThreadPoolExecutor(self.num) as pool:
-            return list(pool.map(self.launch, range(self.num), parts))
+            return list(pool.map(self.launch, range(self.num), parts, [number] * self.num))
 
 
 def test_launches_of_their_own_have_the_bits_of_one_rank(kernels):
@@ -262,6 +263,18 @@ def test_launches_of_their_own_have_the_bits_of_one_rank(kernels):
             assert not room.counters.any() and int(room.signals[31]) == step + 1
         assert torch.equal(torch.cat([y for y, _ in got]), fuse(inputs, w)[0])
         assert torch.equal(torch.cat([stats for _, stats in got]), expert_counts(inputs[1], E))
+
+
+def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels):
+    w, (x, idx, gates) = weights_of("w4a8_block"), tokens(7, masked_ratio=0.2)
+    idx[3, 1] = E  # the last token of rank 0: of the second launch
+    ranks = Processes(kernels, w, 2, 3, passes=2)
+    parts = list(zip(*(t.split((4, 3)) for t in (x, idx, gates)), strict=True))
+    got = [ranks.call(parts, number) for number in range(2)]
+    idx[3, 1] = -1
+    y = torch.cat([got[number][rank][0] for rank in range(2) for number in range(2)])
+    assert torch.equal(y, fuse((x, idx, gates), w)[0])
+    assert ranks.found[0].word.item() == 3 * K + 1 and ranks.found[1].word.item() == NONE
 
 
 def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):

@@ -8,6 +8,7 @@ import megamoe as mm
 from megamoe.errors import CapacityError, ShapeError
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import H200
+from megamoe.engine import rooms
 from megamoe.schedule.choice import SharedMemory, Term, Tiles, num_registers, num_stages
 from megamoe.schedule.heuristics import (
     BACKENDS,
@@ -218,3 +219,26 @@ def test_the_plan_prints_what_auto_launches_on_one_rank(tokens, experts, mode, m
     assert chosen.value == mode and len(chosen.why) > 20
     assert f"auto_launch{mode:>17}" in str(mm.plan(problem, "h200"))
     assert "auto_launch" not in {c.name for c in mm.plan(problem, "b200").choices}
+
+
+def test_the_plan_prints_what_a_fused_group_shares_and_it_is_no_worst_case_pool():
+    problem = mm.Problem(4096, 7168, 3072, 384, 6, 8, "w4a8_block")  # DeepSeek-V4-Pro, EP8
+    plan = mm.plan(problem, "h200")
+    chosen = {c.name: c for c in plan.choices}["group_room_bytes"]
+    num, each = hopper_fused.passes("w4a8_block", 4096, 48, 384)
+    assert num * each >= 4096 and each * 48 <= hopper_fused.MOST_SLOTS
+    assert chosen.value == rooms.layout(num * each, 7168, 6, num).num_bytes
+    pool = plan.workspace["l1_token"].num_bytes + plan.workspace["l1_scale"].num_bytes
+    assert chosen.value <= pool / 2 and str(chosen.value) in str(plan)
+    one = mm.Problem(4096, 7168, 3072, 384, 6, 1, "w4a8_block")
+    for other in (mm.plan(one, "h200"), mm.plan(problem, "b200")):
+        assert "group_room_bytes" not in {c.name for c in other.choices}
+
+
+@pytest.mark.parametrize(
+    ("tokens", "slots", "experts", "found"),
+    [(64, 48, 384, (1, 64)), (85, 48, 384, (1, 85)), (86, 48, 384, (2, 43)), (100, 4, 8, (4, 25)),
+     (5, 5000, 384, (5, 1))],
+)  # fmt: skip
+def test_a_call_over_a_group_has_as_few_launches_as_their_limits_let(tokens, slots, experts, found):
+    assert hopper_fused.passes("w4a8_block", tokens, slots, experts) == found

@@ -39,6 +39,7 @@ class Call:
     ahead: gl.tensor  # steps of a CTA's first tile that come before the tokens
     absent: gl.tensor  # a rank that never says it is done, for tests of the bound; -1 is none
     first_rank: gl.tensor  # of this launch
+    first_slot: gl.tensor  # of the call that this launch has, on each rank
     num_slots: gl.tensor  # of all ranks
     tokens_per_rank: gl.tensor
     num_experts: gl.tensor  # of one rank

@@ -258,7 +258,7 @@ def slots_used(m, item, parts):
     bits = gl.sum(gl.where(expert >= 0, 1, 0) << number, 0)
     first = gl.min(gl.where(bad, number, c.TOP_K), 0)
     if first < c.TOP_K:
-        gl.atomic_min(c.error + m.local, local * c.TOP_K + first)
+        gl.atomic_min(c.error + m.local, c.first_slot + local * c.TOP_K + first)
     return bits
 
 

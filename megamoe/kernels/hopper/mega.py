@@ -313,9 +313,9 @@ def _meet_all(m, tiles, num, WG: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "g_stride", "bound_ns", "ahead", "absent", "first_rank", "num_slots", "tokens_per_rank",
-        "num_experts", "rows_per_rank", "pool_rows", "wave_rows", "private_stride", "num_counters",
-        "steps1", "steps2", "rows1", "cols1", "rows2", "cols2",
+        "g_stride", "bound_ns", "ahead", "absent", "first_rank", "first_slot", "num_slots",
+        "tokens_per_rank", "num_experts", "rows_per_rank", "pool_rows", "wave_rows",
+        "private_stride", "num_counters", "steps1", "steps2", "rows1", "cols1", "rows2", "cols2",
     ],
     do_not_specialize_on_alignment=["idx", "weights", "num_valid", "error", "stats"],
 )  # fmt: skip
@@ -324,8 +324,8 @@ def mega_kernel(
     row_weight, row_factor, acts, acts_scale, rows, private, counters, signals, peers, report,
     trace,
     bound_ns: gl.int64,
-    ahead, absent, first_rank, num_slots, tokens_per_rank, num_experts, rows_per_rank, pool_rows,
-    wave_rows, private_stride, num_counters, hidden, width, clamp, acts_factor,
+    ahead, absent, first_rank, first_slot, num_slots, tokens_per_rank, num_experts, rows_per_rank,
+    pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp, acts_factor,
     w1, ws1, x1, xs1, factor1, bias1, steps1, outputs1, biases1, rows1, cols1,
     w2, ws2, x2, xs2, factor2, bias2, steps2, outputs2, biases2, rows2, cols2,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, LAST: gl.constexpr, PROMOTED: gl.constexpr,
@@ -342,7 +342,7 @@ def mega_kernel(
     c = Call(
         x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale,
         row_dest, row_weight, row_factor, rows, private, counters, signals, peers, report, trace,
-        bound_ns, ahead, absent, first_rank, num_slots, tokens_per_rank, num_experts,
+        bound_ns, ahead, absent, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
         rows_per_rank, pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp,
         WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
         RANKS, LOCAL,

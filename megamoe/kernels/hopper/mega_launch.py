@@ -59,6 +59,7 @@ class Tokens(NamedTuple):
     y: Tensor  # [tokens of all ranks of the launch, hidden]
     error: Tensor  # int32 [ranks of the launch]
     stats: Tensor | None  # int64 [experts of the launch]
+    first: int = 0  # number of the first token, for who is told of a bad slot
 
 
 def num_slots(slots: int) -> int:
@@ -101,11 +102,11 @@ def fused(
         or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
         pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
         or_some(world.signals, some), or_some(world.peers, some), kept.report,
-        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first, slots, num_tokens,
-        num_experts, pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
+        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first,
+        tokens.first * top_k, slots, num_tokens, num_experts,
+        pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
         kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],
-        float(options.limit),
-        or_some(acts_factor, some), *parts,
+        float(options.limit), or_some(acts_factor, some), *parts,
         WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, LAST=PLAIN, PROMOTED=how.is_promoted,
         FACTOR=w13.factor_is, HAS_BIAS=biases[0] is not None,
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,

@@ -129,6 +129,10 @@ def auto(problem: Problem) -> None:
     """None: no kernels yet."""
 
 
+def room(problem: Problem) -> None:
+    """No fused group here."""
+
+
 def check(problem: Problem, tiles: Tiles) -> None:
     """Refuse tiles that break the kernel's asserts."""
     half = tiles.block_m // CLUSTER * tiles.block_k * MMA_BITS[tiles.mma] // 8

@@ -8,10 +8,11 @@ from __future__ import annotations
 from megamoe.errors import CapacityError, ShapeError, require
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.hardware import Hardware
+from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.problem import Problem
 from megamoe.schedule.choice import Picked, Role, Term, Tiles
-from megamoe.schedule.heuristics.hopper_fused import auto_mode
+from megamoe.schedule.heuristics.hopper_fused import COUNTERS, MOST_RANKS, auto_mode, passes
 from megamoe.schedule.heuristics.hopper_tiles import tiles as staged_tiles
 from megamoe.schedule.load import rows_per_rank, touched_experts
 
@@ -149,6 +150,23 @@ def auto(problem: Problem) -> tuple[str, str]:
     """(what mode="auto" launches for the slots of one rank, why)."""
     tile, _ = staged_tiles(problem.recipe, problem.tokens_per_expert)
     return auto_mode(problem.num_tokens * problem.top_k, tile)
+
+
+def room(problem: Problem) -> tuple[int, str] | None:
+    """(symmetric bytes that a rank of a fused group allocates, why); None where none does."""
+    if not 1 < problem.num_ranks <= MOST_RANKS:
+        return None
+    num, each = passes(
+        problem.recipe,
+        max(problem.num_tokens, 1),
+        problem.num_ranks * problem.top_k,
+        problem.num_experts,
+    )
+    where = exchange(num * each, problem.hidden, problem.top_k, COUNTERS, num)
+    return where.num_bytes, (
+        f"fused over a group: tokens and combine rows, in {num} launches of {each} tokens a rank; "
+        "no pool is shared"
+    )
 
 
 def check(problem: Problem, tiles: Tiles) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megamoe.layout.regions import ceil_div
 from megamoe.schedule.heuristics.hopper_tiles import INF, Swapped, Tile, tile_of, tiles
 
 MOST_SLOTS = 4096  # of all ranks: every CTA reads the whole routing
@@ -16,7 +17,8 @@ ROUTING_BYTES = 5120  # of routing that find room in shared memory beside all st
 # fmt: off
 # (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
 MODES: tuple[tuple[float, str, str], ...] = (
-    (INF, "staged", "fused is faster in decode (flash at 8 tokens 110 us, 128 staged; v3 174, 200), but its soak of 20 000 launches was not yet seen to pass: ask for it"),
+    (512, "fused", "decode: flash at 8 and 64 tokens 104 and 133 us, 124 and 138 staged; v3 168 and 228, 194 and 230"),
+    (INF, "staged", "1024 slots over 48 experts: 295 us both ways; more rows an expert want wider tiles"),
 )
 # (mean rows per expert up to, shape as in `hopper_tiles.TILES`, why): where w4a8_block differs from
 # the staged launches, whose weights have more of the memory's time.
@@ -34,6 +36,29 @@ def fused_tile(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -
             if rows_per_expert <= edge:
                 return tile_of(recipe, shape)
     return tiles(recipe, rows_per_expert, fits_e4m3=fits_e4m3)[0]
+
+
+def passes(
+    recipe: str,
+    num_tokens: int,
+    slots_per_token: int,
+    num_experts: int,
+    *,
+    fits_e4m3: bool = True,
+) -> tuple[int, int]:
+    """(launches of a call over a group, tokens of a rank in each): as few as a launch's limits let.
+
+    slots_per_token  of all ranks, for each token of a rank
+    """
+    each = min(num_tokens, MOST_SLOTS // slots_per_token)
+    while each > 1 and not _holds(recipe, each * slots_per_token / num_experts, fits_e4m3):
+        each //= 2
+    num = ceil_div(num_tokens, max(each, 1))
+    return num, ceil_div(num_tokens, num)
+
+
+def _holds(recipe: str, rows_per_expert: float, fits_e4m3: bool) -> bool:
+    return as_fused(fused_tile(recipe, rows_per_expert, fits_e4m3=fits_e4m3)) is not None
 
 
 def auto_mode(num_slots: int, tile: Tile) -> tuple[str, str]:

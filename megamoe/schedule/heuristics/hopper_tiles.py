@@ -64,10 +64,9 @@ _BF16 = ("bf16", "w4a16", "w4a8", "w4a4", "nvfp4")
 # outputs share a scale.
 TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...] = (
     (("w4a8_block",), 4.0,  (8, 4, 1, 2),        "the stream of weights is the limit: 3.0-3.8 TB/s of the layer"),
-    (("w4a8_block",), 9.75, (16, 4, 1, 2),       "pro at 64 tokens: 443 us, 508 with 32 tokens"),
-    (("w4a8_block",), 13.0, (32, 4, 1, 1, 1, 16), "flash at 64 tokens: 144 us; 149 with 16 tokens, 156 without the narrow product"),
+    (("w4a8_block",), 13.0, (16, 4, 1, 2),       "pro at 64 tokens: 443 us, 508 with 32 tokens; flash 138 us, 153 with 32 and a narrow product"),
     (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 229-235 us; 240-261 with the narrow product, 261 with 16 tokens"),
-    (("w4a8_block",), 40.0, (64, 2, 2, 1),       "between the two; not measured apart"),
+    (("w4a8_block",), 50.0, (64, 2, 2, 1),       "43 rows an expert (48 of 6144 x 2048): 408 us, 475 with 128 tokens; 64 rows (pro at 512): 1065 and 944"),
     (("w4a8_block",), 450.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 293 us, 381 with 64 tokens swapped; at 2048 965 us, 1004 decoded ahead"),
     (("w4a8_block",), 1000.0, Straight(4, 1, 24, 216, 56, 24, ahead=16), "decoded once per wave: v3 at 2048 tokens 1931 us, 2095 decoded per tile"),
     (("w4a8_block",), INF,  Straight(4, 1, 24, 216, 56, 24, ahead=64), "decoded once per wave: v3 at 8192 tokens 5664 us, 8680 decoded per tile, 5694 and 6045 with rings of 32 and 16"),

@@ -106,6 +106,10 @@ def auto(problem: Problem) -> None:
     """None: there is one mode."""
 
 
+def room(problem: Problem) -> None:
+    """No fused group here."""
+
+
 def check(problem: Problem, tiles: Tiles) -> None:
     """Refuse a depth that FP4 weights do not have: a lane decodes 32 columns of each 128."""
     require(
