@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 import megamoe as mm
+from megamoe.engine import rooms
 from megamoe.errors import CapacityError, ShapeError
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import H200
-from megamoe.engine import rooms
 from megamoe.schedule.choice import SharedMemory, Term, Tiles, num_registers, num_stages
 from megamoe.schedule.heuristics import (
     BACKENDS,
