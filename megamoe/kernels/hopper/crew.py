@@ -167,26 +167,39 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, 
 
 
 @gluon.jit
-def prepare(c, one, two, place):
-    """(the CTA, its L1, its L2), with their shared memory."""
-    rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts = place
-    w_first, w_second, ws_bufs, x_bufs, xs_bufs = _rings(c, one, two)
+def allocate(c, one, two):
+    """Shared memory of a CTA: its ring, what the epilogue keeps, its barriers."""
+    bufs = _rings(c, one, two)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     amax = gl.allocate_shared_memory(gl.int32, [2 * c.GROUPS, c.TOKENS], flat)
     turn = amax
     if c.TOKENS >= 64:
         rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
         turn = gl.allocate_shared_memory(gl.bfloat16, [c.GROUPS, c.TOKENS, 64], rows)
-    full = barriers(c.STAGES, 2)
-    empty = barriers(c.STAGES, c.GROUPS)
+    full = barriers(c.STAGES, 2, LOOP=True)
+    empty = barriers(c.STAGES, c.GROUPS, LOOP=True)
     met = full
     if c.PROMOTED:
         met = barriers(2, c.GROUPS)
-    m = Mega(
-        c, rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts,
-        gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat), barriers(2, 1),
-        barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
+    mail = gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat)
+    post = (
+        mail, barriers(2, 1), barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
         barriers(1, 1).index(0),
+    )  # fmt: skip
+    return bufs, (amax, turn, full, empty, met), post
+
+
+@gluon.jit
+def prepare(c, one, two, place, memory):
+    """(the CTA, its L1, its L2), in the memory that `allocate` gave."""
+    rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts = place
+    bufs, kept, post = memory
+    w_first, w_second, ws_bufs, x_bufs, xs_bufs = bufs
+    amax, turn, full, empty, met = kept
+    mail, mail_sent, mail_read, stored, told, all_done = post
+    m = Mega(
+        c, rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts, mail,
+        mail_sent, mail_read, stored, told, all_done,
     )  # fmt: skip
     first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private)
     second = _work(

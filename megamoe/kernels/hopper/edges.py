@@ -15,7 +15,9 @@ from megamoe.kernels.hopper.waves import WAVES, ring_row, write_table
 
 COLS = gl.constexpr(1024)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
+LOOK = gl.constexpr(128)  # slots that are looked at together for the rows of others
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+_FLAT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -107,6 +109,24 @@ def read_routing(c, rank, local, cta, private, experts, counts):
 
 
 @gluon.jit
+def fetch_early(c, cta, num_ctas):
+    """Have routing and this CTA's first parts of tokens brought into L2: they are read soon.
+
+    Where a token has no whole number of parts, other parts come; no division is worth it here.
+    """
+    thread = gl.arange(0, 128, FLAT)
+    item = cta + (thread >> 4) % c.GROUPS * num_ctas  # of 16 lines, one a warpgroup
+    last = (0 * item + c.tokens_per_rank).to(gl.int64) * c.x_stride - 1
+    x = c.x + gl.minimum(item.to(gl.int64) * COLS + (thread & 15) * 64, last)
+    slot = gl.minimum(thread * 16, c.num_slots - 1)  # a line has as many, or twice that
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; prefetch.global.L2 [$3]; mov.b32 $0, 0;",
+        "=r,l,l,l", [(c.idx + slot).to(gl.int64), (c.weights + slot).to(gl.int64), x.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _held(c, source, token):
     """Columns as the pool holds them, and their FP32 scales per 128 where it has any."""
     A: gl.constexpr = c.ACTS
@@ -150,7 +170,8 @@ def _rows_of(m, token, low, high, SLOT: gl.constexpr):
     """
     c = m.call
     # A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, c.CHUNK // 32], [1, 32], [4, 1], [1, 0])
+    PAIRS: gl.constexpr = gl.BlockedLayout([1, LOOK // 32], [1, 32], [4, 1], [1, 0])
+    experts = m.experts._reinterpret(gl.int16, [c.SLOTS // LOOK, LOOK], _FLAT_SHARED)
     number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, PAIRS))
     slot = token * c.TOP_K + number
     expert, weight, _ = _slots(c, slot, number < c.TOP_K)
@@ -159,9 +180,9 @@ def _rows_of(m, token, low, high, SLOT: gl.constexpr):
     rows = gl.expand_dims(_aligned(m.counts.load(gl.SliceLayout(0, PAIRS))), 0)
     first = gl.sum(gl.where(which < gl.expand_dims(mine, 1), rows, 0), 1)
     row = first
-    for chunk in range((token * c.TOP_K + c.TOP_K + c.CHUNK - 1) // c.CHUNK):
-        other = chunk * c.CHUNK + gl.arange(0, c.CHUNK, gl.SliceLayout(0, PAIRS))
-        theirs = m.experts.index(chunk).load(gl.SliceLayout(0, PAIRS)).to(gl.int32)
+    for chunk in range((token * c.TOP_K + c.TOP_K + LOOK - 1) // LOOK):
+        other = chunk * LOOK + gl.arange(0, LOOK, gl.SliceLayout(0, PAIRS))
+        theirs = experts.index(chunk).load(gl.SliceLayout(0, PAIRS)).to(gl.int32)
         same = (gl.expand_dims(theirs, 0) == gl.expand_dims(mine, 1)) & (
             gl.expand_dims(other, 0) < gl.expand_dims(slot, 1)
         )

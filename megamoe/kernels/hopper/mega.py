@@ -16,10 +16,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.crew import Call, Linear, prepare
+from megamoe.kernels.hopper.crew import Call, Linear, allocate, prepare
 from megamoe.kernels.hopper.edges import (
     COLS,
     combine,
+    fetch_early,
     fill_pool,
     fill_wave,
     num_parts,
@@ -367,11 +368,14 @@ def mega_kernel(
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     experts = gl.allocate_shared_memory(gl.int16, [SLOTS // CHUNK, CHUNK], flat)
     counts = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
+    if RANKS == 1:
+        fetch_early(c, cta, num_ctas)
+    memory = allocate(c, one, two)  # while the routing comes
     greet(c, rank, cta)
     num_tiles = read_routing(c, rank, local, cta, mine, experts, counts)
     own = of_rank(c, counters, rank)
     place = (rank, local, cta, num_ctas, mine, own, num_tiles, experts, counts)
-    m, first, second = prepare(c, one, two, place)
+    m, first, second = prepare(c, one, two, place, memory)
     stamp(c, PUBLISH, 0, ROUTE, 0, begin)
     gl.thread_barrier()
     gl.warp_specialize(

@@ -23,15 +23,19 @@ def record(cls):
 
 
 @gluon.jit
-def barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
+def barriers(NUM: gl.constexpr, COUNT: gl.constexpr, LOOP: gl.constexpr = False):
     """NUM mbarriers of COUNT arrivals.
 
     Make only those that are used: the compiler lays scratch over one that is made and never waited
     for, and what is then read from that scratch is wrong now and then (docs/fused.md).
     """
     made = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUM):
-        mbarrier.init(made.index(i), count=COUNT)
+    if LOOP:  # less code, for which a cold launch waits; the compiler would unroll range(NUM)
+        for i in range(gl.minimum(gl.program_id(0) + NUM, NUM)):
+            mbarrier.init(made.index(i), count=COUNT)
+    else:
+        for i in gl.static_range(NUM):
+            mbarrier.init(made.index(i), count=COUNT)
     return made
 
 
