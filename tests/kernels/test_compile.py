@@ -152,7 +152,7 @@ def test_quantisers_compile(name, arch):
             (ints, 2048, some, Stand(torch.int64), Stand(U8), Stand(torch.int64), some, ints, some,
              ints, ints, 512, 128, 256), arch,
             ACTS=CODES[name], HAS_ROUTING=True, HAS_COUNT=True, HAS_G=name == "nvfp4", TOP_K=6,
-            SLOTS=8, ROWS=2, BLOCKS=32, num_warps=2,
+            SLOTS=8, ROWS=2, BLOCKS=32, IS_DEEP=False, num_warps=2,
         )  # fmt: skip
         assert resources(packed)["stack"] == 0 and "ld.global.v4" in packed.asm["ptx"]
     kernel = compile_kernel(
@@ -160,6 +160,6 @@ def test_quantisers_compile(name, arch):
         (Stand(BF16), 4096, some, Stand(U8), Stand(U8), Stand(torch.int64), some, ints, some, ints,
          ints, 512, 4096, 256), arch,
         ACTS=CODES[name], HAS_TOKENS=True, HAS_ROUTING=True, HAS_COUNT=True, HAS_G=True, TOP_K=6,
-        SLOTS=8, ROWS=4, COLS=512,
+        SLOTS=8, ROWS=4, COLS=512, IS_DEEP=True,
     )  # fmt: skip
     assert resources(kernel)["stack"] == 0

@@ -2,10 +2,13 @@
 
 import pytest
 import torch
+import triton.language as tl
 
 import megamoe as mm
 from megamoe.engine.faults import NONE
+from megamoe.kernels.portable import grid
 from megamoe.kernels.portable.acts import CODES, PLAIN
+from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
 from megamoe.kernels.portable.pack import can_pack
 from megamoe.kernels.portable.sort import Order, sort_slots
@@ -163,3 +166,17 @@ def test_packing_together_with_the_routing(name, id_dtype, shape, top_k, num_val
     assert got[4].item() == (2 * top_k + 1 if shape[0] > 4 else NONE)
     if num_valid is not None:
         assert (got[2][num_valid:] == -1).all() and (got[3][num_valid:] == 0).all()
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels keep the limit they were made with")
+@pytest.mark.parametrize("name", [*FORMATS, "combine"])
+def test_more_rows_than_one_axis_of_a_grid_holds(name, monkeypatch):
+    monkeypatch.setattr(grid, "MOST", tl.constexpr(3))
+    x = torch.randn(23, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    if name == "combine":
+        rows, idx, weight = x[:22].view(11, 2, 96), torch.zeros(11, 2), torch.ones(11, 2)
+        y = torch.full((11, 96), 7.0, dtype=torch.bfloat16)
+        combine(rows, None, idx.int(), weight, y, weighted=False)
+        assert torch.equal(y, rows.float().sum(1).bfloat16())
+    else:
+        assert_same(quantize(x, name), mm.quantize(x, name))

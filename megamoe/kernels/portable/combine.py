@@ -6,20 +6,21 @@ from torch import Tensor
 
 from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.portable.acts import combine_value
-from megamoe.kernels.portable.grid import tile_of_program, tiles
+from megamoe.kernels.portable.grid import is_deep, row_tile, tiles
 
 
 @triton.jit
 def _combine_kernel(
     rows, row_scale, idx, weights, y, num_tokens, hidden,
     TOP_K: tl.constexpr, EXTRA: tl.constexpr, WEIGHTED: tl.constexpr, IS_FP8: tl.constexpr,
-    COLS: tl.constexpr,
+    COLS: tl.constexpr, IS_DEEP: tl.constexpr,
 ):  # fmt: skip
     """EXTRA slots follow the routed ones in `rows`: shared experts, always there, weight 1."""
     after_previous()
-    token, part = tile_of_program(tl.cdiv(hidden, COLS))
-    token = token.to(tl.int64)
-    col = part * COLS + tl.arange(0, COLS)
+    token = row_tile(IS_DEEP).to(tl.int64)
+    if IS_DEEP:
+        token = tl.minimum(token, num_tokens - 1)  # the last one again, with the same bits
+    col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     inside = col < hidden
     total = tl.zeros([COLS], tl.float32)
     for slot in tl.static_range(TOP_K + EXTRA):
@@ -63,5 +64,6 @@ def combine(
     _combine_kernel[tiles(num_tokens, triton.cdiv(hidden, cols))](
         rows, row_scale if row_scale is not None else rows, idx, weights, y, num_tokens, hidden,
         TOP_K=top_k, EXTRA=slots - top_k, WEIGHTED=weighted, IS_FP8=row_scale is not None,
-        COLS=cols, num_warps=num_warps, enable_fp_fusion=False, **overlap(pdl),
+        COLS=cols, IS_DEEP=is_deep(num_tokens), num_warps=num_warps, enable_fp_fusion=False,
+        **overlap(pdl),
     )  # fmt: skip

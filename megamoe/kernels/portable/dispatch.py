@@ -16,7 +16,7 @@ from megamoe.formats.spec import format_named
 from megamoe.kernels.device.compat import after_previous, overlap
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.portable.acts import CODES, store_acts
-from megamoe.kernels.portable.grid import tile_of_program, tiles
+from megamoe.kernels.portable.grid import is_deep, row_tile, tiles
 from megamoe.kernels.portable.pack import can_pack, pack
 from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 
@@ -28,25 +28,24 @@ def _dispatch_kernel(
     ACTS: tl.constexpr, HAS_TOKENS: tl.constexpr, HAS_ROUTING: tl.constexpr,
     HAS_COUNT: tl.constexpr, HAS_G: tl.constexpr,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    IS_DEEP: tl.constexpr,
 ):  # fmt: skip
     after_previous()
-    tile, part = tile_of_program(tl.cdiv(hidden, COLS))
-    row = tile * ROWS + tl.arange(0, ROWS)
+    row = row_tile(IS_DEEP) * ROWS + tl.arange(0, ROWS)
     inside = row < num_tokens
     if HAS_TOKENS:
-        first_col = part * COLS
+        first_col = tl.program_id(0) * COLS
         col = first_col + tl.arange(0, COLS)
         mask = inside[:, None] & (col < hidden)[None, :]
         place = row.to(tl.int64)[:, None] * x_stride + col[None, :]
-        values = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
+        tile = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         factor = tl.load(g) if HAS_G else 1.0
-        store_acts(values, factor, out, out_scale, row, inside, first_col, hidden, ACTS, ROWS, COLS)
-    if HAS_ROUTING:  # noqa: SIM102  known at compile time, unlike the program's number
-        if part == 0:
-            check_routing(
-                topk_idx, topk_weights, idx_out, weights_out, num_valid, error, row, inside,
-                num_experts, HAS_COUNT, TOP_K, SLOTS,
-            )  # fmt: skip
+        store_acts(tile, factor, out, out_scale, row, inside, first_col, hidden, ACTS, ROWS, COLS)
+    if HAS_ROUTING:
+        check_routing(
+            topk_idx, topk_weights, idx_out, weights_out, num_valid, error, row, inside,
+            num_experts, HAS_COUNT, TOP_K, SLOTS,
+        )  # fmt: skip
 
 
 # Tile and warps of a program where (2, 1024) and 2 are not the best or near it, from a sweep on one
@@ -88,11 +87,13 @@ def dispatch(
         return
     some = next(t for t in (x, routing and routing.idx) if t is not None)
     tensors, constants = routing_arguments(routing, some)
-    _dispatch_kernel[tiles(triton.cdiv(num_tokens, rows), triton.cdiv(hidden, cols))](
+    num_tiles = triton.cdiv(num_tokens, rows)
+    _dispatch_kernel[tiles(num_tiles, triton.cdiv(hidden, cols))](
         some, 0 if x is None else x.stride(0), some if g is None else g,
         some if out is None else out, some if out_scale is None else out_scale, *tensors,
         num_tokens, hidden, num_experts, ACTS=acts, HAS_TOKENS=x is not None, HAS_G=g is not None,
-        ROWS=rows, COLS=cols, num_warps=num_warps, **constants, **overlap(pdl),
+        ROWS=rows, COLS=cols, IS_DEEP=is_deep(num_tiles), num_warps=num_warps,
+        **constants, **overlap(pdl),
     )  # fmt: skip
 
 

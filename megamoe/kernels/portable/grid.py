@@ -1,20 +1,34 @@
-"""Grids over tiles of rows and columns, on one axis: CUDA ends all others at 65 535 programs.
+"""Grids over tiles of rows and columns: CUDA ends every axis but the first at 65 535 programs.
 
 The column tiles of a row tile come one after the other, so programs that run together read whole
-rows.
+rows. All on one axis would do as well, but the division of the program's number costs the NVFP4
+quantiser 7% of its speed.
 """
 
 import triton
 import triton.language as tl
 
+MOST = tl.constexpr(65_535)
 
-def tiles(rows: int, cols: int) -> tuple[int]:
-    """The grid of so many row tiles x column tiles."""
-    return (rows * cols,)
+
+def tiles(rows: int, cols: int) -> tuple[int, int, int]:
+    """The grid of so many row tiles x column tiles; the third axis has what the second lacks.
+
+    >>> tiles(100, 7), tiles(65_536, 7)
+    ((7, 100, 1), (7, 65535, 2))
+    """
+    return cols, min(rows, MOST.value), triton.cdiv(rows, MOST.value)
+
+
+def is_deep(rows: int) -> bool:
+    """Whether so many row tiles need the third axis: kernels are compiled for it."""
+    return rows > MOST.value
 
 
 @triton.jit
-def tile_of_program(num_cols):
-    """(row tile, column tile) of this program."""
-    program = tl.program_id(0)
-    return program // num_cols, program % num_cols
+def row_tile(IS_DEEP: tl.constexpr):
+    """The row tile of this program; beyond the last ones in the third axis' last layer."""
+    tile = tl.program_id(1)
+    if IS_DEEP:
+        tile += tl.program_id(2) * MOST
+    return tile

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamoe.kernels.device.compat import HAS_PTX, INTERPRETED, after_previous, overlap
 from megamoe.kernels.device.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
-from megamoe.kernels.portable.grid import tile_of_program, tiles
+from megamoe.kernels.portable.grid import is_deep, row_tile, tiles
 from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 
 
@@ -129,13 +129,13 @@ def _pack_kernel(
     num_rows, num_blocks, num_experts,
     ACTS: tl.constexpr, HAS_ROUTING: tl.constexpr, HAS_COUNT: tl.constexpr, HAS_G: tl.constexpr,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+    IS_DEEP: tl.constexpr,
 ):  # fmt: skip
     """x in words of two values, out in numbers of sixteen codes: [ROWS, BLOCKS] blocks."""
     after_previous()
-    tile, part = tile_of_program(tl.cdiv(num_blocks, BLOCKS))
-    token = tile * ROWS + tl.arange(0, ROWS)
+    token = row_tile(IS_DEEP) * ROWS + tl.arange(0, ROWS)
     row = token.to(tl.int64)[:, None]
-    block = (part * BLOCKS + tl.arange(0, BLOCKS))[None, :]
+    block = (tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS))[None, :]
     inside = (row < num_rows) & (block < num_blocks)
     mask = inside[:, :, None]
     IS_WIDE: tl.constexpr = ACTS.GROUP == 32
@@ -164,12 +164,11 @@ def _pack_kernel(
             stored, codes = _nvfp4(a, b, amax, factor, "correct")
         tl.store(out + place, codes, mask=inside)
     tl.store(out_scale + place, stored.to(out_scale.dtype.element_ty), mask=inside)
-    if HAS_ROUTING:  # noqa: SIM102  known at compile time, unlike the program's number
-        if part == 0:
-            check_routing(
-                topk_idx, topk_weights, idx_out, weights_out, num_valid, error, token,
-                token < num_rows, num_experts, HAS_COUNT, TOP_K, SLOTS,
-            )  # fmt: skip
+    if HAS_ROUTING:
+        check_routing(
+            topk_idx, topk_weights, idx_out, weights_out, num_valid, error, token,
+            token < num_rows, num_experts, HAS_COUNT, TOP_K, SLOTS,
+        )  # fmt: skip
 
 
 def can_pack(x: Tensor, acts: Kind) -> bool:
@@ -199,8 +198,9 @@ def pack(
     rows, blocks = block[0], block[1] // acts.GROUP.value
     words = x.view(torch.int32)
     tensors, constants = routing_arguments(routing, words)
-    _pack_kernel[tiles(triton.cdiv(num_rows, rows), triton.cdiv(num_blocks, blocks))](
+    num_tiles = triton.cdiv(num_rows, rows)
+    _pack_kernel[tiles(num_tiles, triton.cdiv(num_blocks, blocks))](
         words, words.stride(0), x if g is None else g, out.view(torch.int64), out_scale, *tensors,
         num_rows, num_blocks, num_experts, ACTS=acts, HAS_G=g is not None, ROWS=rows,
-        BLOCKS=blocks, num_warps=num_warps, **constants, **overlap(pdl),
+        BLOCKS=blocks, IS_DEEP=is_deep(num_tiles), num_warps=num_warps, **constants, **overlap(pdl),
     )  # fmt: skip

@@ -29,22 +29,23 @@ def check_routing(
     topk_idx, topk_weights, idx_out, weights_out, num_valid, error, row, inside, num_experts,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Check and copy the slots of rows [r]; one program of those that share the rows does it."""
-    slot = tl.arange(0, SLOTS)
-    at = row[:, None] * TOP_K + slot[None, :]
-    used = inside[:, None] & (slot < TOP_K)[None, :]
-    idx = legal_or(tl.load(topk_idx + at, mask=used, other=-1), num_experts)
-    weight = tl.load(topk_weights + at, mask=used, other=0.0)
-    if HAS_COUNT:
-        idx = tl.where((row < tl.load(num_valid))[:, None], idx, -1)  # pad fill
-    finite = tl.abs(weight) < float("inf")
-    bad = (idx < -1) | ((idx >= 0) & (finite == 0))
-    first = tl.min(tl.where(bad & used, at, 2147483647).to(tl.int32))
-    if first < 2147483647:
-        tl.atomic_min(error, first)
-    keep = (idx >= 0) & (bad == 0)
-    tl.store(idx_out + at, tl.where(keep, idx, -1), mask=used)
-    tl.store(weights_out + at, tl.where(keep, weight, 0.0), mask=used)
+    """Check and copy the slots of rows [r]; of the programs that share rows the first does it."""
+    if tl.program_id(0) == 0:
+        slot = tl.arange(0, SLOTS)
+        at = row[:, None] * TOP_K + slot[None, :]
+        used = inside[:, None] & (slot < TOP_K)[None, :]
+        idx = legal_or(tl.load(topk_idx + at, mask=used, other=-1), num_experts)
+        weight = tl.load(topk_weights + at, mask=used, other=0.0)
+        if HAS_COUNT:
+            idx = tl.where((row < tl.load(num_valid))[:, None], idx, -1)  # pad fill
+        finite = tl.abs(weight) < float("inf")
+        bad = (idx < -1) | ((idx >= 0) & (finite == 0))
+        first = tl.min(tl.where(bad & used, at, 2147483647).to(tl.int32))
+        if first < 2147483647:
+            tl.atomic_min(error, first)
+        keep = (idx >= 0) & (bad == 0)
+        tl.store(idx_out + at, tl.where(keep, idx, -1), mask=used)
+        tl.store(weights_out + at, tl.where(keep, weight, 0.0), mask=used)
 
 
 def routing_arguments(
