@@ -20,6 +20,7 @@ from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.hopper import meet
+from megamoe.kernels.hopper.route import num_rows
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
@@ -200,6 +201,21 @@ def test_calls_beyond_fused_run_staged_and_streams_take_turns():
     for step, y in enumerate(got):
         assert same_bits(y, batches[step // 2][1]), step
     one.check()
+
+
+@pytest.mark.parametrize("part", [2, 4])
+def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(part):
+    found, tile, most = Faults(CUDA), as_fused(tiles_of(BASE)[0]), num_rows(64 * K, E)
+    assert fused.ring(most, most // part, tile.tokens)[1] > 0
+    manner = Manner("fused", pool_rows=most // part)
+    for seed in range(40):
+        inputs, wanted = base().pick(64, seed)
+        y = fused.moe(
+            *inputs, base().weights, base().options, found.word, tile=tile, found=found,
+            manner=manner,
+        )  # fmt: skip
+        found.check(K)
+        assert same_bits(y, wanted), seed
 
 
 RANKS = [
