@@ -206,17 +206,16 @@ def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
     assert torch.equal(ranks.stats, 2 * expert_counts(inputs[1], E))
 
 
-@pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 2), (3, 4), (4, 3)])
+@pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
     emulator.install(monkeypatch, num_sms)
-    w, inputs, found = weights_of("w4a8_block", 6), tokens(64, 6, skew="zipf"), Faults(CPU)
-    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(128, 6) // part
+    w, inputs, found = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), Faults(CPU)
+    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(96, 6) // part
     wanted, stats = fuse(inputs, w, tile=tile)
     manner = Manner("fused", timeout_s=30.0, pool_rows=rows)
-    assert fused.ring(num_rows(128, 6), rows, 8)[1] > 0
-    for _ in range(2):
-        y, again = fuse(inputs, w, tile=tile, found=found, manner=manner)
-        assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
+    assert fused.ring(num_rows(96, 6), rows, 8)[1] > 0
+    y, again = fuse(inputs, w, tile=tile, found=found, manner=manner)
+    assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
 
 
 class Processes:

@@ -20,7 +20,6 @@ from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler, matr
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 E, I, H, K = 2, 1024, 2048, 6
-ALL_TILES = ("w4a8_block", "w8a8", "w4a16", "bf16")
 STACK = 40  # bytes that a role may keep of what it holds between tiles; a loop's spill takes more
 
 RING_STACK = 96  # a fill stands in the loop over tiles
@@ -38,13 +37,12 @@ LARGEST = {"slots": 4096, "experts": 256}
 
 
 def cases():
-    """(recipe, whether weights fit E4M3, tile, what else): the widest tile where others differ."""
+    """(recipe, whether weights fit E4M3, tile, what else): every tile once, then the widest."""
     for recipe in RECIPES:
         found = shipped_fused(recipe)
-        for tile in found if recipe in ALL_TILES else found[-1:]:
+        for tile in found if recipe == "w4a8_block" else found[-1:]:
             yield recipe, True, tile, DECODE
-    for tile in shipped_fused("w4a8_block", fits=False):
-        yield "w4a8_block", False, tile, DECODE
+    yield "w4a8_block", False, shipped_fused("w4a8_block", fits=False)[-1], DECODE
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
         ("w8a8", LARGEST), ("w4a8_block", RING),
