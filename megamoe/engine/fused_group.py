@@ -96,10 +96,12 @@ class FusedGroup:
         from megamoe.kernels.hopper import launch
         from megamoe.kernels.hopper.mega_launch import World
 
-        weights = layer.weights
+        weights, most = layer.weights, layer.max_tokens_per_rank
+        assert most is not None
+        self.num_tokens = most
         self.num_passes, self._each = _passes(layer, meeting.num_ranks)
-        num_tokens = self.num_passes * self._each
-        where = rooms.layout(num_tokens, weights.hidden, layer.top_k, self.num_passes)
+        room = self.num_passes * self._each
+        where = rooms.layout(room, weights.hidden, layer.top_k, self.num_passes)
         self._shared = share(meeting, where.num_bytes, weights.device)
         self.room = rooms.room_in(self._shared.own, where)
         slots = meeting.num_ranks * self._each * layer.top_k
@@ -145,7 +147,7 @@ class FusedGroup:
         try:
             found.raise_if_seen()
             check()
-            self._check(x, layer.max_tokens_per_rank)
+            self._check(x)
             assert isinstance(x, Tensor)
             self.room.put(x, topk_idx, topk_weights)
         except MegaMoETimeout:
@@ -178,7 +180,7 @@ class FusedGroup:
         ]  # fmt: skip
         return parts[0] if self.num_passes == 1 else torch.cat(parts)
 
-    def _check(self, x: Tensor | Quantized, most: int | None) -> None:
+    def _check(self, x: Tensor | Quantized) -> None:
         require(
             isinstance(x, Tensor),
             "a fused launch takes BF16 tokens",
@@ -187,8 +189,8 @@ class FusedGroup:
             kind=DTypeError,
         )
         require(
-            most is not None and x.shape[0] <= most,
-            f"a call may hold at most max_tokens_per_rank = {most} tokens",
+            x.shape[0] <= self.num_tokens,
+            f"a call may hold at most max_tokens_per_rank = {self.num_tokens} tokens",
             got=x.shape[0],
             fix="split the batch or build the layer for more",
             kind=CapacityError,

@@ -88,7 +88,8 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
 def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     layers = [join(gpu, peers, rank, most=100) for rank in range(2)]
     num = layers[0]._fused_group.num_passes
-    assert num > 1 and layers[0]._fused_group.num_bytes == rooms.layout(100, H, K, num).num_bytes
+    room = rooms.layout(num * -(-100 // num), H, K, num)
+    assert num > 1 and layers[0]._fused_group.num_bytes == room.num_bytes
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):
@@ -96,8 +97,9 @@ def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
     assert torch.equal(torch.cat(got), wanted(inputs, gpu)) and len(gpu.calls) == 2 * num
     each = [launched["tokens"].num_valid[0].item() for launched in gpu.calls[:num]]
-    assert sum(each) == counts[0] and max(each) <= 100 // num
-    assert [c["tokens"].first for c in gpu.calls[:num]] == [i * 100 // num for i in range(num)]
+    size = -(-100 // num)
+    assert sum(each) == counts[0] and max(each) <= size
+    assert [c["tokens"].first for c in gpu.calls[:num]] == [i * size for i in range(num)]
 
 
 def test_who_refuses_its_input_takes_part_without_tokens(gpu, peers):

@@ -11,23 +11,13 @@ from triton.experimental.gluon import language as gl
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.hopper.epilogue import times
 from megamoe.kernels.hopper.meet import FILLED, POOL, add_to, of_rank
-from megamoe.kernels.hopper.waves import WAVES, ring_row, write_table
+from megamoe.kernels.hopper.waves import WAVES, ring_row, running_sum, write_table
 
 COLS = gl.constexpr(1024)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
 LOOK = gl.constexpr(128)  # slots that are looked at together for the rows of others
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _FLAT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-@gluon.jit
-def _running_sum(v):
-    return gl.associative_scan(v, 0, _plus)
 
 
 @gluon.jit
@@ -82,9 +72,9 @@ def read_routing(c, rank, local, cta, private, experts, counts):
         count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
     counts.store(count)
     rows = _aligned(count)
-    first = _running_sum(rows) - rows
+    first = running_sum(rows) - rows
     blocks = (count + c.TOKENS - 1) // c.TOKENS
-    number = _running_sum(blocks) - blocks
+    number = running_sum(blocks) - blocks
     tiles = gl.zeros([WAVES], gl.int32, FLAT)
     for j in range(gl.max(blocks, 0)):
         at = private + (number + j) * 4

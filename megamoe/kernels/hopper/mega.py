@@ -346,9 +346,8 @@ def mega_kernel(
         bound_ns, ahead, absent, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
         rows_per_rank, pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp,
         WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
-        RANKS, LOCAL,
-        EXPERTS, SLOTS, CHUNK, TOP_K, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES,
-        GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
+        RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS, DEPTH,
+        STAGES, GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
     )  # fmt: skip
     one = Linear(
         w1, ws1, x1, xs1, factor1, bias1, acts_factor, acts, acts_scale, steps1, outputs1, biases1,

@@ -76,8 +76,7 @@ def fused(
     options: Options, kept: State, *, num_experts: int, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
-    wave_rows: int = 0,
-    trace: Tensor | None = None, ahead: int = 4, absent: int = -1,
+    trace: Tensor | None = None, ahead: int = 4, absent: int = -1, wave_rows: int = 0,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each."""
     device, some = tokens.x.device, kept.report

@@ -13,9 +13,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.hopper.stamps import FILL, FIRST, SECOND
+from megamoe.schedule.heuristics.hopper_fused import MOST_WAVES
 
-WAVES = gl.constexpr(32)  # at most
+WAVES = gl.constexpr(MOST_WAVES)
 TABLE = gl.constexpr(64)  # words behind a CTA's list: tiles before each wave
+
+
+@gluon.jit
+def _plus(a, b):
+    return a + b
+
+
+@gluon.jit
+def running_sum(v):
+    """Of each and all before it."""
+    return gl.associative_scan(v, 0, _plus)
 
 
 @gluon.jit
@@ -29,16 +41,11 @@ def ring_row(c, row, start):
 @gluon.jit
 def write_table(c, private, tiles):
     """Tiles before each wave, of tiles [WAVES] in each."""
-    before = gl.associative_scan(tiles, 0, _plus) - tiles
+    before = running_sum(tiles) - tiles
     wave = gl.arange(0, WAVES, tiles.type.layout)
     table = private + (c.private_stride - TABLE)
     gl.store(table + wave, before)
     gl.store(table + WAVES, gl.sum(tiles, 0))
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
 
 
 @gluon.jit

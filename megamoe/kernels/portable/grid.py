@@ -1,8 +1,8 @@
 """Grids over tiles of rows and columns: CUDA ends every axis but the first at 65 535 programs.
 
 The column tiles of a row tile come one after the other, so programs that run together read whole
-rows. All on one axis would do as well, but the division of the program's number costs the NVFP4
-quantiser 7% of its speed.
+rows. All on one axis would do as well, but the NVFP4 quantiser took 58 us for 8192 tokens then, and
+53 to 55 this way.
 """
 
 import triton

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from dataclasses import replace
 
 from megamoe.layout.regions import ceil_div
@@ -17,14 +18,14 @@ ROUTING_BYTES = 5120  # of routing that find room in shared memory beside all st
 # fmt: off
 # (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
 MODES: tuple[tuple[float, str, str], ...] = (
-    (512, "fused", "decode: flash at 8 and 64 tokens 104 and 133 us, 124 and 138 staged; v3 168 and 228, 194 and 230"),
+    (512, "fused", "decode: flash at 8 and 64 tokens 104 and 131 us, 124 and 138 staged; v3 168 and 230, 194 and 230"),
     (INF, "staged", "1024 slots over 48 experts: 295 us both ways; more rows an expert want wider tiles"),
 )
 # (mean rows per expert up to, shape as in `hopper_tiles.TILES`, why): where w4a8_block differs from
 # the staged launches, whose weights have more of the memory's time.
 W4A8_BLOCK: tuple[tuple[float, tuple[int, ...], str], ...] = (
     (4.0,  (8, 4, 1, 1),  "flash at 8 tokens 105 us, 106 with two K blocks a stage; v3 170, 173"),
-    (13.0, (16, 4, 1, 1), "flash at 64 tokens 144 us, 147 with two K blocks a stage, 146 with 32 tokens"),
+    (13.0, (16, 4, 1, 1), "flash at 64 tokens 133 us, 138 with two K blocks a stage"),
 )
 # fmt: on
 
@@ -50,15 +51,15 @@ def passes(
 
     slots_per_token  of all ranks, for each token of a rank
     """
-    each = min(num_tokens, MOST_SLOTS // slots_per_token)
-    while each > 1 and not _holds(recipe, each * slots_per_token / num_experts, fits_e4m3):
-        each //= 2
+
+    def is_too_many(tokens: int) -> bool:
+        rows = tokens * slots_per_token / num_experts
+        return as_fused(fused_tile(recipe, rows, fits_e4m3=fits_e4m3)) is None
+
+    most = min(num_tokens, MOST_SLOTS // slots_per_token)
+    each = bisect(range(1, most + 1), False, key=is_too_many)
     num = ceil_div(num_tokens, max(each, 1))
     return num, ceil_div(num_tokens, num)
-
-
-def _holds(recipe: str, rows_per_expert: float, fits_e4m3: bool) -> bool:
-    return as_fused(fused_tile(recipe, rows_per_expert, fits_e4m3=fits_e4m3)) is not None
 
 
 def auto_mode(num_slots: int, tile: Tile) -> tuple[str, str]:
