@@ -18,12 +18,20 @@ from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import rooms
 from megamoe.engine.manner import MOST_S, Manner, check_grid
-from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, require
+from megamoe.errors import (
+    CapacityError,
+    DTypeError,
+    MegaMoEError,
+    MegaMoETimeout,
+    NotAvailable,
+    require,
+)
 from megamoe.formats.quantized import Quantized
 from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS, passes
 from megamoe.schedule.placement import Placement
 
 if TYPE_CHECKING:
+    from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
 
@@ -74,6 +82,41 @@ def describe(layer: MoE, placement: Placement) -> dict[str, Any]:
     most_rows = fused.num_rows(slots, layer.weights.num_experts)
     fused.ring(most_rows, layer._manner.pool_rows, tile.tokens)
     return {"fits_e4m3": fused.fits_e4m3(layer.weights)}
+
+
+def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
+    """(fused calls over the group, "") or (None, why its calls are staged): all ranks alike.
+
+    `auto` is fused where every rank can be and a call is one launch; more launches read all weights
+    more than once, and staged calls do not.
+    """
+    mode = layer._wanted[1]
+    if mode == "fused":
+        return FusedGroup(layer, world.meeting), ""
+    if mode == "staged" or layer.weights.device.type != "cuda":  # ranks have the same kind of device
+        return None, "asked for" if mode == "staged" else "the experts lie on no GPU"
+
+    def look() -> list[Any]:
+        try:
+            layer._take("fused")
+            found = describe(layer, world.placement)
+            num, _ = _passes(layer, world.num_ranks)
+            return ["" if num == 1 else f"a call would take {num} fused launches", found]
+        except MegaMoEError as error:
+            return [str(error), None]
+
+    cards = world.meeting.meet("choose the mode", look)
+    whys = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(cards) if why]
+    try:
+        if not whys:
+            check_alike([found for _, found in cards])
+            return FusedGroup(layer, world.meeting), ""
+    except MegaMoETimeout:
+        raise
+    except MegaMoEError as error:  # every rank has the same one
+        whys = [str(error)]
+    layer._take("auto")
+    return None, whys[0]
 
 
 def _passes(layer: MoE, num_ranks: int) -> tuple[int, int]:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megamoe.engine import backends, faults, parallel
+from megamoe.engine import backends, faults, fused_group, parallel
 from megamoe.engine.across import across_op, handle_of
 from megamoe.engine.functional import check_shared, check_tokens, choose, run
-from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.graphs import Graphs, Parts
 from megamoe.engine.manner import Manner
 from megamoe.engine.op import describe, moe_op
@@ -39,7 +39,8 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits
+    mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits. Over
+                         a group `auto` is fused where all ranks can be; `why_staged` says why not
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
     overlap_launches     place each kernel while the one before it ends; see docs/hopper.md first
     cuda_graphs          replay calls of up to 2048 BF16 tokens from graphs, one per bucket of token
@@ -93,7 +94,8 @@ class MoE(nn.Module):
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
-        self._fused_group: FusedGroup | None = None
+        self._fused_group: fused_group.FusedGroup | None = None
+        self.why_staged = ""  # over a group: why its calls are not fused
 
         def build(num_ranks: int) -> Placement:
             self.options = Options(activation, clamp, weight_at, combine, fast_math)
@@ -109,8 +111,7 @@ class MoE(nn.Module):
             )
         else:
             self._world = parallel.join(self, build, group, timeout_s)
-            if mode == "fused":
-                self._fused_group = FusedGroup(self, self._world.meeting)
+            self._fused_group, self.why_staged = fused_group.join(self, self._world)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
             self.register_buffer("_sent", zeros, persistent=False)
             self._handle = handle_of(self)
@@ -155,6 +156,13 @@ class MoE(nn.Module):
         )
         self._settle()
         return placement
+
+    @property
+    def mode(self) -> str:
+        """As asked for; over a group what `auto` came to."""
+        if self._world is None:
+            return self._wanted[1]
+        return "staged" if self._fused_group is None else "fused"
 
     @property
     def backend(self) -> str:
@@ -308,6 +316,12 @@ class MoE(nn.Module):
         if self._world is not None:  # a copy is another layer to a compiled model
             self._handle = handle_of(self)
 
+    def _take(self, mode: str) -> None:
+        """Have another mode from now on."""
+        self._wanted = (self._wanted[0], mode)
+        self._manner = replace(self._manner, mode=mode)
+        self._settle()
+
     def _settle(self) -> None:
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
@@ -337,6 +351,7 @@ class MoE(nn.Module):
             f"{w.recipe}, {w.num_experts} experts{ranks}, top_k={self.top_k}, hidden={w.hidden}, "
             f"intermediate={w.intermediate}, backend={self.backend}, {w.nbytes / 2**20:.0f} MiB"
             + (", CUDA graphs" if self._wants_graphs else "")
+            + (", fused" if self._fused_group is not None else "")
         )
 
 

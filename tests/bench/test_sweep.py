@@ -105,7 +105,8 @@ def test_a_sweep_on_a_hopper():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs an sm_90 GPU; this is another")
     settings = Settings(device="cuda", recipes=("w4a8_block",), repeats=3, rounds=1)
-    found = sweep(cells_named(["tiny/8"]), "w4a8_block", settings, workers=4)
+    # A real shape: of 2048 activations, as `tiny` has, few flipped codes are above the tolerance.
+    found = sweep(cells_named(["flash-ep8/8"]), "w4a8_block", settings, workers=4)
     assert found.exit_code == 0, [r.note for r in found.report.rows]
     assert found.choices[0].worse_by is not None and len(found.choices[0].timed) >= 4
 

@@ -16,7 +16,7 @@ CROWD = 200
 BOUND_S = 5.0
 
 
-def build(rank, folder, recipe, most=MOST, **options):
+def build(rank, folder, recipe, most=MOST, mode="fused", **options):
     """(a fused layer of this rank, a crowd of tokens with their routing, its expected result)."""
     os.environ["CUDA_MPS_PIPE_DIRECTORY"] = folder  # before CUDA starts in this process
     from tests.engine.test_hopper_gpu import E, H, K, experts
@@ -28,14 +28,15 @@ def build(rank, folder, recipe, most=MOST, **options):
     wanted = mm.moe(x, idx, gates, weights, backend="hopper", mode="staged")
     num = dist.get_world_size()
     layer = mm.MoE(
-        weights.for_rank(rank, num), E, K, group=dist.group.WORLD, mode="fused",
+        weights.for_rank(rank, num), E, K, group=dist.group.WORLD, mode=mode,
         max_tokens_per_rank=most, **options,
     )  # fmt: skip
+    assert layer.mode == "fused" and layer.backend == "hopper", layer.why_staged
     return layer, (x, idx, gates), wanted
 
 
-def calls(rank, folder, recipe, num, most):
-    layer, crowd, wanted = build(rank, folder, recipe, most, timeout_s=60.0)
+def calls(rank, folder, recipe, num, most, mode):
+    layer, crowd, wanted = build(rank, folder, recipe, most, mode, timeout_s=60.0)
     rng = random.Random(100 + rank)
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
     for step in range(num):
@@ -47,6 +48,19 @@ def calls(rank, folder, recipe, num, most):
             layer.check()
     layer.check()
     return int(wrong), layer.stats.tolist(), layer.sent.tolist()
+
+
+def chooses(rank, folder):
+    """What `auto` comes to where a call would be several launches, and one call of it."""
+    layer, crowd, wanted = build(rank, folder, "w4a8_block", mode="auto", timeout_s=60.0)
+    from tests.engine.test_hopper_gpu import E, K
+
+    many = mm.MoE(
+        layer.weights, E, K, group=dist.group.WORLD, max_tokens_per_rank=CROWD, timeout_s=60.0
+    )
+    y = many(*(t[:MOST] for t in crowd))
+    error = (y.float() - wanted[:MOST].float()).norm() / wanted[:MOST].float().norm()
+    return many.mode, many.backend, many.why_staged, float(error)
 
 
 def leaves(rank, folder):

@@ -7,7 +7,8 @@ import tempfile
 
 import pytest
 
-from tests.distributed.fused_ranks import BOUND_S, MOST, calls, leaves
+from megamoe.formats.spec import recipe_named
+from tests.distributed.fused_ranks import BOUND_S, MOST, calls, chooses, leaves
 from tests.distributed.ranks import launch
 from tests.distributed.test_group import results
 from tests.engine.test_hopper_gpu import IS_OTHER
@@ -36,16 +37,23 @@ def mps():
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "recipe", "num", "most"),
-    [(2, "w4a8_block", CALLS, MOST), (4, "w4a8_block", CALLS, MOST), (2, "w8a8", 50, MOST),
-     (2, "w4a8_block", 50, 5 * MOST)],  # the last in several launches
+    ("num_ranks", "recipe", "num", "most", "mode"),
+    [(2, "w4a8_block", CALLS, MOST, "auto"), (4, "w4a8_block", CALLS, MOST, "fused"),
+     (2, "w8a8", 50, MOST, "auto"),
+     (2, "w4a8_block", 50, 5 * MOST, "fused")],  # the last in several launches
 )  # fmt: skip
-def test_processes_have_the_bits_of_one_rank(mps, num_ranks, recipe, num, most):
-    ends = results(launch(num_ranks, calls, mps, recipe, num, most, limit_s=240))
+def test_processes_have_the_bits_of_one_rank(mps, num_ranks, recipe, num, most, mode):
+    ends = results(launch(num_ranks, calls, mps, recipe, num, most, mode, limit_s=240))
     assert [wrong for wrong, _, _ in ends] == [0] * num_ranks
     received = [count for _, stats, _ in ends for count in stats]
     sent = [sum(counts) for counts in zip(*(sent for _, _, sent in ends), strict=True)]
     assert received == sent and sum(sent) > 0
+
+
+def test_auto_is_staged_where_a_call_would_be_several_launches(mps):
+    for mode, backend, why, error in results(launch(2, chooses, mps, limit_s=240)):
+        assert (mode, backend) == ("staged", "portable") and "fused launches" in why
+        assert error < 2 * recipe_named("w4a8_block").tolerance  # both round in their own order
 
 
 def test_a_process_that_leaves_is_named_by_the_others_in_time(mps):
