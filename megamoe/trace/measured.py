@@ -21,6 +21,7 @@ from megamoe.trace.stamps import (
     MATH,
     MEET,
     POOL,
+    PUBLISH,
     ROUTE,
     SECOND,
     WAIT,
@@ -77,6 +78,7 @@ class _Cta(NamedTuple):
             roles[event.role].append(event)
         waits = {e.ticket: _us(e, self.first) for e in roles[LOAD_TOKENS] if e.kind == WAIT}
         found = [self._span("route", e, "dispatch") for e in events if e.kind == ROUTE]
+        found += [self._span("stage", e, "fill") for e in roles[PUBLISH] if e.kind == FILL]
         found += self._math(sorted(roles[MATH], key=lambda e: since(e.begin, self.first)), waits)
         found += self._loads(roles[LOAD_WEIGHTS], waits)
         return sorted(found, key=lambda s: (s.role == "load", s.start_us))

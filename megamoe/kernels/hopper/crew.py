@@ -112,9 +112,10 @@ class Mega:
     num_ctas: gl.tensor  # of the rank
     private: gl.tensor  # this CTA's list of tiles
     counters: gl.tensor  # this rank's
-    num_tiles: gl.tensor  # of tokens
     experts: gl.shared_memory_descriptor  # int16 [SLOTS / CHUNK, CHUNK]: of each slot, or -1
-    counts: gl.shared_memory_descriptor  # int32 [EXPERTS]: rows of each expert
+    firsts: gl.shared_memory_descriptor  # int32 [EXPERTS]: first row of each expert
+    num: gl.shared_memory_descriptor  # int32 [1]: tiles of tokens
+    routed: gl.shared_memory_descriptor  # the routing is read
     mail: gl.shared_memory_descriptor
     mail_sent: gl.shared_memory_descriptor
     mail_read: gl.shared_memory_descriptor
@@ -186,19 +187,26 @@ def allocate(c, one, two):
         mail, barriers(2, 1), barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
         barriers(1, 1).index(0),
     )  # fmt: skip
-    return bufs, (amax, turn, full, empty, met), post
+    routing = (
+        gl.allocate_shared_memory(gl.int16, [c.SLOTS // c.CHUNK, c.CHUNK], flat),
+        gl.allocate_shared_memory(gl.int32, [c.EXPERTS], flat),
+        gl.allocate_shared_memory(gl.int32, [1], flat),
+        barriers(1, 1).index(0),
+    )
+    return bufs, (amax, turn, full, empty, met), routing, post
 
 
 @gluon.jit
 def prepare(c, one, two, place, memory):
     """(the CTA, its L1, its L2), in the memory that `allocate` gave."""
-    rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts = place
-    bufs, kept, post = memory
+    rank, local, cta, num_ctas, private, counters = place
+    bufs, kept, routing, post = memory
     w_first, w_second, ws_bufs, x_bufs, xs_bufs = bufs
     amax, turn, full, empty, met = kept
+    experts, firsts, num, routed = routing
     mail, mail_sent, mail_read, stored, told, all_done = post
     m = Mega(
-        c, rank, local, cta, num_ctas, private, counters, num_tiles, experts, counts, mail,
+        c, rank, local, cta, num_ctas, private, counters, experts, firsts, num, routed, mail,
         mail_sent, mail_read, stored, told, all_done,
     )  # fmt: skip
     first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private)

@@ -1,22 +1,29 @@
 """The edges of a fused launch: routing and tokens into the pool, and combine.
 
 Each CTA reads the whole routing for itself, so nobody waits for a count: the expert of every slot
-and the rows of every expert stay in shared memory, its list of tiles in memory (`private`). Slots
-are those of all ranks; a rank takes the ones of its own experts.
+and the first row of every expert stay in shared memory, its list of tiles in memory (`private`). Slots
+are those of all ranks; a rank takes the ones of its own experts. One warpgroup reads the routing
+while the others quantise tokens, which need it only to know their rows.
+
+Nothing is in a cache when a launch begins, its instructions neither: here short code is fast code.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
-from megamoe.kernels.hopper.epilogue import times
+from megamoe.kernels.hopper.epilogue import divide, times
 from megamoe.kernels.hopper.meet import FILLED, POOL, add_to, of_rank
 from megamoe.kernels.hopper.waves import WAVES, ring_row, running_sum, write_table
 
 COLS = gl.constexpr(1024)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
 LOOK = gl.constexpr(128)  # slots that are looked at together for the rows of others
+FILLERS = gl.constexpr(3)  # warpgroups that fill the pool, all but the one that reads the routing
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
+PAIRS = gl.constexpr(gl.BlockedLayout([1, LOOK.value // 32], [1, 32], [4, 1], [1, 0]))
 _FLAT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
@@ -26,15 +33,26 @@ def _source(c, token):
     if c.RANKS == 1:
         return 0 * token, token
     else:
-        source = gl.minimum(token // c.tokens_per_rank, c.RANKS - 1)
+        source = gl.minimum(quotient(token, c.tokens_per_rank), c.RANKS - 1)
         return source, token - source * c.tokens_per_rank
 
 
 @gluon.jit
-def _slots(c, slot, used):
+def quotient(a, b):
+    """a // b of numbers from 0 to 2**21, in a few instructions."""
+    by = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b + 0.0], dtype=gl.float32, is_pure=True, pack=1
+    )
+    return ((a + 0.5) * by).to(gl.int32)
+
+
+@gluon.jit
+def _slots(c, slot, token, used):
     """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked)."""
-    source, token = _source(c, slot // c.TOP_K)
-    at = token * c.TOP_K + slot % c.TOP_K
+    source, token = _source(c, token)
+    at = slot
+    if c.RANKS > 1:
+        at = token * c.TOP_K + slot % c.TOP_K
     given = gl.load(of_rank(c, c.idx, source) + at, mask=used, other=-1)
     names_none = (given < -1) | (given >= c.num_experts * c.RANKS)
     expert = gl.where(names_none, -2, given).to(gl.int32)  # int64 ids must not wrap round
@@ -54,25 +72,23 @@ def _own(c, rank, expert):
 
 
 @gluon.jit
-def _aligned(count):
-    return (count + ALIGN - 1) // ALIGN * ALIGN
-
-
-@gluon.jit
-def read_routing(c, rank, local, cta, private, experts, counts):
-    """Fill `experts`, `counts` and this CTA's list of tiles; -> number of tiles of tokens."""
+def read_routing(m):
+    """One warpgroup: fill `experts`, `firsts` and this CTA's list of tiles, and tell all roles."""
+    c = m.call
+    local = m.local
+    private = m.private
     E: gl.constexpr = c.EXPERTS
     which = gl.arange(0, E, FLAT)
     count = gl.zeros([E], gl.int32, FLAT)
     for chunk in gl.static_range(c.SLOTS // c.CHUNK):
         slot = chunk * c.CHUNK + gl.arange(0, c.CHUNK, FLAT)
-        expert, _, _ = _slots(c, slot, slot < c.num_slots)
-        mine = _own(c, rank, expert)
-        experts.index(chunk).store(mine.to(gl.int16))
+        expert, _, _ = _slots(c, slot, slot // c.TOP_K, slot < c.num_slots)
+        mine = _own(c, m.rank, expert)
+        m.experts.index(chunk).store(mine.to(gl.int16))
         count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
-    counts.store(count)
-    rows = _aligned(count)
+    rows = (count + ALIGN - 1) // ALIGN * ALIGN
     first = running_sum(rows) - rows
+    m.firsts.store(first)
     blocks = (count + c.TOKENS - 1) // c.TOKENS
     number = running_sum(blocks) - blocks
     tiles = gl.zeros([WAVES], gl.int32, FLAT)
@@ -90,12 +106,21 @@ def read_routing(c, rank, local, cta, private, experts, counts):
         gl.store(at + 2, row + gl.minimum(count - j * c.TOKENS, c.TOKENS), mask=used)
     if c.RING:
         write_table(c, private, tiles)
+    m.num.store(gl.zeros([1], gl.int32, FLAT) + gl.sum(blocks, 0))
+    gl.thread_barrier()
+    mbarrier.arrive(m.routed, count=1)
     if c.HAS_STATS:  # noqa: SIM102  known at compile time, unlike the CTA's number
-        if cta == 0:
+        if m.cta == 0:
             stats = c.stats + local * c.num_experts + which
             there = which < c.num_experts
             gl.store(stats, gl.load(stats, mask=there, other=0) + count, mask=there)
-    return gl.sum(blocks, 0)
+
+
+@gluon.jit
+def num_tiles(m):
+    """Tiles of tokens, once the routing is read."""
+    mbarrier.wait(m.routed, 0)
+    return gl.max(m.num.load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
@@ -105,7 +130,7 @@ def fetch_early(c, cta, num_ctas):
     Where a token has no whole number of parts, other parts come; no division is worth it here.
     """
     thread = gl.arange(0, 128, FLAT)
-    item = cta + (thread >> 4) % c.GROUPS * num_ctas  # of 16 lines, one a warpgroup
+    item = cta + (thread >> 4) % FILLERS * num_ctas  # of 16 lines, one a warpgroup
     last = (0 * item + c.tokens_per_rank).to(gl.int64) * c.x_stride - 1
     x = c.x + gl.minimum(item.to(gl.int64) * COLS + (thread & 15) * 64, last)
     slot = gl.minimum(thread * 16, c.num_slots - 1)  # a line has as many, or twice that
@@ -114,6 +139,18 @@ def fetch_early(c, cta, num_ctas):
         "=r,l,l,l", [(c.idx + slot).to(gl.int64), (c.weights + slot).to(gl.int64), x.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit
+def _ratio(x, step):
+    """x / step, correctly rounded for BF16 x and the step of their amax: one division a group.
+
+    (tests/kernels/test_fill.py goes through all pairs.) Tiny ones are lifted, or 1 / step overflows.
+    """
+    lift = gl.where(step < 2.0**-60, 2.0**64, 1.0)
+    by = step * lift
+    inverse = gl.expand_dims(gl.div_rn(1.0 + 0.0 * by, by), 1)
+    return divide(x * gl.expand_dims(lift, 1), gl.expand_dims(by, 1), inverse)
 
 
 @gluon.jit
@@ -129,7 +166,8 @@ def _held(c, source, token):
         bits = gl.max(abs_bits(x), 1)
         if GROUP == 128:
             size = bits.to(gl.float32, bitcast=True)
-            scale = gl.where(bits == 0, 1.0, gl.div_rn(size, 448.0 + 0.0 * size))
+            by: gl.constexpr = 1.0 / 448.0
+            scale = gl.where(bits == 0, 1.0, divide(size, 448.0 + 0.0 * size, by))
             scale = gl.where(bits >= INF_BITS, float("nan"), scale)
             step = scale
         elif GROUP == 16:
@@ -141,8 +179,12 @@ def _held(c, source, token):
         else:
             _, scale, step = A.scale(bits, 1.0, A.EXPONENT, A.MANTISSA)
         dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
-        step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
-        ratio = gl.where(gl.expand_dims(dead, 1), 0.0, gl.div_rn(x, step + 0.0 * x))
+        step = gl.where(dead, 1.0, step)
+        if GROUP == 128:
+            ratio = _ratio(x, step)
+        else:
+            ratio = gl.div_rn(x, gl.expand_dims(step, 1) + 0.0 * x)
+        ratio = gl.where(gl.expand_dims(dead, 1), 0.0, ratio)
         if A.HOLD == "codes":
             held = ratio.to(gl.float8e4nv).reshape([COLS])
         elif A.HOLD == "scaled":
@@ -153,22 +195,27 @@ def _held(c, source, token):
 
 
 @gluon.jit
-def _rows_of(m, token, low, high, SLOT: gl.constexpr):
-    """Pool row of each slot of a token, and topk weights.
+def _slots_of(m, token):
+    """(expert of this rank or -1, topk weight) of each slot of a token, a few in every warp."""
+    c = m.call
+    number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, PAIRS))
+    slot = token * c.TOP_K + number
+    expert, weight, _ = _slots(c, slot, token + 0 * number, number < c.TOP_K)
+    return _own(c, m.rank, expert), weight
+
+
+@gluon.jit
+def _rows_of(m, token, mine, low, high):
+    """Pool row of each slot of a token whose experts are `mine`.
 
     -1 where the slot is not this rank's, or of a ring's wave below `low`, or not below `high`.
     """
     c = m.call
-    # A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
-    PAIRS: gl.constexpr = gl.BlockedLayout([1, LOOK // 32], [1, 32], [4, 1], [1, 0])
     experts = m.experts._reinterpret(gl.int16, [c.SLOTS // LOOK, LOOK], _FLAT_SHARED)
-    number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, PAIRS))
-    slot = token * c.TOP_K + number
-    expert, weight, _ = _slots(c, slot, number < c.TOP_K)
-    mine = _own(c, m.rank, expert)
+    slot = token * c.TOP_K + gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, PAIRS))
     which = gl.expand_dims(gl.arange(0, c.EXPERTS, gl.SliceLayout(0, PAIRS)), 0)
-    rows = gl.expand_dims(_aligned(m.counts.load(gl.SliceLayout(0, PAIRS))), 0)
-    first = gl.sum(gl.where(which < gl.expand_dims(mine, 1), rows, 0), 1)
+    firsts = gl.expand_dims(m.firsts.load(gl.SliceLayout(0, PAIRS)), 0)
+    first = gl.sum(gl.where(which == gl.expand_dims(mine, 1), firsts, 0), 1)
     row = first
     for chunk in range((token * c.TOP_K + c.TOP_K + LOOK - 1) // LOOK):
         other = chunk * LOOK + gl.arange(0, LOOK, gl.SliceLayout(0, PAIRS))
@@ -181,8 +228,7 @@ def _rows_of(m, token, low, high, SLOT: gl.constexpr):
     if c.RING:
         row, wave = ring_row(c, row, first + (row - first) // c.TOKENS * c.TOKENS)
         is_here = is_here & (wave >= low) & (wave < high)
-    row = gl.where(is_here, m.local * c.rows_per_rank + row, -1)
-    return gl.convert_layout(row, SLOT), gl.convert_layout(weight, SLOT)
+    return gl.where(is_here, m.local * c.rows_per_rank + row, -1)
 
 
 @gluon.jit
@@ -198,10 +244,10 @@ def num_parts(c):
 
 
 @gluon.jit
-def fill_pool(m, WG: gl.constexpr):
+def fill_pool(m, FILLER: gl.constexpr):
     """One warpgroup's share of the tokens, for the first two waves where the pool is a ring."""
-    begin, step = _share(m, WG)
-    _fill(m, begin, step, num_parts(m.call), 0, 2, m.counters + POOL)
+    begin = m.cta + FILLER * m.num_ctas
+    _fill(m, begin, FILLERS * m.num_ctas, num_parts(m.call), 0, 2, m.counters + POOL)
 
 
 @gluon.jit
@@ -212,37 +258,49 @@ def fill_wave(m, wave, item, WG: gl.constexpr):
 
 
 @gluon.jit
+def _before(held):
+    """A volatile no-op: the values are computed before what comes next, which waits."""
+    PACK: gl.constexpr = 32 // held.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise("", "=r,0", [held], dtype=held.dtype, is_pure=False, pack=PACK)
+
+
+@gluon.jit
 def _fill(m, begin, step, num, low, high, counter):
     """Every step-th part from `begin` on: quantise once, write to each row of the token."""
     c = m.call
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
-    SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [4, 1], [1, 0])
+    SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # rows as in PAIRS
     parts = (c.width + COLS - 1) // COLS
+    done = 0
     for item in range(begin, num, step):
-        token = item // parts
-        part = item % parts
+        token = quotient(item, parts)
+        part = item - token * parts
         col = part * COLS + gl.arange(0, COLS, gl.SliceLayout(0, WIDE))
         source, here = _source(c, token)
         x = of_rank(c, c.x, source) + here.to(gl.int64) * c.x_stride + col
         values = gl.load(x, mask=col < c.hidden, other=0.0)
-        row, weight = _rows_of(m, token, low, high, gl.SliceLayout(1, SMALL))
+        mine, weight = _slots_of(m, token)
         held, scale = _held(c, values, token)
-        held = gl.expand_dims(gl.convert_layout(held, gl.SliceLayout(0, WIDE)), 0)
+        held = gl.expand_dims(_before(gl.convert_layout(held, gl.SliceLayout(0, WIDE))), 0)
+        if c.PROMOTED:
+            scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SMALL)), 0)
+        mbarrier.wait(m.routed, 0)
+        row = _rows_of(m, token, mine, low, high)
         wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
-        at = gl.expand_dims(wide_row.to(gl.int64) * c.width, 1) + gl.expand_dims(col, 0)
+        at = gl.expand_dims(wide_row * c.width, 1) + gl.expand_dims(col, 0)
         mask = gl.expand_dims(wide_row >= 0, 1) & gl.expand_dims(col < c.width, 0)
         held, at = gl.broadcast(held, at)
         gl.store(c.pool + at, held, mask=mask)
         if c.PROMOTED:
             block = part * (COLS // 128) + gl.arange(0, COLS // 128, gl.SliceLayout(0, SMALL))
-            at = gl.expand_dims(block.to(gl.int64) * c.pool_rows, 0) + gl.expand_dims(row, 1)
-            mask = gl.expand_dims(row >= 0, 1) & gl.expand_dims(block < c.width // 128, 0)
-            scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SMALL)), 0)
+            to = gl.convert_layout(row, gl.SliceLayout(1, SMALL), assert_trivial=True)
+            at = gl.expand_dims(block * c.pool_rows, 0) + gl.expand_dims(to, 1)
+            mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(block < c.width // 128, 0)
             scale, at = gl.broadcast(scale, at)
             gl.store(c.pool_scale + at, scale, mask=mask)
         if part == 0:
             used = row >= 0
-            number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, SMALL))
+            number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, PAIRS))
             dest = token * c.TOP_K + number
             if c.RANKS > 1:
                 dest = (here * c.TOP_K + number).to(gl.int64) * c.hidden
@@ -252,7 +310,7 @@ def _fill(m, begin, step, num, low, high, counter):
             if c.FACTOR == "expert":
                 by = gl.load(c.g + token * c.g_stride) + 0.0 * weight
                 gl.store(c.row_factor + row, by, mask=used)
-    done = gl.maximum((num - begin + step - 1) // step, 0)
+        done += 1
     if done > 0:
         add_to(counter, done)
 
@@ -262,10 +320,10 @@ def slots_used(m, item, parts):
     """Bit j: whether slot j of the item's token counts. The first bad slot is noted."""
     c = m.call
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    local = gl.minimum(item // parts, c.tokens_per_rank - 1)
+    local = gl.minimum(quotient(item, parts), c.tokens_per_rank - 1)
     number = gl.arange(0, c.K_SLOTS, LANES)
-    slot = (m.rank * c.tokens_per_rank + local) * c.TOP_K + number
-    expert, _, bad = _slots(c, slot, number < c.TOP_K)
+    token = m.rank * c.tokens_per_rank + local + 0 * number
+    expert, _, bad = _slots(c, token * c.TOP_K + number, token, number < c.TOP_K)
     bits = gl.sum(gl.where(expert >= 0, 1, 0) << number, 0)
     first = gl.min(gl.where(bad, number, c.TOP_K), 0)
     if first < c.TOP_K:
@@ -298,8 +356,9 @@ def combine(m, bits, WG: gl.constexpr):
     weights = of_rank(c, c.weights, m.rank)
     begin, step = _share(m, WG)
     for item in range(begin, c.tokens_per_rank * parts, step):
-        token = (item // parts).to(gl.int64)
-        col = item % parts * COLS + gl.arange(0, COLS, LAYOUT)
+        token = quotient(item, parts)
+        col = (item - token * parts) * COLS + gl.arange(0, COLS, LAYOUT)
+        token = token.to(gl.int64)
         inside = col < c.hidden
         total = gl.zeros([COLS], gl.float32, LAYOUT)
         for j in gl.static_range(c.TOP_K):

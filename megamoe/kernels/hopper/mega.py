@@ -1,11 +1,12 @@
 """The whole layer in one persistent launch: dispatch, L1, activation, L2 and combine.
 
-Every CTA reads the routing for itself, then its roles run on:
+Every CTA reads the routing for itself; its roles:
   deal           draws tickets (all L1 tiles, then all L2 tiles; or the waves of a ring, `waves`)
                  and tells the others what they mean
   load_weights   streams the weights of each tile
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
-  math           fills the pool with quantised tokens; then decode, wgmma, epilogue; then combine
+  math           the first warpgroup reads the routing, the others quantise tokens and fill the pool;
+                 then decode, wgmma, epilogue; then combine
   publish        tells the other CTAs of finished tiles, so that math never waits for a release
 Tiles are computed by `swapped`'s own functions, so bits are those of the staged launches. CTAs are
 dealt to the ranks of a launch in equal parts; a rank's rows lie behind those of the rank before it.
@@ -24,6 +25,8 @@ from megamoe.kernels.hopper.edges import (
     fill_pool,
     fill_wave,
     num_parts,
+    num_tiles,
+    quotient,
     read_routing,
     slots_used,
 )
@@ -85,9 +88,10 @@ def _draw(m):
 @gluon.jit
 def num_tickets(m, first_across, second_across):
     """Of all CTAs of the rank: L1 tiles, L2 tiles, and fills of later waves."""
-    num = m.num_tiles * (first_across + second_across)
+    tiles = num_tiles(m)
+    num = tiles * (first_across + second_across)
     if m.call.RING:
-        num += num_filled_later(m, num_fills(m))
+        num += num_filled_later(m, tiles, num_fills(m))
     return num
 
 
@@ -108,7 +112,7 @@ def deal(m, one, two):
     first_across = tiles_across(one, m.call.ROWS)
     second_across = tiles_across(two, m.call.ROWS)
     num = num_tickets(m, first_across, second_across)
-    num_first = m.num_tiles * first_across
+    num_first = num_tiles(m) * first_across
     number = 0
     begin = 0
     wave = 0
@@ -129,7 +133,7 @@ def deal(m, one, two):
             kind = gl.where(ticket >= num_first, SECOND, FIRST)
             item = gl.where(ticket >= num_first, ticket - num_first, ticket)
         across = gl.where(kind == SECOND, second_across, first_across)
-        tile = item // across
+        tile = quotient(item, across)
         across = item - tile * across
         if m.call.RING:
             across = gl.where(kind == FILL, item, across)
@@ -236,10 +240,14 @@ def math(m, one, two, WG: gl.constexpr):
     first_across = tiles_across(one, m.call.ROWS)
     second_across = tiles_across(two, m.call.ROWS)
     begin = now(m.call)
-    fill_pool(m, WG)
     n = 0
     if WG == 0:
-        n = stamp(m.call, MATH, n, FILL, 0, begin)
+        read_routing(m)
+        n = stamp(m.call, MATH, n, ROUTE, 0, begin)
+    else:
+        fill_pool(m, WG - 1)
+        if WG == 1:
+            stamp(m.call, PUBLISH, 0, FILL, 0, begin)
     idx = 0
     phase = 0
     i = 0
@@ -303,7 +311,7 @@ def _meet_all(m, tiles, num, WG: gl.constexpr):
             LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
             word = gl.arange(0, 128, LAYOUT)
             zero = gl.zeros([128], gl.int32, LAYOUT)
-            for start in range(0, READY + m.num_tiles, 128):
+            for start in range(0, READY + num_tiles(m), 128):
                 gl.store(m.counters + start + word, zero, mask=start + word < m.call.num_counters)
             if m.call.RANKS > m.call.LOCAL:
                 gl.store(m.call.signals + CALL, gl.load(m.call.signals + CALL) + 1)
@@ -357,25 +365,20 @@ def mega_kernel(
         w2, ws2, x2, xs2, factor2, bias2, acts_factor, rows, rows, steps2, outputs2, biases2,
         rows2, cols2, LAST, False,
     )  # fmt: skip
-    begin = now(c)
     pid = gl.program_id(0)
     num_ctas = gl.num_programs(0) // LOCAL
-    local = pid // num_ctas
+    local = 0 * pid
+    if LOCAL > 1:
+        local = quotient(pid, num_ctas)
     rank = first_rank + local
-    cta = pid % num_ctas
+    cta = pid - local * num_ctas
     mine = private + pid * private_stride
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    experts = gl.allocate_shared_memory(gl.int16, [SLOTS // CHUNK, CHUNK], flat)
-    counts = gl.allocate_shared_memory(gl.int32, [EXPERTS], flat)
     if RANKS == 1:
         fetch_early(c, cta, num_ctas)
     memory = allocate(c, one, two)  # while the routing comes
     greet(c, rank, cta)
-    num_tiles = read_routing(c, rank, local, cta, mine, experts, counts)
-    own = of_rank(c, counters, rank)
-    place = (rank, local, cta, num_ctas, mine, own, num_tiles, experts, counts)
+    place = (rank, local, cta, num_ctas, mine, of_rank(c, counters, rank))
     m, first, second = prepare(c, one, two, place, memory)
-    stamp(c, PUBLISH, 0, ROUTE, 0, begin)
     gl.thread_barrier()
     gl.warp_specialize(
         [(math, (m, first, second, 0)), (math, (m, first, second, 1)),

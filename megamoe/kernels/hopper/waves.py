@@ -74,7 +74,7 @@ def segment(m, number, num_fills, first_across, second_across):
 
 
 @gluon.jit
-def num_filled_later(m, num_fills):
+def num_filled_later(m, num_tiles, num_fills):
     """Tickets of all fills: of waves from the third on."""
-    last = gl.load(m.private + gl.maximum(m.num_tiles - 1, 0) * 4 + 3)
-    return gl.where(m.num_tiles > 0, gl.maximum(last - 1, 0), 0) * num_fills
+    last = gl.load(m.private + gl.maximum(num_tiles - 1, 0) * 4 + 3)
+    return gl.where(num_tiles > 0, gl.maximum(last - 1, 0), 0) * num_fills
