@@ -193,7 +193,8 @@ def _fill(
         x, scale, g, is_ready = _ready(x, how)
     route(
         x, routing, how.acts, pool, block, weights.num_experts, x_scale=scale, g=g, stats=stats,
-        first_slot=first_slot, num_dest=num_dest, is_ready=is_ready, pdl=pdl,
+        first_slot=first_slot, num_dest=num_dest, is_ready=is_ready,
+        by_group=how.to_e4m3, pdl=pdl,
     )  # fmt: skip
 
 

@@ -108,12 +108,12 @@ class RegisterImage:
 
     A slab is 64 rows x 128 columns, one warpgroup's share of one K block; the slabs of 64 rows
     follow each other along K, so their stream is contiguous. A 32-bit word holds the eight values
-    that one thread needs of one row for 32 columns: two halves of 16 columns, four values of each.
-    Which four depends on what wgmma multiplies (`column`). Magnitudes of half 0 lie in nibbles 0-3
+    that one thread needs of one row for one product of depth 32: two halves, four values of each.
+    Which columns they are depends on what wgmma multiplies (`column`). Magnitudes of half 0 lie in nibbles 0-3
     and of half 1 in nibbles 4-7; the spare top bit of each nibble carries signs, so that one AND
     extracts the signs of a half.
 
-    plain word  = row * (num_cols / 8) + step * 4 + t            step = column // 32
+    plain word  = row * (num_cols / 8) + step * 4 + t            step of 32, over all K blocks
     stored word = [slab, K block, upper rows, warp, g, t, step in block]
     with row = (slab * 4 + warp) * 16 + upper * 8 + g.
     """
@@ -187,8 +187,8 @@ class RegisterImage:
         def forward(index: int) -> int:
             value, bit = divmod(index, FP4_BITS)
             row, col = divmod(value, self.num_cols)
-            t, half, v = self.holder(col)
-            word = row * (self.num_cols // 8) + col // 32 * 4 + t
+            step, t, half, v = self.holder(col % BLOCK_K)
+            word = row * (self.num_cols // 8) + (col // BLOCK_K * 4 + step) * 4 + t
             return words.forward(word) * 32 + word_bit(half, v, bit)
 
         def inverse(place: int) -> int:
@@ -196,23 +196,26 @@ class RegisterImage:
             row, rest = divmod(words.inverse(stored), self.num_cols // 8)
             step, t = divmod(rest, 4)
             half, v, bit = word_value(shift)
-            col = step * 32 + self.column(t, half, v)
+            col = step // 4 * BLOCK_K + self.column(step % 4, t, half, v)
             return (row * self.num_cols + col) * FP4_BITS + bit
 
         return IndexMap("register_image_bits", size, forward, inverse)
 
-    def column(self, t: int, half: int, v: int) -> int:
-        """Column, of 32, of value `v` of a half of the word of thread `t` of four."""
-        if self.mma == "e4m3":
-            return 16 * half + 4 * t + v
-        return 16 * half + 8 * (v // 2) + 2 * t + v % 2
+    def column(self, step: int, t: int, half: int, v: int) -> int:
+        """Column, of 128, of value `v` of a half of the word of thread `t` of four for a product.
 
-    def holder(self, col: int) -> tuple[int, int, int]:
-        """(t, half, v) of a column: the inverse of `column`."""
-        half, c = col % 32 // 16, col % 16
+        BF16: as wgmma has them. E4M3: all of a thread's are of one group of 32 (`device.columns`).
+        """
         if self.mma == "e4m3":
-            return c // 4, half, c % 4
-        return c % 8 // 2, half, c // 8 * 2 + c % 2
+            return 32 * t + 8 * step + 4 * half + v
+        return 32 * step + 16 * half + 8 * (v // 2) + 2 * t + v % 2
+
+    def holder(self, col: int) -> tuple[int, int, int, int]:
+        """(step, t, half, v) of a column: the inverse of `column`."""
+        if self.mma == "e4m3":
+            return col % 32 // 8, col // 32, col % 8 // 4, col % 4
+        c = col % 16
+        return col // 32, c % 8 // 2, col % 32 // 16, c // 8 * 2 + c % 2
 
     def _slab_row(self, row: int, block: int) -> int:
         # [slab, K block, upper, warp, g] of one row in one K block, as one number

@@ -19,6 +19,7 @@ pytestmark = MARKS
 SIZES = {"small": (21, 3, 5), "large": (53, 3, 5)}  # tokens, slots each, experts; two chunks
 FORMATS = {  # recipe, whether its weights fit E4M3: how tokens are held
     "codes": ("w8a8", True),
+    "by_group": ("w4a8_block", True),
     "scaled": ("w4a8_block", False),
     "plain": ("w4a16", True),
     "mxfp8": ("w4a8", True),
@@ -60,7 +61,7 @@ class Routed:
         )  # fmt: skip
         route(
             x, given, self.how.acts, self.pool, block, num_experts, stats=self.stats,
-            first_slot=first_slot, num_dest=num_dest, **rest,
+            first_slot=first_slot, num_dest=num_dest, by_group=self.how.to_e4m3, **rest,
         )  # fmt: skip
         self.block, self.num_experts, top_k = block, num_experts, idx.shape[1]
         self.legal = self.idx.flatten().cpu()
@@ -92,6 +93,9 @@ class Routed:
         """The pool's rows in the order of `token`, and their scales by token."""
         at = self.row.to(DEVICE)
         data = self.pool.data.view(torch.uint8)[at].view(self.pool.data.dtype).cpu()
+        if self.how.to_e4m3:  # columns as they were: `device.columns`
+            raw = data.view(torch.uint8).unflatten(1, (-1, 8, 4, 4)).transpose(2, 3)
+            data = raw.flatten(1).view(data.dtype)
         return data, (self.pool.scale[:, at].T.cpu() if self.how.is_promoted else None)
 
 
@@ -159,7 +163,7 @@ def test_slots_may_be_some_of_those_that_combine_adds(size):
 
 def held(q, name):
     """What the pool keeps of quantised tokens: values, and scales by token where it has any."""
-    if name in ("codes", "plain"):
+    if name in ("codes", "by_group", "plain"):
         return q.data, q.scale
     if name == "scaled":
         return q.data.to(torch.bfloat16), q.scale
@@ -182,7 +186,7 @@ def assert_rows(got, data, scale, hidden):
         assert (scales[:, blocks:] == 1).all()
 
 
-FORMAT_OF = {"codes": "fp8_1x128", "scaled": "fp8_1x128", "plain": "bf16"}
+FORMAT_OF = {"codes": "fp8_1x128", "by_group": "fp8_1x128", "scaled": "fp8_1x128", "plain": "bf16"}
 X_GLOBAL = 0.37
 
 
@@ -196,7 +200,7 @@ def quantised(x, name):
 def test_tokens_are_quantised_into_their_rows(name, size, hidden):
     x, idx, weight, experts = inputs(size, hidden)
     x[1], x[2] = 0.0, x[2] * 2.0**-60
-    if name in ("codes", "scaled", "plain"):
+    if name in ("codes", "by_group", "scaled", "plain"):
         x[3, hidden - 1] = float("nan")
     g = torch.tensor(X_GLOBAL) if name == "nvfp4" else None
     got = Routed(x, idx, weight, experts, name=name, g=None if g is None else g.to(DEVICE))

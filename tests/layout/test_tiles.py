@@ -56,9 +56,9 @@ def test_scale_rows_are_the_transpose_of_4_by_32():
     assert utccp(128).order() == [j + 32 * i for j in range(32) for i in range(4)]
 
 
-COLUMNS = {  # of thread t, from the layout of wgmma's A operand: FP8 K=32, or twice BF16 K=16
-    "e4m3": lambda t: [16 * h + 4 * t + v for h in (0, 1) for v in range(4)],
-    "bf16": lambda t: [8 * eight + 2 * t + v for eight in range(4) for v in (0, 1)],
+COLUMNS = {  # of 128, of the word of thread t for product `step`
+    "e4m3": lambda step, t: [32 * t + 8 * step + c for c in range(8)],
+    "bf16": lambda step, t: [32 * step + 2 * t + c for c in (0, 1, 8, 9, 16, 17, 24, 25)],
 }
 
 
@@ -69,9 +69,9 @@ def test_a_word_holds_one_row_and_the_columns_of_one_thread(mma):
         values = {divmod(image.bits.inverse(stored * 32 + bit), 4) for bit in range(32)}
         rows = {value // 128 for value, _ in values}
         cols = sorted({value % 128 for value, _ in values})
-        t = image.words.inverse(stored) % 4
-        assert len(rows) == 1 and cols[0] // 32 == cols[-1] // 32
-        assert [col % 32 for col in cols] == COLUMNS[mma](t)
+        step, t = divmod(image.words.inverse(stored) % 16, 4)
+        assert len(rows) == 1 and cols == COLUMNS[mma](step, t)
+        assert cols[0] // 32 == cols[-1] // 32  # one scale
 
 
 def test_one_and_extracts_the_signs_of_a_half():

@@ -159,10 +159,10 @@ def _tell_done(p, item, jobs):
 
 @gluon.jit
 def _load_slab(p, at):
-    """The words of a slab's K block, and the scale of each row and step."""
+    """The words of a slab's K block, and the scale of each row and thread of four."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     SCALES: gl.constexpr = gl.DistributedLinearLayout(
-        [[128]], [[1], [2], [4], [8], [16]], [[32], [64]], [], [256]
+        [[1], [2], [128]], [[0], [0], [4], [8], [16]], [[32], [64]], [], [256]
     )
     at = at.to(gl.int64)
     words = gl.load(p.ahead.words + at * 1024 + gl.arange(0, 1024, FLAT))
@@ -176,7 +176,7 @@ def _store_slab(p, words, scale, at):
     w = gl.convert_layout(words.reshape([2, 4, 8, 4, 4]), _WORDS, assert_trivial=True)
     w = gl.convert_layout(w, _TURNED)
     s = scale.reshape([2, 4, 8, 4])
-    s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(3, _TURNED), assert_trivial=True), 3)
+    s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(4, _TURNED), assert_trivial=True), 4)
     low, high = gl.inline_asm_elementwise(
         TO_E4M3, "=r,=r,r,r", [w, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )

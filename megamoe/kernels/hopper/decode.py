@@ -81,6 +81,7 @@ SLAB = gl.constexpr(
     )
 )  # fmt: skip
 _SCALES = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(5, SLAB.value)))
+_THREADS = gl.constexpr(gl.SliceLayout(4, gl.SliceLayout(5, SLAB.value)))
 _BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
 _SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
@@ -94,9 +95,17 @@ def read_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr):
 
 
 @gluon.jit
+def read_by_group(w_bufs, s_bufs, at, NUM: gl.constexpr):
+    """The same where a thread's columns are of one group (`device.columns`): one scale a row."""
+    w = w_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
+    s = s_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(_THREADS)
+    return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 4), 5)
+
+
+@gluon.jit
 def e4m3_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
     """E4M3 [64, 128] in the operand layout DOT."""
-    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint8)
+    w, s = read_by_group(w_bufs, s_bufs, at, NUM)
     return e4m3_values(w, s, DOT)
 
 

@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megamoe.kernels.device.columns import token_column
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.hopper.epilogue import divide, times
 from megamoe.kernels.hopper.meet import FILLED, POOL, add_to, of_rank
@@ -277,8 +278,11 @@ def _fill(m, begin, step, num, low, high, counter):
         part = item - token * parts
         col = part * COLS + gl.arange(0, COLS, gl.SliceLayout(0, WIDE))
         source, here = _source(c, token)
-        x = of_rank(c, c.x, source) + here.to(gl.int64) * c.x_stride + col
-        values = gl.load(x, mask=col < c.hidden, other=0.0)
+        given = col
+        if c.WEIGHTS.BY_GROUP:
+            given = part * COLS + token_column(gl.arange(0, COLS, gl.SliceLayout(0, WIDE)))
+        x = of_rank(c, c.x, source) + here.to(gl.int64) * c.x_stride + given
+        values = gl.load(x, mask=given < c.hidden, other=0.0)
         mine, weight = _slots_of(m, token)
         held, scale = _held(c, values, token)
         held = gl.expand_dims(_before(gl.convert_layout(held, gl.SliceLayout(0, WIDE))), 0)

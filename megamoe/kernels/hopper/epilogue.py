@@ -8,6 +8,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megamoe.kernels.device.columns import pool_place
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 
 TINY_SCALE = gl.constexpr(2.0**-100)  # keeps reciprocals finite; such activations are below 1e-27
@@ -124,14 +125,17 @@ def _store_rows(p, v, row, ok, first_col, width, WG: gl.constexpr):
     """v [columns, tokens] to out[row of token, first_col ...]; wide tiles turn in shared memory."""
     M: gl.constexpr = v.shape[0]
     N: gl.constexpr = v.shape[1]
+    BY_GROUP: gl.constexpr = p.GATED and p.WEIGHTS.BY_GROUP
     if N < 64:
         LAYOUT: gl.constexpr = v.type.layout
         col = first_col + gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
+        if BY_GROUP:
+            col = pool_place(col)
         at = gl.expand_dims(row.to(gl.int64) * p.out_width, 0) + gl.expand_dims(col, 1)
         mask = gl.expand_dims(ok, 0) & gl.expand_dims(col < width, 1)
         gl.store(p.out + at, v, mask=mask)
     else:
-        VEC: gl.constexpr = 128 // v.dtype.primitive_bitwidth
+        VEC: gl.constexpr = 4 if BY_GROUP else 128 // v.dtype.primitive_bitwidth
         ACROSS: gl.constexpr = M // VEC
         WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
         shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, ACROSS, [1, 0])
@@ -141,6 +145,8 @@ def _store_rows(p, v, row, ok, first_col, width, WG: gl.constexpr):
         row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
         ok = gl.convert_layout(ok, gl.SliceLayout(1, WIDE))
         col = first_col + gl.arange(0, M, gl.SliceLayout(0, WIDE))
+        if BY_GROUP:
+            col = pool_place(col)
         at = gl.expand_dims(row.to(gl.int64) * p.out_width, 1) + gl.expand_dims(col, 0)
         mask = gl.expand_dims(ok, 1) & gl.expand_dims(col < width, 0)
         gl.store(p.out + at, turned, mask=mask)

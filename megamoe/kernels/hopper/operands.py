@@ -11,7 +11,9 @@ from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.hopper.decode import e4m3_slab, mx_bf16_slab, nv_bf16_slab
 
 
-def _kind(name: str, element, slab_bytes: int, scale_bytes: int, decode=None) -> Kind:
+def _kind(
+    name: str, element, slab_bytes: int, scale_bytes: int, decode=None, by_group: bool = False
+) -> Kind:
     is_fp8 = element is gl.float8e4nv
     return Kind(
         name,
@@ -21,12 +23,13 @@ def _kind(name: str, element, slab_bytes: int, scale_bytes: int, decode=None) ->
         SCALE_BYTES=scale_bytes,
         INSTR_K=32 if is_fp8 else 16,
         K_WIDTH=4 if is_fp8 else 2,
+        BY_GROUP=by_group,  # how columns stand (`device.columns`)
         decode=decode,
     )
 
 
 WEIGHTS = {
-    "e4m3_image": _kind("e4m3_image", gl.float8e4nv, 4096, 256, e4m3_slab),
+    "e4m3_image": _kind("e4m3_image", gl.float8e4nv, 4096, 256, e4m3_slab, True),
     "mx_image": _kind("mx_image", gl.bfloat16, 4096, 256, mx_bf16_slab),
     "nv_image": _kind("nv_image", gl.bfloat16, 4096, 512, nv_bf16_slab),
     "fp8": _kind("fp8", gl.float8e4nv, 8192, 0),

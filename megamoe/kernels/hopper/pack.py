@@ -15,6 +15,7 @@ from torch import Tensor
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale
 from megamoe.layout.regions import align_up
+from megamoe.layout.tiles import RegisterImage
 
 WIDTH = 256  # both widths are padded to this: a tile of rows, two K blocks
 MIN_RELATIVE, MAX_RELATIVE = -5, 6  # exponents that E2M1 may be shifted by within E4M3
@@ -58,19 +59,19 @@ def pack(w: Quantized, *, to_e4m3: bool) -> Packed:
             factor = factor[:, None].expand(-1, 2)
         assert factor is not None
         return Packed(
-            "nv_image", _image(codes, _BF16_ORDER), _scale_image(scale, 8), factor.contiguous(),
+            "nv_image", _image(codes, "bf16"), _scale_image(scale, 8), factor.contiguous(),
             "expert", outputs, width, is_gated,
         )  # fmt: skip
     scale = _padded(scale, groups, 127)
     if not to_e4m3:
         return Packed(
-            "mx_image", _image(codes, _BF16_ORDER), _scale_image(scale, 4), None, "none",
+            "mx_image", _image(codes, "bf16"), _scale_image(scale, 4), None, "none",
             outputs, width, is_gated,
         )  # fmt: skip
     relative, base = rebased(codes, scale)
     shift = ((relative - MIN_RELATIVE) * 8).to(torch.uint8)
     return Packed(
-        "e4m3_image", _image(codes, _E4M3_ORDER), _scale_image(shift, 4), base, "row",
+        "e4m3_image", _image(codes, "e4m3"), _scale_image(shift, 4), base, "row",
         outputs, width, is_gated,
     )  # fmt: skip
 
@@ -129,27 +130,28 @@ def _bytes(t: Tensor | None) -> Tensor:
     return t.view(torch.uint8)
 
 
-# Columns of one K=32 step as (half, place within a thread's four): which column of the 32 each is.
-# FP8 wgmma gives thread t columns 16 half + 4 t + v; BF16 wgmma 16 half + 8 (v // 2) + 2 t + v % 2.
-_E4M3_ORDER = tuple(16 * h + 4 * t + v for t in range(4) for h in range(2) for v in range(4))
-_BF16_ORDER = tuple(
-    16 * h + 8 * (v // 2) + 2 * t + v % 2 for t in range(4) for h in range(2) for v in range(4)
-)
+def _order(mma: str) -> list[int]:
+    """Which column of a K block of 128 is value (step, t, half, v): see `RegisterImage.column`."""
+    image = RegisterImage(64, 128, mma)
+    return [
+        image.column(step, t, half, v)
+        for step in range(4) for t in range(4) for half in range(2) for v in range(4)
+    ]  # fmt: skip
 
 
-def _image(codes: Tensor, order: tuple[int, ...]) -> Tensor:
+def _image(codes: Tensor, mma: str) -> Tensor:
     """Bytes [E, rows, k / 2] -> int32 [E, rows / 64, k / 32, 256]: see `decode`.
 
     Expert by expert, so that little memory is needed beside the result.
     """
     experts, rows, half = codes.shape
     made = torch.empty(experts, rows // 64, half // 16, 256, dtype=torch.int32, device=codes.device)
-    index = torch.tensor(order, device=codes.device)
+    index = torch.tensor(_order(mma), device=codes.device)
     for one, out in zip(codes, made, strict=True):
         nibbles = torch.stack((one & 15, one >> 4), -1).flatten(1)  # rows, k
-        # slab, warp, upper, g, K block, step, column of 32
-        n = nibbles.view(rows // 64, 4, 2, 8, half // 64, 4, 32)
-        n = n.index_select(-1, index).unflatten(-1, (4, 2, 4)).int()  # t, half, v
+        # slab, warp, upper, g, K block, column of 128
+        n = nibbles.view(rows // 64, 4, 2, 8, half // 64, 128)
+        n = n.index_select(-1, index).unflatten(-1, (4, 4, 2, 4)).int()  # step, t, half, v
         size, sign = n & 7, n >> 3
         word = torch.zeros(n.shape[:-2], dtype=torch.int32, device=n.device)
         for v in range(4):

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.device.columns import token_column
 from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.portable.acts import quantise_blocks
@@ -114,12 +115,13 @@ def _pool_kernel(
     ACTS: tl.constexpr, READY: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, CHECK: tl.constexpr, TOP_K: tl.constexpr, K_SLOTS: tl.constexpr,
     SLOTS: tl.constexpr, IS_SMALL: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
-    CHUNK: tl.constexpr, E: tl.constexpr,
+    CHUNK: tl.constexpr, E: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of columns): quantise once, write to each of the token's rows.
 
     IS_SMALL: every program looks at all slots, and CHECKs its own; otherwise `idx` is checked and
-    counted already. READY tokens come in the pool's own format, with their scales.
+    counted already. READY tokens come in the pool's own format, with their scales. BY_GROUP: how
+    columns stand in the pool (`device.columns`).
     """
     after_previous()
     token = tl.program_id(0)
@@ -152,7 +154,8 @@ def _pool_kernel(
     mask = used[:, None] & (col < width)[None, :]
     scale_place = block[None, :].to(tl.int64) * pool_rows + row[:, None]
     scale_mask = used[:, None] & (block < width // 128)[None, :]
-    source = tl.load(x + token.to(tl.int64) * x_stride + col, mask=col < hidden, other=0)
+    given = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
+    source = tl.load(x + token.to(tl.int64) * x_stride + given, mask=given < hidden, other=0)
     if READY or ACTS.HOLD == "plain":
         held = source
         if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
@@ -208,6 +211,7 @@ def route(
     first_slot: int = 0,
     num_dest: int = 0,
     is_ready: bool = False,
+    by_group: bool = False,
     pdl: bool = False,
 ) -> None:
     """Fill `pool` from tokens x [T, H] and their routing, for tiles of `block` rows."""
@@ -238,7 +242,7 @@ def route(
         HAS_COUNT=has_count, CHECK=is_small, TOP_K=top_k, K_SLOTS=triton.next_power_of_2(top_k),
         SLOTS=max(triton.next_power_of_2(slots), 16) if is_small else 16, IS_SMALL=is_small,
         BLOCK=block, COLS=cols, CHUNK=CHUNK, E=max(triton.next_power_of_2(num_experts), 2),
-        num_warps=warps, **overlap(pdl),
+        BY_GROUP=by_group, num_warps=warps, **overlap(pdl),
     )  # fmt: skip
 
 

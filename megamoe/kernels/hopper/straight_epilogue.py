@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.device.columns import pool_place
 from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu, times
 
 TOKENS = gl.constexpr(128)
@@ -43,10 +44,12 @@ def activated(p, sums, up, expert, across, first, end, WG: gl.constexpr):
 
 
 @gluon.jit
-def store_rows(p, v, row, ok, first_col, width, WG: gl.constexpr):
+def store_rows(
+    p, v, row, ok, first_col, width, WG: gl.constexpr, BY_GROUP: gl.constexpr = False
+):  # fmt: skip
     """v [64 tokens, columns] to rows of `out`, turned to whole 16 bytes in shared memory."""
     N: gl.constexpr = v.shape[1]
-    VEC: gl.constexpr = 128 // v.dtype.primitive_bitwidth
+    VEC: gl.constexpr = 4 if BY_GROUP else 128 // v.dtype.primitive_bitwidth
     ACROSS: gl.constexpr = N // VEC
     WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, ACROSS, [1, 0])
@@ -56,6 +59,8 @@ def store_rows(p, v, row, ok, first_col, width, WG: gl.constexpr):
     row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
     ok = gl.convert_layout(ok, gl.SliceLayout(1, WIDE))
     col = first_col + gl.arange(0, N, gl.SliceLayout(0, WIDE))
+    if BY_GROUP:
+        col = pool_place(col)
     at = gl.expand_dims(row.to(gl.int64) * p.out_width, 1) + gl.expand_dims(col, 0)
     mask = gl.expand_dims(ok, 1) & gl.expand_dims(col < width, 0)
     gl.store(p.out + at, turned, mask=mask)
@@ -70,7 +75,7 @@ def finish_gated(p, act, bits, across, first, end, WG: gl.constexpr):
     row = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     if WG == 0:
         gl.store(p.out_scale + across * p.pool_rows + row, scale, mask=row < end)
-    store_rows(p, codes, row, row < end, across * 128 + WG * 64, p.out_width, WG)
+    store_rows(p, codes, row, row < end, across * 128 + WG * 64, p.out_width, WG, p.DECODED)
 
 
 @gluon.jit

@@ -1,0 +1,21 @@
+"""Where the columns of a pooled row stand, if a thread's FP4 weights shall share a scale.
+
+Of a K block of 128, wgmma (E4M3) gives thread t of four the places 32 step + 16 half + 4 t + v, so
+with columns in their own order it meets all four groups of 32 in every row. A product does not
+care for the order: the image of the weights and the pool put column 32 t + 8 step + 4 half + v
+there. A thread then needs one scale of a row and block, which is a fifth less work at the ALUs.
+"""
+
+import triton
+
+
+@triton.jit
+def token_column(place):
+    """Which column of a token stands at a place of its row."""
+    return place // 128 * 128 + place // 4 % 4 * 32 + place // 16 % 8 * 4 + place % 4
+
+
+@triton.jit
+def pool_place(column):
+    """Where in its row a column of a token stands: the inverse."""
+    return column // 128 * 128 + column // 4 % 8 * 16 + column // 32 % 4 * 4 + column % 4
