@@ -93,8 +93,10 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
     mode = layer._wanted[1]
     if mode == "fused":
         return FusedGroup(layer, world.meeting), ""
-    if mode == "staged" or layer.weights.device.type != "cuda":  # ranks have the same kind of device
-        return None, "asked for" if mode == "staged" else "the experts lie on no GPU"
+    if mode == "staged":
+        return None, "asked for"
+    if layer.weights.device.type != "cuda":  # as on all ranks
+        return None, "the experts lie on no GPU"
 
     def look() -> list[Any]:
         try:

@@ -39,8 +39,8 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits. Over
-                         a group `auto` is fused where all ranks can be; `why_staged` says why not
+    mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits;
+                         over a group `auto` is fused where all ranks can, or `why_staged` says why
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
     overlap_launches     place each kernel while the one before it ends; see docs/hopper.md first
     cuda_graphs          replay calls of up to 2048 BF16 tokens from graphs, one per bucket of token

@@ -109,9 +109,9 @@ class RegisterImage:
     A slab is 64 rows x 128 columns, one warpgroup's share of one K block; the slabs of 64 rows
     follow each other along K, so their stream is contiguous. A 32-bit word holds the eight values
     that one thread needs of one row for one product of depth 32: two halves, four values of each.
-    Which columns they are depends on what wgmma multiplies (`column`). Magnitudes of half 0 lie in nibbles 0-3
-    and of half 1 in nibbles 4-7; the spare top bit of each nibble carries signs, so that one AND
-    extracts the signs of a half.
+    Which columns they are depends on what wgmma multiplies (`column`). Magnitudes of half 0 lie in
+    nibbles 0-3 and of half 1 in nibbles 4-7; the spare top bit of each nibble carries signs, so
+    that one AND extracts the signs of a half.
 
     plain word  = row * (num_cols / 8) + step * 4 + t            step of 32, over all K blocks
     stored word = [slab, K block, upper rows, warp, g, t, step in block]

@@ -98,6 +98,8 @@ def test_a_pool_made_by_hand_holds_the_rows_tile_by_tile(recipe):
     for group, first, end, _ in tiles:
         assert first % 8 == 0 and 0 < end - first <= 8
         x = pool.data[first:end].double()
+        if how.to_e4m3:  # columns as they were: `device.columns`
+            x = x.unflatten(1, (-1, 8, 4, 4)).transpose(2, 3).flatten(1)
         if how.is_promoted:
             x = x * pool.scale[:, first:end].T.double().repeat_interleave(128, 1)
         y[pool.dest[first:end].long()] = (x[:, :384] @ w[group].T).bfloat16()

@@ -326,6 +326,38 @@ def test_20000_launches_show_no_mismatch():
     assert int(wrong) == 0
 
 
+def test_4000_launches_at_real_shapes_show_no_mismatch():
+    """One of eight ranks of DeepSeek-V3, 64 tokens and 8: the tiles of decode, all SMs busy."""
+    num_experts, hidden, intermediate, top_k, num = 32, 7168, 2048, 8, 256
+    rng = torch.Generator(CUDA).manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, device=CUDA, dtype=torch.bfloat16)
+
+    weights = mm.ExpertWeights.quantize(
+        normal(num_experts, 2 * intermediate, hidden) * hidden**-0.5,
+        normal(num_experts, hidden, intermediate) * intermediate**-0.5, BASE,
+    )  # fmt: skip
+    idx, gates = (t.to(CUDA) for t in sample_routing(num, num_experts, top_k, seed=3))
+    crowd = normal(num, hidden), idx, gates
+    wanted = mm.moe(*crowd, weights, backend="hopper", mode="staged")
+    rng = random.Random(0)
+    picks = [
+        torch.tensor(rng.sample(range(num), size), device=CUDA) for size in (64, 8, 64, 61, 8, 3)
+    ]
+    batches = [([t[at] for t in crowd], wanted[at]) for at in picks]
+    found, wrong = Faults(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
+    for step in range(4_000):
+        inputs, rows = batches[step % len(batches)]
+        tile = fused.tile_for(weights, inputs[1].numel())
+        y = fused.moe(*inputs, weights, Options(), found.word, tile=tile, found=found)
+        wrong += (y.view(torch.int16) != rows.view(torch.int16)).any()
+        if step % 500 == 0:
+            torch.cuda.synchronize()
+    found.check(top_k)
+    assert int(wrong) == 0
+
+
 # -- faults --------------------------------------------------------------------------------------
 
 SOON = 0.5  # seconds

@@ -15,7 +15,7 @@ from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.manner import Manner
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import meet, mega_launch
+from megamoe.kernels.hopper import edges, meet, mega_launch
 from megamoe.kernels.hopper.route import num_rows
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
@@ -23,6 +23,7 @@ from megamoe.routing.samplers import sample_routing
 from megamoe.schedule.heuristics.hopper_fused import as_fused
 from tests import emulator
 from tests.emulator import language, running
+from tests.emulator.values import Value
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED, error, tolerance
 
@@ -36,6 +37,20 @@ SOON, LATER = 0.3, 3.0  # seconds: where a slow machine may be late, and where i
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch):
     return emulator.install(monkeypatch)
+
+
+@pytest.mark.parametrize("exponent", [0, 100, -60, -110, -126, -133])
+def test_tokens_are_divided_by_their_scale_as_by_a_division(exponent):
+    """All mantissas of a BF16 value and of its group's amax, subnormal ones too."""
+    amax = torch.arange(128, 256) * 2.0**exponent
+    parts = torch.tensor([2.0**-shift for shift in range(21)])
+    x = (torch.arange(128, 256)[:, None] * parts).flatten() * 2.0**exponent
+    step = amax / torch.tensor(448.0)
+    x = x.bfloat16().float().expand(len(amax), -1)
+    got = running.translated(edges._ratio)(Value(x), Value(step)).t
+    inside = x <= amax[:, None]
+    assert inside.sum() > 300_000
+    assert torch.equal(got[inside], (x / step[:, None])[inside])
 
 
 def weights_of(recipe, num=E, has_bias=False, hidden=H, intermediate=I):

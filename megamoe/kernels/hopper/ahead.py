@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megamoe.kernels.hopper.deal import end_item, num_waves, place_of, tiles_of_wave
 from megamoe.kernels.hopper.decode import TO_E4M3
-from megamoe.kernels.hopper.ring import advance, record
+from megamoe.kernels.hopper.ring import advance, quotient, record
 
 # Until the word at $1 is $2 or more, for two seconds at most; then the word at $3 is set, so that
 # all waits end, and the layer's error word at $4 is -1. The fence is for TMA, which reads what
@@ -76,7 +76,7 @@ class Ahead:
     """Where FP4 comes from and E4M3 goes to, and the ring's size in K blocks."""
 
     words: gl.tensor  # int32 [expert, slab, K block, 1024]
-    scale: gl.tensor  # uint8 [expert, slab, K block, 256]
+    scale: gl.tensor  # int32 [expert, slab, K block, 64]
     ring: gl.tensor  # int32 [run of the wave, DEPTH, 256 rows, 32]
     error: gl.tensor  # the layer's word: -1 where a wait was given up
     DEPTH: gl.constexpr
@@ -159,15 +159,14 @@ def _tell_done(p, item, jobs):
 
 @gluon.jit
 def _load_slab(p, at):
-    """The words of a slab's K block, and the scale of each row and thread of four."""
+    """The words of a slab's K block, and of each row the four scales as one word."""
     FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     SCALES: gl.constexpr = gl.DistributedLinearLayout(
-        [[1], [2], [128]], [[0], [0], [4], [8], [16]], [[32], [64]], [], [256]
+        [[32]], [[0], [0], [1], [2], [4]], [[8], [16]], [], [64]
     )
     at = at.to(gl.int64)
     words = gl.load(p.ahead.words + at * 1024 + gl.arange(0, 1024, FLAT))
-    scale = gl.load(p.ahead.scale + at * 256 + gl.arange(0, 256, SCALES))
-    return words, scale.to(gl.int32)
+    return words, gl.load(p.ahead.scale + at * 64 + gl.arange(0, 64, SCALES))
 
 
 @gluon.jit
@@ -175,8 +174,12 @@ def _store_slab(p, words, scale, at):
     """The slab as 64 rows of E4M3, `at` rows into the ring."""
     w = gl.convert_layout(words.reshape([2, 4, 8, 4, 4]), _WORDS, assert_trivial=True)
     w = gl.convert_layout(w, _TURNED)
-    s = scale.reshape([2, 4, 8, 4])
-    s = gl.expand_dims(gl.convert_layout(s, gl.SliceLayout(4, _TURNED), assert_trivial=True), 4)
+    THREADS: gl.constexpr = gl.SliceLayout(4, _TURNED)  # [upper rows, warp, g, t]
+    ROWS: gl.constexpr = gl.SliceLayout(3, THREADS)
+    s = gl.convert_layout(scale.reshape([2, 4, 8]), ROWS, assert_trivial=True)
+    ONE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, THREADS)))
+    t = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, ONE), 0), 1), 2)
+    s = gl.expand_dims(gl.expand_dims(s, 3) >> (8 * t) & 0xFF, 4)
     low, high = gl.inline_asm_elementwise(
         TO_E4M3, "=r,=r,r,r", [w, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
     )
@@ -194,7 +197,7 @@ def _fetch(p, at):
     at = at.to(gl.int64)
     thread = gl.arange(0, 128, ONE)
     words = (p.ahead.words + at * 1024).to(gl.int64) + thread % (p.ahead.CHUNK * 32) * 128
-    scale = (p.ahead.scale + at * 256).to(gl.int64) + thread % (p.ahead.CHUNK * 2) * 128
+    scale = (p.ahead.scale + at * 64).to(gl.int64) + thread % (p.ahead.CHUNK * 2) * 128
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.b32 $0, 0;", "=r,l,l",
         [words, scale], dtype=gl.int32, is_pure=False, pack=1,
@@ -213,23 +216,22 @@ def decode_ahead(p):
     a = p.ahead
     RING: gl.constexpr = a.DEPTH // a.CHUNK
     chunks = p.steps // a.CHUNK
-    turn = 0
-    while turn < num_waves(p):
-        wave = turn * gl.num_programs(0)
+    before = 0  # chunks of the waves before
+    for wave in range(0, num_waves(p) * gl.num_programs(0), gl.num_programs(0)):
         if gl.load(p.items + (wave + gl.program_id(0)) * 8) >= 0:
             count = tiles_of_wave(p, wave)
             _, runs, place = place_of(p, wave + gl.program_id(0))
             slab = _slab(p, wave, place, runs)
-            chunk = gl.minimum((place >> 2) // runs, chunks - 1)
+            chunk = gl.minimum(quotient(place >> 2, runs), chunks - 1)
             w0, s0 = _load_slab(p, slab * p.steps + chunk * a.CHUNK)
             for job in range(place, runs * 4 * chunks, count):
-                chunk = (job >> 2) // runs
+                chunk = quotient(job >> 2, runs)
                 at = slab * p.steps + chunk * a.CHUNK
                 w1, s1 = _load_slab(p, at + 1)
                 _fetch(p, slab * p.steps + gl.minimum(chunk + 2, chunks - 1) * a.CHUNK)
-                ring = ((job >> 2) - chunk * runs) * RING + (turn * chunks + chunk) % RING
+                ring = ((job >> 2) - chunk * runs) * RING + (before + chunk) % RING
                 to = ring * (a.CHUNK * 256) + (job & 3) * 64
-                _await_read(p, turn * chunks + chunk - RING)
+                _await_read(p, before + chunk - RING)
                 for i in gl.static_range(a.CHUNK // 2 - 1):
                     _store_slab(p, w0, s0, to)
                     w0, s0 = _load_slab(p, at + 2)
@@ -240,7 +242,8 @@ def decode_ahead(p):
                 _store_slab(p, w0, s0, to)
                 slab = _slab(p, wave, job + count, runs)
                 _store_slab(p, w1, s1, to + 256)
-                chunk = gl.minimum((job + count >> 2) // runs, chunks - 1)
+                chunk = gl.minimum(quotient(job + count >> 2, runs), chunks - 1)
                 w0, s0 = _load_slab(p, slab * p.steps + chunk * a.CHUNK)
-                _tell_done(p, wave + job % count, job // count + 1)
-        turn += 1
+                turn = quotient(job, count)
+                _tell_done(p, wave + job - turn * count, turn + 1)
+        before += chunks

@@ -176,7 +176,7 @@ def allocate(c, one, two):
     turn = amax
     if c.TOKENS >= 64:
         rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        turn = gl.allocate_shared_memory(gl.bfloat16, [c.GROUPS, c.TOKENS, 64], rows)
+        turn = gl.allocate_shared_memory(gl.bfloat16, [c.GROUPS, c.TOKENS // 2, 64], rows)
     full = barriers(c.STAGES, 2, LOOP=True)
     empty = barriers(c.STAGES, c.GROUPS, LOOP=True)
     met = full

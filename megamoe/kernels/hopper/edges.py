@@ -1,9 +1,9 @@
 """The edges of a fused launch: routing and tokens into the pool, and combine.
 
 Each CTA reads the whole routing for itself, so nobody waits for a count: the expert of every slot
-and the first row of every expert stay in shared memory, its list of tiles in memory (`private`). Slots
-are those of all ranks; a rank takes the ones of its own experts. One warpgroup reads the routing
-while the others quantise tokens, which need it only to know their rows.
+and the first row of every expert stay in shared memory, its list of tiles in memory (`private`).
+Slots are those of all ranks; a rank takes the ones of its own experts. One warpgroup reads the
+routing while the others quantise tokens, which need it only to know their rows.
 
 Nothing is in a cache when a launch begins, its instructions neither: here short code is fast code.
 """
@@ -16,6 +16,7 @@ from megamoe.kernels.device.columns import token_column
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.hopper.epilogue import divide, times
 from megamoe.kernels.hopper.meet import FILLED, POOL, add_to, of_rank
+from megamoe.kernels.hopper.ring import quotient
 from megamoe.kernels.hopper.waves import WAVES, ring_row, running_sum, write_table
 
 COLS = gl.constexpr(1024)  # columns of a part of a token
@@ -36,15 +37,6 @@ def _source(c, token):
     else:
         source = gl.minimum(quotient(token, c.tokens_per_rank), c.RANKS - 1)
         return source, token - source * c.tokens_per_rank
-
-
-@gluon.jit
-def quotient(a, b):
-    """a // b of numbers from 0 to 2**21, in a few instructions."""
-    by = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b + 0.0], dtype=gl.float32, is_pure=True, pack=1
-    )
-    return ((a + 0.5) * by).to(gl.int32)
 
 
 @gluon.jit
@@ -146,7 +138,7 @@ def fetch_early(c, cta, num_ctas):
 def _ratio(x, step):
     """x / step, correctly rounded for BF16 x and the step of their amax: one division a group.
 
-    (tests/kernels/test_fill.py goes through all pairs.) Tiny ones are lifted, or 1 / step overflows.
+    A test goes through all pairs of mantissas. Tiny steps are lifted, or 1 / step overflows.
     """
     lift = gl.where(step < 2.0**-60, 2.0**64, 1.0)
     by = step * lift
@@ -181,7 +173,7 @@ def _held(c, source, token):
             _, scale, step = A.scale(bits, 1.0, A.EXPONENT, A.MANTISSA)
         dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
         step = gl.where(dead, 1.0, step)
-        if GROUP == 128:
+        if GROUP == 128:  # noqa: SIM108  known at compile time
             ratio = _ratio(x, step)
         else:
             ratio = gl.div_rn(x, gl.expand_dims(step, 1) + 0.0 * x)

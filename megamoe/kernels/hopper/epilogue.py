@@ -121,12 +121,37 @@ def _shared_amax(p, bits, done, WG: gl.constexpr, COL: gl.constexpr):
 
 
 @gluon.jit
+def _split(v):
+    """The first half of the tokens [.., N] and the second."""
+    N: gl.constexpr = v.shape[-1]
+    if len(v.shape) == 2:
+        return v.reshape([v.shape[0], 2, N // 2]).permute((0, 2, 1)).split()
+    else:
+        return v.reshape([2, N // 2]).permute((1, 0)).split()
+
+
+@gluon.jit
 def _store_rows(p, v, row, ok, first_col, width, WG: gl.constexpr):
     """v [columns, tokens] to out[row of token, first_col ...]; wide tiles turn in shared memory."""
+    if v.shape[1] >= 64 and v.dtype == gl.bfloat16:  # room is for half of them
+        v0, v1 = _split(v)
+        row0, row1 = _split(row)
+        ok0, ok1 = _split(ok.to(gl.int8))
+        _store_part(p, v0, row0, ok0 != 0, first_col, width, v.shape[1], WG)
+        _store_part(p, v1, row1, ok1 != 0, first_col, width, v.shape[1], WG)
+    else:
+        _store_part(p, v, row, ok, first_col, width, v.shape[1], WG)
+
+
+@gluon.jit
+def _store_part(
+    p, v, row, ok, first_col, width, TOKENS: gl.constexpr, WG: gl.constexpr
+):  # fmt: skip
+    """Some of the TOKENS tokens."""
     M: gl.constexpr = v.shape[0]
     N: gl.constexpr = v.shape[1]
     BY_GROUP: gl.constexpr = p.GATED and p.WEIGHTS.BY_GROUP
-    if N < 64:
+    if TOKENS < 64:
         LAYOUT: gl.constexpr = v.type.layout
         col = first_col + gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
         if BY_GROUP:

@@ -5,7 +5,7 @@ Every CTA reads the routing for itself; its roles:
                  and tells the others what they mean
   load_weights   streams the weights of each tile
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
-  math           the first warpgroup reads the routing, the others quantise tokens and fill the pool;
+  math           the first warpgroup reads the routing, the others quantise tokens into the pool;
                  then decode, wgmma, epilogue; then combine
   publish        tells the other CTAs of finished tiles, so that math never waits for a release
 Tiles are computed by `swapped`'s own functions, so bits are those of the staged launches. CTAs are
@@ -26,7 +26,6 @@ from megamoe.kernels.hopper.edges import (
     fill_wave,
     num_parts,
     num_tiles,
-    quotient,
     read_routing,
     slots_used,
 )
@@ -53,7 +52,7 @@ from megamoe.kernels.hopper.meet import (
     wait_for_done,
     wait_until_read,
 )
-from megamoe.kernels.hopper.ring import tiles_across
+from megamoe.kernels.hopper.ring import quotient, tiles_across
 from megamoe.kernels.hopper.stamps import (
     COMBINE,
     FILL,

@@ -165,12 +165,18 @@ def load_tokens(p):
         idx, phase = load_token_tile(p, row, idx, phase)
 
 
+@gluon.constexpr_function
+def _layout(tokens, instr_k):
+    """Of sums [64, tokens]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, instr_k]
+    )
+
+
 @gluon.jit
 def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
     """One tile of up to N tokens, from the ring to memory."""
-    MMA: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, p.WEIGHTS.INSTR_K]
-    )
+    MMA: gl.constexpr = _layout(N, p.WEIGHTS.INSTR_K)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     columns = gated_columns(N, MMA)
     KEPT: gl.constexpr = columns.type.layout if p.GATED else gl.SliceLayout(0, MMA)
@@ -180,18 +186,25 @@ def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG:
         rows = read_rows(p, expert, slab, ROW)
         tokens = read_tokens(p, expert, first, end, N, KEPT)
         low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
+        _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
     else:
         low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
         rows = read_rows(p, expert, slab, ROW)
         tokens = read_tokens(p, expert, first, end, N, KEPT)
+        _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
+    return idx, phase
+
+
+@gluon.jit
+def _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG: gl.constexpr):
+    """The epilogue of a tile."""
     if p.GATED:
         finish_gated(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
     else:
         finish_linear(p, low, rows, tokens, slab, first, end, WG)
         if p.SLABS == 2:
-            rows = read_rows(p, expert, slab + 1, ROW)
+            rows = read_rows(p, expert, slab + 1, gl.SliceLayout(1, low.type.layout))
             finish_linear(p, high, rows, tokens, slab + 1, first, end, WG)
-    return idx, phase
 
 
 @gluon.jit
@@ -209,6 +222,26 @@ def compute_tile(p, expert, across, first, end, done, idx, phase, WG: gl.constex
 
 
 @gluon.jit
+def _compute_wide(p, item, expert, across, done, idx, phase, WG: gl.constexpr):
+    """As `compute_tile`; what the epilogue needs is read behind the main loop, for registers."""
+    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    MMA: gl.constexpr = _layout(p.TOKENS, p.WEIGHTS.INSTR_K)
+    slab = across * SLABS + WG * p.SLABS
+    low, high, idx, phase = multiply(p, expert, slab, idx, phase, p.TOKENS, WG, MMA)
+    tile, across = place(p, item, SLABS * 64)
+    slab = across * SLABS + WG * p.SLABS
+    expert = gl.load(p.tiles + tile * 4)
+    first = gl.load(p.tiles + tile * 4 + 1)
+    end = gl.load(p.tiles + tile * 4 + 2)
+    columns = gated_columns(p.TOKENS, MMA)
+    KEPT: gl.constexpr = columns.type.layout if p.GATED else gl.SliceLayout(0, MMA)
+    rows = read_rows(p, expert, slab, gl.SliceLayout(1, MMA))
+    tokens = read_tokens(p, expert, first, end, p.TOKENS, KEPT)
+    _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
+    return idx, phase
+
+
+@gluon.jit
 def math(p, WG: gl.constexpr):
     """One warpgroup: its rows of every tile of this CTA."""
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
@@ -219,9 +252,12 @@ def math(p, WG: gl.constexpr):
     for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
         tile, across = place(p, item, SLABS * 64)
         expert = gl.load(p.tiles + tile * 4)
-        first = gl.load(p.tiles + tile * 4 + 1)
-        end = gl.load(p.tiles + tile * 4 + 2)
-        idx, phase = compute_tile(p, expert, across, first, end, done, idx, phase, WG)
+        if p.TOKENS >= 64 and p.NARROW == 0:
+            idx, phase = _compute_wide(p, item, expert, across, done, idx, phase, WG)
+        else:
+            first = gl.load(p.tiles + tile * 4 + 1)
+            end = gl.load(p.tiles + tile * 4 + 2)
+            idx, phase = compute_tile(p, expert, across, first, end, done, idx, phase, WG)
         done += 1
 
 
@@ -255,7 +291,7 @@ def swapped_kernel(
     amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, TOKENS], flat)
     rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     if TOKENS >= 64:
-        turn = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, TOKENS, 64], rows)
+        turn = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, TOKENS // 2, 64], rows)
     else:
         turn = amax
     full = barriers(STAGES, 2)

@@ -16,10 +16,10 @@ _BF16 = tuple(recipe for recipe in RECIPES if recipe not in _FP8)
 # them spilled when it was compiled for sm_90a (triton 3.6.0, 2026-11-15).
 CANDIDATES: tuple[tuple[tuple[str, ...], tuple[int, ...] | Straight], ...] = (
     *((_FP8, (tokens, 4, 1, depth)) for tokens in (8, 16, 32) for depth in (1, 2)),
-    *((_FP8, (tokens, 2, 2, 1)) for tokens in (8, 16, 32, 64)),
+    *((_FP8, (tokens, 2, 2, 1)) for tokens in (16, 32, 64)),
     *((_FP8, (tokens, 4, 1, depth, 1, tokens // 2)) for tokens in (16, 32) for depth in (1, 2)),
-    (("w8a8",), (64, 4, 1, 1)), (_FP8, (64, 2, 2, 1, 2)), (_FP8, (64, 2, 2, 1, 4)), (_FP8, (64, 2, 2, 1, 1, 32)),
-    (("w4a8_block",), (64, 2, 2, 2)),
+    (("w8a8",), (64, 4, 1, 1)), *((("w8a8",), (64, 2, 2, 1, span)) for span in (2, 4)), (("w8a8",), (64, 2, 2, 1, 1, 32)),
+    *((("w4a8_block",), (64, 4, 1, 2, span)) for span in (1, 2)),
     *((("w4a8_block",), Straight(3, 3, span, 216, 56, 24)) for span in (4, 8, 16)),
     (("w4a8_block",), Straight(3, 2, 8, 216, 56, 24)),
     *((("w4a8_block",), Straight(4, 1, 24, 216, 56, 24, ahead=ahead)) for ahead in (16, 32, 64)),

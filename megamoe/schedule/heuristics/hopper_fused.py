@@ -13,13 +13,13 @@ MOST_RANKS = 8  # of one call
 COUNTERS = 192 + MOST_SLOTS  # words of a rank: six lines, and one for each tile of tokens
 MOST_WAVES = 32  # of a pool that is a ring
 MATH_REGS, LOAD_REGS = 104, 56  # roles that wait and draw tickets need more than loaders alone
-ROUTING_BYTES = 5120  # of routing that find room in shared memory beside all stages of any tile
+ROUTING_BYTES = 4096  # of routing that find room in shared memory beside all stages of any tile
 
 # fmt: off
 # (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
 MODES: tuple[tuple[float, str, str], ...] = (
-    (512, "fused", "decode: flash at 8 and 64 tokens 104 and 131 us, 124 and 138 staged; v3 168 and 230, 194 and 230"),
-    (INF, "staged", "1024 slots over 48 experts: 295 us both ways; more rows an expert want wider tiles"),
+    (1024, "fused", "decode: flash at 8 and 64 tokens 101 and 127 us, 122 and 136 staged; 1024 slots over 48 experts 282 and 289"),
+    (INF, "staged", "more rows an expert want wider tiles, which lack registers in a fused launch"),
 )
 # (mean rows per expert up to, shape as in `hopper_tiles.TILES`, why): where w4a8_block differs from
 # the staged launches, whose weights have more of the memory's time.
@@ -73,9 +73,10 @@ def auto_mode(num_slots: int, tile: Tile) -> tuple[str, str]:
 def as_fused(tile: Tile, routing_bytes: int = 0) -> Swapped | None:
     """The tile of a fused launch; None where only launches of their own hold it.
 
-    A stage makes room for a routing of more than ROUTING_BYTES.
+    A stage makes room for a routing of more than ROUTING_BYTES. Tiles of 64 tokens lack registers
+    and a stage beside what a fused launch holds: 398 us where launches of their own take 371.
     """
-    if not isinstance(tile, Swapped) or tile.groups != 4 or tile.span != 1:
+    if not isinstance(tile, Swapped) or tile.groups != 4 or tile.span != 1 or tile.tokens >= 64:
         return None
     stages = tile.stages - (routing_bytes > ROUTING_BYTES)
     return replace(tile, stages=stages, math_regs=MATH_REGS, load_regs=LOAD_REGS)

@@ -66,8 +66,8 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
     (("w4a8_block",), 4.0,  (8, 4, 1, 2),        "the stream of weights is the limit: 3.0-3.8 TB/s of the layer"),
     (("w4a8_block",), 13.0, (16, 4, 1, 2),       "pro at 64 tokens: 443 us, 508 with 32 tokens; flash 138 us, 153 with 32 and a narrow product"),
     (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 229-235 us; 240-261 with the narrow product, 261 with 16 tokens"),
-    (("w4a8_block",), 50.0, (64, 2, 2, 1),       "43 rows an expert (48 of 6144 x 2048): 408 us, 475 with 128 tokens; 64 rows (pro at 512): 1065 and 944"),
-    (("w4a8_block",), 450.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 293 us, 381 with 64 tokens swapped; at 2048 965 us, 1004 decoded ahead"),
+    (("w4a8_block",), 70.0, (64, 4, 1, 2),       "43 rows an expert (48 of 6144 x 2048): 371 us, 408 with two slabs; 64 rows (pro at 512 tokens) 876, 926 with 128 tokens"),
+    (("w4a8_block",), 450.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 291 us, 342 with 64 tokens swapped; at 2048 887 us, 1027 decoded ahead"),
     (("w4a8_block",), 1000.0, Straight(4, 1, 24, 216, 56, 24, ahead=16), "decoded once per wave: v3 at 2048 tokens 1931 us, 2095 decoded per tile"),
     (("w4a8_block",), INF,  Straight(4, 1, 24, 216, 56, 24, ahead=64), "decoded once per wave: v3 at 8192 tokens 5664 us, 8680 decoded per tile, 5694 and 6045 with rings of 32 and 16"),
     (("w8a8",),       4.0,  (8, 4, 1, 1),        "as w4a8_block; not measured apart"),
@@ -123,6 +123,6 @@ def _swapped(recipe: str, shape: tuple[int, ...], element: int, scale: int) -> S
         bits = 8  # scales of 128x128 do not pass through the ring
     weights = int(64 * 128 * bits / 8) * groups * slabs
     stage = depth * (weights + tokens * 128 * element + max(tokens, 32) * scale) + 16
-    fixed = 2 * groups * tokens * 4 + (groups * tokens * 128 if tokens >= 64 else 0)
+    fixed = 2 * groups * tokens * 4 + (groups * tokens * 64 if tokens >= 64 else 0)
     stages = min((SHARED_BYTES - align_up(fixed, 1024)) // stage, MOST_STAGES)
     return Swapped(tokens, groups, slabs, depth, stages, span, narrow, MATH_REGS[groups])
