@@ -64,7 +64,7 @@ class Tokens(NamedTuple):
 
 def num_slots(slots: int) -> int:
     """Slots to the next size that kernels are made for."""
-    return next(size for size in (128, 512, 2048, 4096) if slots <= size)
+    return next(size for size in (128, 512, 1024, 2048, 4096) if slots <= size)
 
 
 def _power_of_2(n: int, least: int) -> int:
