@@ -7,15 +7,18 @@ there. A thread then needs one scale of a row and block, which is a fifth less w
 """
 
 import triton
+import triton.language as tl
+
+BLOCK = tl.constexpr(128)  # columns that the order is about
 
 
 @triton.jit
 def token_column(place):
     """Which column of a token stands at a place of its row."""
-    return place // 128 * 128 + place // 4 % 4 * 32 + place // 16 % 8 * 4 + place % 4
+    return place // BLOCK * BLOCK + place // 4 % 4 * 32 + place // 16 % 8 * 4 + place % 4
 
 
 @triton.jit
 def pool_place(column):
     """Where in its row a column of a token stands: the inverse."""
-    return column // 128 * 128 + column // 4 % 8 * 16 + column // 32 % 4 * 4 + column % 4
+    return column // BLOCK * BLOCK + column // 4 % 8 * 16 + column // 32 % 4 * 4 + column % 4

@@ -186,12 +186,11 @@ def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG:
         rows = read_rows(p, expert, slab, ROW)
         tokens = read_tokens(p, expert, first, end, N, KEPT)
         low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
-        _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
     else:
         low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
         rows = read_rows(p, expert, slab, ROW)
         tokens = read_tokens(p, expert, first, end, N, KEPT)
-        _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
+    _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
     return idx, phase
 
 
