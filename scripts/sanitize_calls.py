@@ -15,7 +15,8 @@ import megamoe as mm
 from megamoe.engine import faults, staged
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
-from megamoe.kernels.portable.dispatch import quantize
+from megamoe.kernels.portable.acts import CODES
+from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
 from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import RECIPES, Options
@@ -69,10 +70,21 @@ def alone(recipe: str) -> None:
 
 
 def quantisers() -> None:
-    """Every format from BF16 and FP32 rows."""
+    """Every format from BF16 and FP32 rows; and bytes together with the routing, which layers ask
+    for in FP4 on Blackwell alone."""
     for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_combine"):
         for x in (normal(7, H), normal(7, H).float()):
-            quantize(x, name)
+            q = quantize(x, name)
+        idx, weight = (t.to(DEVICE) for t in sample_routing(7, E, K, masked_ratio=0.2))
+        routing = Routing(
+            idx, weight, torch.empty_like(idx, dtype=torch.int32), torch.empty_like(weight),
+            faults.Faults(DEVICE).word, torch.tensor([5], dtype=torch.int32, device=DEVICE),
+        )  # fmt: skip
+        raw = [t if t is None else t.view(torch.uint8) for t in (q.data, q.scale)]
+        by = torch.ones((), device=DEVICE) if name == "nvfp4" else None
+        if name == "fp8_1x128":
+            raw[1] = q.scale
+        dispatch(normal(7, H), *raw, CODES[name], g=by, routing=routing, num_experts=E)
 
 
 def hopper_layer(recipe: str) -> None:

@@ -72,15 +72,15 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
 
 def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool:
     """The rows as `route` would leave them: sorted by group, row i of the result at place i."""
+    from megamoe.kernels.device.columns import by_group
     from megamoe.kernels.hopper import launch
     from megamoe.kernels.hopper.route import ALIGN
 
     rows, k, device = inputs.shape.rows, inputs.shape.k, inputs.device
     x = inputs.rows_as(recipe_named(recipe).acts.name)
     data = x.data if how.is_promoted else dequantize(x).to(torch.bfloat16)
-    if how.to_e4m3:  # as `device.columns` has them
-        raw = data.view(torch.uint8).unflatten(1, (-1, 4, 8, 4)).transpose(2, 3)
-        data = raw.flatten(1).view(data.dtype)
+    if how.to_e4m3:
+        data = by_group(data.view(torch.uint8)).view(data.dtype)
     pool = launch.pool(how, sum(rows), k, len(rows), tile.tokens, device)
     places: list[int] = []
     table: list[tuple[int, int, int, int]] = []

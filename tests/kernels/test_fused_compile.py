@@ -45,7 +45,7 @@ def cases():
         yield "w4a8_block", False, tile, DECODE
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
-        ("w8a8", LARGEST), ("w4a8_block", RING),
+        ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
     middle = tiles("nvfp4", 2048 / 256)[0]

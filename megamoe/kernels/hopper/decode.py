@@ -87,25 +87,23 @@ _SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
 
 @gluon.jit
-def read_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr):
-    """Slab `at` of NUM: its bytes and its scales, one int32 per row and group of 32."""
-    w = w_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
-    s = s_bufs._reinterpret(SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(_SCALES)
-    return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 3), 5)
+def read_slab(
+    w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr, BY_GROUP: gl.constexpr = False
+):
+    """Slab `at` of NUM: its bytes and its scales, one int32 per row and group of 32.
 
-
-@gluon.jit
-def read_by_group(w_bufs, s_bufs, at, NUM: gl.constexpr):
-    """The same where a thread's columns are of one group (`device.columns`): one scale a row."""
+    BY_GROUP: a thread's columns are of one group (`device.columns`), so it has one scale a row.
+    """
+    LAYOUT: gl.constexpr = _THREADS if BY_GROUP else _SCALES
     w = w_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
-    s = s_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(_THREADS)
-    return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 4), 5)
+    s = s_bufs._reinterpret(SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(LAYOUT)
+    return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 4 if BY_GROUP else 3), 5)
 
 
 @gluon.jit
 def e4m3_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
     """E4M3 [64, 128] in the operand layout DOT."""
-    w, s = read_by_group(w_bufs, s_bufs, at, NUM)
+    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint8, True)
     return e4m3_values(w, s, DOT)
 
 

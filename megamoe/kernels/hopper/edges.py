@@ -3,7 +3,7 @@
 Each CTA reads the whole routing for itself, so nobody waits for a count: the expert of every slot
 and the first row of every expert stay in shared memory, its list of tiles in memory (`private`).
 Slots are those of all ranks; a rank takes the ones of its own experts. One warpgroup reads the
-routing while the others quantise tokens, which need it only to know their rows.
+routing while the others load tokens and find their scales, which do not depend on it.
 
 Nothing is in a cache when a launch begins, its instructions neither: here short code is fast code.
 """
@@ -252,7 +252,10 @@ def fill_wave(m, wave, item, WG: gl.constexpr):
 
 @gluon.jit
 def _before(held):
-    """A volatile no-op: the values are computed before what comes next, which waits."""
+    """A volatile no-op, to have the values computed before the wait that follows.
+
+    The assembler still puts the last products and conversions behind it (SASS, triton 3.6.0).
+    """
     PACK: gl.constexpr = 32 // held.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise("", "=r,0", [held], dtype=held.dtype, is_pure=False, pack=PACK)
 

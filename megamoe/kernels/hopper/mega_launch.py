@@ -83,6 +83,7 @@ def fused(
     num_tokens, hidden = tokens.x.shape
     top_k = tokens.idx.shape[1]
     slots = world.num * num_tokens * top_k
+    assert pool.data.numel() < 2**31, "a place in the pool has 32 bits"
     parts = []
     for x, w, bias in ((pool, w13, biases[0]), (acts, w2, biases[1])):
         data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)

@@ -25,7 +25,7 @@ from megamoe.kernels.hopper.ahead import (
     tell_rest,
 )
 from megamoe.kernels.hopper.deal import end_item, tile_at
-from megamoe.kernels.hopper.decode import e4m3_values, read_by_group
+from megamoe.kernels.hopper.decode import e4m3_values, read_slab
 from megamoe.kernels.hopper.ring import (
     advance,
     allow_next_launch,
@@ -168,14 +168,14 @@ def decode(p):
         for k in range(p.steps):
             mbarrier.wait(p.image_full.index(at), at_phase)
             # A slab is read while the one before it is decoded: behind a store it would wait.
-            w0, s0 = read_by_group(p.image, p.image_scale, at * SLABS, NUM)
-            w1, s1 = read_by_group(p.image, p.image_scale, at * SLABS + 1, NUM)
+            w0, s0 = read_slab(p.image, p.image_scale, at * SLABS, NUM, gl.uint8, True)
+            w1, s1 = read_slab(p.image, p.image_scale, at * SLABS + 1, NUM, gl.uint8, True)
             mbarrier.wait(p.empty.index(idx), phase)
             stage = p.w_bufs.index(idx)
             stage.slice(0, 64, 0).store(e4m3_values(w0, s0, DOT))
-            w2, s2 = read_by_group(p.image, p.image_scale, at * SLABS + 2, NUM)
+            w2, s2 = read_slab(p.image, p.image_scale, at * SLABS + 2, NUM, gl.uint8, True)
             stage.slice(64, 64, 0).store(e4m3_values(w1, s1, DOT))
-            w3, s3 = read_by_group(p.image, p.image_scale, at * SLABS + 3, NUM)
+            w3, s3 = read_slab(p.image, p.image_scale, at * SLABS + 3, NUM, gl.uint8, True)
             stage.slice(128, 64, 0).store(e4m3_values(w2, s2, DOT))
             stage.slice(192, 64, 0).store(e4m3_values(w3, s3, DOT))
             fence_async_shared()
