@@ -40,6 +40,13 @@ def _to_e4m3(w, s):
         yield Value(code.view(torch.int32)[..., 0] if is_word else code.view(torch.float8_e4m3fn))
 
 
+def _four_to_e4m3(w, s):
+    """Four words are a row's steps: low and high values of each."""
+    for step in range(4):
+        for half in _to_e4m3(Value(w.t[..., step].contiguous()), Value(s.t[..., 0])):
+            yield Value(half.t.contiguous()[..., None].view(torch.float8_e4m3fn))
+
+
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
@@ -94,6 +101,7 @@ ASSEMBLY = {
     ahead.AWAIT.value: _await,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
     decode.TO_E4M3.value: _to_e4m3,
+    decode.FOUR_TO_E4M3.value: _four_to_e4m3,
     decode.MX_TO_BF16.value: _mx_to_bf16,
     decode.NV_TO_BF16.value: _nv_to_bf16,
     **{

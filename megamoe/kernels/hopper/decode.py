@@ -22,6 +22,29 @@ prmt.b32 $1, l0, l1, h;
 shl.b32 h, $2, 4;
 lop3.b32 $1, $1, h, 0x80808080, 0xF8;
 }""")
+# The same for the four words of a row, which come as such: what is kept over a loop as bytes takes
+# a register each.
+_FOUR = """
+and.b32 m, $W, 0x77777777;
+prmt.b32 $L, l0, l1, m;
+lop3.b32 $L, $L, $W, 0x80808080, 0xF8;
+shr.u32 m, m, 16;
+prmt.b32 $H, l0, l1, m;
+shl.b32 m, $W, 4;
+lop3.b32 $H, $H, m, 0x80808080, 0xF8;
+"""
+FOUR_TO_E4M3 = gl.constexpr(
+    """{
+.reg .b32 m, l0, l1;
+mad.lo.u32 l1, $12, 0x01010101, 0x24201C18;
+mad.lo.u32 l0, $12, 0x01010100, 0x14100800;
+"""
+    + "".join(
+        _FOUR.replace("$L", f"${2 * i}").replace("$H", f"${2 * i + 1}").replace("$W", f"${8 + i}")
+        for i in range(4)
+    )
+    + "}"
+)
 # Eight E2M1 to eight BF16 times 2**(code - 127), codes 1..254: high and low bytes by table, then
 # one exact multiplication per pair.
 _BF16_HEAD = """{
@@ -80,6 +103,15 @@ SLAB = gl.constexpr(
         shape=[2, 4, 8, 4, 4, 4],
     )
 )  # fmt: skip
+# [upper rows, warp, g, t, step]: the same in words.
+WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [1, 0, 0, 0, 0]],
+        [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
+        [[0, 1, 0, 0, 0], [0, 2, 0, 0, 0]], [], [2, 4, 8, 4, 4],
+    )
+)  # fmt: skip
+_WORD_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
 _SCALES = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(5, SLAB.value)))
 _THREADS = gl.constexpr(gl.SliceLayout(4, gl.SliceLayout(5, SLAB.value)))
 _BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
@@ -98,6 +130,31 @@ def read_slab(
     w = w_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
     s = s_bufs._reinterpret(SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(LAYOUT)
     return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 4 if BY_GROUP else 3), 5)
+
+
+@gluon.jit
+def read_words(w_bufs, s_bufs, at, NUM: gl.constexpr):
+    """As `read_slab`, BY_GROUP, in words: [upper rows, warp, g, t, step]."""
+    w = w_bufs._reinterpret(gl.int32, [NUM, 2, 4, 8, 4, 4], _WORD_BYTES).index(at).load(WORDS)
+    s = s_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at)
+    return w, gl.expand_dims(s.load(gl.SliceLayout(4, WORDS)).to(gl.int32), 4)
+
+
+@gluon.jit
+def e4m3_of_words(w, s, DOT: gl.constexpr):
+    """E4M3 [64, 128] in the operand layout DOT, of what `read_words` gave."""
+    low0, high0, low1, high1, low2, high2, low3, high3 = gl.inline_asm_elementwise(
+        FOUR_TO_E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [w, s],
+        dtype=(
+            gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv,
+            gl.float8e4nv, gl.float8e4nv, gl.float8e4nv, gl.float8e4nv,
+        ),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+    one = gl.join(gl.join(low0, high0), gl.join(low1, high1))
+    two = gl.join(gl.join(low2, high2), gl.join(low3, high3))
+    a = gl.join(one, two).permute((1, 0, 2, 7, 6, 5, 3, 4)).reshape([64, 128])
+    return gl.convert_layout(a, DOT, assert_trivial=True)
 
 
 @gluon.jit
