@@ -70,7 +70,7 @@ class MoE(nn.Module):
         max_tokens_per_rank: int | None = None,
         placement: Placement | None = None,
         timeout_s: float = 300.0,
-        overlap_launches: bool = False,
+        overlap_launches: bool = True,
         cuda_graphs: bool = False,
         reserve_sms: int = 0,
         debug_poison: bool = False,

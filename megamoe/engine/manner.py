@@ -21,7 +21,7 @@ class Manner:
     """How a layer launches its calls."""
 
     mode: str = "auto"
-    overlaps: bool = False  # staged: each kernel is placed while the one before it ends
+    overlaps: bool = True  # staged, hopper: each kernel is placed while the one before it ends
     timeout_s: float = MOST_S  # of every wait in a fused launch
     reserve_sms: int = 0  # that a fused launch leaves to others
     is_poisoned: bool = False  # NaN bytes in all memory of a fused launch before it begins
