@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,6 +148,26 @@ def launch(
         y = fused.moe(*inputs, *outputs, tile=tile, found=found, manner=manner)
     found.follow(topk_idx.shape[1])
     return y
+
+
+Looks = tuple[Any, ...]
+
+
+def looks_of(x: object, topk_idx: object, topk_weights: object) -> Looks | None:
+    """All that `check_tokens` sees of three tensors; None if one is something else.
+
+    A call that looks like one that passed would pass as well. Flat, since it is made in every call.
+    """
+    if not (
+        isinstance(x, Tensor) and isinstance(topk_idx, Tensor) and isinstance(topk_weights, Tensor)
+    ):
+        return None
+    return (
+        x.shape, x.stride(), x.dtype, x.device, x.requires_grad,
+        topk_idx.shape, topk_idx.dtype, topk_idx.device, topk_idx.is_contiguous(),
+        topk_weights.shape, topk_weights.dtype, topk_weights.device, topk_weights.is_contiguous(),
+        topk_weights.requires_grad, torch.is_grad_enabled(),
+    )  # fmt: skip
 
 
 def check_tokens(

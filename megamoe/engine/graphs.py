@@ -1,12 +1,14 @@
 """Calls of a layer as CUDA graphs: one per bucket of token counts, captured when it is first met.
 
-A replay is three launches: the inputs into the graph's own buffers, the graph, a copy of its
-output. The bits are those of an eager call: rows behind the tokens are padding, and no bit depends
-on the tile that a bucket's size chooses.
+A replay is one launch. The graph takes a note from the layer's mailbox, which says where the
+inputs lie and where the output goes; it copies the former into buffers of its own and the latter
+out of them. The bits are those of an eager call: rows behind the tokens are padding, and no bit
+depends on the tile that a bucket's size chooses.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,7 +17,8 @@ import torch
 from torch import Tensor
 
 from megamoe.engine.faults import REPLAYS, Faults
-from megamoe.engine.functional import launch
+from megamoe.engine.functional import Looks, launch
+from megamoe.engine.mailbox import Mailbox, finish
 from megamoe.engine.manner import Manner
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
@@ -23,10 +26,11 @@ from megamoe.layout.regions import align_up
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
-    from megamoe.kernels.portable.fill import Inputs
+    from megamoe.kernels.portable.fill import Inputs, Mail
 
 STEP = 256  # buckets above this are its multiples
 MOST_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
+MOST_MET = 4096  # looks of calls that are remembered
 
 
 def bucket_of(num_tokens: int, most: int = MOST_TOKENS) -> int:
@@ -66,10 +70,10 @@ class Parts(NamedTuple):
 
 
 class Captured:
-    """One bucket: where its inputs lie, the graph, and its output."""
+    """One bucket: the mail and the inputs that its graph reads, the graph, and its output."""
 
-    def __init__(self, inputs: Inputs, graph: Any, y: Tensor) -> None:
-        self.inputs, self.graph, self.y = inputs, graph, y
+    def __init__(self, mail: Mail, inputs: Inputs, graph: Any, y: Tensor) -> None:
+        self.mail, self.inputs, self.graph, self.y = mail, inputs, graph, y
         self._rows: dict[int, Tensor] = {}
 
     def rows(self, num: int) -> Tensor:
@@ -77,6 +81,16 @@ class Captured:
         if num not in self._rows:
             self._rows[num] = self.y[:num]
         return self._rows[num]
+
+
+class Ready(NamedTuple):
+    """All that calls which look the same have in common."""
+
+    parts: Parts
+    gpu: Gpu
+    launch: Callable[[], object]
+    rows: Tensor  # of the graph's own output
+    words: tuple[int, int, bool]  # the end of the note
 
 
 class Graphs:
@@ -88,6 +102,7 @@ class Graphs:
     def __init__(self, most: int | None = None) -> None:
         self.most = MOST_TOKENS if most is None else min(most, MOST_TOKENS)
         self._held: dict[int, Captured] = {}
+        self._met: dict[Looks, Ready] = {}
         self._parts: Parts | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
@@ -99,33 +114,61 @@ class Graphs:
     def serves(self, x: Tensor | Quantized) -> bool:
         """Whether a call is replayed; inside somebody else's capture it is captured there."""
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
-        return is_plain and not Gpu.is_capturing()
+        return is_plain and not torch.cuda.is_current_stream_capturing()
+
+    def find(self, looks: Looks | None) -> Ready | None:
+        """What a call like one before needs, if it may be replayed; its parts are not compared."""
+        one = self._met.get(looks)  # type: ignore[arg-type]
+        if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
+            return None
+        return one
 
     def __call__(
-        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts, *, copy: bool = True
+        self, looks: Looks, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
+        *, copy: bool = True,
+    ) -> Tensor:  # fmt: skip
+        """Replay a call whose inputs were checked; the next one that looks like it is found."""
+        parts.found.raise_if_seen()
+        num_tokens = x.shape[0]
+        held = self.prepare(num_tokens, parts)
+        assert self._gpu is not None
+        words = x.stride(0), num_tokens, topk_idx.dtype == torch.int64
+        one = Ready(parts, self._gpu, held.graph.replay, held.rows(num_tokens), words)
+        if len(self._met) < MOST_MET:
+            self._met[looks] = one
+        return self.replay(one, x, topk_idx, topk_weights, copy)
+
+    def replay(
+        self, one: Ready, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy: bool
     ) -> Tensor:
-        """Replay a call whose inputs were checked.
+        """Replay what was found.
 
         copy  False: the result is the graph's own, and the bucket's next call overwrites it
         """
+        parts, gpu, launch, y, words = one
         parts.found.raise_if_seen()
-        num_tokens = x.shape[0]
-        one = self.prepare(num_tokens, parts)
-        assert self._gpu is not None
-        self._gpu.follow()
-        self._gpu.fill(x, topk_idx, topk_weights, one.inputs)
-        one.graph.replay()
+        to = 0
+        if copy:
+            y = torch.empty_like(y)
+            to = y.data_ptr()
+        note = x.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), to, *words
+        try:
+            with gpu.lock:  # another thread's launch would take this note
+                gpu.follow()
+                gpu.mailbox.send(note, launch)
+        except BaseException:
+            self.drop()
+            raise
         parts.found.follow(parts.top_k, every=REPLAYS)
-        y = one.rows(num_tokens)
-        return y.clone() if copy else y
+        return y
 
     def prepare(self, num_tokens: int, parts: Parts) -> Captured:
         """The graph that serves so many tokens, captured now if it was not before."""
         if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
             self.drop()
+            self._gpu = Gpu(parts.weights.device)
             self._parts, self._tensors = parts, parts.tensors()
             self._versions = [t._version for t in self._tensors]
-            self._gpu = Gpu(parts.weights.device)
         bucket = bucket_of(num_tokens, self.most)
         if bucket not in self._held:
             self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
@@ -137,52 +180,65 @@ class Graphs:
 
     def drop(self) -> None:
         """Let all graphs go, once the GPU is done with them."""
-        if self._gpu is not None:
-            self._gpu.finish()
-        self._held.clear()
+        gpu, held = self._gpu, self._held
+        self._held, self._met = {}, {}
         self._parts, self._gpu = None, None
         self._tensors, self._versions = [], []
+        if gpu is not None:
+            finish(gpu.device)
+        held.clear()
 
 
 class Gpu:
-    """What graphs need of a GPU: a stream to capture on, memory that they share, and order."""
+    """What graphs need of a GPU: a stream to capture on, memory that they share, and order.
+
+    One mailbox for all of a layer's graphs: whichever is replayed takes the next note.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        from megamoe.kernels.portable.fill import fill
-
-        self.fill: Callable[[Tensor, Tensor, Tensor, Inputs], None] = fill
-        self.device = device
+        self.device, self._index = device, device.index
         self._side = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
         self._last = torch.cuda.current_stream(device)
-
-    @staticmethod
-    def is_capturing() -> bool:
-        return torch.cuda.is_current_stream_capturing()
+        self._handle = self._last.cuda_stream
+        self.lock = threading.Lock()
+        with torch.inference_mode(False):
+            self.mailbox = Mailbox(device)
+            self._empty = Mailbox(device)  # for calls that only warm up
 
     def follow(self) -> None:
         """Let the current stream wait for the one of the call before."""
-        now = torch.cuda.current_stream(self.device)
-        if now != self._last:
+        handle = torch._C._cuda_getCurrentRawStream(self._index)  # the stream itself takes 6 us
+        if handle != self._handle:
+            now = torch.cuda.current_stream(self.device)
             now.wait_stream(self._last)
-            self._last = now
+            self._last, self._handle = now, handle
 
     def capture(self, bucket: int, parts: Parts) -> Captured:
         """Make the call once, on no token, so that all is compiled and packed; then capture it."""
         from megamoe.kernels.portable.fill import Inputs
 
+        self.follow()
         with torch.inference_mode(False), torch.no_grad():
             inputs = Inputs.empty(bucket, parts.weights.hidden, parts.top_k, self.device)
             now = torch.cuda.current_stream(self.device)
             self._side.wait_stream(now)
             with torch.cuda.stream(self._side):
-                parts.launch(inputs)
+                _launch_all(parts, inputs, self._empty.mail)
             now.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads may allocate meanwhile
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                y = parts.launch(inputs)
-        return Captured(inputs, graph, y)
+                y = _launch_all(parts, inputs, self.mailbox.mail)
+        return Captured(self.mailbox.mail, inputs, graph, y)
 
-    def finish(self) -> None:
-        torch.cuda.synchronize(self.device)
+
+def _launch_all(parts: Parts, inputs: Inputs, mail: Mail) -> Tensor:
+    """A note's call: its inputs in, the layer's launches, its output out."""
+    from megamoe.kernels.portable.fill import fill, give, take
+
+    take(mail)
+    fill(mail.now, inputs)
+    y = parts.launch(inputs)
+    give(mail.now, y)
+    return y

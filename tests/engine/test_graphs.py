@@ -1,6 +1,8 @@
 """Graphs per token bucket, with a CUDA of this file's own: what is captured, kept and dropped."""
 
 import copy
+import ctypes
+import gc
 import pickle
 import types
 from contextlib import contextmanager
@@ -10,9 +12,10 @@ import torch
 
 import megamoe as mm
 from megamoe import reference
-from megamoe.engine import graphs, layer
+from megamoe.engine import graphs, layer, mailbox
 from megamoe.engine.functional import run
 from megamoe.engine.graphs import MOST_TOKENS, bucket_of
+from megamoe.engine.mailbox import HALF, SLOTS
 from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.routing.permute import expert_counts
 
@@ -22,19 +25,22 @@ from tests.engine.pretended import E, H, K, tokens, weights
 
 
 class Cuda:
-    """Stands for the GPU: a captured call is kept, and made when its graph is replayed."""
+    """Stands for the GPU: a captured call is kept, and made when its graph is replayed.
+
+    queue  replays and what is to be done behind them, where the GPU is late; None: it is not
+    """
 
     def __init__(self):
         self.log, self.capturing, self.busy, self.now = [], None, False, "main"
+        self.queue, self.streams = None, {}
 
     def stream(self, name):
         def wait(other):
             self.log.append(f"{name} waits for {other.name}")
 
-        return types.SimpleNamespace(name=name, wait_stream=wait)
+        return types.SimpleNamespace(name=name, wait_stream=wait, cuda_stream=hash(name))
 
     def current_stream(self, device):
-        self.streams = getattr(self, "streams", {})
         return self.streams.setdefault(self.now, self.stream(self.now))
 
     @contextmanager
@@ -48,6 +54,20 @@ class Cuda:
         self.capturing = graph
         yield
         self.capturing = None
+
+    def catch_up(self, until=None):
+        while self.queue:
+            step = self.queue.pop(0)
+            if step is until:
+                return
+            if isinstance(step, Graph):
+                step.run()
+
+    def do(self, call):
+        if self.capturing is None:
+            call()
+        else:
+            self.capturing.calls.append(call)
 
     def launch(self, backend, x, idx, weights, experts, options, shared, found, stats, num, manner):
         """`functional.launch` with the oracle's arithmetic, now or at the replay."""
@@ -65,25 +85,78 @@ class Cuda:
 
         if self.capturing is None:
             self.log.append(f"launch {len(x)}")
-            call()
-        else:
-            self.capturing.calls.append(call)
+        self.do(call)
         return y
+
+    # -- the kernels around a call, on real addresses ------------------------------------------
+
+    def take(self, mail):
+        def call():
+            at = int(mail.turn)
+            mail.now.copy_(mail.slots[at])
+            mail.turn.fill_((at + 1) % len(mail.slots))
+
+        self.do(call)
+
+    def fill(self, now, into):
+        def call():
+            x, idx, weights, _, stride, num, is_long, _ = now.tolist()
+            into.count.fill_(num)
+            if num:
+                rows = lying_at(x, torch.bfloat16, (num - 1) * stride + H)
+                into.x[:num] = rows.as_strided((num, H), (stride, 1))
+                ids = lying_at(idx, torch.int64 if is_long else torch.int32, num * K)
+                into.topk_idx[:num] = ids.view(num, K)
+                into.topk_weights[:num] = lying_at(weights, torch.float32, num * K).view(num, K)
+
+        self.do(call)
+
+    def give(self, now, y):
+        def call():
+            _, _, _, to, _, num, _, _ = now.tolist()
+            if to:
+                lying_at(to, torch.bfloat16, num * H).copy_(y[:num].flatten())
+
+        self.do(call)
+
+
+def lying_at(address, dtype, num):
+    raw = (ctypes.c_char * (num * dtype.itemsize)).from_address(address)
+    return torch.frombuffer(raw, dtype=dtype)
 
 
 class Graph:
-    def __init__(self):
-        self.calls = []
+    def __init__(self, gpu):
+        self.gpu, self.calls, self.fails = gpu, [], False
 
     def replay(self):
+        if self.fails:
+            raise KeyboardInterrupt
+        if self.gpu.queue is None:
+            self.run()
+        else:
+            self.gpu.queue.append(self)
+
+    def run(self):
         for call in self.calls:
             call()
 
 
-def fill(x, idx, weights, into):
-    count = len(x)
-    into.x[:count], into.topk_idx[:count], into.topk_weights[:count] = x, idx, weights
-    into.count.fill_(count)
+class Event:
+    def __init__(self, gpu):
+        self.gpu, self.is_new = gpu, True
+
+    def record(self, stream):
+        self.is_new, self.mark = False, object()
+        self.gpu.log.append(f"record on {stream.name}")
+        if self.gpu.queue is not None:
+            self.gpu.queue.append(self.mark)
+
+    def synchronize(self):
+        if not self.is_new:
+            self.gpu.log.append("wait")
+            if self.gpu.queue and self.mark in self.gpu.queue:
+                self.gpu.catch_up(self.mark)
 
 
 @pytest.fixture
@@ -91,18 +164,23 @@ def cuda(monkeypatch):
     fake = Cuda()
     there = {
         "Stream": lambda device: fake.stream("side"),
+        "Event": lambda: Event(fake),
         "current_stream": fake.current_stream,
         "stream": fake.on_stream,
         "graph": fake.capture,
-        "CUDAGraph": Graph,
+        "CUDAGraph": lambda: Graph(fake),
         "graph_pool_handle": lambda: f"pool {len(fake.log)}",
         "is_current_stream_capturing": lambda: fake.busy,
         "synchronize": lambda device: fake.log.append("synchronize"),
     }
     for name, one in there.items():
         monkeypatch.setattr(torch.cuda, name, one)
+    monkeypatch.setattr(
+        torch._C, "_cuda_getCurrentRawStream", lambda index: hash(fake.now), raising=False
+    )
     monkeypatch.setattr(graphs, "launch", fake.launch)
-    monkeypatch.setattr(filling, "fill", fill)
+    for name in ("take", "fill", "give"):
+        monkeypatch.setattr(filling, name, getattr(fake, name))
     monkeypatch.setattr(layer, "choose", lambda *wanted: "portable")
 
     def eager(backend, *call, manner):
@@ -145,7 +223,10 @@ def test_ids_may_be_int32_and_rows_strided(cuda):
     x, idx, weight = tokens(3)
     wide = torch.zeros(3, 2 * H, dtype=torch.bfloat16)
     wide[:, :H] = x
-    assert torch.equal(one(wide[:, :H], idx.int(), weight), wanted((x, idx, weight), one))
+    for _ in range(2):  # met first, then known
+        for ids, rows in ((idx, x), (idx.int(), x), (idx, wide[:, :H]), (idx.int(), wide[:, :H])):
+            assert torch.equal(one(rows, ids, weight), wanted((x, idx, weight), one))
+    assert len(one._graphs._met) == 4 and len(captures(cuda)) == 1
 
 
 def test_a_bucket_is_warmed_on_no_token_and_all_share_a_pool(cuda):
@@ -170,6 +251,15 @@ def test_a_result_is_the_callers_own_unless_asked(cuda):
     assert torch.equal(kept, wanted(first, one)) and one(*first, copy=False) is kept
     one(*second)
     assert torch.equal(kept, wanted(second, one)[:5])
+
+
+def test_a_result_needs_no_grad_whatever_the_mode(cuda):
+    one = make()
+    for grad in (True, False, True):
+        with torch.set_grad_enabled(grad):
+            y = one(*tokens(3))
+        assert not y.requires_grad and y.is_contiguous() and not y.is_inference()
+    assert len(one._graphs._met) == 2
 
 
 def test_stats_are_added_once_a_call(cuda):
@@ -213,6 +303,41 @@ def test_the_door_is_the_same(cuda):
     assert cuda.log.count("launch 10") == 1  # no bucket is larger than the layer's limit
 
 
+def test_the_door_is_the_same_for_calls_that_were_met(cuda):
+    one = make()
+    x, idx, weight = tokens(5)
+    one(x, idx, weight)
+    with torch.no_grad():
+        one(x.clone().requires_grad_(), idx, weight)
+    for bad in (
+        (x.half(), idx, weight),
+        (x, idx.short(), weight),
+        (x, idx.t().contiguous().t(), weight),
+        (x, idx, weight.t().contiguous().t()),
+        (x, idx, weight[:4]),
+        (x.t().contiguous().t(), idx, weight),
+        (x.to("meta"), idx, weight),
+        (x, idx.to("meta"), weight),
+        (x, idx, weight.to("meta")),
+        (x.clone().requires_grad_(), idx, weight),
+        (x, idx, weight.clone().requires_grad_()),
+        (x.tolist(), idx, weight),
+        (x, idx, weight.numpy()),
+    ):
+        with pytest.raises(mm.MegaMoEError):
+            one(*bad)
+    assert len(one._graphs._met) == 2
+
+
+def test_only_so_many_looks_are_remembered(cuda, monkeypatch):
+    monkeypatch.setattr(graphs, "MOST_MET", 2)
+    one = make()
+    for _ in range(2):
+        for count in (1, 2, 3, 4):
+            assert torch.equal(one(*tokens(count)), wanted(tokens(count), one))
+    assert len(one._graphs._met) == 2
+
+
 def test_some_calls_are_eager(cuda, monkeypatch):
     one = make()
     monkeypatch.setattr(one._graphs, "most", 16)
@@ -222,6 +347,11 @@ def test_some_calls_are_eager(cuda, monkeypatch):
     cuda.busy = True  # inside somebody else's capture
     assert torch.equal(one(x, idx, weight), wanted((x, idx, weight), one))
     assert cuda.log == ["eager"] * 4
+    cuda.busy = False
+    one(x, idx, weight)
+    cuda.busy = True  # a call that was met is no different
+    assert torch.equal(one(x, idx, weight), wanted((x, idx, weight), one))
+    assert cuda.log[-1] == "eager"
 
 
 def test_another_stream_waits_for_the_last(cuda):
@@ -233,9 +363,90 @@ def test_another_stream_waits_for_the_last(cuda):
     cuda.now = "other"
     one(*tokens(4))
     assert cuda.log[before:] == ["other waits for main"]
+    one(*tokens(4))
+    cuda.now = "third"
+    one(*tokens(9))  # its capture, too, comes after the calls before
+    assert cuda.log[before + 1] == "third waits for other"
+    assert cuda.log[before + 2] == "side waits for third"
 
 
-@pytest.mark.parametrize("change", ["written", "assigned", "moved", "stats", "loaded"])
+# -- notes ----------------------------------------------------------------------------------------
+
+
+def test_a_slot_is_written_again_once_the_gpu_has_taken_it(cuda):
+    """The GPU is late: it replays what was sent when the host waits for it."""
+    one = make()
+    batches = [tokens(1 + seed % 9, seed) for seed in range(24)]
+    for inputs in batches:
+        one(*inputs)
+    cuda.queue = []
+    sent, given, longest = [], [], 0
+    for step in range(3 * SLOTS):
+        inputs = batches[step * 5 % len(batches)]
+        copies = [t.clone() for t in inputs]
+        sent.append(copies)  # alive until the GPU has read them
+        given.append((one(*copies), inputs))
+        longest = max(longest, sum(isinstance(q, Graph) for q in cuda.queue))
+    assert HALF < longest <= SLOTS and cuda.log.count("wait") >= 4
+    cuda.catch_up()
+    want = {id(inputs): wanted(inputs, one) for inputs in batches}
+    assert all(torch.equal(y, want[id(inputs)]) for y, inputs in given)
+
+
+def test_events_stand_in_each_half_on_the_stream_of_the_call(cuda):
+    one = make()
+    inputs = tokens(2)
+    for step in range(2 * SLOTS + 1):
+        cuda.now = "main" if step < SLOTS else "other"
+        one(*inputs)
+    marks = [line for line in cuda.log if line.startswith(("record", "wait"))]
+    main, other = "record on main", "record on other"
+    assert marks == [main, main, "wait", other, "wait", other, "wait"]
+
+
+def test_an_interrupted_replay_starts_all_anew(cuda):
+    """Nobody knows whether the GPU took that note: mailbox and graphs go together."""
+    one = make()
+    inputs = tokens(4)
+    one(*inputs)
+    box = one._graphs._gpu.mailbox
+    one._graphs._held[4].graph.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        one(*inputs)
+    assert one._graphs._gpu is None and cuda.log[-1] == "synchronize"
+    for seed in range(3):
+        assert torch.equal(one(*tokens(4, seed)), wanted(tokens(4, seed), one))
+    assert one._graphs._gpu.mailbox is not box
+
+
+def test_a_capture_that_fails_leaves_the_others_in_turn(cuda, monkeypatch):
+    one = make()
+    one(*tokens(4))
+    with monkeypatch.context() as patch:
+        patch.setattr(filling, "give", lambda now, y: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            one(*tokens(9))
+        cuda.capturing = None
+    assert list(one._graphs._held) == [4]
+    for count in (4, 9, 4):
+        assert torch.equal(one(*tokens(count)), wanted(tokens(count), one))
+
+
+def test_mail_outlives_its_layer_until_the_gpu_is_done(cuda):
+    one, other = make(), make()
+    one(*tokens(4))
+    other(*tokens(4))
+    mail = one._graphs._gpu.mailbox.mail
+    cpu = torch.device("cpu")
+    mailbox._LEFT.clear()
+    del one
+    gc.collect()
+    assert any(left is mail for left in mailbox._LEFT[cpu])
+    other._graphs.drop()
+    assert not any(left is mail for left in mailbox._LEFT.get(cpu, []))
+
+
+@pytest.mark.parametrize("change", ["written", "assigned", "moved", "stats", "loaded", "options"])
 def test_graphs_go_when_what_they_hold_changes(cuda, change):
     one, other = make(), mm.MoE(weights(seed=1), E, K, backend="reference")
     inputs = tokens(4)
@@ -246,6 +457,8 @@ def test_graphs_go_when_what_they_hold_changes(cuda, change):
         one.double()
     elif change == "stats":
         one.stats = torch.zeros_like(one.stats)
+    elif change == "options":
+        one.options = copy.copy(one.options)
     else:
         one.load_state_dict(copy.deepcopy(other.state_dict()), assign=change == "assigned")
     assert torch.equal(one(*inputs), wanted(inputs, one))

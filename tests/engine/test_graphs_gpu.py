@@ -1,10 +1,15 @@
 """Graphs per token bucket on a GPU: the bits of eager calls, whatever changes between replays."""
 
+import gc
+import threading
+
 import pytest
 import torch
 
 import megamoe as mm
 from megamoe.engine import backends
+from megamoe.engine.mailbox import SLOTS
+from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 
 pytestmark = pytest.mark.gpu
@@ -68,6 +73,82 @@ def test_thousands_of_replays_with_changing_buckets_and_routing():
     assert int(wrong) == 0
 
 
+def test_inputs_may_go_as_soon_as_a_call_returns():
+    """Nothing waits for the GPU: every call has inputs of its own, in other places and types."""
+    one, eager = pair()
+    batches = [tokens(count, seed) for seed in range(4) for count in COUNTS]
+    wanted = [eager(*inputs) for inputs in batches]
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for step in range(2000):
+        at = step * 7 % len(batches)
+        x, idx, weight = batches[at]
+        pad = step % 5
+        wide = torch.full((len(x), H + pad), float("nan"), dtype=torch.bfloat16, device="cuda")
+        wide[:, pad:] = x
+        ids = idx.int() if step % 3 else idx.clone()
+        gates = weight.clone()
+        y = one(wide[:, pad:], ids, gates, copy=step % 4 != 3)
+        del ids, gates
+        wide.fill_(float("nan"))  # behind the call, on its stream
+        del wide
+        wrong += (y.view(torch.int16) != wanted[at].view(torch.int16)).any()
+    assert int(wrong) == 0
+    assert torch.equal(
+        one.stats, sum(expert_counts(batches[s * 7 % 24][1], E) for s in range(2000))
+    )
+    one.check()
+
+
+def test_more_calls_than_slots_may_be_under_way():
+    one, eager = pair()
+    batches = [tokens(count, seed) for seed in range(2) for count in COUNTS[:5]]
+    wanted = [eager(*inputs) for inputs in batches]
+    for inputs in batches:
+        one(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(1_000_000_000)  # the GPU is late, so that the host must wait for slots
+    got = [(step % 10, one(*batches[step % 10])) for step in range(3 * SLOTS + 5)]
+    assert all(torch.equal(y, wanted[at]) for at, y in got)
+
+
+def test_threads_take_turns():
+    one, eager = pair()
+    batches = [tokens(8, seed) for seed in range(4)]
+    wanted = [eager(*inputs) for inputs in batches]
+    one(*batches[0])
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(at):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream()):
+            ys = [one(*batches[at]) for _ in range(300)]
+            wrong.extend(at for y in ys if not torch.equal(y, wanted[at]))
+
+    with torch.no_grad():
+        one(*batches[0])  # seen once without gradients: a thread captures nothing
+    threads = [threading.Thread(target=work, args=(at,)) for at in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_layer_may_go_while_its_calls_are_under_way():
+    one, eager = pair()
+    batches = [tokens(count, seed) for seed, count in enumerate(COUNTS)]
+    wanted = [eager(*inputs) for inputs in batches]
+    for inputs in batches:
+        one(*inputs)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(300_000_000)
+    got = [one(*inputs) for inputs in batches]
+    del one
+    gc.collect()
+    junk = [torch.full((256, 8), -1, dtype=torch.int64).pin_memory() for _ in range(8)]
+    assert all(torch.equal(y, want) for y, want in zip(got, wanted, strict=True)), junk
+
+
 @pytest.mark.parametrize("options", [{"weight_at": "combine"}, {"combine": "fp8"}], ids=str)
 def test_options_and_shared_experts(options):
     shared = weights("bf16", 5)[:2]
@@ -118,11 +199,11 @@ def test_calls_on_several_streams_follow_each_other():
     for stream in streams:
         stream.wait_stream(torch.cuda.current_stream())
     got = []
-    for step, inputs in enumerate(batches):
+    for step in range(2 * SLOTS):
         with torch.cuda.stream(streams[step % 3]):
-            got.append(one(*inputs))
+            got.append(one(*batches[step % 6]))
     torch.cuda.synchronize()
-    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    assert all(torch.equal(y, wanted[step % 6]) for step, y in enumerate(got))
 
 
 def test_a_call_inside_a_capture_is_part_of_it():

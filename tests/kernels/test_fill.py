@@ -1,49 +1,157 @@
-"""Inputs of a call into a graph's buffers: in one launch, from any address."""
+"""A note from the mailbox, the inputs of its call and its output: from and to any address."""
 
 import pytest
 import torch
 
-from megamoe.kernels.portable.fill import Inputs, _fill_kernel, fill
+from megamoe.kernels.portable.fill import (
+    WORDS,
+    Inputs,
+    Mail,
+    _fill_kernel,
+    _give_kernel,
+    _take_kernel,
+    fill,
+    give,
+    take,
+)
 from tests.kernels.compiling import Stand, compile_kernel
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
+
+DEV = torch.device(DEVICE)
 
 
 def there(held):
     return [t.cpu().clone() for t in held]
 
 
+def note(x, idx, weights, y=None):
+    to = 0 if y is None else y.data_ptr()
+    addresses = [t.data_ptr() for t in (x, idx, weights)]
+    return [*addresses, to, x.stride(0), len(x), idx.dtype == torch.int64, 0]
+
+
+def now(*call):
+    return torch.tensor(note(*call), device=DEVICE)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("hidden", "top_k"), [(96, 3), (2880, 4), (1024, 1)])
 @pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
 def test_rows_are_copied_and_counted_and_the_rest_stays(_, hidden, top_k, dtype):
+    """Rows from an odd address, with an odd stride; ids and weights behind a first element."""
     rng = torch.Generator().manual_seed(0)
-    held = Inputs.empty(16, hidden, top_k, torch.device(DEVICE))
+    held = Inputs.empty(16, hidden, top_k, DEV)
     assert (held.topk_idx == -1).all() and held.count.item() == 0
     for num in (16, 5, 1, 7):
         wide = torch.randn(num, hidden + 3, generator=rng).bfloat16()
         idx = torch.randint(-1, 8, (num, top_k), generator=rng).to(dtype)
         gates = torch.randn(num, top_k, generator=rng)
         before = there(held)
-        fill(wide.to(DEVICE)[:, 3:], idx.to(DEVICE), gates.to(DEVICE), held)
+        behind = [
+            torch.cat([t.new_zeros(1), t.flatten()]).to(DEVICE)[1:].view(num, top_k)
+            for t in (idx, gates)
+        ]
+        x = wide.to(DEVICE)[:, 3:]
+        fill(now(x, *behind), held)
         x, ids, weights, count = there(held)
         assert torch.equal(x[:num], wide[:, 3:]) and torch.equal(x[num:], before[0][num:])
         assert torch.equal(ids[:num].to(dtype), idx) and torch.equal(ids[num:], before[1][num:])
         assert torch.equal(weights[:num], gates) and count.item() == num
+        assert torch.equal(weights[num:], before[2][num:])
 
 
 @pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
 def test_an_id_that_32_bits_do_not_hold_names_no_expert(_):
-    held = Inputs.empty(2, 96, 3, torch.device(DEVICE))
+    held = Inputs.empty(2, 96, 3, DEV)
     idx = torch.tensor([[2**32 + 1, -(2**32), 5]], device=DEVICE)
-    fill(torch.zeros(1, 96, device=DEVICE).bfloat16(), idx, torch.zeros(1, 3, device=DEVICE), held)
+    x, weights = torch.zeros(1, 96, device=DEVICE).bfloat16(), torch.zeros(1, 3, device=DEVICE)
+    fill(now(x, idx, weights), held)
     assert held.topk_idx[0].tolist() == [-2, -2, 5]
+    idx = torch.tensor([[-7, -1, 2**31 - 1]], device=DEVICE).int()
+    fill(now(x, idx, weights), held)
+    assert held.topk_idx[0].tolist() == [-2, -1, 2**31 - 1]
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
+def test_no_token_touches_nothing_but_the_count(_):
+    held, y = Inputs.empty(4, 96, 3, DEV), torch.ones(4, 96, device=DEVICE).bfloat16()
+    held.count.fill_(3)
+    nothing = torch.zeros(WORDS, dtype=torch.int64, device=DEVICE)
+    before = there(held)
+    fill(nothing, held)
+    give(nothing, y)
+    assert all(map(torch.equal, there(held)[:3], before[:3])) and held.count.item() == 0
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
+def test_more_tokens_than_the_graph_has_room_for_end_at_its_room(_):
+    """Never sent; if it were, nobody else's memory would be written."""
+    x = torch.ones(5, 96, device=DEVICE).bfloat16()
+    idx, weights = torch.zeros(5, 3, device=DEVICE).long(), torch.zeros(5, 3, device=DEVICE)
+    room = torch.zeros(5, 96, device=DEVICE).bfloat16()
+    held = Inputs.empty(4, 96, 3, DEV)._replace(x=room[:4])
+    fill(now(x, idx, weights), held)
+    assert held.count.item() == 4 and (room[:4] == 1).all() and not room[4].any()
+
+
+@pytest.mark.parametrize("hidden", [96, 2880])
+@pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
+def test_the_output_goes_where_the_call_wants_it(_, hidden):
+    rng = torch.Generator().manual_seed(0)
+    y = torch.randn(8, hidden, generator=rng).bfloat16().to(DEVICE)
+    idx, weights = torch.zeros(8, 3, device=DEVICE).long(), torch.zeros(8, 3, device=DEVICE)
+    for num in (8, 3, 1):
+        to = torch.zeros(num + 1, hidden, device=DEVICE).bfloat16()
+        give(now(y[:num], idx[:num], weights[:num], to), y)
+        assert torch.equal(to[:num], y[:num]) and not to[num].any()
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
+def test_notes_are_taken_in_turn_and_round_the_ring(_):
+    mail = Mail.empty(4, DEV)
+    assert mail.slots.is_pinned() == (not INTERPRETED)
+    for step in range(11):
+        mail.slots[step % 4] = torch.arange(WORDS) + (step << 40)
+        take(mail)
+        assert mail.now.tolist() == [(step << 40) + word for word in range(WORDS)]
+        assert mail.turn.item() == (step + 1) % 4
+
+
+@pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
+def test_calls_beyond_the_ring_each_have_their_own_inputs_and_output(_):
+    """What a graph does around the layer's launches, for a layer that doubles its tokens."""
+    rng = torch.Generator().manual_seed(0)
+    mail, held = Mail.empty(4, DEV), Inputs.empty(8, 96, 3, DEV)
+    own = torch.zeros(8, 96, device=DEVICE).bfloat16()
+    for step in range(10):
+        num = 1 + step * 5 % 8
+        x = torch.randn(num, 96 + step, generator=rng).bfloat16().to(DEVICE)[:, step:]
+        idx = torch.randint(-1, 8, (num, 3), generator=rng).to(DEVICE)
+        idx, weights = idx.int() if step % 2 else idx, torch.randn(num, 3, generator=rng)
+        weights = weights.to(DEVICE)
+        y = None if step % 3 == 2 else torch.zeros(num, 96, device=DEVICE).bfloat16()
+        mail.slots[step % 4] = torch.tensor(note(x, idx, weights, y))
+        take(mail)
+        fill(mail.now, held)
+        torch.add(held.x, held.x, out=own)
+        give(mail.now, own)
+        assert torch.equal(own[:num] if y is None else y, 2 * x)
+        assert torch.equal(held.topk_idx[:num], idx.int()) and held.count.item() == num
+        assert torch.equal(held.topk_weights[:num], weights)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 @pytest.mark.parametrize("arch", [80, 90, 100])
-def test_it_compiles_for_any_address(arch):
+def test_they_compile_for_any_address(arch):
     half, word, real = (Stand(d) for d in (torch.bfloat16, torch.int32, torch.float32))
-    ids = Stand(torch.int64)
-    args = (half, 4096, ids, real, half, word, real, word, 8, 4096, 8, 8, 1024)
-    kernel = compile_kernel(_fill_kernel, args, arch, num_warps=4)
-    assert "ld.global.v" not in kernel.asm["ptx"]  # an odd address is as good as any
+    long = Stand(torch.int64)
+    for slots in (2**20, 2**46):  # an address is as long as it may be, whatever its value
+        taken = compile_kernel(_take_kernel, (slots, long, long, 256, WORDS), arch, num_warps=1)
+        assert "ld.volatile.global" in taken.asm["ptx"]
+        assert ".param .u64 _take_kernel_param_0" in taken.asm["ptx"]
+    args = (long, half, word, real, word, 4096, 8, 8, 1024)
+    filled = compile_kernel(_fill_kernel, args, arch, num_warps=4)
+    loads = [line for line in filled.asm["ptx"].splitlines() if "ld.global" in line]
+    assert not any(".v" in line for line in loads)  # an odd address is as good as any
+    given = compile_kernel(_give_kernel, (long, half, 4096, 1024), arch, num_warps=4)
+    assert "st.global.v4" in given.asm["ptx"]  # its own allocations are not

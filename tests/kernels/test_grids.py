@@ -64,8 +64,9 @@ def test_rows_on_their_way_to_an_fp8_combine_may_be_many(grids):
     assert grids == {"_dispatch_kernel": (7, LONGEST, 2)} and rows // 2 == LONGEST + 1
 
 
-def test_the_inputs_of_a_graph_may_be_many(grids, monkeypatch):
-    monkeypatch.setattr(filling, "_MADE", {})
+def test_the_inputs_and_the_output_of_a_graph_may_be_many(grids):
     held = filling.Inputs.empty(T, H, TOP_K, META)
-    filling.fill(empty(T, H), held.topk_idx, held.topk_weights, held)
-    assert grids == {"_fill_kernel": (T, 7, 1)} and fits(grids)
+    now = empty(filling.WORDS, dtype=torch.int64)
+    filling.fill(now, held)
+    filling.give(now, empty(T, H))
+    assert grids == {"_fill_kernel": (T, 7), "_give_kernel": (T, 7)} and fits(grids)

@@ -1,8 +1,12 @@
-"""Fill: the inputs of a call into the buffers that a CUDA graph reads, in one launch."""
+"""Around a captured call: what it is about, its inputs into the graph's buffers, its output out.
+
+A graph takes no arguments. It begins with `take`, which reads a slot of host memory, and addresses
+are cast to pointers here: one graph serves inputs wherever they lie.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -10,6 +14,28 @@ import triton.language as tl
 from torch import Tensor
 
 COLS = 1024  # columns of a program
+WORDS = 8  # of a slot: those below, and one that is free
+
+# Addresses of the inputs and of the result (0: it stays where it is), elements from row to row of
+# x, tokens, and whether ids are int64.
+X, IDX, WEIGHTS, Y, X_STRIDE, NUM_TOKENS, IS_LONG = map(tl.constexpr, range(7))
+
+
+class Mail(NamedTuple):
+    """Slots that the host writes and the GPU takes in turn."""
+
+    slots: Tensor  # int64 [S, WORDS]: host memory that the GPU reads at the same address
+    turn: Tensor  # int64 [1]: the slot that is taken next
+    now: Tensor  # int64 [WORDS]: the one that was taken last
+
+    @classmethod
+    def empty(cls, num_slots: int, device: torch.device) -> Mail:
+        """Slots that say: no token, no result."""
+        slots = torch.zeros(
+            num_slots, WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
+        )
+        turn, now = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, WORDS))
+        return cls(slots, turn, now)
 
 
 class Inputs(NamedTuple):
@@ -31,52 +57,81 @@ class Inputs(NamedTuple):
         )
 
 
-# Nothing is specialised on addresses or sizes: one cubin serves every call.
-@triton.jit(
-    do_not_specialize=["num_tokens", "hidden"],
-    do_not_specialize_on_alignment=["x", "idx", "weights", "x_stride"],
-)
+@triton.jit(do_not_specialize=["slots"])
+def _take_kernel(slots: tl.int64, turn, now, SLOTS: tl.constexpr, WORDS: tl.constexpr):
+    at = tl.load(turn)
+    word = tl.arange(0, WORDS)
+    # volatile: the host wrote since the last look, which may still lie in a cache
+    mail = tl.load(slots.to(tl.pointer_type(tl.int64)) + at * WORDS + word, volatile=True)
+    tl.store(now + word, mail)
+    tl.debug_barrier()  # all threads have read whose turn it is
+    tl.store(turn, (at + 1) % SLOTS)
+
+
+@triton.jit(do_not_specialize=["hidden"])
 def _fill_kernel(
-    x, x_stride: tl.int64, idx, weights, x_out, idx_out, weights_out, count, num_tokens, hidden,
+    now, x_out, idx_out, weights_out, count, hidden,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    col = part * COLS + tl.arange(0, COLS)
-    inside = col < hidden
-    row = tl.load(x + token * x_stride + col, mask=inside)
-    tl.store(x_out + token * hidden + col, row, mask=inside)
-    if part == 0:
-        slot = tl.arange(0, SLOTS)
-        at = token * TOP_K + slot
-        used = slot < TOP_K
-        given = tl.load(idx + at, mask=used, other=-1)
-        expert = tl.where((given < -1) | (given > 2147483647), -2, given)  # a fault is told later
-        tl.store(idx_out + at, expert.to(tl.int32), mask=used)
-        tl.store(weights_out + at, tl.load(weights + at, mask=used), mask=used)
-        if token == 0:
-            tl.store(count, num_tokens)
+    num_tokens = tl.minimum(tl.load(now + NUM_TOKENS), tl.num_programs(0))
+    if (token == 0) & (part == 0):
+        tl.store(count, num_tokens.to(tl.int32))
+    if token < num_tokens:
+        col = part * COLS + tl.arange(0, COLS)
+        inside = col < hidden
+        x = tl.load(now + X).to(tl.pointer_type(tl.bfloat16))
+        row = tl.load(x + token * tl.load(now + X_STRIDE) + col, mask=inside)
+        tl.store(x_out + token * hidden + col, row, mask=inside)
+        if part == 0:
+            slot = tl.arange(0, SLOTS)
+            at = token * TOP_K + slot
+            used = slot < TOP_K
+            idx = tl.load(now + IDX)
+            if tl.load(now + IS_LONG) != 0:
+                given = tl.load(idx.to(tl.pointer_type(tl.int64)) + at, mask=used, other=-1)
+            else:
+                short = tl.load(idx.to(tl.pointer_type(tl.int32)) + at, mask=used, other=-1)
+                given = short.to(tl.int64)
+            # an id that 32 bits do not hold is a fault, which is told later
+            expert = tl.where((given < -1) | (given > 2147483647), -2, given)
+            tl.store(idx_out + at, expert.to(tl.int32), mask=used)
+            weights = tl.load(now + WEIGHTS).to(tl.pointer_type(tl.float32))
+            tl.store(weights_out + at, tl.load(weights + at, mask=used), mask=used)
 
 
-_MADE: dict[tuple[Any, ...], Any] = {}  # compiled kernels: calling one skips the JIT's own 8 us
+@triton.jit
+def _give_kernel(now, y, hidden, COLS: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    out = tl.load(now + Y)
+    if (token < tl.load(now + NUM_TOKENS)) & (out != 0):
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        inside = col < hidden
+        at = token * hidden + col
+        to = tl.multiple_of(out.to(tl.pointer_type(tl.bfloat16)), 16)  # torch's own allocation
+        tl.store(to + at, tl.load(y + at, mask=inside), mask=inside)
 
 
-def fill(x: Tensor, topk_idx: Tensor, topk_weights: Tensor, into: Inputs) -> None:
+def take(mail: Mail) -> None:
+    """Copy the next slot to `now`; the turn is then the following one's."""
+    address, num = mail.slots.data_ptr(), len(mail.slots)
+    _take_kernel[(1,)](address, mail.turn, mail.now, SLOTS=num, WORDS=WORDS, num_warps=1)
+
+
+def fill(now: Tensor, into: Inputs) -> None:
     """Copy T tokens, int32 or int64 ids and weights to the first T rows, and T to the count."""
-    num_tokens, hidden = x.shape
-    top_k = topk_idx.shape[1]
-    cols = min(_power_of_2(hidden), COLS)
-    grid = (num_tokens, -(-hidden // cols), 1)
-    args = (x, x.stride(0), topk_idx, topk_weights, *into, num_tokens, hidden)
-    constants = (top_k, _power_of_2(top_k), cols)
-    key = (x.device, topk_idx.dtype, *constants)
-    made = _MADE.get(key)
-    if made is None:
-        _MADE[key] = _fill_kernel[grid](*args, *constants, num_warps=4)
-    else:
-        made[grid](*args, *constants)
+    num_tokens, hidden = into.x.shape
+    top_k = into.topk_idx.shape[1]
+    cols = min(triton.next_power_of_2(hidden), COLS)
+    _fill_kernel[(num_tokens, triton.cdiv(hidden, cols))](
+        now, *into, hidden, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), COLS=cols,
+        num_warps=4,
+    )  # fmt: skip
 
 
-def _power_of_2(n: int) -> int:
-    """As Triton's own, which takes 2 us."""
-    return 1 << (n - 1).bit_length()
+def give(now: Tensor, y: Tensor) -> None:
+    """Copy the first T rows of the graph's output to where the call wants them, if it does."""
+    num_tokens, hidden = y.shape
+    cols = min(triton.next_power_of_2(hidden), COLS)
+    _give_kernel[(num_tokens, triton.cdiv(hidden, cols))](now, y, hidden, COLS=cols, num_warps=4)
