@@ -202,8 +202,7 @@ def decode(p):
                 stage.slice(0, 64, 0).store(e4m3_of_words(w0, s0, DOT))
                 w3, s3 = _slab(p, at, 3)
                 stage.slice(64, 64, 0).store(e4m3_of_words(w1, s1, DOT))
-                fence_async_shared()  # the image has been read
-                mbarrier.arrive(p.image_empty.index(at), count=1)
+                used = at
                 at, at_phase = advance(at, at_phase, p.IMAGES)
                 mbarrier.wait(p.image_full.index(at), at_phase)
                 w0, s0 = _slab(p, at, 0)
@@ -212,6 +211,7 @@ def decode(p):
                 stage.slice(192, 64, 0).store(e4m3_of_words(w3, s3, DOT))
                 fence_async_shared()
                 mbarrier.arrive(p.full.index(idx), count=1)
+                mbarrier.arrive(p.image_empty.index(used), count=1)
                 idx, phase = advance(idx, phase, p.STAGES)
 
 
