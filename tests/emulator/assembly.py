@@ -28,23 +28,20 @@ def _nibbles(word):
 
 
 def _to_e4m3(w, s):
-    """Four bytes are a word; or a word comes as such, and so do both results."""
-    word, is_word = _words(w), w.t.dtype == torch.int32
-    shift = s.t.expand(w.t.shape).to(torch.int64)
-    shift = shift[..., None] if is_word else shift[..., :1]
+    """Words to words: low values and high ones."""
+    shift = s.t.expand(w.t.shape).to(torch.int64)[..., None]
     low, high = shift * 0x01010100 + 0x14100800, shift * 0x01010101 + 0x24201C18
     table = torch.cat([half >> 8 * j & 255 for half in (low, high) for j in range(4)], -1)
-    for magnitude, sign in _nibbles(word):
-        code = table.gather(-1, magnitude) | sign << 7
-        code = code.to(torch.uint8)
-        yield Value(code.view(torch.int32)[..., 0] if is_word else code.view(torch.float8_e4m3fn))
+    for magnitude, sign in _nibbles(_words(w)):
+        code = (table.gather(-1, magnitude) | sign << 7).to(torch.uint8)
+        yield Value(code.view(torch.int32)[..., 0])
 
 
 def _four_to_e4m3(w, s):
-    """Four words are a row's steps: low and high values of each."""
+    """The four words of a row: E4M3 of each, low and high."""
     for step in range(4):
-        for half in _to_e4m3(Value(w.t[..., step].contiguous()), Value(s.t[..., 0])):
-            yield Value(half.t.contiguous()[..., None].view(torch.float8_e4m3fn))
+        for word in _to_e4m3(Value(w.t[..., step]), Value(s.t[..., 0])):
+            yield Value(word.t.contiguous()[..., None].view(torch.float8_e4m3fn))
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megamoe.kernels.hopper.deal import end_item, num_waves, place_of, tiles_of_wave
-from megamoe.kernels.hopper.decode import TO_E4M3
+from megamoe.kernels.hopper.decode import TO_E4M3, WORDS
 from megamoe.kernels.hopper.ring import advance, quotient, record
 
 # Until the word at $1 is $2 or more, for two seconds at most; then the word at $3 is set, so that
@@ -46,16 +46,8 @@ bar.warp.sync 0xffffffff;
 fence.proxy.async.global;
 mov.b32 $0, 0;
 }""")
-# The words of a slab [upper rows, warp, g, t, step]: as they lie in an image, four to a thread;
-# turned, so that a thread has a row's whole step; and then 64 rows of E4M3, 32 words each, so that
-# eight threads have a row.
-_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [1, 0, 0, 0, 0]],
-        [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
-        [[0, 1, 0, 0, 0], [0, 2, 0, 0, 0]], [], [2, 4, 8, 4, 4],
-    )
-)  # fmt: skip
+# The WORDS of a slab, turned so that a thread has a row's whole step; and then 64 rows of E4M3, 32
+# words each, so that eight threads have a row.
 _TURNED = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0]],
@@ -172,7 +164,7 @@ def _load_slab(p, at):
 @gluon.jit
 def _store_slab(p, words, scale, at):
     """The slab as 64 rows of E4M3, `at` rows into the ring."""
-    w = gl.convert_layout(words.reshape([2, 4, 8, 4, 4]), _WORDS, assert_trivial=True)
+    w = gl.convert_layout(words.reshape([2, 4, 8, 4, 4]), WORDS, assert_trivial=True)
     w = gl.convert_layout(w, _TURNED)
     THREADS: gl.constexpr = gl.SliceLayout(4, _TURNED)  # [upper rows, warp, g, t]
     ROWS: gl.constexpr = gl.SliceLayout(3, THREADS)

@@ -8,43 +8,34 @@ of one row and one group, so decoding never leaves the thread.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-# Eight E2M1 to eight E4M3 with the group's exponent added: prmt looks magnitudes up in a table of
-# two registers, which the exponent shifts (byte 8 (r + 5), r = -5..6: exact); signs are merged in.
-TO_E4M3 = gl.constexpr("""{
-.reg .b32 m, h, l0, l1;
-mad.lo.u32 l1, $3, 0x01010101, 0x24201C18;
-mad.lo.u32 l0, $3, 0x01010100, 0x14100800;
-and.b32 m, $2, 0x77777777;
-prmt.b32 $0, l0, l1, m;
-lop3.b32 $0, $0, $2, 0x80808080, 0xF8;
-shr.u32 h, m, 16;
-prmt.b32 $1, l0, l1, h;
-shl.b32 h, $2, 4;
-lop3.b32 $1, $1, h, 0x80808080, 0xF8;
-}""")
-# The same for the four words of a row, which come as such: what is kept over a loop as bytes takes
-# a register each.
-_FOUR = """
-and.b32 m, $W, 0x77777777;
-prmt.b32 $L, l0, l1, m;
-lop3.b32 $L, $L, $W, 0x80808080, 0xF8;
+
+def _to_e4m3(words: int) -> str:
+    """PTX for eight E2M1 a word to as many E4M3, low and high, with the group's exponent added.
+
+    prmt looks magnitudes up in a table of two registers, which the exponent shifts (byte 8 (r + 5),
+    r = -5..6: exact); signs are merged in. Operands: low and high of each word, words, the scale.
+    """
+    scale = f"${3 * words}"
+    table = f"""mad.lo.u32 l1, {scale}, 0x01010101, 0x24201C18;
+mad.lo.u32 l0, {scale}, 0x01010100, 0x14100800;
+"""
+
+    def decoded(low: str, high: str, word: str) -> str:
+        return f"""and.b32 m, {word}, 0x77777777;
+prmt.b32 {low}, l0, l1, m;
+lop3.b32 {low}, {low}, {word}, 0x80808080, 0xF8;
 shr.u32 m, m, 16;
-prmt.b32 $H, l0, l1, m;
-shl.b32 m, $W, 4;
-lop3.b32 $H, $H, m, 0x80808080, 0xF8;
+prmt.b32 {high}, l0, l1, m;
+shl.b32 m, {word}, 4;
+lop3.b32 {high}, {high}, m, 0x80808080, 0xF8;
 """
-FOUR_TO_E4M3 = gl.constexpr(
-    """{
-.reg .b32 m, l0, l1;
-mad.lo.u32 l1, $12, 0x01010101, 0x24201C18;
-mad.lo.u32 l0, $12, 0x01010100, 0x14100800;
-"""
-    + "".join(
-        _FOUR.replace("$L", f"${2 * i}").replace("$H", f"${2 * i + 1}").replace("$W", f"${8 + i}")
-        for i in range(4)
-    )
-    + "}"
-)
+
+    body = "".join(decoded(f"${2 * i}", f"${2 * i + 1}", f"${2 * words + i}") for i in range(words))
+    return "{\n.reg .b32 m, l0, l1;\n" + table + body + "}"
+
+
+TO_E4M3 = gl.constexpr(_to_e4m3(1))
+FOUR_TO_E4M3 = gl.constexpr(_to_e4m3(4))  # of a row, which share a scale
 # Eight E2M1 to eight BF16 times 2**(code - 127), codes 1..254: high and low bytes by table, then
 # one exact multiplication per pair.
 _BF16_HEAD = """{
@@ -113,28 +104,24 @@ WORDS = gl.constexpr(
 )  # fmt: skip
 _WORD_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
 _SCALES = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(5, SLAB.value)))
-_THREADS = gl.constexpr(gl.SliceLayout(4, gl.SliceLayout(5, SLAB.value)))
 _BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
 _SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
 
 @gluon.jit
-def read_slab(
-    w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr, BY_GROUP: gl.constexpr = False
-):
-    """Slab `at` of NUM: its bytes and its scales, one int32 per row and group of 32.
-
-    BY_GROUP: a thread's columns are of one group (`device.columns`), so it has one scale a row.
-    """
-    LAYOUT: gl.constexpr = _THREADS if BY_GROUP else _SCALES
+def _read_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr):
+    """Slab `at` of NUM: its bytes and its scales, one int32 per row and group of 32."""
     w = w_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
-    s = s_bufs._reinterpret(SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(LAYOUT)
-    return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 4 if BY_GROUP else 3), 5)
+    s = s_bufs._reinterpret(SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(_SCALES)
+    return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 3), 5)
 
 
 @gluon.jit
 def read_words(w_bufs, s_bufs, at, NUM: gl.constexpr):
-    """As `read_slab`, BY_GROUP, in words: [upper rows, warp, g, t, step]."""
+    """A slab whose columns stand by group (`device.columns`): its words, and one scale a row.
+
+    Words, since bytes that are kept over a loop take a register each.
+    """
     w = w_bufs._reinterpret(gl.int32, [NUM, 2, 4, 8, 4, 4], _WORD_BYTES).index(at).load(WORDS)
     s = s_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at)
     return w, gl.expand_dims(s.load(gl.SliceLayout(4, WORDS)).to(gl.int32), 4)
@@ -160,19 +147,8 @@ def e4m3_of_words(w, s, DOT: gl.constexpr):
 @gluon.jit
 def e4m3_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
     """E4M3 [64, 128] in the operand layout DOT."""
-    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint8, True)
-    return e4m3_values(w, s, DOT)
-
-
-@gluon.jit
-def e4m3_values(w, s, DOT: gl.constexpr):
-    """The same, of bytes and scales that have been read."""
-    low, high = gl.inline_asm_elementwise(
-        TO_E4M3, "=r,=r,r,r,r,r,r", [w, s], dtype=(gl.float8e4nv, gl.float8e4nv), is_pure=True,
-        pack=4,
-    )  # fmt: skip
-    a = gl.join(low, high).permute((1, 0, 2, 4, 6, 3, 5)).reshape([64, 128])
-    return gl.convert_layout(a, DOT, assert_trivial=True)
+    w, s = read_words(w_bufs, s_bufs, at, NUM)
+    return e4m3_of_words(w, s, DOT)
 
 
 @gluon.jit
@@ -189,12 +165,12 @@ def _bf16_slab(w, s, ASM: gl.constexpr, DOT: gl.constexpr):
 @gluon.jit
 def mx_bf16_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
     """BF16 [64, 128] of MXFP4 with its scales."""
-    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint8)
+    w, s = _read_slab(w_bufs, s_bufs, at, NUM, gl.uint8)
     return _bf16_slab(w, s, MX_TO_BF16, DOT)
 
 
 @gluon.jit
 def nv_bf16_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
     """BF16 [64, 128] of NVFP4 with its block scales, without its global scale."""
-    w, s = read_slab(w_bufs, s_bufs, at, NUM, gl.uint16)
+    w, s = _read_slab(w_bufs, s_bufs, at, NUM, gl.uint16)
     return _bf16_slab(w, s, NV_TO_BF16, DOT)

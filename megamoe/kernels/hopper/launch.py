@@ -25,9 +25,6 @@ from megamoe.problem import Options
 from megamoe.schedule.heuristics.hopper_tiles import Straight, Swapped, Tile
 
 
-EXTRA = 0
-
-
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """How Hopper computes one recipe: one arithmetic, whatever the tiles."""
@@ -157,7 +154,7 @@ def _straight(
         x.num_tiles, items, fp4, fp4_scale, ring, or_some(error, some), rows, width // 128,
         num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
         DECODED=w.kind == "e4m3_image", DEALT=is_dealt, DEPTH=tile.ahead, GATED=w.is_gated,
-        HAS_BIAS=bias is not None, STAGES=tile.stages, IMAGES=tile.images + (EXTRA if w.is_gated else 0),
+        HAS_BIAS=bias is not None, STAGES=tile.stages, IMAGES=tile.images,
         SPAN=0 if is_dealt else tile.span, MATH_REGS=tile.math_regs,
         DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
     )  # fmt: skip
