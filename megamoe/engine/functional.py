@@ -143,7 +143,7 @@ def launch(
 
         tile = None
     if tile is None:
-        y = staged.moe(*inputs, shared, *outputs, pdl=manner.overlaps)
+        y = staged.moe(*inputs, shared, *outputs, pdl=manner.overlaps_on(backend))
     else:
         y = fused.moe(*inputs, *outputs, tile=tile, found=found, manner=manner)
     found.follow(topk_idx.shape[1])

@@ -21,11 +21,15 @@ class Manner:
     """How a layer launches its calls."""
 
     mode: str = "auto"
-    overlaps: bool = True  # staged, hopper: each kernel is placed while the one before it ends
+    overlaps: bool | None = None  # staged: each kernel is placed while the one before it ends
     timeout_s: float = MOST_S  # of every wait in a fused launch
     reserve_sms: int = 0  # that a fused launch leaves to others
     is_poisoned: bool = False  # NaN bytes in all memory of a fused launch before it begins
     pool_rows: int | None = None  # of a fused launch: a call with more of them runs in waves
+
+    def overlaps_on(self, backend: str) -> bool:
+        """Whether staged launches of a backend overlap: where nothing was asked, Hopper's do."""
+        return backend == "hopper" if self.overlaps is None else self.overlaps
 
     def check(self, options: Options, shared: ExpertWeights | None, device: torch.device) -> None:
         """Refuse what no call of a layer with these options could follow."""
