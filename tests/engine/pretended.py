@@ -67,7 +67,7 @@ class Launches:
             kept.report.copy_(torch.tensor(self.report, dtype=torch.int32))
 
     def staged(self, x, idx, gates, weights, options, shared, error, stats, num_valid, *, pdl):
-        self.log.append("staged+" if pdl else "staged")
+        self.log.append("staged" if pdl else "staged alone")
         return reference.moe(x, idx, gates, weights, options, shared)
 
 
