@@ -1,6 +1,7 @@
 """Small calls of the kernels, for compute-sanitizer: sanitize_calls.py [PART ...]
 
-A part is a recipe (every portable kernel), `quantisers`, or hopper-RECIPE (Hopper's, on one).
+A part is a recipe (every portable kernel), `quantisers`, `graphs` (the kernels around a captured
+call), or hopper-RECIPE (Hopper's, on one).
 Sizes are odd on purpose: short last blocks, ragged and empty experts, masked slots, padding rows.
 """
 
@@ -17,6 +18,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
+from megamoe.kernels.portable.fill import Inputs, Mail, fill, give, take
 from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import RECIPES, Options
@@ -87,6 +89,22 @@ def quantisers() -> None:
         dispatch(normal(7, H), *raw, CODES[name], g=by, routing=routing, num_experts=E)
 
 
+def graphs() -> None:
+    """Notes taken round a ring, inputs from odd places, an output or none."""
+    mail, held = Mail.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
+    for step, num in enumerate((8, 5, 1, 3)):
+        x, y = normal(num, H + step)[:, step:], torch.empty(num, H, device=DEVICE).bfloat16()
+        idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K))
+        ids = idx.int() if step % 2 else idx
+        to = 0 if step == 2 else y.data_ptr()
+        note = x.data_ptr(), ids.data_ptr(), weight.data_ptr(), to, H + step, num, not step % 2, 0
+        mail.slots[step % 2] = torch.tensor(note)
+        take(mail)
+        fill(mail.now, held)
+        give(mail.now, held.x)
+        assert to == 0 or torch.equal(y, x)
+
+
 def hopper_layer(recipe: str) -> None:
     """Hopper's staged launches in one tile of each kind, and its fused one."""
     from megamoe.engine import fused, hopper
@@ -107,11 +125,13 @@ def hopper_layer(recipe: str) -> None:
         assert y.isfinite().all()
 
 
+OTHERS = {"quantisers": quantisers, "graphs": graphs}
+
 if __name__ == "__main__":
-    wanted = sys.argv[1:] or [*RECIPES, "quantisers"]
+    wanted = sys.argv[1:] or [*RECIPES, *OTHERS]
     for name in wanted:
-        if name == "quantisers":
-            quantisers()
+        if name in OTHERS:
+            OTHERS[name]()
         elif name.startswith("hopper-"):
             hopper_layer(name.removeprefix("hopper-"))
         else:

@@ -151,7 +151,7 @@ def run_pass(
     rows: Tensor,
     first_slot: int,
     stats: Tensor | None,
-    pdl: bool = True,
+    pdl: bool,
     tile: Tile | None = None,
 ) -> None:
     """Route, L1 and L2 of these slots; their rows go to `rows` [T, slots, H]."""
@@ -211,7 +211,7 @@ def _ready(x: Quantized, how: Arithmetic) -> tuple[Tensor, Tensor | None, Tensor
     return dequantize(x).to(torch.bfloat16), None, g, True
 
 
-def as_fp8(rows: Tensor, pdl: bool = True) -> tuple[Tensor, Tensor]:
+def as_fp8(rows: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
     """Rows on their way to combine, one E8M0 scale per 128 columns."""
     flat = rows.flatten(0, 1)
     blocks = -(-rows.shape[2] // 128)

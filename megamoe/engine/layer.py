@@ -44,7 +44,7 @@ class MoE(nn.Module):
                          over a group `auto` is fused where all ranks can, or `why_staged` says why
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
     overlap_launches     place each kernel while the one before it ends; None: on Hopper, where
-                         decode is 2 to 7% faster with it (docs/hopper.md)
+                         decode is up to 7% faster with it (docs/hopper.md)
     cuda_graphs          replay calls of up to 2048 BF16 tokens from graphs, one per bucket of token
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others

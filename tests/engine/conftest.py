@@ -26,3 +26,11 @@ def gpu(monkeypatch):
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     monkeypatch.setattr(faults, "_BY_STREAM", {})
     return fake
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CPU that graphs take for a GPU."""
+    from tests.engine import pretended_cuda
+
+    return pretended_cuda.install(monkeypatch)

@@ -254,7 +254,8 @@ def fill_wave(m, wave, item, WG: gl.constexpr):
 def _before(held):
     """A volatile no-op, to have the values computed before the wait that follows.
 
-    The assembler still puts the last products and conversions behind it (SASS, triton 3.6.0).
+    The assembler still puts the last products and conversions behind it (SASS, triton 3.6.0), but
+    does not take bytes apart to pack them again: 48 instructions less.
     """
     PACK: gl.constexpr = 32 // held.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise("", "=r,0", [held], dtype=held.dtype, is_pure=False, pack=PACK)
