@@ -83,6 +83,18 @@ def _wait_for(address, want, report, bound_ns):
             launch.changed.wait(0.02)
 
 
+def _report(report, seen, want, rank, cta, what, where):
+    """As `meet._REPORT`: the first who did not see what it wanted."""
+    launch = HERE.launch
+    at = int(report.t) + 4 * torch.arange(7)
+    with launch.changed:
+        if int(seen.t) != int(want.t) and not launch.memory.load(at[:1], torch.int32).any():
+            words = [1, *(int(v.t) for v in (rank, cta, what, where, want, seen))]
+            launch.memory.store(at, torch.tensor(words, dtype=torch.int32))
+            launch.changed.notify_all()
+    return Value(0)
+
+
 def _await(address, value, given_up, error):
     """As `ahead.AWAIT`: until words have reached a value."""
     launch = HERE.launch
@@ -106,6 +118,7 @@ ASSEMBLY = {
         for name, text in vars(meet).items()
         if name.startswith("_WAIT") and isinstance(text, tl.constexpr)
     },
+    meet._REPORT.value: _report,
     "": lambda x: x,
     "rcp.approx.ftz.f32 $0, $1;": lambda x: Value(1.0 / x.t),
     "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
