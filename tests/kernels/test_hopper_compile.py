@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 META = torch.device("meta")  # sizes without memory: enough for a launcher
 E, I, H = 2, 1024, 2048
 SHARED_LIMIT = 232448  # bytes that a CTA of sm_90 may have
-AHEAD = Straight(4, span=24, math_regs=216, decode_regs=56, load_regs=24, ahead=16)
+AHEAD = Straight(3, 3, span=24, math_regs=216, decode_regs=56, load_regs=24, ahead=16)
 OFFERED = {  # by recipe: tiles that are not in the table, to be timed beside those that are
     "w4a8_block": (AHEAD, Straight(3, 3, 24, 216, 56, 24, is_dealt=True)),
     "w8a8": (Straight(4, is_dealt=True),),

@@ -10,11 +10,12 @@ for reads of earlier blocks, and a read for the jobs of its block: nothing waits
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from megamoe.kernels.hopper.deal import end_item, num_waves, place_of, tiles_of_wave
-from megamoe.kernels.hopper.decode import TO_E4M3, WORDS
+from megamoe.kernels.hopper.decode import e4m3_of_words, read_words
 from megamoe.kernels.hopper.ring import advance, quotient, record
+from megamoe.kernels.hopper.straight_epilogue import MMA
 
 # Until the word at $1 is $2 or more, for two seconds at most; then the word at $3 is set, so that
 # all waits end, and the layer's error word at $4 is -1. The fence is for TMA, which reads what
@@ -46,33 +47,28 @@ bar.warp.sync 0xffffffff;
 fence.proxy.async.global;
 mov.b32 $0, 0;
 }""")
-# The WORDS of a slab, turned so that a thread has a row's whole step; and then 64 rows of E4M3, 32
-# words each, so that eight threads have a row.
-_TURNED = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [1, 0, 0, 0, 0]],
-        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
-        [[0, 1, 0, 0, 0], [0, 2, 0, 0, 0]], [], [2, 4, 8, 4, 4],
-    )
-)  # fmt: skip
-_ROWS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [1, 0], [8, 0]], [[0, 8], [0, 16], [0, 4], [2, 0], [4, 0]],
-        [[16, 0], [32, 0]], [], [64, 32],
-    )
-)  # fmt: skip
+# 64 rows x 128 of K: eight threads have a row, so that a store of a warp is whole lines.
+_ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+LETTER = gl.constexpr(3)  # words: first row in the ring, item whose counter tells, its value
 
 
 @record
 class Ahead:
-    """Where FP4 comes from and E4M3 goes to, and the ring's size in K blocks."""
+    """Where FP4 comes from and E4M3 goes to, the ring's size in K blocks, and the jobs' own ring."""
 
-    words: gl.tensor  # int32 [expert, slab, K block, 1024]
-    scale: gl.tensor  # int32 [expert, slab, K block, 64]
-    ring: gl.tensor  # int32 [run of the wave, DEPTH, 256 rows, 32]
+    words: tma.tensor_descriptor  # int32 [slab, K / 32, 256]
+    scale: tma.tensor_descriptor  # int32 [slab, K / 2]
+    ring: gl.tensor  # E4M3 [run of the wave, DEPTH, 256 rows, 128]
     error: gl.tensor  # the layer's word: -1 where a wait was given up
+    word_bufs: gl.shared_memory_descriptor
+    scale_bufs: gl.shared_memory_descriptor
+    letters: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor  # a job's words are there, and its place in the ring is free
+    stored: gl.shared_memory_descriptor
+    free: gl.shared_memory_descriptor  # `decode_ahead` and `tell_jobs` are done with it
     DEPTH: gl.constexpr
     CHUNK: gl.constexpr
+    JOBS: gl.constexpr
 
 
 @gluon.jit
@@ -143,99 +139,108 @@ def _await_read(p, chunk):
 
 
 @gluon.jit
-def _tell_done(p, item, jobs):
-    """Publish the rows that all threads have stored: so many jobs of the item's place are done."""
-    gl.thread_barrier()
-    gl.atomic_xchg(p.items + item * 8 + 6, jobs, sem="release", scope="gpu")
-
-
-@gluon.jit
-def _load_slab(p, at):
-    """The words of a slab's K block, and of each row the four scales as one word."""
-    FLAT: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
-    SCALES: gl.constexpr = gl.DistributedLinearLayout(
-        [[32]], [[0], [0], [1], [2], [4]], [[8], [16]], [], [64]
-    )
-    at = at.to(gl.int64)
-    words = gl.load(p.ahead.words + at * 1024 + gl.arange(0, 1024, FLAT))
-    return words, gl.load(p.ahead.scale + at * 64 + gl.arange(0, 64, SCALES))
-
-
-@gluon.jit
-def _store_slab(p, words, scale, at):
-    """The slab as 64 rows of E4M3, `at` rows into the ring."""
-    w = gl.convert_layout(words.reshape([2, 4, 8, 4, 4]), WORDS, assert_trivial=True)
-    w = gl.convert_layout(w, _TURNED)
-    THREADS: gl.constexpr = gl.SliceLayout(4, _TURNED)  # [upper rows, warp, g, t]
-    ROWS: gl.constexpr = gl.SliceLayout(3, THREADS)
-    s = gl.convert_layout(scale.reshape([2, 4, 8]), ROWS, assert_trivial=True)
-    ONE: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, THREADS)))
-    t = gl.expand_dims(gl.expand_dims(gl.expand_dims(gl.arange(0, 4, ONE), 0), 1), 2)
-    s = gl.expand_dims(gl.expand_dims(s, 3) >> (8 * t) & 0xFF, 4)
-    low, high = gl.inline_asm_elementwise(
-        TO_E4M3, "=r,=r,r,r", [w, s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    e4m3 = gl.join(low, high).permute((1, 0, 2, 4, 5, 3)).reshape([64, 32])
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, _ROWS)), 1)
-    col = gl.expand_dims(gl.arange(0, 32, gl.SliceLayout(0, _ROWS)), 0)
-    to = p.ahead.ring + at.to(gl.int64) * 32 + row * 32 + col
-    gl.store(to, gl.convert_layout(e4m3, _ROWS))
-
-
-@gluon.jit
-def _fetch(p, at):
-    """A slab's K blocks from `at` into L2, for whoever decodes them."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    at = at.to(gl.int64)
-    thread = gl.arange(0, 128, ONE)
-    words = (p.ahead.words + at * 1024).to(gl.int64) + thread % (p.ahead.CHUNK * 32) * 128
-    scale = (p.ahead.scale + at * 64).to(gl.int64) + thread % (p.ahead.CHUNK * 2) * 128
-    gl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; mov.b32 $0, 0;", "=r,l,l",
-        [words, scale], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _slab(p, wave, job, runs):
     """The slab that a job decodes."""
     return gl.load(p.items + (wave + (job >> 2) % runs) * 8 + 5) + (job & 3)
 
 
 @gluon.jit
-def decode_ahead(p):
-    """One warpgroup: this CTA's share of the jobs of each wave that it has a tile of."""
+def _write(p, slot, at, item, value):
+    """The letter of a job."""
+    zero = gl.zeros([1], gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    p.ahead.letters.index(slot * LETTER).store(zero + at)
+    p.ahead.letters.index(slot * LETTER + 1).store(zero + item)
+    p.ahead.letters.index(slot * LETTER + 2).store(zero + value)
+
+
+@gluon.jit
+def _word(p, slot, i: gl.constexpr):
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(p.ahead.letters.index(slot * LETTER + i).load(LAYOUT), 0)
+
+
+@gluon.jit
+def load_jobs(p):
+    """One warp: the words of this CTA's share of the jobs of each wave that it has a tile of.
+
+    It also waits for whoever still reads the job's place in the ring, so that `decode_ahead` waits
+    for one thing only.
+    """
     a = p.ahead
     RING: gl.constexpr = a.DEPTH // a.CHUNK
     chunks = p.steps // a.CHUNK
     before = 0  # chunks of the waves before
+    slot = 0
+    phase = 1
     for wave in range(0, num_waves(p) * gl.num_programs(0), gl.num_programs(0)):
         if gl.load(p.items + (wave + gl.program_id(0)) * 8) >= 0:
             count = tiles_of_wave(p, wave)
             _, runs, place = place_of(p, wave + gl.program_id(0))
-            slab = _slab(p, wave, place, runs)
-            chunk = gl.minimum(quotient(place >> 2, runs), chunks - 1)
-            w0, s0 = _load_slab(p, slab * p.steps + chunk * a.CHUNK)
             for job in range(place, runs * 4 * chunks, count):
                 chunk = quotient(job >> 2, runs)
-                at = slab * p.steps + chunk * a.CHUNK
-                w1, s1 = _load_slab(p, at + 1)
-                _fetch(p, slab * p.steps + gl.minimum(chunk + 2, chunks - 1) * a.CHUNK)
+                slab = _slab(p, wave, job, runs)
+                turn = quotient(job, count)
                 ring = ((job >> 2) - chunk * runs) * RING + (before + chunk) % RING
                 to = ring * (a.CHUNK * 256) + (job & 3) * 64
+                ready = a.ready.index(slot)
+                mbarrier.wait(a.free.index(slot), phase)
+                _write(p, slot, to, wave + job - turn * count, turn + 1)
+                mbarrier.expect(ready, a.CHUNK * (4096 + 256))
+                tma.async_copy_global_to_shared(
+                    a.words, [slab, chunk * (a.CHUNK * 4), 0], ready, a.word_bufs.index(slot)
+                )
+                tma.async_copy_global_to_shared(
+                    a.scale, [slab, chunk * (a.CHUNK * 64)], ready, a.scale_bufs.index(slot)
+                )
                 _await_read(p, before + chunk - RING)
-                for i in gl.static_range(a.CHUNK // 2 - 1):
-                    _store_slab(p, w0, s0, to)
-                    w0, s0 = _load_slab(p, at + 2)
-                    _store_slab(p, w1, s1, to + 256)
-                    w1, s1 = _load_slab(p, at + 3)
-                    at += 2
-                    to += 512
-                _store_slab(p, w0, s0, to)
-                slab = _slab(p, wave, job + count, runs)
-                _store_slab(p, w1, s1, to + 256)
-                chunk = gl.minimum(quotient(job + count >> 2, runs), chunks - 1)
-                w0, s0 = _load_slab(p, slab * p.steps + chunk * a.CHUNK)
-                turn = quotient(job, count)
-                _tell_done(p, wave + job - turn * count, turn + 1)
+                mbarrier.arrive(ready, count=1)
+                slot, phase = advance(slot, phase, a.JOBS)
         before += chunks
+    mbarrier.wait(a.free.index(slot), phase)
+    _write(p, slot, -1, 0, 0)
+    mbarrier.arrive(a.ready.index(slot), count=2)
+
+
+@gluon.jit
+def decode_ahead(p):
+    """One warpgroup: the jobs, from their words to rows of the ring."""
+    a = p.ahead
+    DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
+    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, _ROWS)), 1)
+    col = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, _ROWS)), 0)
+    slot = 0
+    phase = 0
+    mbarrier.wait(a.ready.index(slot), phase)
+    at = _word(p, slot, 0)
+    while at >= 0:
+        for i in gl.static_range(a.CHUNK):
+            w, s = read_words(a.word_bufs, a.scale_bufs, slot * a.CHUNK + i, a.JOBS * a.CHUNK)
+            e4m3 = gl.convert_layout(e4m3_of_words(w, s, DOT), _ROWS)
+            to = a.ring + (at + i * 256).to(gl.int64) * 128
+            gl.store(to + (row * 128 + col), e4m3)
+        fence_async_shared()
+        gl.thread_barrier()
+        mbarrier.arrive(a.stored.index(slot), count=1)
+        mbarrier.arrive(a.free.index(slot), count=1)
+        slot, phase = advance(slot, phase, a.JOBS)
+        mbarrier.wait(a.ready.index(slot), phase)
+        at = _word(p, slot, 0)
+    mbarrier.arrive(a.stored.index(slot), count=1)
+
+
+@gluon.jit
+def tell_jobs(p):
+    """One warp: publish the rows of finished jobs; the decoder does not wait for that."""
+    a = p.ahead
+    slot = 0
+    phase = 0
+    mbarrier.wait(a.stored.index(slot), phase)
+    at = _word(p, slot, 0)
+    while at >= 0:
+        item = _word(p, slot, 1)
+        value = _word(p, slot, 2)
+        gl.atomic_xchg(p.items + item * 8 + 6, value, sem="release", scope="gpu")
+        mbarrier.arrive(a.free.index(slot), count=1)
+        slot, phase = advance(slot, phase, a.JOBS)
+        mbarrier.wait(a.stored.index(slot), phase)
+        at = _word(p, slot, 0)

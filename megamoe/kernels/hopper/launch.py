@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -138,13 +138,13 @@ def _straight(
         items = deal(x.tiles, x.num_tiles, across, ctas, tile.span, w.data.shape[1])
     if tile.ahead:
         assert w.scale is not None and tile.ahead % 4 == 0 and width // 256 < ctas
-        fp4, fp4_scale = w.data, w.scale
-        ring = fp4.new_empty(ctas * tile.ahead * 256, 32)
-        data = scale = _tma(ring.view(torch.float8_e4m3fn), [256, 128], 128)
+        chunk = 2 if width % 512 else 4  # K blocks that are decoded together
+        fp4 = _tma(w.data.flatten(0, 1), [1, 4 * chunk, 256], 0)
+        fp4_scale = _tma(w.scale.flatten(0, 1), [1, 64 * chunk], 0)
+        ring = w.data.new_empty(ctas * tile.ahead * 256, 128, dtype=torch.float8_e4m3fn)
+        data = scale = _tma(ring, [256, 128], 128)
         constants["launch_cooperative_grid"] = True  # its CTAs wait for each other
-        constants["CHUNK"] = 2 if width % 512 else 4  # K blocks that are decoded together
-        if w.is_gated:  # sums of L1 leave some registers to the decoder
-            tile = replace(tile, math_regs=tile.math_regs - 8, decode_regs=tile.decode_regs + 16)
+        constants["CHUNK"] = chunk
     else:
         data, scale = weight_descriptors(w, 1, 256)
         constants |= {"launch_pdl": launch_pdl, "CHUNK": 0}

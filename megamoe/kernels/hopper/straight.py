@@ -18,9 +18,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.kernels.device.numbers import abs_bits
 from megamoe.kernels.hopper.ahead import (
+    LETTER,
     Ahead,
     decode_ahead,
     load_decoded,
+    load_jobs,
+    tell_jobs,
     tell_read,
     tell_rest,
 )
@@ -300,6 +303,19 @@ def straight_kernel(
     image_full = full
     image_empty = empty
     met = full
+    if DEPTH:
+        words: gl.constexpr = [IMAGES, 1, 4 * CHUNK, 256]
+        ahead = Ahead(
+            fp4, fp4_scale, ring, error,
+            gl.allocate_shared_memory(gl.int32, words, fp4.layout),
+            gl.allocate_shared_memory(gl.int32, [IMAGES, 1, 64 * CHUNK], fp4_scale.layout),
+            gl.allocate_shared_memory(gl.int32, [IMAGES * LETTER, 1], flat),
+            barriers(IMAGES, 2), barriers(IMAGES, 1), barriers(IMAGES, 2), DEPTH, CHUNK, IMAGES,
+        )  # fmt: skip
+    else:
+        ahead = Ahead(
+            w, w, ring, error, w_bufs, w_bufs, w_bufs, full, full, full, DEPTH, CHUNK, IMAGES
+        )
     if IN_STAGE:
         image_full = barriers(IMAGES, 1)
         image_empty = barriers(IMAGES, 1)
@@ -308,7 +324,6 @@ def straight_kernel(
     if GATED or DEALT:
         wait_for_launch()
     allow_next_launch()
-    ahead = Ahead(fp4, fp4_scale, ring, error, DEPTH, CHUNK)
     p = Work(
         w, w_scale, x, x_scale, w_bufs, image, image_scale, x_bufs, xs_bufs, amax, turn, full,
         empty, image_full, image_empty, met, factor, bias, row_weight, row_dest, out, out_scale,
@@ -319,8 +334,8 @@ def straight_kernel(
     if DEPTH:
         gl.warp_specialize(
             [(math, (p, 0)), (math, (p, 1)), (decode_ahead, (p,)),
-             (load_decoded, (p,)), (load_tokens, (p,))],
-            [4, 4, 1, 1], [MATH_REGS, DECODE_REGS, LOAD_REGS, LOAD_REGS],
+             (load_decoded, (p,)), (load_tokens, (p,)), (load_jobs, (p,)), (tell_jobs, (p,))],
+            [4, 4, 1, 1, 1, 1], [MATH_REGS, DECODE_REGS] + [LOAD_REGS] * 4,
         )  # fmt: skip
     elif DECODED:
         gl.warp_specialize(

@@ -22,7 +22,7 @@ CANDIDATES: tuple[tuple[tuple[str, ...], tuple[int, ...] | Straight], ...] = (
     *((("w4a8_block",), (64, 4, 1, 2, span)) for span in (1, 2)),
     *((("w4a8_block",), Straight(3, 3, span, 216, 56, 24)) for span in (4, 8, 16)),
     (("w4a8_block",), Straight(3, 2, 8, 216, 56, 24)),
-    *((("w4a8_block",), Straight(4, 1, 24, 216, 56, 24, ahead=ahead)) for ahead in (16, 32, 64)),
+    *((("w4a8_block",), Straight(3, 3, 24, 216, 56, 24, ahead=ahead)) for ahead in (16, 32, 64)),
     *((("w8a8",), Straight(stages, span=8)) for stages in (3, 4)),
     *((("w8a8",), Straight(4, span=span, is_dealt=True)) for span in (8, 24)),
     *((("w8a8",), Straight(4, span=span)) for span in (4, 16)),
