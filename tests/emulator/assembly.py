@@ -5,7 +5,7 @@ import time
 import torch
 import triton.language as tl
 
-from megamoe.kernels.hopper import ahead, decode, meet
+from megamoe.kernels.hopper import ahead, decode, epilogue, meet
 from tests.emulator import running
 from tests.emulator.running import HERE
 from tests.emulator.values import Value, pair
@@ -69,6 +69,10 @@ def _nv_to_bf16(w, s):
     )
 
 
+def _divide(a, b):
+    return Value(torch.as_tensor(a.t).float() / torch.as_tensor(b.t).float())
+
+
 def _wait_for(address, want, report, bound_ns):
     """As `meet._WAIT` does, but that its bound is the emulator's if that is shorter."""
     launch, begin = HERE.launch, time.monotonic()
@@ -121,6 +125,9 @@ ASSEMBLY = {
     meet._REPORT.value: _report,
     "": lambda x: x,
     "rcp.approx.ftz.f32 $0, $1;": lambda x: Value(1.0 / x.t),
+    epilogue.RECIPROCAL.value: lambda x: Value(1.0 / x.t),
+    epilogue.DIVIDE.value: lambda a, b, reciprocal: _divide(a, b),
+    "ex2.approx.ftz.f32 $0, $1;": lambda x: Value(x.t.exp2()),
     "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
 }
 
@@ -129,8 +136,8 @@ def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
     if text in ASSEMBLY:
         found = ASSEMBLY[text](*(a if isinstance(a, Value) else Value(a) for a in args))
         return tuple(found) if isinstance(dtype, tuple) else found
-    if text.startswith("min.NaN"):
-        return pair(torch.minimum)(*args)
+    if text.startswith(("min.NaN", "max.NaN")):
+        return pair(torch.minimum if text.startswith("min") else torch.maximum)(*args)
     if "cvt.rn.bf16x2" in text:
         return Value(args[0].t.bfloat16().float())
     if text.startswith("prefetch"):

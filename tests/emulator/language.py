@@ -8,6 +8,7 @@ import torch
 import triton.language as tl
 from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from megamoe.kernels.device import compat
 from tests.emulator.assembly import inline_asm_elementwise
@@ -191,6 +192,10 @@ def async_copy_global_to_shared(descriptor, at, barrier, into):
         _check(barrier)
 
 
+def copy_to_shared(into, pointer, mask=None):
+    into.store(load(pointer, mask=mask))
+
+
 def warpgroup_mma(a, b, acc, use_acc=True, is_async=False):
     """Products in FP64, rounded once: the bits depend on no order."""
     found = a.t.float().double() @ b.t.float().double()
@@ -259,6 +264,11 @@ REPLACED |= {
     ),
     hopper.tma: SimpleNamespace(
         async_copy_global_to_shared=async_copy_global_to_shared, tensor_descriptor=None
+    ),
+    async_copy: SimpleNamespace(
+        async_copy_global_to_shared=copy_to_shared,
+        commit_group=lambda: None,
+        wait_group=lambda num_outstanding=0: None,
     ),
     hopper.fence_async_shared: lambda: None,
     hopper.warpgroup_mma: warpgroup_mma,

@@ -54,7 +54,7 @@ LETTER = gl.constexpr(3)  # words: first row in the ring, item whose counter tel
 
 @record
 class Ahead:
-    """Where FP4 comes from and E4M3 goes to, the ring's size in K blocks, and the jobs' own ring."""
+    """Where FP4 comes from and E4M3 goes to, the ring's size, and the jobs' own ring."""
 
     words: tma.tensor_descriptor  # int32 [slab, K / 32, 256]
     scale: tma.tensor_descriptor  # int32 [slab, K / 2]

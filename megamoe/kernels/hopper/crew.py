@@ -4,7 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from megamoe.kernels.hopper.epilogue import amax_parts
 from megamoe.kernels.hopper.meet import MAIL
+from megamoe.kernels.hopper.notes import allocate_notes
 from megamoe.kernels.hopper.ring import barriers, record
 from megamoe.kernels.hopper.swapped import Work
 
@@ -116,6 +118,7 @@ class Mega:
     firsts: gl.shared_memory_descriptor  # int32 [EXPERTS]: first row of each expert
     num: gl.shared_memory_descriptor  # int32 [1]: tiles of tokens
     routed: gl.shared_memory_descriptor  # the routing is read
+    filled: gl.shared_memory_descriptor  # all tokens are in the pool
     mail: gl.shared_memory_descriptor
     mail_sent: gl.shared_memory_descriptor
     mail_read: gl.shared_memory_descriptor
@@ -151,14 +154,15 @@ def _rings(c, one, two):
 
 
 @gluon.jit
-def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, tiles):
+def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, kept, tiles):
     """The linear over this CTA's ring."""
+    amax, turn, full, empty, met, notes = kept
     out_width = linear.num_outputs
     if c.RANKS > 1 and not linear.GATED:
         out_width = gl.to_tensor(1)  # destinations are offsets: rows go to other ranks too
     return Work(
         linear.w, linear.w_scale, linear.x, linear.x_scale, w_bufs, ws_bufs, x_bufs, xs_bufs, amax,
-        turn, full, empty, met, linear.factor, linear.bias, linear.acts_factor, c.row_factor,
+        turn, full, empty, met, notes, linear.factor, linear.bias, linear.acts_factor, c.row_factor,
         c.row_weight, c.row_dest, linear.out, linear.out_scale, tiles, tiles, c.pool_rows,
         linear.steps, linear.num_outputs, linear.num_biases, out_width, linear.factor_rows,
         linear.factor_cols, c.clamp, c.WEIGHTS, linear.ACTS, linear.GATED, c.PROMOTED, c.FACTOR,
@@ -172,7 +176,9 @@ def allocate(c, one, two):
     """Shared memory of a CTA: its ring, what the epilogue keeps, its barriers."""
     bufs = _rings(c, one, two)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    amax = gl.allocate_shared_memory(gl.int32, [2 * c.GROUPS, c.TOKENS], flat)
+    amax = gl.allocate_shared_memory(
+        gl.int32, [amax_parts(c.GROUPS, c.TOKENS >= 64), c.TOKENS], flat
+    )
     turn = amax
     if c.TOKENS >= 64:
         rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
@@ -182,6 +188,7 @@ def allocate(c, one, two):
     met = full
     if c.PROMOTED:
         met = barriers(2, c.GROUPS)
+    notes = allocate_notes(c.row_dest, c.ROWS, c.TOKENS, c.GROUPS, c.FACTOR, c.HAS_BIAS)
     mail = gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat)
     post = (
         mail, barriers(2, 1), barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
@@ -192,8 +199,9 @@ def allocate(c, one, two):
         gl.allocate_shared_memory(gl.int32, [c.EXPERTS], flat),
         gl.allocate_shared_memory(gl.int32, [1], flat),
         barriers(1, 1).index(0),
+        barriers(1, 1).index(0),
     )
-    return bufs, (amax, turn, full, empty, met), routing, post
+    return bufs, (amax, turn, full, empty, met, notes), routing, post
 
 
 @gluon.jit
@@ -202,15 +210,12 @@ def prepare(c, one, two, place, memory):
     rank, local, cta, num_ctas, private, counters = place
     bufs, kept, routing, post = memory
     w_first, w_second, ws_bufs, x_bufs, xs_bufs = bufs
-    amax, turn, full, empty, met = kept
-    experts, firsts, num, routed = routing
+    experts, firsts, num, routed, filled = routing
     mail, mail_sent, mail_read, stored, told, all_done = post
     m = Mega(
-        c, rank, local, cta, num_ctas, private, counters, experts, firsts, num, routed, mail,
-        mail_sent, mail_read, stored, told, all_done,
+        c, rank, local, cta, num_ctas, private, counters, experts, firsts, num, routed, filled,
+        mail, mail_sent, mail_read, stored, told, all_done,
     )  # fmt: skip
-    first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private)
-    second = _work(
-        c, two, w_second, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met, private
-    )
+    first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, kept, private)
+    second = _work(c, two, w_second, ws_bufs, x_bufs, xs_bufs, kept, private)
     return m, first, second

@@ -15,7 +15,15 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.device.columns import token_column
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.hopper.epilogue import divide, times
-from megamoe.kernels.hopper.meet import FILLED, POOL, add_to, of_rank
+from megamoe.kernels.hopper.meet import (
+    FILLED,
+    POOL,
+    WAIT_POOL,
+    WAIT_WAVE,
+    add_to,
+    of_rank,
+    wait_for,
+)
 from megamoe.kernels.hopper.ring import quotient
 from megamoe.kernels.hopper.waves import WAVES, ring_row, running_sum, write_table
 
@@ -237,6 +245,22 @@ def num_parts(c):
 
 
 @gluon.jit
+def wait_for_pool(m):
+    """One warp: until all tokens are in the pool; the CTA's other roles wait for `filled`."""
+    wait_for(m, m.counters + POOL, num_parts(m.call), WAIT_POOL, m.rank)
+    mbarrier.arrive(m.filled, count=1)
+
+
+@gluon.jit
+def wait_for_wave(m, tile):
+    """Until the wave of a ring that has the tile is in the pool; the first two wait with it."""
+    if m.call.RING:
+        wave = gl.load(m.private + tile * 4 + 3)
+        if wave >= 2:
+            wait_for(m, m.counters + FILLED + wave, num_parts(m.call), WAIT_WAVE, wave)
+
+
+@gluon.jit
 def fill_pool(m, FILLER: gl.constexpr):
     """One warpgroup's share of the tokens, for the first two waves where the pool is a ring."""
     begin = m.cta + FILLER * m.num_ctas
@@ -254,8 +278,7 @@ def fill_wave(m, wave, item, WG: gl.constexpr):
 def _before(held):
     """A volatile no-op, to have the values computed before the wait that follows.
 
-    The assembler still puts the last products and conversions behind it (SASS, triton 3.6.0), but
-    does not take bytes apart to pack them again: 48 instructions less.
+    The assembler still puts some behind it, but takes no bytes apart: 48 instructions less.
     """
     PACK: gl.constexpr = 32 // held.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise("", "=r,0", [held], dtype=held.dtype, is_pure=False, pack=PACK)

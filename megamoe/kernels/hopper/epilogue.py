@@ -1,7 +1,6 @@
 """Epilogues: sums to activations in the next linear's format, or to rows at their places.
 
-Sums stand as [64 weight rows, tokens]. `read_rows` and `read_tokens` fetch what an epilogue needs;
-narrow tiles call them before the main loop, so that nothing waits behind it.
+Sums stand as [64 weight rows, tokens]; what else an epilogue needs is in the tile's `notes`.
 """
 
 from triton.experimental import gluon
@@ -10,7 +9,19 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.device.columns import pool_place
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.hopper.notes import rows_of
 
+# Signs are the multiplier's business in PTX; `-x` would be an instruction of its own.
+RECIPROCAL = gl.constexpr(
+    "{ .reg .f32 n, e; rcp.approx.ftz.f32 $0, $1; neg.f32 n, $1; "
+    "fma.rn.f32 e, n, $0, 0f3F800000; fma.rn.f32 $0, e, $0, $0; }"
+)
+DIVIDE = gl.constexpr(
+    "{ .reg .f32 q, n, r; mul.rn.f32 q, $1, $3; neg.f32 n, q; "
+    "fma.rn.f32 r, n, $2, $1; fma.rn.f32 $0, r, $3, q; }"
+)
+LOG2_E = gl.constexpr(1.4426950408889634)
+_PLANES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 TINY_SCALE = gl.constexpr(2.0**-100)  # keeps reciprocals finite; such activations are below 1e-27
 
 
@@ -24,10 +35,17 @@ def halves(v, TOKENS: gl.constexpr):
 @gluon.jit
 def _reciprocal(x):
     """1 / x with one Newton step."""
-    y = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    return gl.inline_asm_elementwise(
+        RECIPROCAL, "=&f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
+def _exp2(x):
+    """2 ** x; zero instead of denormals, which take instructions that `1.0 + power` forgets."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
-    return gl.fma(gl.fma(-x, y, 1.0 + 0.0 * x), y, y)
 
 
 @gluon.jit
@@ -41,8 +59,9 @@ def times(a, b):
 @gluon.jit
 def divide(a, b, reciprocal):
     """a / b, given 1 / b: a product and one exact correction round it correctly."""
-    first = a * reciprocal
-    return gl.fma(gl.fma(-first, b, a), reciprocal, first)
+    return gl.inline_asm_elementwise(
+        DIVIDE, "=f,f,f,f", [a, b, reciprocal], dtype=gl.float32, is_pure=True, pack=1
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -64,12 +83,20 @@ def _at_most(x, limit):
 
 
 @gluon.jit
+def _at_least(x, limit):
+    """The larger of the two; NaN stays NaN."""
+    return gl.inline_asm_elementwise(
+        "max.NaN.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def glu(p, gate, up):
     """FP32 of the gated activation; gate and up are rounded to BF16 and clamped first."""
     gate = _at_most(_round_bf16(gate), p.clamp)
-    up = -_at_most(-_at_most(_round_bf16(up), p.clamp), p.clamp)
+    up = _at_least(_at_most(_round_bf16(up), p.clamp), -p.clamp)
     is_oss: gl.constexpr = p.ACTIVATION == "gpt_oss"
-    power = gl.exp(-1.702 * gate if is_oss else -gate)
+    power = _exp2(-1.702 * gate * LOG2_E if is_oss else gate * -LOG2_E)
     act = gate * _reciprocal(1.0 + power) * (up + 1.0 if is_oss else up)
     return gl.where(power == float("inf"), 0.0 * up, act)
 
@@ -107,74 +134,87 @@ def _activated(p, sums, factor, bias, token_factor, weight, ok):
     return gl.where(gl.expand_dims(ok, 0), act, 0.0)
 
 
+@gluon.constexpr_function
+def amax_parts(groups, is_wide):
+    """Rows of `amax`: two sets of a part for every warp, or warpgroup where rows turn in BF16."""
+    return 2 * groups * (1 if is_wide else 4)
+
+
 @gluon.jit
-def _shared_amax(p, bits, done, WG: gl.constexpr, COL: gl.constexpr):
-    """The largest of all warpgroups, per token: through shared memory and a barrier, two sets."""
+def _together(a, b, LAYOUT: gl.constexpr):
+    """Both in another layout, by one conversion."""
+    a = a.to(gl.int32, bitcast=True).to(gl.int64)
+    b = b.to(gl.int32, bitcast=True).to(gl.int64)
+    both = gl.convert_layout(a << 32 | b & 0xFFFFFFFF, LAYOUT)
+    a = (both >> 32).to(gl.int32).to(gl.float32, bitcast=True)
+    return a, both.to(gl.int32).to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def _shared_amax(p, act, other, done, WG: gl.constexpr):
+    """Bits of the largest of all warpgroups, per token: through shared memory and a barrier.
+
+    Two sets take turns. Every lane gets tokens of its own, so that a warp computes a scale once.
+    """
+    N: gl.constexpr = act.shape[1]
+    LANES: gl.constexpr = gl.BlockedLayout([N // 32 if N > 32 else 1], [32], [4], [0])
+    PARTS: gl.constexpr = p.amax.shape[0] // 2 // p.GROUPS  # a warp's each, or a warpgroup's
+    bits = gl.max(abs_bits(act).reshape([PARTS, 32 // PARTS, N]), 1)
+    if p.SLABS == 2:
+        bits = gl.maximum(bits, gl.max(abs_bits(other).reshape([PARTS, 32 // PARTS, N]), 1))
     turn = done & 1
-    N: gl.constexpr = bits.shape[0]
-    p.amax.index(turn * p.GROUPS + WG).slice(0, N, 0).store(bits)
+    sets = p.amax._reinterpret(gl.int32, [2 * p.GROUPS, PARTS, p.TOKENS], _PLANES)
+    sets.index(turn * p.GROUPS + WG).slice(0, N, 1).store(bits)
     mbarrier.arrive(p.met.index(turn), count=1)
     mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
-    for i in gl.static_range(p.GROUPS):
-        bits = gl.maximum(bits, p.amax.index(turn * p.GROUPS + i).slice(0, N, 0).load(COL))
-    return bits
+    NUM: gl.constexpr = p.GROUPS * PARTS
+    most = p.amax.index(turn * NUM).slice(0, N, 0).load(LANES)
+    for i in gl.static_range(1, NUM):
+        most = gl.maximum(most, p.amax.index(turn * NUM + i).slice(0, N, 0).load(LANES))
+    return most
 
 
 @gluon.jit
-def _split(v):
-    """The first half of the tokens [.., N] and the second."""
-    N: gl.constexpr = v.shape[-1]
-    if len(v.shape) == 2:
-        return v.reshape([v.shape[0], 2, N // 2]).permute((0, 2, 1)).split()
+def _store_rows(p, v, first, end, first_col, width, WG: gl.constexpr):
+    """v [columns, tokens] to rows of `out` from first_col on; wide tiles turn in shared memory."""
+    N: gl.constexpr = v.shape[1]
+    if N >= 64 and v.dtype == gl.bfloat16:  # room is for half of them
+        v0, v1 = v.reshape([v.shape[0], 2, N // 2]).permute((0, 2, 1)).split()
+        _store_turned(p, v0, first, end, 0, first_col, width, WG)
+        _store_turned(p, v1, first, end, N // 2, first_col, width, WG)
+    elif N >= 64:
+        _store_turned(p, v, first, end, 0, first_col, width, WG)
     else:
-        return v.reshape([2, N // 2]).permute((1, 0)).split()
+        LAYOUT: gl.constexpr = v.type.layout
+        row, is_there = rows_of(p, first, end, 0, N, gl.SliceLayout(0, LAYOUT))
+        col = first_col + gl.arange(0, v.shape[0], gl.SliceLayout(1, LAYOUT))
+        if p.GATED and p.WEIGHTS.BY_GROUP:
+            col = pool_place(col)
+        at = gl.expand_dims(row.to(gl.int64) * p.out_width, 0) + gl.expand_dims(col, 1)
+        mask = gl.expand_dims(is_there, 0) & gl.expand_dims(col < width, 1)
+        gl.store(p.out + at, v, mask=mask)
 
 
 @gluon.jit
-def _store_rows(p, v, row, ok, first_col, width, WG: gl.constexpr):
-    """v [columns, tokens] to out[row of token, first_col ...]; wide tiles turn in shared memory."""
-    if v.shape[1] >= 64 and v.dtype == gl.bfloat16:  # room is for half of them
-        v0, v1 = _split(v)
-        row0, row1 = _split(row)
-        ok0, ok1 = _split(ok.to(gl.int8))
-        _store_part(p, v0, row0, ok0 != 0, first_col, width, v.shape[1], WG)
-        _store_part(p, v1, row1, ok1 != 0, first_col, width, v.shape[1], WG)
-    else:
-        _store_part(p, v, row, ok, first_col, width, v.shape[1], WG)
-
-
-@gluon.jit
-def _store_part(
-    p, v, row, ok, first_col, width, TOKENS: gl.constexpr, WG: gl.constexpr
-):  # fmt: skip
-    """Some of the TOKENS tokens."""
+def _store_turned(p, v, first, end, START: gl.constexpr, first_col, width, WG: gl.constexpr):
+    """The tokens from number START on, a row's columns together."""
     M: gl.constexpr = v.shape[0]
     N: gl.constexpr = v.shape[1]
     BY_GROUP: gl.constexpr = p.GATED and p.WEIGHTS.BY_GROUP
-    if TOKENS < 64:
-        LAYOUT: gl.constexpr = v.type.layout
-        col = first_col + gl.arange(0, M, gl.SliceLayout(1, LAYOUT))
-        if BY_GROUP:
-            col = pool_place(col)
-        at = gl.expand_dims(row.to(gl.int64) * p.out_width, 0) + gl.expand_dims(col, 1)
-        mask = gl.expand_dims(ok, 0) & gl.expand_dims(col < width, 1)
-        gl.store(p.out + at, v, mask=mask)
-    else:
-        VEC: gl.constexpr = 4 if BY_GROUP else 128 // v.dtype.primitive_bitwidth
-        ACROSS: gl.constexpr = M // VEC
-        WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-        shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, ACROSS, [1, 0])
-        buf = p.turn.index(WG)._reinterpret(v.dtype, [N, M], shared)
-        buf.permute((1, 0)).store(v)
-        turned = buf.load(WIDE)
-        row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
-        ok = gl.convert_layout(ok, gl.SliceLayout(1, WIDE))
-        col = first_col + gl.arange(0, M, gl.SliceLayout(0, WIDE))
-        if BY_GROUP:
-            col = pool_place(col)
-        at = gl.expand_dims(row.to(gl.int64) * p.out_width, 1) + gl.expand_dims(col, 0)
-        mask = gl.expand_dims(ok, 1) & gl.expand_dims(col < width, 0)
-        gl.store(p.out + at, turned, mask=mask)
+    VEC: gl.constexpr = 4 if BY_GROUP else 128 // v.dtype.primitive_bitwidth
+    ACROSS: gl.constexpr = M // VEC
+    WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+    shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, ACROSS, [1, 0])
+    buf = p.turn.index(WG)._reinterpret(v.dtype, [N, M], shared)
+    buf.permute((1, 0)).store(v)
+    turned = buf.load(WIDE)
+    row, is_there = rows_of(p, first, end, START, N, gl.SliceLayout(1, WIDE))
+    col = first_col + gl.arange(0, M, gl.SliceLayout(0, WIDE))
+    if BY_GROUP:
+        col = pool_place(col)
+    at = gl.expand_dims(row.to(gl.int64) * p.out_width, 1) + gl.expand_dims(col, 0)
+    mask = gl.expand_dims(is_there, 1) & gl.expand_dims(col < width, 0)
+    gl.store(p.out + at, turned, mask=mask)
 
 
 @gluon.jit
@@ -221,103 +261,85 @@ def _as_bf16(p, act, acts_factor):
 
 
 @gluon.jit
-def read_rows(p, expert, slab, ROW: gl.constexpr):
-    """Factor and bias of a slab's 64 rows; 1 and 0 where there is none."""
-    r = gl.arange(0, 64, ROW)
-    half = r % 16 // 8
-    if p.GATED:
-        col = slab * 32 + r // 16 * 8 + r % 8
-        matrix = expert * 2 + half
-    else:
-        col = slab * 64 + r
-        matrix = expert + 0 * r
-    factor = gl.full([64], 1.0, gl.float32, ROW)
-    bias = gl.full([64], 0.0, gl.float32, ROW)
-    if p.FACTOR == "row":
-        factor = gl.load(p.factor + expert * p.factor_rows + slab * 64 + r)
-    elif p.FACTOR == "expert":
-        factor = gl.load(p.factor + matrix)
-        if not p.GATED:
-            factor = factor * gl.load(p.acts_factor + expert)
-    if p.HAS_BIAS:
-        bias = gl.load(p.bias + matrix * p.num_biases + col, mask=col < p.num_biases, other=0.0)
-    return factor, bias
+def _values(of, IS_THERE: gl.constexpr, OTHER, START: gl.constexpr, N: gl.constexpr,
+            LAYOUT: gl.constexpr):  # fmt: skip
+    """N values of the notes from START on, or OTHER where there are none."""
+    value = gl.full([N], OTHER, gl.float32, LAYOUT)
+    if IS_THERE:
+        value = of.slice(START, N, 0).load(LAYOUT)
+    return value
 
 
 @gluon.jit
-def read_tokens(p, expert, first, end, N: gl.constexpr, COL: gl.constexpr):
-    """What the epilogue needs of each token: L1 (weight, factor, factor of the output),
-    L2 (weight, destination row, 1)."""
-    row = first + gl.arange(0, N, COL)
-    weight = gl.full([N], 1.0, gl.float32, COL)
-    if p.WEIGHTED and (p.GATED or p.HAS_BIAS):
-        weight = gl.load(p.row_weight + row, mask=row < end, other=0.0)
-    acts_factor = 1.0
-    if p.GATED:
-        second = weight
-        if p.FACTOR == "expert":
-            second = gl.load(p.row_factor + row, mask=row < end, other=0.0)
-            acts_factor = gl.load(p.acts_factor + expert)
-    else:
-        second = gl.load(p.row_dest + row, mask=row < end, other=0)
-    return weight, second, acts_factor
-
-
-@gluon.jit
-def gated_columns(TOKENS: gl.constexpr, MMA: gl.constexpr):
+def _gated_columns(TOKENS: gl.constexpr, MMA: gl.constexpr):
     """Zeros per token, in the layout that the gated epilogue has them in."""
     gate, _ = halves(gl.zeros([64, TOKENS], gl.float32, MMA), TOKENS)
     return gl.max(gate, 0)
 
 
 @gluon.jit
-def finish_gated(p, low, high, rows, tokens, expert, slab, first, end, done, WG: gl.constexpr):
+def finish_gated(p, low, high, expert, slab, first, end, done, WG: gl.constexpr):
     """L1: activation, topk weight and format; 32 outputs of a slab for each token of the tile."""
-    factor, bias = rows
-    weight, token_factor, acts_factor = tokens
-    COL: gl.constexpr = weight.type.layout
-    row = first + gl.arange(0, weight.shape[0], COL)
-    ok = row < end
+    N: gl.constexpr = low.shape[1]
+    MMA: gl.constexpr = low.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    columns = _gated_columns(N, MMA)
+    COL: gl.constexpr = columns.type.layout
+    has_factor: gl.constexpr = p.FACTOR == "row" or p.FACTOR == "expert"
+    is_by_expert: gl.constexpr = p.FACTOR == "expert"
+    SLAB: gl.constexpr = WG * p.SLABS  # of the tile
+    weight = _values(p.notes.weight, p.WEIGHTED, 1.0, 0, N, COL)
+    token_factor = _values(p.notes.token_factor, is_by_expert, 1.0, 0, N, COL)
+    acts_factor = 1.0
+    if is_by_expert:
+        acts_factor = gl.load(p.acts_factor + expert)
+    ok = first + gl.arange(0, N, COL) < end
+    factor = _values(p.notes.factor, has_factor, 1.0, SLAB * 64, 64, ROW)
+    bias = _values(p.notes.bias, p.HAS_BIAS, 0.0, SLAB * 64, 64, ROW)
     act = _activated(p, low, factor, bias, token_factor, weight, ok)
     other = act
     if p.SLABS == 2:
-        ROW: gl.constexpr = factor.type.layout
-        factor, bias = read_rows(p, expert, slab + 1, ROW)
+        factor = _values(p.notes.factor, has_factor, 1.0, SLAB * 64 + 64, 64, ROW)
+        bias = _values(p.notes.bias, p.HAS_BIAS, 0.0, SLAB * 64 + 64, 64, ROW)
         other = _activated(p, high, factor, bias, token_factor, weight, ok)
     if p.ACTS.HOLD == "codes" or p.ACTS.HOLD == "scaled":
         gl.static_assert(p.GROUPS * p.SLABS == 4, "128 outputs share a scale")
-        bits = gl.max(abs_bits(act), 0)
-        if p.SLABS == 2:
-            bits = gl.maximum(bits, gl.max(abs_bits(other), 0))
-        bits = _shared_amax(p, bits, done, WG, COL)
-        scale, inverse = e4m3_step(bits)
+        scale, inverse = e4m3_step(_shared_amax(p, act, other, done, WG))
+        if WG == 0:
+            row = first + gl.arange(0, N, scale.type.layout)
+            gl.store(p.out_scale + slab // 4 * p.pool_rows + row, scale, mask=row < end)
+        scale, inverse = _together(scale, inverse, COL)
         wide = gl.expand_dims(scale, 0)
         inverse = gl.expand_dims(inverse, 0)
         codes = _codes(p, divide(act, wide, inverse))
-        _store_rows(p, codes, row, ok, slab * 32, p.out_width, WG)
+        _store_rows(p, codes, first, end, slab * 32, p.out_width, WG)
         if p.SLABS == 2:
             codes = _codes(p, divide(other, wide, inverse))
-            _store_rows(p, codes, row, ok, slab * 32 + 32, p.out_width, WG)
-        if WG == 0:
-            gl.store(p.out_scale + slab // 4 * p.pool_rows + row, scale, mask=ok)
+            _store_rows(p, codes, first, end, slab * 32 + 32, p.out_width, WG)
     else:
-        _store_rows(p, _as_bf16(p, act, acts_factor), row, ok, slab * 32, p.out_width, WG)
+        _store_rows(p, _as_bf16(p, act, acts_factor), first, end, slab * 32, p.out_width, WG)
         if p.SLABS == 2:
             held = _as_bf16(p, other, acts_factor)
-            _store_rows(p, held, row, ok, slab * 32 + 32, p.out_width, WG)
+            _store_rows(p, held, first, end, slab * 32 + 32, p.out_width, WG)
 
 
 @gluon.jit
-def finish_linear(p, sums, rows, tokens, slab, first, end, WG: gl.constexpr):
-    """L2: one BF16 row of 64 outputs for each token of the tile, at its destination."""
-    factor, bias = rows
-    weight, dest, _ = tokens
-    ok = first + gl.arange(0, dest.shape[0], dest.type.layout) < end
+def finish_linear(p, sums, expert, slab, first, end, NUMBER: gl.constexpr, WG: gl.constexpr):
+    """L2: one BF16 row of 64 outputs for each token of the tile, at its destination.
+
+    The slab is the tile's slab NUMBER.
+    """
+    ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     if p.FACTOR == "row" or p.FACTOR == "expert":
+        factor = p.notes.factor.slice(NUMBER * 64, 64, 0).load(ROW)
+        if p.FACTOR == "expert":
+            factor = factor * gl.load(p.acts_factor + expert)
         sums = times(sums, gl.expand_dims(factor, 1))
     if p.HAS_BIAS:
-        extra = gl.expand_dims(bias, 1)
+        extra = gl.expand_dims(p.notes.bias.slice(NUMBER * 64, 64, 0).load(ROW), 1)
         if p.WEIGHTED:
+            COL: gl.constexpr = gl.SliceLayout(0, sums.type.layout)
+            weight = p.notes.weight.slice(0, sums.shape[1], 0).load(COL)
             extra = times(extra, gl.expand_dims(weight, 0))
         sums = sums + extra
-    _store_rows(p, sums.to(gl.bfloat16), dest, ok, slab * 64, p.num_outputs, WG)
+    _store_rows(p, sums.to(gl.bfloat16), first, end, slab * 64, p.num_outputs, WG)

@@ -60,8 +60,8 @@ fence.proxy.async.global;
 _WAIT = gl.constexpr(_WAIT_TEXT)
 _WAIT_SYSTEM = gl.constexpr(_WAIT_TEXT.replace("acquire.gpu", "acquire.sys"))
 
-# Unless $2 == $3: the words at $1 become 1, and what $4 to $7, $3 and $2 say, if they are not taken.
-# By each thread for itself: warps of a role may see different numbers, so none may wait for others.
+# Unless $2 == $3: the words at $1 become 1, $4 to $7, $3 and $2, if they are not taken. By each
+# thread for itself: warps of a role may see different numbers, so none may wait for another.
 _REPORT = gl.constexpr("""{
 .reg .pred p;
 .reg .b32 taken;

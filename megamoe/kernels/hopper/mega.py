@@ -7,7 +7,8 @@ Every CTA reads the routing for itself; its roles:
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
   math           the first warpgroup reads the routing, the others quantise tokens into the pool;
                  then decode, wgmma, epilogue; then combine
-  publish        tells the other CTAs of finished tiles, so that math never waits for a release
+  publish        brings what an epilogue needs, and tells the other CTAs of finished tiles, so that
+                 math waits neither for memory nor for a release
 Tiles are computed by `swapped`'s own functions, so bits are those of the staged launches. CTAs are
 dealt to the ranks of a launch in equal parts; a rank's rows lie behind those of the rank before it.
 Only higher tickets wait for a ticket, and the grid is resident: nothing waits in a circle.
@@ -28,16 +29,15 @@ from megamoe.kernels.hopper.edges import (
     num_tiles,
     read_routing,
     slots_used,
+    wait_for_pool,
+    wait_for_wave,
 )
 from megamoe.kernels.hopper.meet import (
     CALL,
     EXIT,
-    FILLED,
-    POOL,
     READY,
     SECONDS,
     TICKET,
-    WAIT_POOL,
     WAIT_READY,
     WAIT_TICKETS,
     WAIT_WAVE,
@@ -52,6 +52,7 @@ from megamoe.kernels.hopper.meet import (
     wait_for_done,
     wait_until_read,
 )
+from megamoe.kernels.hopper.notes import fetch_notes, tell_notes
 from megamoe.kernels.hopper.ring import quotient, tiles_across
 from megamoe.kernels.hopper.stamps import (
     COMBINE,
@@ -70,12 +71,6 @@ from megamoe.kernels.hopper.stamps import (
 )
 from megamoe.kernels.hopper.swapped import compute_tile, load_token_tile, load_weight_tile
 from megamoe.kernels.hopper.waves import num_filled_later, segment, tiles_before, tiles_of
-
-
-@gluon.jit
-def wait_for_pool(m):
-    """Until all tokens are in the pool."""
-    wait_for(m, m.counters + POOL, num_parts(m.call), WAIT_POOL, m.rank)
 
 
 @gluon.jit
@@ -166,7 +161,7 @@ def load_weights(m, one, two):
             if i == 0:  # a burst of all CTAs would stand before the tokens in every queue
                 start = gl.minimum(m.call.ahead, one.steps)
                 idx, phase = load_weight_tile(one, expert, across, 0, start, idx, phase)
-                wait_for_pool(m)
+                mbarrier.wait(m.filled, 0)
             idx, phase = load_weight_tile(one, expert, across, start, one.steps, idx, phase)
             stamp(m.call, LOAD_WEIGHTS, i, FIRST, ticket, begin)
         i += 1
@@ -191,23 +186,30 @@ def load_tokens(m, one, two):
             n = stamp(m.call, LOAD_TOKENS, n, WAIT, ticket, begin)
             idx, phase = load_token_tile(two, first, idx, phase)
         elif kind == FIRST:
-            if m.call.RING:
-                wave = gl.load(m.private + tile * 4 + 3)
-                if wave >= 2:
-                    counter = m.counters + FILLED + wave
-                    wait_for(m, counter, num_parts(m.call), WAIT_WAVE, wave)
+            wait_for_wave(m, tile)
             idx, phase = load_token_tile(one, first, idx, phase)
         i += 1
         kind, ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
-def publish(m, one):
-    """Count finished L1 tiles where everybody sees it; of a ring, L2 tiles too."""
+def publish(m, one, two):
+    """The notes of each tile; then count it where all see it: L1 tiles, of a ring L2 tiles too."""
     done = 0
+    noted = 0
     i = 0
+    mbarrier.wait(m.filled, 0)
     kind, ticket, tile, across, expert, first, end = receive(m, i)
     while kind >= 0:
+        if kind == SECOND:
+            fetch_notes(two, noted, expert, across, first, end)
+            tell_notes(two)
+            noted += 1
+        elif kind == FIRST:
+            wait_for_wave(m, tile)
+            fetch_notes(one, noted, expert, across, first, end)
+            tell_notes(one)
+            noted += 1
         if (kind == FIRST) | (m.call.RING & (kind == SECOND)):
             mbarrier.wait(m.stored.index(done & 1), (done >> 1) & 1)
             publish_stores()
@@ -250,22 +252,25 @@ def math(m, one, two, WG: gl.constexpr):
     idx = 0
     phase = 0
     i = 0
+    done = 0
     firsts = 0
     told = 0
     kind, ticket, tile, across, expert, first, end = receive(m, i)
     while kind >= 0:
         if kind != FILL:
-            mbarrier.wait(one.full.index(idx), phase)  # the pool's lists are there as well
+            mbarrier.wait(one.full.index(idx), phase)  # its time begins with its first stage
         begin = now(m.call)
         if kind == FIRST:
-            idx, phase = compute_tile(one, expert, across, first, end, firsts, idx, phase, WG)
+            idx, phase = compute_tile(one, expert, across, first, end, done, firsts, idx, phase, WG)
             tell_stored(m, told)
+            done += 1
             firsts += 1
             told += 1
             if WG == 0:
                 n = stamp(m.call, MATH, n, FIRST, ticket, begin)
         elif kind == SECOND:
-            idx, phase = compute_tile(two, expert, across, first, end, 0, idx, phase, WG)
+            idx, phase = compute_tile(two, expert, across, first, end, done, 0, idx, phase, WG)
+            done += 1
             if m.call.RING:
                 tell_stored(m, told)
                 told += 1
@@ -383,6 +388,6 @@ def mega_kernel(
         [(math, (m, first, second, 0)), (math, (m, first, second, 1)),
          (math, (m, first, second, 2)), (math, (m, first, second, 3)),
          (load_weights, (m, first, second)), (load_tokens, (m, first, second)),
-         (publish, (m, first)), (deal, (m, first, second))],
+         (publish, (m, first, second)), (deal, (m, first, second))],
         [4, 4, 4, 1, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 4,
     )  # fmt: skip

@@ -29,6 +29,17 @@ from megamoe.kernels.hopper.ahead import (
 )
 from megamoe.kernels.hopper.deal import end_item, tile_at
 from megamoe.kernels.hopper.images import decode, load_images
+from megamoe.kernels.hopper.notes import (
+    EARLY,
+    Notes,
+    allocate_notes,
+    fetch_notes,
+    have_read,
+    tell_notes,
+    tell_tile,
+    told_tile,
+    wait_for_notes,
+)
 from megamoe.kernels.hopper.ring import (
     advance,
     allow_next_launch,
@@ -69,6 +80,7 @@ class Work:
     image_full: gl.shared_memory_descriptor
     image_empty: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
+    notes: Notes
     factor: gl.tensor
     bias: gl.tensor
     row_weight: gl.tensor
@@ -122,14 +134,21 @@ def load_weights(p):
 
 @gluon.jit
 def load_tokens(p):
-    """Tokens of each tile, and their scales; tells what has been read of weights decoded ahead."""
+    """Tokens of each tile, their scales and notes; tells what is read of weights decoded ahead."""
     idx = 0
     phase = 1
+    done = 0
+    early = gl.maximum(p.steps - 1 - EARLY, 0)
     block = 1 - p.STAGES  # K blocks that have left the stages, over all tiles
     wait_for_launch()
     for item in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
         expert, row, end, across = tile_at(p, item)
+        tell_tile(p, done, expert, across, row, end)
         for k in range(p.steps):
+            if k == early:
+                fetch_notes(p, done, expert, across, row, end)
+            if k == p.steps - 1:
+                tell_notes(p)
             ready = p.full.index(idx)
             mbarrier.wait(p.empty.index(idx), phase)
             mbarrier.expect(ready, TOKENS * 128 + TOKENS * 4)
@@ -141,6 +160,7 @@ def load_tokens(p):
             if p.ahead.DEPTH:
                 tell_read(p, block)
                 block += 1
+        done += 1
     if p.ahead.DEPTH:
         tell_rest(p, block, idx, phase)
 
@@ -225,19 +245,9 @@ def math(p, WG: gl.constexpr):
     phase = 0
     done = 0
     wait_for_launch()
-    stop = end_item(p)
-    if p.DEALT:
-        next_expert, next_first, next_end, next_across = tile_at(p, gl.program_id(0))
-    for item in range(gl.program_id(0), stop, gl.num_programs(0)):
-        if p.DEALT:  # read a tile ahead
-            expert = next_expert
-            first = next_first
-            end = next_end
-            across = next_across
-            after = gl.minimum(item + gl.num_programs(0), stop - 1)
-            next_expert, next_first, next_end, next_across = tile_at(p, after)
-        else:
-            expert, first, end, across = tile_at(p, item)
+    for _ in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
+        mbarrier.wait(p.full.index(idx), phase)
+        expert, across, first, end = told_tile(p, done)
         if first + 64 < end:
             low, low_up, high, high_up, idx, phase = multiply(
                 p, expert, across, idx, phase, True, WG
@@ -246,9 +256,10 @@ def math(p, WG: gl.constexpr):
             low, low_up, high, high_up, idx, phase = multiply(
                 p, expert, across, idx, phase, False, WG
             )
+        wait_for_notes(p, done)
         if p.GATED:
-            low = activated(p, low, low_up, expert, across, first, end, WG)
-            high = activated(p, high, high_up, expert, across, first + 64, end, WG)
+            low = activated(p, low, low_up, expert, across, first, end, 0, WG)
+            high = activated(p, high, high_up, expert, across, first, end, 1, WG)
             low_bits = gl.max(abs_bits(low), 1)
             high_bits = gl.max(abs_bits(high), 1)
             turn = done & 1
@@ -261,11 +272,12 @@ def math(p, WG: gl.constexpr):
             other = p.amax.index(turn * 2 + 1 - WG)
             low_bits = gl.maximum(low_bits, other.slice(0, 64, 0).load(LAYOUT))
             high_bits = gl.maximum(high_bits, other.slice(64, 64, 0).load(LAYOUT))
-            finish_gated(p, low, low_bits, across, first, end, WG)
-            finish_gated(p, high, high_bits, across, first + 64, end, WG)
+            finish_gated(p, low, low_bits, across, first, end, 0, WG)
+            finish_gated(p, high, high_bits, across, first, end, 1, WG)
         else:
-            finish_linear(p, low, expert, across, first, end, WG)
-            finish_linear(p, high, expert, across, first + 64, end, WG)
+            finish_linear(p, low, across, first, end, 0, WG)
+            finish_linear(p, high, across, first, end, 1, WG)
+        have_read(p, done)
         done += 1
 
 
@@ -321,15 +333,18 @@ def straight_kernel(
         image_empty = barriers(IMAGES, 1)
     if GATED:
         met = barriers(2, 2)
+    FACTOR: gl.constexpr = "row" if DECODED else "none"
+    # L1's biases, gate's and up's apart, would take a register more than there is.
+    notes = allocate_notes(row_dest, ROWS, TOKENS, 2, FACTOR, HAS_BIAS and not GATED)
     if GATED or DEALT:
         wait_for_launch()
     allow_next_launch()
     p = Work(
         w, w_scale, x, x_scale, w_bufs, image, image_scale, x_bufs, xs_bufs, amax, turn, full,
-        empty, image_full, image_empty, met, factor, bias, row_weight, row_dest, out, out_scale,
-        tiles, num_tiles, items, ahead, pool_rows, steps, num_outputs, num_biases, out_width,
-        factor_rows, factor_cols, clamp, DECODED, DEALT, GATED, HAS_BIAS, WEIGHTED, ACTIVATION,
-        STAGES, IMAGES, SPAN,
+        empty, image_full, image_empty, met, notes, factor, bias, row_weight, row_dest, out,
+        out_scale, tiles, num_tiles, items, ahead, pool_rows, steps, num_outputs, num_biases,
+        out_width, factor_rows, factor_cols, clamp, DECODED, DEALT, GATED, HAS_BIAS, WEIGHTED,
+        ACTIVATION, STAGES, IMAGES, SPAN,
     )  # fmt: skip
     if DEPTH:
         gl.warp_specialize(

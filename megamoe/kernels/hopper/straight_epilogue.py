@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.device.columns import pool_place
 from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu, times
+from megamoe.kernels.hopper.notes import rows_of
 
 TOKENS = gl.constexpr(128)
 ROWS = gl.constexpr(256)
@@ -22,13 +23,13 @@ def halves(v):
 
 
 @gluon.jit
-def activated(p, sums, up, expert, across, first, end, WG: gl.constexpr):
-    """FP32 [64 tokens, 64 outputs] of 64 tokens; padding rows are zero."""
+def activated(p, sums, up, expert, across, first, end, HALF: gl.constexpr, WG: gl.constexpr):
+    """FP32 [64 tokens, 64 outputs] of a half of the tokens; padding rows are zero."""
     if p.DECODED:
-        col = across * ROWS + WG * 128 + gl.arange(0, 128, gl.SliceLayout(0, MMA))
-        factor = gl.load(p.factor + expert * p.factor_rows + col)
+        factor = p.notes.factor.slice(WG * 128, 128, 0).load(gl.SliceLayout(0, MMA))
         sums, up = halves(times(sums, gl.expand_dims(factor, 0)))
     LAYOUT: gl.constexpr = sums.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     if p.HAS_BIAS:
         col = across * 128 + WG * 64 + gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
         at = p.bias + expert * 2 * p.num_biases + col
@@ -36,19 +37,17 @@ def activated(p, sums, up, expert, across, first, end, WG: gl.constexpr):
         more = gl.load(at + p.num_biases, mask=col < p.num_biases, other=0.0)
         up += gl.expand_dims(more, 0)
     act = glu(p, sums, up)
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     if p.WEIGHTED:
-        weight = gl.load(p.row_weight + row, mask=row < end, other=0.0)
-        act = act * gl.expand_dims(weight, 1)
+        act = act * gl.expand_dims(p.notes.weight.slice(HALF * 64, 64, 0).load(ROW), 1)
+    row = first + HALF * 64 + gl.arange(0, 64, ROW)
     return gl.where(gl.expand_dims(row < end, 1), act, 0.0)
 
 
 @gluon.jit
-def store_rows(
-    p, v, row, ok, first_col, width, WG: gl.constexpr, BY_GROUP: gl.constexpr = False
-):  # fmt: skip
+def _store_rows(p, v, first, end, first_col, width, HALF: gl.constexpr, WG: gl.constexpr):
     """v [64 tokens, columns] to rows of `out`, turned to whole 16 bytes in shared memory."""
     N: gl.constexpr = v.shape[1]
+    BY_GROUP: gl.constexpr = p.GATED and p.DECODED
     VEC: gl.constexpr = 4 if BY_GROUP else 128 // v.dtype.primitive_bitwidth
     ACROSS: gl.constexpr = N // VEC
     WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
@@ -56,59 +55,59 @@ def store_rows(
     buf = p.turn.index(WG)._reinterpret(v.dtype, [64, N], shared)
     buf.store(v)
     turned = buf.load(WIDE)
-    row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
-    ok = gl.convert_layout(ok, gl.SliceLayout(1, WIDE))
+    row, is_there = rows_of(p, first, end, HALF * 64, 64, gl.SliceLayout(1, WIDE))
     col = first_col + gl.arange(0, N, gl.SliceLayout(0, WIDE))
     if BY_GROUP:
         col = pool_place(col)
     at = gl.expand_dims(row.to(gl.int64) * p.out_width, 1) + gl.expand_dims(col, 0)
-    mask = gl.expand_dims(ok, 1) & gl.expand_dims(col < width, 0)
+    mask = gl.expand_dims(is_there, 1) & gl.expand_dims(col < width, 0)
     gl.store(p.out + at, turned, mask=mask)
 
 
 @gluon.jit
-def finish_gated(p, act, bits, across, first, end, WG: gl.constexpr):
+def finish_gated(p, act, bits, across, first, end, HALF: gl.constexpr, WG: gl.constexpr):
     """E4M3 codes and FP32 scales of 64 tokens x 64 outputs; `bits` is the amax of all 128."""
     LAYOUT: gl.constexpr = act.type.layout
     scale, inverse = e4m3_step(bits)
     codes = divide(act, gl.expand_dims(scale, 1), gl.expand_dims(inverse, 1)).to(gl.float8e4nv)
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     if WG == 0:
+        row = first + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         gl.store(p.out_scale + across * p.pool_rows + row, scale, mask=row < end)
-    store_rows(p, codes, row, row < end, across * 128 + WG * 64, p.out_width, WG, p.DECODED)
+    _store_rows(p, codes, first, end, across * 128 + WG * 64, p.out_width, HALF, WG)
 
 
 @gluon.jit
-def finish_linear(p, sums, expert, across, first, end, WG: gl.constexpr):
+def finish_linear(p, sums, across, first, end, HALF: gl.constexpr, WG: gl.constexpr):
     """BF16 rows of 64 tokens x 128 outputs at their destinations, part by part: registers."""
     left, right = sums.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-    at = across * ROWS + WG * 128
     if p.HAS_BIAS:
         one, two = left.reshape([64, 2, 32]).permute((0, 2, 1)).split()
-        _finish_part(p, one, expert, at, first, end, WG)
-        _finish_part(p, two, expert, at + 32, first, end, WG)
+        _finish_part(p, one, across, first, end, 0, HALF, WG)
+        _finish_part(p, two, across, first, end, 32, HALF, WG)
         one, two = right.reshape([64, 2, 32]).permute((0, 2, 1)).split()
-        _finish_part(p, one, expert, at + 64, first, end, WG)
-        _finish_part(p, two, expert, at + 96, first, end, WG)
+        _finish_part(p, one, across, first, end, 64, HALF, WG)
+        _finish_part(p, two, across, first, end, 96, HALF, WG)
     else:
-        _finish_part(p, left, expert, at, first, end, WG)
-        _finish_part(p, right, expert, at + 64, first, end, WG)
+        _finish_part(p, left, across, first, end, 0, HALF, WG)
+        _finish_part(p, right, across, first, end, 64, HALF, WG)
 
 
 @gluon.jit
-def _finish_part(p, sums, expert, at, first, end, WG: gl.constexpr):
+def _finish_part(
+    p, sums, across, first, end, START: gl.constexpr, HALF: gl.constexpr, WG: gl.constexpr
+):
+    """The columns of a warpgroup from number START on."""
     LAYOUT: gl.constexpr = sums.type.layout
-    col = at + gl.arange(0, sums.shape[1], gl.SliceLayout(0, LAYOUT))
-    row = first + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+    COL: gl.constexpr = gl.SliceLayout(0, LAYOUT)
+    N: gl.constexpr = sums.shape[1]
+    at = across * ROWS + WG * 128 + START
     if p.DECODED:
-        factor = gl.load(p.factor + expert * p.factor_rows + col)
+        factor = p.notes.factor.slice(WG * 128 + START, N, 0).load(COL)
         sums = times(sums, gl.expand_dims(factor, 0))
     if p.HAS_BIAS:
-        extra = gl.load(p.bias + expert * p.num_biases + col, mask=col < p.num_biases, other=0.0)
-        extra = gl.expand_dims(extra, 0)
+        extra = gl.expand_dims(p.notes.bias.slice(WG * 128 + START, N, 0).load(COL), 0)
         if p.WEIGHTED:
-            weight = gl.load(p.row_weight + row, mask=row < end, other=0.0)
+            weight = p.notes.weight.slice(HALF * 64, 64, 0).load(gl.SliceLayout(1, LAYOUT))
             extra = times(extra, gl.expand_dims(weight, 1))
         sums = sums + extra
-    dest = gl.load(p.row_dest + row, mask=row < end, other=0)
-    store_rows(p, sums.to(gl.bfloat16), dest, row < end, at, p.num_outputs, WG)
+    _store_rows(p, sums.to(gl.bfloat16), first, end, at, p.num_outputs, HALF, WG)

@@ -1,8 +1,9 @@
 """Grouped GEMM with the operands swapped: weights are wgmma's M, a narrow tile of tokens its N.
 
-One persistent launch; a CTA walks its tiles and four roles share a ring of stages:
+One persistent launch; a CTA walks its tiles and its roles share a ring of stages:
   load_weights   waits for nothing but a free stage
   load_tokens    rows of the expert-sorted pool and their scales
+  note           what the epilogue needs
   math           one warpgroup per 64 or 128 weight rows: decode, wgmma, promote, epilogue
 A tile is ROWS weight rows x TOKENS tokens of one expert. L1 (GATED) reads rows as 8 gate, 8 up,
 ..., so a thread holds both of an output; L2 writes each row to its (token, slot) place.
@@ -12,12 +13,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megamoe.kernels.hopper.epilogue import (
-    finish_gated,
-    finish_linear,
-    gated_columns,
-    read_rows,
-    read_tokens,
+from megamoe.kernels.hopper.epilogue import amax_parts, finish_gated, finish_linear
+from megamoe.kernels.hopper.notes import (
+    Notes,
+    allocate_notes,
+    fetch_notes,
+    have_read,
+    tell_notes,
+    tell_tile,
+    told_tile,
+    wait_for_notes,
 )
 from megamoe.kernels.hopper.products import multiply
 from megamoe.kernels.hopper.ring import (
@@ -48,6 +53,7 @@ class Work:
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
+    notes: Notes
     factor: gl.tensor  # FP32: per row (images), per 128x128 (fp8), per expert (nvfp4)
     bias: gl.tensor
     acts_factor: gl.tensor  # nvfp4: global scale of the activations, per expert
@@ -153,16 +159,37 @@ def load_weights(p):
 
 
 @gluon.jit
+def _tile(p, item):
+    """(expert, row tile, first row, end row) of a work item."""
+    tile, across = place(p, item, p.GROUPS * p.SLABS * 64)
+    at = p.tiles + tile * 4
+    return gl.load(at), across, gl.load(at + 1), gl.load(at + 2)
+
+
+@gluon.jit
 def load_tokens(p):
-    """The tokens of this CTA's tiles."""
-    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    """The tokens of this CTA's tiles, and their letters."""
     idx = 0
     phase = 1
+    done = 0
     wait_for_launch()
-    for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
-        tile, across = place(p, item, SLABS * 64)
-        row = gl.load(p.tiles + tile * 4 + 1)
-        idx, phase = load_token_tile(p, row, idx, phase)
+    for item in range(gl.program_id(0), num_items(p, p.GROUPS * p.SLABS * 64), gl.num_programs(0)):
+        expert, across, first, end = _tile(p, item)
+        tell_tile(p, done, expert, across, first, end)
+        idx, phase = load_token_tile(p, first, idx, phase)
+        done += 1
+
+
+@gluon.jit
+def note(p):
+    """One warp: the notes of this CTA's tiles."""
+    done = 0
+    wait_for_launch()
+    for item in range(gl.program_id(0), num_items(p, p.GROUPS * p.SLABS * 64), gl.num_programs(0)):
+        expert, across, first, end = _tile(p, item)
+        fetch_notes(p, done, expert, across, first, end)
+        tell_notes(p)
+        done += 1
 
 
 @gluon.constexpr_function
@@ -174,69 +201,59 @@ def _layout(tokens, instr_k):
 
 
 @gluon.jit
-def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
+def _finish(p, low, high, expert, slab, first, end, done, firsts, WG: gl.constexpr):
+    """The epilogue of a tile."""
+    wait_for_notes(p, done)
+    if p.GATED:
+        finish_gated(p, low, high, expert, slab, first, end, firsts, WG)
+    else:
+        finish_linear(p, low, expert, slab, first, end, WG * p.SLABS, WG)
+        if p.SLABS == 2:
+            finish_linear(p, high, expert, slab + 1, first, end, WG * p.SLABS + 1, WG)
+    have_read(p, done)
+
+
+@gluon.jit
+def _compute(p, expert, slab, first, end, done, firsts, idx, phase, N: gl.constexpr,
+             WG: gl.constexpr):  # fmt: skip
     """One tile of up to N tokens, from the ring to memory."""
     MMA: gl.constexpr = _layout(N, p.WEIGHTS.INSTR_K)
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    columns = gated_columns(N, MMA)
-    KEPT: gl.constexpr = columns.type.layout if p.GATED else gl.SliceLayout(0, MMA)
-    # Narrow tiles fetch what the epilogue reads before the main loop; wide ones lack registers.
-    IS_FAR: gl.constexpr = p.row_dest.dtype.element_ty.primitive_bitwidth > 32
-    if N <= (16 if p.GATED or p.HAS_BIAS or IS_FAR else 32):
-        rows = read_rows(p, expert, slab, ROW)
-        tokens = read_tokens(p, expert, first, end, N, KEPT)
-        low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
-    else:
-        low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
-        rows = read_rows(p, expert, slab, ROW)
-        tokens = read_tokens(p, expert, first, end, N, KEPT)
-    _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
+    low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
+    _finish(p, low, high, expert, slab, first, end, done, firsts, WG)
     return idx, phase
 
 
 @gluon.jit
-def _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG: gl.constexpr):
-    """The epilogue of a tile."""
-    if p.GATED:
-        finish_gated(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
-    else:
-        finish_linear(p, low, rows, tokens, slab, first, end, WG)
-        if p.SLABS == 2:
-            rows = read_rows(p, expert, slab + 1, gl.SliceLayout(1, low.type.layout))
-            finish_linear(p, high, rows, tokens, slab + 1, first, end, WG)
+def compute_tile(p, expert, across, first, end, done, firsts, idx, phase, WG: gl.constexpr):
+    """The CTA's tile number `done`, its L1 tile number `firsts` if it is one.
 
-
-@gluon.jit
-def compute_tile(p, expert, across, first, end, done, idx, phase, WG: gl.constexpr):
-    """One tile; few tokens take the narrow product where there is one."""
+    Few tokens take the narrow product where there is one.
+    """
     slab = across * (p.GROUPS * p.SLABS) + WG * p.SLABS
     if p.NARROW > 0:
         if end - first <= p.NARROW:
-            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.NARROW, WG)
+            idx, phase = _compute(
+                p, expert, slab, first, end, done, firsts, idx, phase, p.NARROW, WG
+            )
         else:
-            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+            idx, phase = _compute(
+                p, expert, slab, first, end, done, firsts, idx, phase, p.TOKENS, WG
+            )
     else:
-        idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+        idx, phase = _compute(p, expert, slab, first, end, done, firsts, idx, phase, p.TOKENS, WG)
     return idx, phase
 
 
 @gluon.jit
-def _compute_wide(p, item, expert, across, done, idx, phase, WG: gl.constexpr):
-    """As `compute_tile`; what the epilogue needs is read behind the main loop, for registers."""
+def _compute_wide(p, expert, across, done, idx, phase, WG: gl.constexpr):
+    """As `compute_tile`; the letter is read again behind the main loop, for registers."""
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
     MMA: gl.constexpr = _layout(p.TOKENS, p.WEIGHTS.INSTR_K)
     slab = across * SLABS + WG * p.SLABS
     low, high, idx, phase = multiply(p, expert, slab, idx, phase, p.TOKENS, WG, MMA)
-    tile, across = place(p, item, SLABS * 64)
+    expert, across, first, end = told_tile(p, done)
     slab = across * SLABS + WG * p.SLABS
-    expert = gl.load(p.tiles + tile * 4)
-    first = gl.load(p.tiles + tile * 4 + 1)
-    end = gl.load(p.tiles + tile * 4 + 2)
-    columns = gated_columns(p.TOKENS, MMA)
-    KEPT: gl.constexpr = columns.type.layout if p.GATED else gl.SliceLayout(0, MMA)
-    rows = read_rows(p, expert, slab, gl.SliceLayout(1, MMA))
-    tokens = read_tokens(p, expert, first, end, p.TOKENS, KEPT)
-    _finish(p, low, high, rows, tokens, expert, slab, first, end, done, WG)
+    _finish(p, low, high, expert, slab, first, end, done, done, WG)
     return idx, phase
 
 
@@ -248,15 +265,13 @@ def math(p, WG: gl.constexpr):
     phase = 0
     done = 0
     wait_for_launch()
-    for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
-        tile, across = place(p, item, SLABS * 64)
-        expert = gl.load(p.tiles + tile * 4)
+    for _ in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
+        mbarrier.wait(p.full.index(idx), phase)
+        expert, across, first, end = told_tile(p, done)
         if p.TOKENS >= 64 and p.NARROW == 0:
-            idx, phase = _compute_wide(p, item, expert, across, done, idx, phase, WG)
+            idx, phase = _compute_wide(p, expert, across, done, idx, phase, WG)
         else:
-            first = gl.load(p.tiles + tile * 4 + 1)
-            end = gl.load(p.tiles + tile * 4 + 2)
-            idx, phase = compute_tile(p, expert, across, first, end, done, idx, phase, WG)
+            idx, phase = compute_tile(p, expert, across, first, end, done, done, idx, phase, WG)
         done += 1
 
 
@@ -271,7 +286,7 @@ def swapped_kernel(
     GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
     SPAN: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
-    """GROUPS math warpgroups (the first is the launch's own), then the two loaders."""
+    """GROUPS math warpgroups (the first is the launch's own), then three warps."""
     ALL: gl.constexpr = GROUPS * SLABS
     SCALES: gl.constexpr = TOKENS if TOKENS >= 32 else 32
     if WEIGHTS.DECODED:
@@ -287,35 +302,39 @@ def swapped_kernel(
     if PROMOTED:
         xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DEPTH, SCALES], x_scale.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, TOKENS], flat)
-    rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    HALF: gl.constexpr = 2 if GATED and ACTS.HOLD == "codes" else 1  # E4M3 turns, not BF16
+    parts: gl.constexpr = amax_parts(GROUPS, TOKENS >= 64 and HALF == 1)
+    amax = gl.allocate_shared_memory(gl.int32, [parts, TOKENS], flat)
+    turn = amax
     if TOKENS >= 64:
-        turn = gl.allocate_shared_memory(gl.bfloat16, [GROUPS, TOKENS // 2, 64], rows)
-    else:
-        turn = amax
+        rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+        shape: gl.constexpr = [GROUPS, TOKENS // 2 // HALF, 64]
+        turn = gl.allocate_shared_memory(gl.bfloat16, shape, rows)
     full = barriers(STAGES, 2)
     empty = barriers(STAGES, GROUPS)
     met = full
     if GATED and PROMOTED:
         met = barriers(2, GROUPS)
+    notes = allocate_notes(row_dest, ALL * 64, TOKENS, GROUPS, FACTOR, HAS_BIAS)
     if GATED:
         wait_for_launch()  # the tiles are the launch's before this one; L2's are older
     allow_next_launch()
     p = Work(
         w, w_scale, x, x_scale, w_bufs, ws_bufs, x_bufs, xs_bufs, amax, turn, full, empty, met,
-        factor, bias, acts_factor, row_factor, row_weight, row_dest, out, out_scale, tiles,
+        notes, factor, bias, acts_factor, row_factor, row_weight, row_dest, out, out_scale, tiles,
         num_tiles, pool_rows, steps, num_outputs, num_biases, out_width, factor_rows,
         factor_cols, clamp, WEIGHTS, ACTS, GATED, PROMOTED, FACTOR, HAS_BIAS, WEIGHTED,
         ACTIVATION, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES, SPAN,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(
-            [(math, (p, 0)), (math, (p, 1)), (load_weights, (p,)), (load_tokens, (p,))],
-            [4, 1, 1], [MATH_REGS, LOAD_REGS, LOAD_REGS],
+            [(math, (p, 0)), (math, (p, 1)),
+             (load_weights, (p,)), (load_tokens, (p,)), (note, (p,))],
+            [4, 1, 1, 1], [MATH_REGS] + [LOAD_REGS] * 3,
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(math, (p, 0)), (math, (p, 1)), (math, (p, 2)), (math, (p, 3)),
-             (load_weights, (p,)), (load_tokens, (p,))],
-            [4, 4, 4, 1, 1], [MATH_REGS, MATH_REGS, MATH_REGS, LOAD_REGS, LOAD_REGS],
+             (load_weights, (p,)), (load_tokens, (p,)), (note, (p,))],
+            [4, 4, 4, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 3,
         )  # fmt: skip

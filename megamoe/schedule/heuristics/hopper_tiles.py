@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up
 
-SHARED_BYTES = 232448 - 4096  # what a CTA may have, less what the compiler takes
+SHARED_BYTES = 232448 - 4096  # what a CTA may have, less notes and the compiler's scratch
 MOST_STAGES = 12
 MATH_REGS = {1: 232, 2: 232, 4: 112}
 INF = float("inf")
@@ -65,11 +65,12 @@ _BF16 = ("bf16", "w4a16", "w4a8", "w4a4", "nvfp4")
 TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...] = (
     (("w4a8_block",), 4.0,  (8, 4, 1, 2),        "the stream of weights is the limit: 3.0-3.8 TB/s of the layer"),
     (("w4a8_block",), 13.0, (16, 4, 1, 2),       "pro at 64 tokens: 443 us, 508 with 32 tokens; flash 138 us, 153 with 32 and a narrow product"),
-    (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 229-235 us; 240-261 with the narrow product, 261 with 16 tokens"),
-    (("w4a8_block",), 70.0, (64, 4, 1, 2),       "43 rows an expert (48 of 6144 x 2048): 371 us, 408 with two slabs; 64 rows (pro at 512 tokens) 876, 926 with 128 tokens"),
-    (("w4a8_block",), 450.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 290 us, 342 with 64 tokens swapped; at 2048 887 us, 967-1027 decoded ahead"),
-    (("w4a8_block",), 1000.0, Straight(3, 3, 24, 216, 56, 24, ahead=16), "decoded once per wave: v3 at 2048 tokens 1838-1860 us, 1871-1955 decoded per tile"),
-    (("w4a8_block",), INF,  Straight(3, 3, 24, 216, 56, 24, ahead=64), "decoded once per wave: v3 at 8192 tokens 5664 us, 8680 decoded per tile, 5694 and 6045 with rings of 32 and 16"),
+    (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 216 us, 227 with the narrow product for up to 16 tokens"),
+    (("w4a8_block",), 70.0, (64, 4, 1, 2),       "43 rows an expert (48 of 6144 x 2048): 341 us, 363 with the narrow product for up to 32; 64 rows (pro at 512 tokens) 831, 926 with 128 tokens"),
+    (("w4a8_block",), 200.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 274 us, 529 decoded ahead; v3 617 and 930"),
+    (("w4a8_block",), 700.0, Straight(3, 3, 24, 216, 56, 24, ahead=16), "decoded once per wave: flash at 2048 tokens 818-841 us, 878 per tile, 924 with a ring of 32; v3 1603-1648 and 1940; pro 2242-2286, 2312-2522"),
+    (("w4a8_block",), 1200.0, Straight(3, 3, 24, 216, 56, 24, ahead=32), "pro at 8192 tokens: 6603-6901 us, 6740-6880 and 7021 with rings of 16 and 64, 6976 with 16 tiles together"),
+    (("w4a8_block",), INF,  Straight(3, 3, 24, 216, 56, 24, ahead=64), "flash at 8192 tokens: 2582 us, 2737 and 2816 with rings of 32 and 16; v3 5883 and 5923"),
     (("w8a8",),       4.0,  (8, 4, 1, 1),        "as w4a8_block; not measured apart"),
     (("w8a8",),       9.75, (16, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       22.5, (32, 4, 1, 1),       "as w4a8_block; not measured apart"),
