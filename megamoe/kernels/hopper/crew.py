@@ -4,7 +4,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from megamoe.kernels.hopper.epilogue import amax_parts
 from megamoe.kernels.hopper.meet import MAIL
 from megamoe.kernels.hopper.notes import allocate_notes
 from megamoe.kernels.hopper.ring import barriers, record
@@ -176,9 +175,7 @@ def allocate(c, one, two):
     """Shared memory of a CTA: its ring, what the epilogue keeps, its barriers."""
     bufs = _rings(c, one, two)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    amax = gl.allocate_shared_memory(
-        gl.int32, [amax_parts(c.GROUPS, c.TOKENS >= 64), c.TOKENS], flat
-    )
+    amax = gl.allocate_shared_memory(gl.int32, [2 * c.GROUPS * 4, c.TOKENS], flat)
     turn = amax
     if c.TOKENS >= 64:
         rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])

@@ -134,12 +134,6 @@ def _activated(p, sums, factor, bias, token_factor, weight, ok):
     return gl.where(gl.expand_dims(ok, 0), act, 0.0)
 
 
-@gluon.constexpr_function
-def amax_parts(groups, is_wide):
-    """Rows of `amax`: two sets of a part for every warp, or warpgroup where rows turn in BF16."""
-    return 2 * groups * (1 if is_wide else 4)
-
-
 @gluon.jit
 def _together(a, b, LAYOUT: gl.constexpr):
     """Both in another layout, by one conversion."""
@@ -151,27 +145,31 @@ def _together(a, b, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _shared_amax(p, act, other, done, WG: gl.constexpr):
-    """Bits of the largest of all warpgroups, per token: through shared memory and a barrier.
+def _scales(p, act, other, first, end, slab, done, WG: gl.constexpr, COL: gl.constexpr):
+    """Each token's E4M3 scale and its reciprocal, from the largest value of all warpgroups.
 
-    Two sets take turns. Every lane gets tokens of its own, so that a warp computes a scale once.
+    Warps write theirs to shared memory, in two sets that take turns. Every lane gets tokens of its
+    own, so that a warp computes a scale once.
     """
     N: gl.constexpr = act.shape[1]
+    NUM: gl.constexpr = 4 * p.GROUPS
     LANES: gl.constexpr = gl.BlockedLayout([N // 32 if N > 32 else 1], [32], [4], [0])
-    PARTS: gl.constexpr = p.amax.shape[0] // 2 // p.GROUPS  # a warp's each, or a warpgroup's
-    bits = gl.max(abs_bits(act).reshape([PARTS, 32 // PARTS, N]), 1)
-    if p.SLABS == 2:
-        bits = gl.maximum(bits, gl.max(abs_bits(other).reshape([PARTS, 32 // PARTS, N]), 1))
     turn = done & 1
-    sets = p.amax._reinterpret(gl.int32, [2 * p.GROUPS, PARTS, p.TOKENS], _PLANES)
+    bits = gl.max(abs_bits(act).reshape([4, 8, N]), 1)
+    if p.SLABS == 2:
+        bits = gl.maximum(bits, gl.max(abs_bits(other).reshape([4, 8, N]), 1))
+    sets = p.amax._reinterpret(gl.int32, [2 * p.GROUPS, 4, p.TOKENS], _PLANES)
     sets.index(turn * p.GROUPS + WG).slice(0, N, 1).store(bits)
     mbarrier.arrive(p.met.index(turn), count=1)
     mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
-    NUM: gl.constexpr = p.GROUPS * PARTS
     most = p.amax.index(turn * NUM).slice(0, N, 0).load(LANES)
     for i in gl.static_range(1, NUM):
         most = gl.maximum(most, p.amax.index(turn * NUM + i).slice(0, N, 0).load(LANES))
-    return most
+    scale, inverse = e4m3_step(most)
+    if WG == 0:
+        row = first + gl.arange(0, N, LANES)
+        gl.store(p.out_scale + slab // 4 * p.pool_rows + row, scale, mask=row < end)
+    return _together(scale, inverse, COL)
 
 
 @gluon.jit
@@ -304,11 +302,7 @@ def finish_gated(p, low, high, expert, slab, first, end, done, WG: gl.constexpr)
         other = _activated(p, high, factor, bias, token_factor, weight, ok)
     if p.ACTS.HOLD == "codes" or p.ACTS.HOLD == "scaled":
         gl.static_assert(p.GROUPS * p.SLABS == 4, "128 outputs share a scale")
-        scale, inverse = e4m3_step(_shared_amax(p, act, other, done, WG))
-        if WG == 0:
-            row = first + gl.arange(0, N, scale.type.layout)
-            gl.store(p.out_scale + slab // 4 * p.pool_rows + row, scale, mask=row < end)
-        scale, inverse = _together(scale, inverse, COL)
+        scale, inverse = _scales(p, act, other, first, end, slab, done, WG, COL)
         wide = gl.expand_dims(scale, 0)
         inverse = gl.expand_dims(inverse, 0)
         codes = _codes(p, divide(act, wide, inverse))

@@ -202,6 +202,7 @@ def publish(m, one, two):
     kind, ticket, tile, across, expert, first, end = receive(m, i)
     while kind >= 0:
         if kind == SECOND:
+            wait_for_wave(m, tile)  # its L1 tiles may be others', and not begun
             fetch_notes(two, noted, expert, across, first, end)
             tell_notes(two)
             noted += 1

@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megamoe.kernels.hopper.epilogue import amax_parts, finish_gated, finish_linear
+from megamoe.kernels.hopper.epilogue import finish_gated, finish_linear
 from megamoe.kernels.hopper.notes import (
     Notes,
     allocate_notes,
@@ -303,8 +303,7 @@ def swapped_kernel(
         xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES * DEPTH, SCALES], x_scale.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     HALF: gl.constexpr = 2 if GATED and ACTS.HOLD == "codes" else 1  # E4M3 turns, not BF16
-    parts: gl.constexpr = amax_parts(GROUPS, TOKENS >= 64 and HALF == 1)
-    amax = gl.allocate_shared_memory(gl.int32, [parts, TOKENS], flat)
+    amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS * 4, TOKENS], flat)
     turn = amax
     if TOKENS >= 64:
         rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
