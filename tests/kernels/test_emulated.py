@@ -4,7 +4,6 @@
 spills, time) is left to the tests marked `gpu` and to the compiler.
 """
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -232,23 +231,6 @@ def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypat
     assert fused.ring(num_rows(96, 6), rows, 8)[1] > 0
     y, again = fuse(inputs, w, tile=tile, found=found, manner=manner)
     assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
-
-
-def test_a_ring_has_the_same_bits_where_math_is_slow(monkeypatch):
-    """Other roles are ahead of it: none may read a wave's lists before it is in the pool."""
-    emulator.install(monkeypatch, 3)
-    w, inputs = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf")
-    tile = as_fused(shipped_fused("w4a8_block")[0])
-    manner = Manner("fused", timeout_s=30.0, pool_rows=num_rows(96, 6) // 4)
-    wanted, _ = fuse(inputs, w, tile=tile)
-    store = language.LANGUAGE.store
-
-    def late(*args, **rest):
-        time.sleep(0.002 if running.HERE.role.startswith("math") else 0.0)
-        store(*args, **rest)
-
-    monkeypatch.setattr(language.LANGUAGE, "store", late)
-    assert torch.equal(fuse(inputs, w, tile=tile, manner=manner)[0], wanted)
 
 
 class Processes:
