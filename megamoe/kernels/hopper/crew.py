@@ -176,10 +176,8 @@ def allocate(c, one, two):
     bufs = _rings(c, one, two)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     amax = gl.allocate_shared_memory(gl.int32, [2 * c.GROUPS * 4, c.TOKENS], flat)
+    gl.static_assert(c.TOKENS < 64, "rows of wider tiles turn in memory that is not here")
     turn = amax
-    if c.TOKENS >= 64:
-        rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-        turn = gl.allocate_shared_memory(gl.bfloat16, [c.GROUPS, c.TOKENS // 2, 64], rows)
     full = barriers(c.STAGES, 2, LOOP=True)
     empty = barriers(c.STAGES, c.GROUPS, LOOP=True)
     met = full

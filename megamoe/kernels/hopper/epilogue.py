@@ -176,17 +176,18 @@ def _scales(p, act, other, first, end, slab, done, WG: gl.constexpr, COL: gl.con
 def _store_rows(p, v, first, end, first_col, width, WG: gl.constexpr):
     """v [columns, tokens] to rows of `out` from first_col on; wide tiles turn in shared memory."""
     N: gl.constexpr = v.shape[1]
+    BY_GROUP: gl.constexpr = p.GATED and p.WEIGHTS.BY_GROUP
     if N >= 64 and v.dtype == gl.bfloat16:  # room is for half of them
         v0, v1 = v.reshape([v.shape[0], 2, N // 2]).permute((0, 2, 1)).split()
-        _store_turned(p, v0, first, end, 0, first_col, width, WG)
-        _store_turned(p, v1, first, end, N // 2, first_col, width, WG)
+        store_turned(p, v0.permute((1, 0)), first, end, 0, first_col, width, BY_GROUP, WG)
+        store_turned(p, v1.permute((1, 0)), first, end, N // 2, first_col, width, BY_GROUP, WG)
     elif N >= 64:
-        _store_turned(p, v, first, end, 0, first_col, width, WG)
+        store_turned(p, v.permute((1, 0)), first, end, 0, first_col, width, BY_GROUP, WG)
     else:
         LAYOUT: gl.constexpr = v.type.layout
         row, is_there = rows_of(p, first, end, 0, N, gl.SliceLayout(0, LAYOUT))
         col = first_col + gl.arange(0, v.shape[0], gl.SliceLayout(1, LAYOUT))
-        if p.GATED and p.WEIGHTS.BY_GROUP:
+        if BY_GROUP:
             col = pool_place(col)
         at = gl.expand_dims(row.to(gl.int64) * p.out_width, 0) + gl.expand_dims(col, 1)
         mask = gl.expand_dims(is_there, 0) & gl.expand_dims(col < width, 1)
@@ -194,17 +195,20 @@ def _store_rows(p, v, first, end, first_col, width, WG: gl.constexpr):
 
 
 @gluon.jit
-def _store_turned(p, v, first, end, START: gl.constexpr, first_col, width, WG: gl.constexpr):
-    """The tokens from number START on, a row's columns together."""
-    M: gl.constexpr = v.shape[0]
-    N: gl.constexpr = v.shape[1]
-    BY_GROUP: gl.constexpr = p.GATED and p.WEIGHTS.BY_GROUP
+def store_turned(p, v, first, end, START: gl.constexpr, first_col, width, BY_GROUP: gl.constexpr,
+                 WG: gl.constexpr):  # fmt: skip
+    """v [tokens, columns], tokens from number START on, to rows of `out`.
+
+    It turns in shared memory, so that a thread has whole 16 bytes of a row, or BY_GROUP its four.
+    """
+    N: gl.constexpr = v.shape[0]
+    M: gl.constexpr = v.shape[1]
     VEC: gl.constexpr = 4 if BY_GROUP else 128 // v.dtype.primitive_bitwidth
     ACROSS: gl.constexpr = M // VEC
     WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, ACROSS, [1, 0])
     buf = p.turn.index(WG)._reinterpret(v.dtype, [N, M], shared)
-    buf.permute((1, 0)).store(v)
+    buf.store(v)
     turned = buf.load(WIDE)
     row, is_there = rows_of(p, first, end, START, N, gl.SliceLayout(1, WIDE))
     col = first_col + gl.arange(0, M, gl.SliceLayout(0, WIDE))

@@ -291,7 +291,7 @@ def straight_kernel(
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
     MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
-    """Two math warpgroups (the first is the launch's own), the decoder if any, two loaders."""
+    """Two math warpgroups (the first is the launch's own), a decoder or none, 2 or 4 warps."""
     plain: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
     IN_STAGE: gl.constexpr = DECODED and not DEPTH
     if IN_STAGE:

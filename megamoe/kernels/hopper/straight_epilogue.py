@@ -3,9 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.device.columns import pool_place
-from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu, times
-from megamoe.kernels.hopper.notes import rows_of
+from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu, store_turned, times
 
 TOKENS = gl.constexpr(128)
 ROWS = gl.constexpr(256)
@@ -44,27 +42,6 @@ def activated(p, sums, up, expert, across, first, end, HALF: gl.constexpr, WG: g
 
 
 @gluon.jit
-def _store_rows(p, v, first, end, first_col, width, HALF: gl.constexpr, WG: gl.constexpr):
-    """v [64 tokens, columns] to rows of `out`, turned to whole 16 bytes in shared memory."""
-    N: gl.constexpr = v.shape[1]
-    BY_GROUP: gl.constexpr = p.GATED and p.DECODED
-    VEC: gl.constexpr = 4 if BY_GROUP else 128 // v.dtype.primitive_bitwidth
-    ACROSS: gl.constexpr = N // VEC
-    WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-    shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, ACROSS, [1, 0])
-    buf = p.turn.index(WG)._reinterpret(v.dtype, [64, N], shared)
-    buf.store(v)
-    turned = buf.load(WIDE)
-    row, is_there = rows_of(p, first, end, HALF * 64, 64, gl.SliceLayout(1, WIDE))
-    col = first_col + gl.arange(0, N, gl.SliceLayout(0, WIDE))
-    if BY_GROUP:
-        col = pool_place(col)
-    at = gl.expand_dims(row.to(gl.int64) * p.out_width, 1) + gl.expand_dims(col, 0)
-    mask = gl.expand_dims(is_there, 1) & gl.expand_dims(col < width, 0)
-    gl.store(p.out + at, turned, mask=mask)
-
-
-@gluon.jit
 def finish_gated(p, act, bits, across, first, end, HALF: gl.constexpr, WG: gl.constexpr):
     """E4M3 codes and FP32 scales of 64 tokens x 64 outputs; `bits` is the amax of all 128."""
     LAYOUT: gl.constexpr = act.type.layout
@@ -73,7 +50,8 @@ def finish_gated(p, act, bits, across, first, end, HALF: gl.constexpr, WG: gl.co
     if WG == 0:
         row = first + HALF * 64 + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
         gl.store(p.out_scale + across * p.pool_rows + row, scale, mask=row < end)
-    _store_rows(p, codes, first, end, across * 128 + WG * 64, p.out_width, HALF, WG)
+    col = across * 128 + WG * 64
+    store_turned(p, codes, first, end, HALF * 64, col, p.out_width, p.DECODED, WG)
 
 
 @gluon.jit
@@ -110,4 +88,5 @@ def _finish_part(
             weight = p.notes.weight.slice(HALF * 64, 64, 0).load(gl.SliceLayout(1, LAYOUT))
             extra = times(extra, gl.expand_dims(weight, 1))
         sums = sums + extra
-    _store_rows(p, sums.to(gl.bfloat16), first, end, at, p.num_outputs, HALF, WG)
+    rows = sums.to(gl.bfloat16)
+    store_turned(p, rows, first, end, HALF * 64, at, p.num_outputs, False, WG)

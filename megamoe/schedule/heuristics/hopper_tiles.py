@@ -40,7 +40,7 @@ class Straight:
     """A launch with tokens as wgmma's M: 128 tokens x 256 weight rows, FP8."""
 
     stages: int
-    images: int = 1  # stages of the ring of FP4 images
+    images: int = 1  # stages of the ring of FP4 images, or of jobs that decode ahead
     span: int = 8
     math_regs: int = 232
     decode_regs: int = 0  # of the warpgroup that decodes FP4
@@ -87,7 +87,7 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
 # An FP4 layer whose exponents do not fit E4M3 multiplies in BF16 and still promotes every 128.
 WIDE_RANGE: tuple[tuple[float, tuple[int, ...], str], ...] = (
     (4.0,  (8, 4, 1, 1),  "exact path for exponents that E4M3 lacks"),
-    (INF,  (32, 4, 1, 1), "exact path for exponents that E4M3 lacks; wider tiles are not held to it yet"),
+    (INF,  (32, 4, 1, 1), "exact path for exponents that E4M3 lacks; a tile of 64 tokens was wrong on an H200"),
 )
 # fmt: on
 
