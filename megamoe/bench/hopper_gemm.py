@@ -43,6 +43,7 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     """L2 of the staged layer on rows that wait in its pool; `tile` is the table's unless given."""
     backends.resolve("hopper", "auto", inputs.device)
     from megamoe.kernels.hopper import launch
+    from megamoe.kernels.hopper.deal import deal
     from megamoe.kernels.hopper.pack import pack
 
     row, shape = recipe_named(recipe), inputs.shape
@@ -52,10 +53,17 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     x = pooled(inputs, recipe, chosen, how)
     is_global = row.acts.has_global
     ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None
+    counts = torch.tensor(shape.rows, dtype=torch.int32, device=inputs.device)
+    hand = launch.hand(x, (w,), chosen)
+    if hand is not None:
+        deal(hand, counts)
 
     def run() -> Tensor:
         y = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16, device=inputs.device)
-        launch.linear(x, w, y, chosen, how, options, acts_factor=ones)
+        if hand is not None and not hand.is_drawn:
+            deal(hand, counts)  # its CTAs count in their items
+        items = None if hand is None else hand.items
+        launch.linear(x, w, y, chosen, how, options, items=items, acts_factor=ones)
         return y
 
     return GemmEntry(
@@ -101,5 +109,5 @@ def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool
     pool.dest[at] = torch.arange(len(places), dtype=torch.int32, device=device)
     pool.weight.fill_(1.0)
     pool.tiles[: len(table)] = torch.tensor(table, dtype=torch.int32, device=device)
-    pool.num_tiles.fill_(len(table))
+    pool.num_tiles[:1].fill_(len(table))
     return pool

@@ -23,6 +23,7 @@ from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.deal import Hand
 from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.hopper.pack import Packed, fits_bf16, fits_e4m3, pack
 from megamoe.kernels.hopper.route import Pool, route
@@ -161,16 +162,18 @@ def run_pass(
     if tile is None:
         tile, _ = tiles(weights.recipe, num_slots / experts, fits_e4m3=how.is_fp8)
     pool = launch.pool(how, num_slots, weights.hidden, experts, tile.tokens, weights.device)
-    _fill(x, weights, how, routing, pool, tile.tokens, rows.shape[1], first_slot, stats, pdl)
+    hand = launch.hand(pool, (made.w13, made.w2), tile)
+    _fill(x, weights, how, routing, pool, hand, tile.tokens, rows.shape[1], first_slot, stats, pdl)
     acts = launch.pool(
         how, num_slots, weights.intermediate, experts, tile.tokens, weights.device, pool
     )
+    first, second = (None, None) if hand is None else hand.each()
     launch.gated(
-        pool, made.w13, acts, tile, how, options, bias=weights.b13,
+        pool, made.w13, acts, tile, how, options, items=first, bias=weights.b13,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
     )  # fmt: skip
     launch.linear(
-        acts, made.w2, rows, tile, how, options, bias=weights.b2,
+        acts, made.w2, rows, tile, how, options, after=made.w13, items=second, bias=weights.b2,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
     )  # fmt: skip
 
@@ -181,6 +184,7 @@ def _fill(
     how: Arithmetic,
     routing: Routing,
     pool: Pool,
+    hand: Hand | None,
     block: int,
     num_dest: int,
     first_slot: int,
@@ -192,8 +196,8 @@ def _fill(
     if isinstance(x, Quantized):
         x, scale, g, is_ready = _ready(x, how)
     route(
-        x, routing, how.acts, pool, block, weights.num_experts, x_scale=scale, g=g, stats=stats,
-        first_slot=first_slot, num_dest=num_dest, is_ready=is_ready,
+        x, routing, how.acts, pool, block, weights.num_experts, hand=hand, x_scale=scale, g=g,
+        stats=stats, first_slot=first_slot, num_dest=num_dest, is_ready=is_ready,
         by_group=how.to_e4m3, pdl=pdl,
     )  # fmt: skip
 

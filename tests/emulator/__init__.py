@@ -6,8 +6,8 @@ not: layouts, fences, the memory model, registers, time. Kernels are taken as th
 Python functions run with `gl`, `mbarrier` and the like replaced by what is here.
 """
 
-from megamoe.kernels.hopper import deal, launch, mega_launch, route
-from megamoe.kernels.portable import combine, dispatch
+from megamoe.kernels.hopper import deal, launch, mega_launch, place, route
+from megamoe.kernels.portable import combine, dispatch, sort
 from tests.emulator import language  # noqa: F401  what kernels get
 from tests.emulator.running import Emulated
 
@@ -15,7 +15,8 @@ KERNELS = tuple(
     (module, name, getattr(module, name))
     for module, name in (
         (launch, "swapped_kernel"), (launch, "straight_kernel"), (mega_launch, "mega_kernel"),
-        (route, "_pool_kernel"), (deal, "_deal_kernel"), (combine, "_combine_kernel"),
+        (route, "_pool_kernel"), (place, "_count_kernel"), (place, "_place_kernel"),
+        (sort, "_scan_kernel"), (deal, "_deal_kernel"), (combine, "_combine_kernel"),
         (dispatch, "_dispatch_kernel"),
     )
 )  # fmt: skip

@@ -161,7 +161,9 @@ def init(barrier, count):
     barrier.count = barrier.pending = count
 
 
-def expect(barrier, size):
+def expect(barrier, size, pred=True):
+    if not pred:
+        return
     with HERE.launch.changed:
         barrier.bytes += size
         barrier.pending -= 1
@@ -182,7 +184,9 @@ def wait(barrier, phase):
     )
 
 
-def async_copy_global_to_shared(descriptor, at, barrier, into):
+def async_copy_global_to_shared(descriptor, at, barrier, into, pred=True):
+    if not pred:
+        return
     block = descriptor.read(at)
     assert into.t.numel() == block.numel() and into.t.dtype == block.dtype
     raw_type = RAW[block.dtype.itemsize]
@@ -234,6 +238,7 @@ LANGUAGE = SimpleNamespace(
     join=join, split=lambda v: v.split(), histogram=histogram, fma=fma, div_rn=div_rn,
     reshape=lambda v, shape: v.reshape(shape), permute=lambda v, order: v.permute(order),
     cumsum=lambda v, axis=0: Value(v.t.cumsum(axis, dtype=v.t.dtype)),
+    gather=lambda v, index, axis: Value(v.t.gather(axis, index.t.long())),
     associative_scan=associative_scan, convert_layout=lambda v, layout, **_: v,
     abs=lambda v: Value(v.t.abs()), exp=lambda v: Value(v.t.exp()),
     cdiv=lambda a, b: (a + b - 1) // b,

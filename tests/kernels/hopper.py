@@ -24,5 +24,6 @@ def shipped_fused(recipe, *, fits=True):
 
 def tile_name(tile):
     if isinstance(tile, Straight):
-        return "straight" + "-dealt" * tile.is_dealt + (f"-ahead{tile.ahead}" if tile.ahead else "")
+        how = "-dealt" * tile.is_dealt + "-drawn" * tile.is_drawn
+        return "straight" + how + (f"-ahead{tile.ahead}" if tile.ahead else "")
     return f"swapped{tile.tokens}" + (f"or{tile.narrow}" if tile.narrow else "")

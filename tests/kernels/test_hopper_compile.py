@@ -32,7 +32,7 @@ SHARED_LIMIT = 232448  # bytes that a CTA of sm_90 may have
 AHEAD = Straight(3, 3, span=24, math_regs=216, decode_regs=56, load_regs=24, ahead=16)
 OFFERED = {  # by recipe: tiles that are not in the table, to be timed beside those that are
     "w4a8_block": (AHEAD, Straight(3, 3, 24, 216, 56, 24, is_dealt=True)),
-    "w8a8": (Straight(4, is_dealt=True),),
+    "w8a8": (Straight(4, is_dealt=True), Straight(4, is_drawn=True)),
 }
 
 
@@ -44,6 +44,10 @@ def widest(recipe, *, fits=True):
 
 def is_ahead(tile):
     return getattr(tile, "ahead", 0) > 0
+
+
+def is_in_waves(tile):
+    return isinstance(tile, Straight) and tile.is_in_waves
 
 
 def cases():
@@ -72,7 +76,8 @@ def cases():
 
 def name(case):
     recipe, fits, tile, linear, activation = case
-    order = "ahead" if is_ahead(tile) else "dealt" if getattr(tile, "is_dealt", False) else ""
+    ways = ("dealt", "drawn")
+    order = "ahead" if is_ahead(tile) else "".join(w for w in ways if getattr(tile, f"is_{w}", 0))
     parts = (recipe, "" if fits else "wide", tile_name(tile), order, linear, activation)
     return "-".join(filter(None, parts))
 
@@ -100,16 +105,11 @@ class Compiler:
         self.made = compile_kernel(self.kernel, args, 90, **constants)
 
 
-def no_deal(tiles, num_tiles, across, ctas, *rest):
-    return torch.empty(ctas, 8, dtype=torch.int32, device=META)
-
-
 def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, intermediate=I):
     """What `launch` would run."""
     kernel = "straight_kernel" if isinstance(tile, Straight) else "swapped_kernel"
     compiler = Compiler(getattr(launch, kernel))
     monkeypatch.setattr(launch, kernel, compiler)
-    monkeypatch.setattr(launch, "deal", no_deal)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     H, I = hidden, intermediate
     how = launch.arithmetic(recipe, fits_e4m3=fits)
@@ -121,6 +121,7 @@ def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, i
         "bias": some if activation else None,
         "acts_factor": some if recipe == "nvfp4" else None,
         "use_pdl": True,
+        "items": torch.empty(132, 8, dtype=torch.int32, device=META) if is_in_waves(tile) else None,
     }
     if linear == "l1":
         w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3)
@@ -167,8 +168,9 @@ def test_decoding_ahead_waits_for_a_bounded_time_and_needs_all_ctas(linear, dept
 def test_the_deal_compiles():
     some = Stand(torch.int32)
     kernel = compile_kernel(
-        _deal_kernel, (some, some, some, 16, 132, 24, 64), 90, CTAS=256, TILES=64, num_warps=8
-    )
+        _deal_kernel, (some, 48, some, 16, 64, 28, 112, 10, 132, 24), 90, CTAS=256,
+        IS_DRAWN=False, E=64, num_warps=4,
+    )  # fmt: skip
     assert resources(kernel)["stack"] == 0
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megamoe.kernels.hopper.deal import ITEM, deal
+from megamoe.kernels.hopper.deal import ITEM, Hand, Width, deal
 from tests.kernels.support import DEVICE, MARKS
 
 pytestmark = MARKS
@@ -25,12 +25,21 @@ def tiles_of(counts):
 
 
 def dealt(counts, across, ctas, span):
-    """The tiles, and the waves of items; what lies behind the last tile is garbage."""
+    """The tiles, and the waves of items."""
     tiles = tiles_of(counts)
-    rows = [(*tile, 77) for tile in tiles] + [(99, 99, 99, 99)] * 5
-    given = torch.tensor(rows, dtype=torch.int32, device=DEVICE)
-    num = torch.tensor([len(tiles)], dtype=torch.int32, device=DEVICE)
-    items = deal(given, num, across, ctas, span, SLABS).view(-1, ctas, ITEM.value).cpu()
+    rows = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+
+    def hand(*widths):
+        made = Hand.empty(rows, widths, ctas, span, len(tiles) + 5)
+        deal(made, rows)
+        return made.each()
+
+    widths = Width(across, SLABS), Width(2 * across, 2 * SLABS)
+    items, others = hand(*widths)
+    for both, width in ((items, widths[0]), (others, widths[1])):
+        (alone,) = hand(width)
+        assert torch.equal(both[:, :5], alone[:, :5])
+    items = items.view(-1, ctas, ITEM.value).cpu()
     waves = -(-len(tiles) * across // ctas)
     assert (items[:waves, :, 6:] == 0).all()  # counters
     return tiles, items[:waves].tolist()
@@ -80,3 +89,17 @@ def test_half_tiles_spread_evenly():
         for cta, item in enumerate(wave):
             halves[cta] += item[0] >= 0 and item[2] - item[1] <= HALF
     assert max(halves) - min(halves) <= 1 and sum(halves) > 32
+
+
+@pytest.mark.parametrize(("counts", "across", "ctas", "span"), CASES)
+def test_items_that_are_drawn_stay_in_their_order_and_name_their_tile(counts, across, ctas, span):
+    tiles = tiles_of(counts)
+    rows = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    hand = Hand.empty(rows, [Width(across, SLABS)], ctas, span, len(tiles) + 1, is_drawn=True)
+    deal(hand, rows)
+    items = hand.items[: len(tiles) * across].tolist()
+    assert [unpacked(item)[2] for item in items] == [i % ctas for i in range(len(items))]
+    assert all(tuple(item[:3]) == tiles[item[6]] for item in items)
+    assert len({(item[6], item[3]) for item in items}) == len(items)
+    experts = [item[0] for item in items]
+    assert experts == sorted(experts)

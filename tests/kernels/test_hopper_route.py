@@ -8,7 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.engine.faults import NONE
 from megamoe.formats.quantize import dequantize
-from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper import launch, place
 from megamoe.kernels.hopper import route as routing
 from megamoe.kernels.hopper.route import max_tiles, num_rows, route
 from megamoe.kernels.portable.dispatch import Routing
@@ -16,7 +16,8 @@ from tests.kernels.support import DEVICE, MARKS
 
 pytestmark = MARKS
 
-SIZES = {"small": (21, 3, 5), "large": (53, 3, 5)}  # tokens, slots each, experts; two chunks
+# Tokens, slots each, experts; two chunks, three.
+SIZES = {"small": (21, 3, 5), "middle": (53, 3, 5), "large": (87, 3, 5)}
 FORMATS = {  # recipe, whether its weights fit E4M3: how tokens are held
     "codes": ("w8a8", True),
     "by_group": ("w4a8_block", True),
@@ -30,8 +31,10 @@ FORMATS = {  # recipe, whether its weights fit E4M3: how tokens are held
 
 @pytest.fixture(autouse=True)
 def _large_begins_early(monkeypatch):
-    """The interpreter is slow: the path for many slots is taken from 65 on."""
+    """The interpreter is slow: the paths for more slots are taken from 65 and 161 on."""
     monkeypatch.setattr(routing, "SMALL", 64)
+    monkeypatch.setattr(place, "MIDDLE", 160)
+    monkeypatch.setattr(place, "LOOK", 64)
 
 
 class Routed:
@@ -85,7 +88,7 @@ class Routed:
             )
             for at in range(0, count, self.block)
         ]
-        assert int(pool.num_tiles) == len(tiles) <= len(pool.tiles)
+        assert int(pool.num_tiles[0]) == len(tiles) <= len(pool.tiles)
         assert pool.tiles[: len(tiles), :3].tolist() == tiles
         assert torch.equal(self.stats.cpu(), self.count + 7)
 
@@ -152,7 +155,7 @@ def test_one_expert_takes_all_or_none_takes_any(size, expert):
     got = Routed(x, torch.full_like(idx, expert), weight, experts, block=16)
     got.check_maps()
     live = idx.numel() if expert >= 0 else 0
-    assert int(got.count.sum()) == live and int(got.pool.num_tiles) == -(-live // 16)
+    assert int(got.count.sum()) == live and int(got.pool.num_tiles[0]) == -(-live // 16)
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -72,13 +72,15 @@ class Ahead:
 
 
 @gluon.jit
-def _await(p, at, value):
+def await_word(p, at, value, given_up):
     """Until words at `at` have reached `value`; all threads of a role call it."""
-    given_up = (p.items + 7).to(gl.int64)
-    gl.inline_asm_elementwise(
-        AWAIT, "=r,l,r,l,l", [at.to(gl.int64), value, given_up, p.ahead.error.to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    addresses = [at.to(gl.int64), value, given_up.to(gl.int64), p.ahead.error.to(gl.int64)]
+    gl.inline_asm_elementwise(AWAIT, "=r,l,r,l,l", addresses, dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _await(p, at, value):
+    await_word(p, at, value, p.items + 7)
 
 
 @gluon.jit

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.device.numbers import Kind
-from megamoe.kernels.hopper.deal import deal
+from megamoe.kernels.hopper.deal import HALF, Hand, Width
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import WIDTH, Packed
 from megamoe.kernels.hopper.route import Pool, max_tiles, num_rows
@@ -71,41 +72,60 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     dest = new(rows, dtype=torch.int64 if is_far else torch.int32)
     return Pool(
         data, scale, dest, new(rows), new(rows),
-        new(max_tiles(slots, experts, block), 4, dtype=torch.int32), new(1, dtype=torch.int32),
+        new(max_tiles(slots, experts, block), 4, dtype=torch.int32), new(4, dtype=torch.int32),
     )  # fmt: skip
 
 
+def hand(pool: Pool, weights: Sequence[Packed], tile: Tile) -> Hand | None:
+    """Room for the items of one or two linears with these weights, where the tile asks for them."""
+    if not isinstance(tile, Straight) or not tile.is_in_waves:
+        return None
+    widths = [Width(-(-w.num_rows // 256), w.data.shape[1]) for w in weights]
+    ctas, most = num_sms(pool.tiles.device), len(pool.tiles)
+    return Hand.empty(pool.tiles, widths, ctas, tile.span, most, is_drawn=tile.is_drawn)
+
+
 def gated(x: Pool, w: Packed, out: Pool, tile: Tile, how: Arithmetic, options: Options,
-          *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
-          error: Tensor | None = None, use_pdl: bool = False) -> None:  # fmt: skip
+          *, items: Tensor | None = None, bias: Tensor | None = None,
+          acts_factor: Tensor | None = None, error: Tensor | None = None,
+          use_pdl: bool = False) -> None:  # fmt: skip
     """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate].
 
-    A wait that is given up, where CTAs wait for each other, sets `error` to -1.
+    items  its own of the `hand` that was dealt
+    error  is set to -1 by a wait that is given up, where CTAs wait for each other
     """
     width = out.data.shape[1]
     run = _straight if isinstance(tile, Straight) else _swapped
     run(
-        x, w, out.data, out.scale, tile, how, width, width, float(options.limit), bias,
-        acts_factor, error, ACTS=how.acts, ACTIVATION=options.activation,
+        x, w, out.data, out.scale, tile, how, width, width, float(options.limit), items, bias,
+        acts_factor, error, 0, ACTS=how.acts, ACTIVATION=options.activation,
         WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
 def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options: Options,
-           *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
+           *, after: Packed | None = None, items: Tensor | None = None,
+           bias: Tensor | None = None, acts_factor: Tensor | None = None,
            error: Tensor | None = None, use_pdl: bool = False) -> None:  # fmt: skip
-    """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
+    """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination.
+
+    With `use_pdl` it may begin before the launch before it ends: items must be older than that.
+
+    after  weights of the L1 that was launched before it
+    """
+    awaited = 0 if after is None else -(-after.num_rows // 256)
     run = _straight if isinstance(tile, Straight) else _swapped
     run(
-        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, bias, acts_factor, error,
-        ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, items, bias, acts_factor,
+        error, awaited, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
+        launch_pdl=use_pdl,
     )  # fmt: skip
 
 
 def _swapped(
     x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Swapped, how: Arithmetic,
-    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
-    acts_factor: Tensor | None, error: Tensor | None, **constants: Any,
+    num_outputs: int, out_width: int, clamp: float, items: Tensor | None, bias: Tensor | None,
+    acts_factor: Tensor | None, error: Tensor | None, awaited: int, **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
     data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
@@ -125,17 +145,14 @@ def _swapped(
 
 def _straight(
     x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Straight, how: Arithmetic,
-    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
-    acts_factor: Tensor | None, error: Tensor | None, *, ACTS: Kind, launch_pdl: bool,
+    num_outputs: int, out_width: int, clamp: float, items: Tensor | None, bias: Tensor | None,
+    acts_factor: Tensor | None, error: Tensor | None, awaited: int, *, ACTS: Kind,
     **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
     ctas, some = num_sms(x.data.device), x.num_tiles
-    items = fp4 = fp4_scale = ring = some
-    is_dealt = tile.is_dealt or tile.ahead > 0
-    if is_dealt:
-        across = -(-num_outputs // (128 if w.is_gated else 256))
-        items = deal(x.tiles, x.num_tiles, across, ctas, tile.span, w.data.shape[1])
+    fp4 = fp4_scale = ring = some
+    assert (items is not None) == tile.is_in_waves
     if tile.ahead:
         assert w.scale is not None and tile.ahead % 4 == 0 and width // 256 < ctas
         chunk = 2 if width % 512 else 4  # K blocks that are decoded together
@@ -147,15 +164,15 @@ def _straight(
         constants["CHUNK"] = chunk
     else:
         data, scale = weight_descriptors(w, 1, 256)
-        constants |= {"launch_pdl": launch_pdl, "CHUNK": 0}
+        constants["CHUNK"] = 0
     straight_kernel[(ctas,)](
-        data, scale, token_descriptor(x.data, tile.tokens), scale_descriptor(x.scale, tile.tokens),
+        data, scale, token_descriptor(x.data, HALF.value), scale_descriptor(x.scale, tile.tokens),
         or_some(w.factor, some), or_some(bias, some), x.weight, x.dest, out, out_scale, x.tiles,
-        x.num_tiles, items, fp4, fp4_scale, ring, or_some(error, some), rows, width // 128,
-        num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
-        DECODED=w.kind == "e4m3_image", DEALT=is_dealt, DEPTH=tile.ahead, GATED=w.is_gated,
-        HAS_BIAS=bias is not None, STAGES=tile.stages, IMAGES=tile.images,
-        SPAN=0 if is_dealt else tile.span, MATH_REGS=tile.math_regs,
+        x.num_tiles, awaited, or_some(items, some), fp4, fp4_scale, ring, or_some(error, some),
+        rows, width // 128, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
+        DECODED=w.kind == "e4m3_image", DEALT=tile.is_in_waves, DRAWN=tile.is_drawn,
+        DEPTH=tile.ahead, GATED=w.is_gated, HAS_BIAS=bias is not None, STAGES=tile.stages,
+        IMAGES=tile.images, SPAN=0 if tile.is_in_waves else tile.span, MATH_REGS=tile.math_regs,
         DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
     )  # fmt: skip
 

@@ -40,6 +40,11 @@ class Packed:
     width: int  # K before padding
     is_gated: bool
 
+    @property
+    def num_rows(self) -> int:
+        """Weight rows that are multiplied: L1's outputs are as many as L2's K, padded."""
+        return 2 * align_up(self.num_outputs, WIDTH) if self.is_gated else self.num_outputs
+
 
 def pack(w: Quantized, *, to_e4m3: bool) -> Packed:
     """`w` [E, 2, I, H] (L1) or [E, H, I] (L2). `to_e4m3` asks for images that decode to E4M3."""

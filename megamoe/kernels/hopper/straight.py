@@ -24,19 +24,14 @@ from megamoe.kernels.hopper.ahead import (
     load_decoded,
     load_jobs,
     tell_jobs,
-    tell_read,
-    tell_rest,
 )
-from megamoe.kernels.hopper.deal import end_item, tile_at
+from megamoe.kernels.hopper.deal import HALF, end_item
 from megamoe.kernels.hopper.images import decode, load_images
+from megamoe.kernels.hopper.meet import publish_stores
 from megamoe.kernels.hopper.notes import (
-    EARLY,
     Notes,
     allocate_notes,
-    fetch_notes,
     have_read,
-    tell_notes,
-    tell_tile,
     told_tile,
     wait_for_notes,
 )
@@ -58,6 +53,7 @@ from megamoe.kernels.hopper.straight_epilogue import (
     finish_linear,
     halves,
 )
+from megamoe.kernels.hopper.straight_load import draw_tokens, load_tokens, load_weights
 
 
 @record
@@ -80,6 +76,7 @@ class Work:
     image_full: gl.shared_memory_descriptor
     image_empty: gl.shared_memory_descriptor
     met: gl.shared_memory_descriptor
+    drawn: gl.shared_memory_descriptor  # a letter is there for who brings weights
     notes: Notes
     factor: gl.tensor
     bias: gl.tensor
@@ -89,6 +86,7 @@ class Work:
     out_scale: gl.tensor
     tiles: gl.tensor
     num_tiles: gl.tensor
+    awaited: gl.tensor  # L2, DRAWN: row tiles of L1
     items: gl.tensor  # DEALT: who does which tile (`deal`)
     ahead: Ahead
     pool_rows: gl.tensor
@@ -101,6 +99,7 @@ class Work:
     clamp: gl.tensor
     DECODED: gl.constexpr  # weights are FP4: a factor per row
     DEALT: gl.constexpr
+    DRAWN: gl.constexpr  # CTAs draw their tiles
     GATED: gl.constexpr
     HAS_BIAS: gl.constexpr
     WEIGHTED: gl.constexpr
@@ -108,61 +107,6 @@ class Work:
     STAGES: gl.constexpr
     IMAGES: gl.constexpr  # stages of the ring of FP4 images
     SPAN: gl.constexpr
-
-
-@gluon.jit
-def load_weights(p):
-    """E4M3 rows into the stages."""
-    idx = 0
-    phase = 1
-    for item in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
-        expert, row, end, across = tile_at(p, item)
-        for k in range(p.steps):
-            ready = p.full.index(idx)
-            mbarrier.wait(p.empty.index(idx), phase)
-            mbarrier.expect(ready, ROWS * 128)
-            if p.GATED:
-                tma.async_copy_global_to_shared(
-                    p.w, [expert, across * 16, 0, 0, k * 128], ready, p.w_bufs.index(idx)
-                )
-            else:
-                tma.async_copy_global_to_shared(
-                    p.w, [expert, across * ROWS, k * 128], ready, p.w_bufs.index(idx)
-                )
-            idx, phase = advance(idx, phase, p.STAGES)
-
-
-@gluon.jit
-def load_tokens(p):
-    """Tokens of each tile, their scales and notes; tells what is read of weights decoded ahead."""
-    idx = 0
-    phase = 1
-    done = 0
-    early = gl.maximum(p.steps - 1 - EARLY, 0)
-    block = 1 - p.STAGES  # K blocks that have left the stages, over all tiles
-    wait_for_launch()
-    for item in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
-        expert, row, end, across = tile_at(p, item)
-        tell_tile(p, done, expert, across, row, end)
-        for k in range(p.steps):
-            if k == early:
-                fetch_notes(p, done, expert, across, row, end)
-            if k == p.steps - 1:
-                tell_notes(p)
-            ready = p.full.index(idx)
-            mbarrier.wait(p.empty.index(idx), phase)
-            mbarrier.expect(ready, TOKENS * 128 + TOKENS * 4)
-            tma.async_copy_global_to_shared(p.x, [row, k * 128], ready, p.x_bufs.index(idx))
-            tma.async_copy_global_to_shared(
-                p.x_scale, [k * p.pool_rows + row], ready, p.xs_bufs.index(idx)
-            )
-            idx, phase = advance(idx, phase, p.STAGES)
-            if p.ahead.DEPTH:
-                tell_read(p, block)
-                block += 1
-        done += 1
-    if p.ahead.DEPTH:
-        tell_rest(p, block, idx, phase)
 
 
 @gluon.jit
@@ -215,17 +159,16 @@ def multiply(p, expert, across, idx, phase, BOTH: gl.constexpr, WG: gl.constexpr
     for k in range(p.steps):
         if not p.DECODED:
             next_one, next_two = block_factors(p, expert, across, k + 1, WG)
-        x = p.x_bufs.index(idx)
         w = p.w_bufs.index(idx).reshape([ROWS, 128]).slice(WG * 128, 128, 0).permute((1, 0))
         scales = p.xs_bufs.index(idx)
         mbarrier.wait(p.full.index(idx), phase)
-        part = warpgroup_mma(x.slice(0, 64, 0), w, part, use_acc=False, is_async=True)
+        part = warpgroup_mma(p.x_bufs.index(2 * idx), w, part, use_acc=False, is_async=True)
         scale_low = scales.slice(0, 64, 0).load(ROW)
         scale_high = scales.slice(64, 64, 0).load(ROW)
         part = warpgroup_mma_wait(0, deps=[part])
         low, low_up = promoted(p, low, low_up, part, scale_low, one, two)
         if BOTH:
-            part = warpgroup_mma(x.slice(64, 64, 0), w, part, use_acc=False, is_async=True)
+            part = warpgroup_mma(p.x_bufs.index(2 * idx + 1), w, part, use_acc=False, is_async=True)
             part = warpgroup_mma_wait(0, deps=[part])
         fence_async_shared()
         mbarrier.arrive(p.empty.index(idx), count=1)
@@ -239,55 +182,70 @@ def multiply(p, expert, across, idx, phase, BOTH: gl.constexpr, WG: gl.constexpr
 
 
 @gluon.jit
+def compute(p, done, expert, across, first, end, idx, phase, WG: gl.constexpr):
+    """The CTA's tile number `done`, from the stages to memory."""
+    if first + 64 < end:
+        low, low_up, high, high_up, idx, phase = multiply(p, expert, across, idx, phase, True, WG)
+    else:
+        low, low_up, high, high_up, idx, phase = multiply(p, expert, across, idx, phase, False, WG)
+    wait_for_notes(p, done)
+    if p.GATED:
+        low = activated(p, low, low_up, expert, across, first, end, 0, WG)
+        high = activated(p, high, high_up, expert, across, first, end, 1, WG)
+        low_bits = gl.max(abs_bits(low), 1)
+        high_bits = gl.max(abs_bits(high), 1)
+        turn = done & 1
+        mine = p.amax.index(turn * 2 + WG)
+        mine.slice(0, 64, 0).store(low_bits)
+        mine.slice(64, 64, 0).store(high_bits)
+        mbarrier.arrive(p.met.index(turn), count=1)
+        mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
+        LAYOUT: gl.constexpr = low_bits.type.layout
+        other = p.amax.index(turn * 2 + 1 - WG)
+        low_bits = gl.maximum(low_bits, other.slice(0, 64, 0).load(LAYOUT))
+        high_bits = gl.maximum(high_bits, other.slice(64, 64, 0).load(LAYOUT))
+        finish_gated(p, low, low_bits, across, first, end, 0, WG)
+        finish_gated(p, high, high_bits, across, first, end, 1, WG)
+        if p.DRAWN:
+            publish_stores()
+            gl.thread_barrier()
+    else:
+        finish_linear(p, low, across, first, end, 0, WG)
+        finish_linear(p, high, across, first, end, 1, WG)
+    have_read(p, done)
+    return idx, phase
+
+
+@gluon.jit
 def math(p, WG: gl.constexpr):
     """One warpgroup: 128 weight rows of every tile of this CTA."""
     idx = 0
     phase = 0
     done = 0
-    wait_for_launch()
-    for _ in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
+    if p.DRAWN:
         mbarrier.wait(p.full.index(idx), phase)
         expert, across, first, end = told_tile(p, done)
-        if first + 64 < end:
-            low, low_up, high, high_up, idx, phase = multiply(
-                p, expert, across, idx, phase, True, WG
-            )
-        else:
-            low, low_up, high, high_up, idx, phase = multiply(
-                p, expert, across, idx, phase, False, WG
-            )
-        wait_for_notes(p, done)
-        if p.GATED:
-            low = activated(p, low, low_up, expert, across, first, end, 0, WG)
-            high = activated(p, high, high_up, expert, across, first, end, 1, WG)
-            low_bits = gl.max(abs_bits(low), 1)
-            high_bits = gl.max(abs_bits(high), 1)
-            turn = done & 1
-            mine = p.amax.index(turn * 2 + WG)
-            mine.slice(0, 64, 0).store(low_bits)
-            mine.slice(64, 64, 0).store(high_bits)
-            mbarrier.arrive(p.met.index(turn), count=1)
-            mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
-            LAYOUT: gl.constexpr = low_bits.type.layout
-            other = p.amax.index(turn * 2 + 1 - WG)
-            low_bits = gl.maximum(low_bits, other.slice(0, 64, 0).load(LAYOUT))
-            high_bits = gl.maximum(high_bits, other.slice(64, 64, 0).load(LAYOUT))
-            finish_gated(p, low, low_bits, across, first, end, 0, WG)
-            finish_gated(p, high, high_bits, across, first, end, 1, WG)
-        else:
-            finish_linear(p, low, across, first, end, 0, WG)
-            finish_linear(p, high, across, first, end, 1, WG)
-        have_read(p, done)
-        done += 1
+        while expert >= 0:
+            idx, phase = compute(p, done, expert, across, first, end, idx, phase, WG)
+            done += 1
+            mbarrier.wait(p.full.index(idx), phase)
+            expert, across, first, end = told_tile(p, done)
+    else:
+        wait_for_launch()
+        for _ in range(gl.program_id(0), end_item(p), gl.num_programs(0)):
+            mbarrier.wait(p.full.index(idx), phase)
+            expert, across, first, end = told_tile(p, done)
+            idx, phase = compute(p, done, expert, across, first, end, idx, phase, WG)
+            done += 1
 
 
-@gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
+@gluon.jit(do_not_specialize=["awaited", "pool_rows", "steps", "factor_rows", "factor_cols"])
 def straight_kernel(
     w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
-    items, fp4, fp4_scale, ring, error,
+    awaited, items, fp4, fp4_scale, ring, error,
     pool_rows, steps, num_outputs, out_width, factor_rows, factor_cols, clamp, num_biases,
-    DECODED: gl.constexpr, DEALT: gl.constexpr, DEPTH: gl.constexpr, CHUNK: gl.constexpr,
-    GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
+    DECODED: gl.constexpr, DEALT: gl.constexpr, DRAWN: gl.constexpr, DEPTH: gl.constexpr,
+    CHUNK: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
     MATH_REGS: gl.constexpr, DECODE_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
@@ -303,7 +261,7 @@ def straight_kernel(
         w_bufs = gl.allocate_shared_memory(gl.float8e4nv, shape, w.layout)
         image = w_bufs
         image_scale = w_bufs
-    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TOKENS, 128], x.layout)
+    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, HALF, 128], x.layout)
     xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], x_scale.layout)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     amax = gl.allocate_shared_memory(gl.int32, [4, TOKENS], flat)
@@ -333,18 +291,21 @@ def straight_kernel(
         image_empty = barriers(IMAGES, 1)
     if GATED:
         met = barriers(2, 2)
+    drawn = full
+    if DRAWN:
+        drawn = barriers(2, 1)
     FACTOR: gl.constexpr = "row" if DECODED else "none"
     # L1's biases, gate's and up's apart, would take a register more than there is.
     notes = allocate_notes(row_dest, ROWS, TOKENS, 2, FACTOR, HAS_BIAS and not GATED)
-    if GATED or DEALT:
+    if GATED or DEPTH:  # else only weights and items are read before roles wait
         wait_for_launch()
     allow_next_launch()
     p = Work(
         w, w_scale, x, x_scale, w_bufs, image, image_scale, x_bufs, xs_bufs, amax, turn, full,
-        empty, image_full, image_empty, met, notes, factor, bias, row_weight, row_dest, out,
-        out_scale, tiles, num_tiles, items, ahead, pool_rows, steps, num_outputs, num_biases,
-        out_width, factor_rows, factor_cols, clamp, DECODED, DEALT, GATED, HAS_BIAS, WEIGHTED,
-        ACTIVATION, STAGES, IMAGES, SPAN,
+        empty, image_full, image_empty, met, drawn, notes, factor, bias, row_weight, row_dest, out,
+        out_scale, tiles, num_tiles, awaited, items, ahead, pool_rows, steps, num_outputs,
+        num_biases, out_width, factor_rows, factor_cols, clamp, DECODED, DEALT, DRAWN, GATED,
+        HAS_BIAS, WEIGHTED, ACTIVATION, STAGES, IMAGES, SPAN,
     )  # fmt: skip
     if DEPTH:
         gl.warp_specialize(
@@ -357,6 +318,11 @@ def straight_kernel(
             [(math, (p, 0)), (math, (p, 1)), (decode, (p,)), (load_images, (p,)),
              (load_tokens, (p,))],
             [4, 4, 1, 1], [MATH_REGS, DECODE_REGS, LOAD_REGS, LOAD_REGS],
+        )  # fmt: skip
+    elif DRAWN:
+        gl.warp_specialize(
+            [(math, (p, 0)), (math, (p, 1)), (load_weights, (p,)), (draw_tokens, (p,))],
+            [4, 1, 1], [MATH_REGS, LOAD_REGS, LOAD_REGS],
         )  # fmt: skip
     else:
         gl.warp_specialize(

@@ -116,22 +116,11 @@ def _place_kernel(
             tl.store(num_tiles, live)
 
 
-def count_slots(
-    idx: Tensor,
-    counts: Tensor,
-    chunk_counts: Tensor,
-    stats: Tensor | None,
-    *,
-    pdl: bool = False,
+def scan_counts(
+    chunk_counts: Tensor, counts: Tensor, stats: Tensor | None, *, pdl: bool = False
 ) -> None:
-    """Rows per expert [E], and before each chunk of slots [chunks, E]; two launches."""
-    num_slots, num_experts = idx.numel(), counts.numel()
-    num_chunks = triton.cdiv(num_slots, CHUNK)
-    experts = max(triton.next_power_of_2(num_experts), 2)
-    _count_kernel[(num_chunks,)](
-        idx, chunk_counts, num_slots, num_experts, CHUNK=CHUNK, E=experts, num_warps=1,
-        **overlap(pdl),
-    )  # fmt: skip
+    """Each expert's counts of the chunks [chunks, E] to those before a chunk, in place; totals."""
+    num_chunks, num_experts = chunk_counts.shape
     _scan_kernel[(num_experts,)](
         chunk_counts, counts, stats if stats is not None else counts, num_chunks, num_experts,
         HAS_STATS=stats is not None, CHUNKS=max(triton.next_power_of_2(num_chunks), 2),
@@ -146,17 +135,20 @@ def sort_slots(
     num_slots, num_experts = idx.numel(), order.counts.numel()
     num_chunks = triton.cdiv(num_slots, CHUNK)
     tiles = order.tile_idx_to_group_idx.numel()
-    experts = triton.next_power_of_2(num_experts)
+    experts = max(triton.next_power_of_2(num_experts), 2)
     if num_slots == 0:
         order.counts.zero_()
         order.num_non_exiting_tiles.zero_()
         return
     scratch = order.chunk_counts
-    count_slots(idx, order.counts, scratch, stats, pdl=pdl)
+    _count_kernel[(num_chunks,)](
+        idx, scratch, num_slots, num_experts, CHUNK=CHUNK, E=experts, num_warps=1, **overlap(pdl)
+    )
+    scan_counts(scratch, order.counts, stats, pdl=pdl)
     grid = (num_chunks + triton.cdiv(tiles, CHUNK),)
     _place_kernel[grid](
         idx, scratch, order.counts, order.permuted_idx_to_expanded_idx,
         order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
         num_slots, num_chunks, num_experts, tiles,
-        TILE_M=order.tile_m, CHUNK=CHUNK, E=max(experts, 2), num_warps=4, **overlap(pdl),
+        TILE_M=order.tile_m, CHUNK=CHUNK, E=experts, num_warps=4, **overlap(pdl),
     )  # fmt: skip

@@ -45,12 +45,20 @@ class Straight:
     math_regs: int = 232
     decode_regs: int = 0  # of the warpgroup that decodes FP4
     load_regs: int = 40
-    is_dealt: bool = False  # a launch before it deals the tiles, so that half ones spread evenly
+    is_dealt: bool = False  # tiles are dealt before the launch, so that half ones spread evenly
+    is_drawn: bool = False  # CTAs draw their tiles, and L2 follows L1 tile by tile; w8a8
     ahead: int = 0  # K blocks of each ring that FP4 is decoded into once for many tiles; dealt too
     tokens: int = 128
 
+    @property
+    def is_in_waves(self) -> bool:
+        """Whether its items are written down before the launch."""
+        return self.is_dealt or self.is_drawn or self.ahead > 0
+
     def __str__(self) -> str:
-        how = f", decoded {self.ahead} blocks ahead" if self.ahead else ", dealt" * self.is_dealt
+        how = ", dealt" * self.is_dealt + ", drawn" * self.is_drawn
+        if self.ahead:
+            how = f", decoded {self.ahead} blocks ahead"
         return f"{self.tokens}x256 tokens x rows, tokens first, {self.stages} stages{how}"
 
 
@@ -75,9 +83,9 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
     (("w8a8",),       9.75, (16, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       22.5, (32, 4, 1, 1),       "as w4a8_block; not measured apart"),
     (("w8a8",),       40.0, (64, 2, 2, 1),       "as w4a8_block; not measured apart"),
-    (("w8a8",),       110.0, Straight(4),        "flash at 512 tokens 279-281 us, 300 dealt"),
-    (("w8a8",),       1000.0, Straight(4, is_dealt=True), "half tiles spread evenly: v3 at 2048 tokens 1475 us, 1582 by turns; flash 718 and 764"),
-    (("w8a8",),       INF,  Straight(4),         "1176-1223 TFLOP/s on whole tiles; v3 at 8192 tokens 5716 us, 5841 dealt"),
+    (("w8a8",),       200.0, Straight(4, is_drawn=True), "L2 follows L1 tile by tile: v3 at 512 tokens 504 us, 523 dealt; pro 817-843, 866 by turns; flash 262-267, 270"),
+    (("w8a8",),       300.0, Straight(4, is_dealt=True), "two tiles share their weights while they run side by side: pro at 2048 tokens 1766-1835 us, 1852-1886 drawn"),
+    (("w8a8",),       INF,  Straight(4, span=16, is_drawn=True), "pro at 8192 tokens 6361 us, 6547 with 8 tiles together, 6441-6604 dealt; v3 5837 and 5781-5879; flash at 2048 650, 672 dealt"),
     (_BF16,           4.0,  (8, 4, 1, 1),        "the narrowest tile that covers a busy expert"),
     (_BF16,           9.75, (16, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
     (_BF16,           22.5, (32, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
@@ -87,7 +95,8 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
 # An FP4 layer whose exponents do not fit E4M3 multiplies in BF16 and still promotes every 128.
 WIDE_RANGE: tuple[tuple[float, tuple[int, ...], str], ...] = (
     (4.0,  (8, 4, 1, 1),  "exact path for exponents that E4M3 lacks"),
-    (INF,  (32, 4, 1, 1), "exact path for exponents that E4M3 lacks; a tile of 64 tokens was wrong on an H200"),
+    (22.5, (32, 4, 1, 1), "exact path for exponents that E4M3 lacks"),
+    (INF,  (64, 2, 2, 1), "exact path for exponents that E4M3 lacks"),
 )
 # fmt: on
 

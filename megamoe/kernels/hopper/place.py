@@ -1,0 +1,201 @@
+"""Where the row of each slot lies in the expert-sorted pool, and the tiles of the GEMMs.
+
+Rows of one expert lie together in slot order and start at a multiple of ALIGN (TMA reads scales in
+whole 16 bytes). A tile is (expert, first row, end row). Up to MIDDLE slots one launch does it, each
+program counting for itself; above that two more check and count. Nothing is read back.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamoe.kernels.device.compat import after_previous, overlap
+from megamoe.kernels.hopper.deal import Hand, deal_wave, first_above, first_rows
+from megamoe.kernels.portable.routing import Routing, legal_or
+from megamoe.kernels.portable.sort import CHUNK, scan_counts
+
+MIDDLE = 4096  # slots
+LOOK = 2048  # slots that are counted together
+
+
+@triton.jit
+def legal(
+    idx, weights, at, used, num_valid, num_experts, TOP_K: tl.constexpr, HAS_COUNT: tl.constexpr
+):
+    """(expert or -1, weight, whether it was neither legal nor masked) of slots `at`."""
+    expert = legal_or(tl.load(idx + at, mask=used, other=-1), num_experts)
+    weight = tl.load(weights + at, mask=used, other=0.0)
+    if HAS_COUNT:
+        expert = tl.where(at // TOP_K < tl.load(num_valid), expert, -1)
+    finite = tl.abs(weight) < float("inf")
+    bad = (expert < -1) | ((expert >= 0) & (finite == 0))
+    keep = (expert >= 0) & (bad == 0)
+    return tl.where(keep, expert, -1), tl.where(keep, weight, 0.0), bad & used
+
+
+@triton.jit
+def note_bad(bad, at, error):
+    """The first slot that is neither legal nor masked."""
+    first = tl.min(tl.where(bad, at, 2147483647))
+    if first < 2147483647:
+        tl.atomic_min(error, first)
+
+
+@triton.jit
+def rank(experts, other, mine, slot):
+    """How many of the slots `other` come before `slot` and have the same expert."""
+    same = (experts[None, :] == mine[:, None]) & (other[None, :] < slot[:, None])
+    return tl.sum(same.to(tl.int32), 1)
+
+
+@triton.jit
+def write_tiles(count, first_row, tiles, num_tiles, BLOCK: tl.constexpr):
+    """One program: rows per expert to tiles; the words that `draw` counts in are zero."""
+    SOME: tl.constexpr = 128
+    blocks = (count + BLOCK - 1) // BLOCK
+    last = tl.cumsum(blocks, 0)
+    total = tl.sum(blocks, 0)
+    word = tl.arange(0, 4)
+    tl.store(num_tiles + word, tl.where(word == 0, total, 0))
+    for start in tl.range(0, total, SOME):
+        tile = start + tl.arange(0, SOME)
+        mask = tile < total
+        expert = first_above(last, tl.where(mask, tile, 0))
+        number = tile - (tl.gather(last, expert, 0) - tl.gather(blocks, expert, 0))
+        begin = tl.gather(first_row, expert, 0)
+        row = begin + number * BLOCK
+        tl.store(tiles + tile * 4, expert, mask=mask)
+        tl.store(tiles + tile * 4 + 1, row, mask=mask)
+        end = tl.minimum(row + BLOCK, begin + tl.gather(count, expert, 0))
+        tl.store(tiles + tile * 4 + 2, end, mask=mask)
+        tl.store(tiles + tile * 4 + 3, tile * 0, mask=mask)
+
+
+@triton.jit
+def _count_kernel(
+    idx, weights, num_valid, chunk_counts, num_slots, num_experts,
+    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Program: a chunk of slots, counted."""
+    after_previous()
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    expert, _, _ = legal(idx, weights, at, at < num_slots, num_valid, num_experts, TOP_K, HAS_COUNT)
+    column = tl.arange(0, E)
+    counts = tl.histogram(tl.maximum(expert, 0), E, mask=expert >= 0)
+    tl.store(chunk_counts + chunk * num_experts + column, counts, mask=column < num_experts)
+
+
+@triton.jit(
+    do_not_specialize=["across1", "slabs1", "across2", "slabs2", "first_waves", "ctas", "span"]
+)
+def _place_kernel(
+    idx, weights, num_valid, error, idx_out, weights_out, g, g_stride, chunk_counts, counts, stats,
+    rows, dest, weight, factor, tiles, num_tiles,
+    num_slots, num_experts, first_slot, num_dest, items, across1, slabs1, across2, slabs2,
+    first_waves, ctas, span,
+    CTAS: tl.constexpr, IS_DRAWN: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
+    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr,
+    LOOK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """Program: the slots of a chunk, checked, and their rows. Behind those the tiles, the waves."""
+    after_previous()
+    chunk = tl.program_id(0)
+    at = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = at < num_slots
+    mine, share, bad = legal(idx, weights, at, inside, num_valid, num_experts, TOP_K, HAS_COUNT)
+    expert = tl.arange(0, E)
+    is_there = expert < num_experts
+    if IS_COUNTED:
+        count = tl.load(counts + expert, mask=is_there, other=0)
+        known = is_there & (chunk * CHUNK < num_slots)
+        before = tl.load(chunk_counts + chunk * num_experts + expert, mask=known, other=0)
+    else:
+        both = tl.zeros([2 * E], tl.int32)  # of slots before the chunk, and of the others
+        for start in tl.range(0, num_slots, LOOK):
+            other = start + tl.arange(0, LOOK)
+            theirs, _, _ = legal(
+                idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, HAS_COUNT
+            )
+            place = tl.maximum(theirs, 0) + tl.where(other < chunk * CHUNK, 0, E)
+            both += tl.histogram(place, 2 * E, mask=theirs >= 0)
+        before, behind = tl.split(tl.permute(tl.reshape(both, (2, E)), (1, 0)))
+        count = before + behind
+    first_row = first_rows(count)
+    number = chunk - tl.cdiv(num_slots, CHUNK)  # of the programs that have no slots
+    if number > 0:
+        if CTAS:
+            deal_wave(
+                number - 1, count, first_row, items, across1, slabs1, across2, slabs2, first_waves,
+                ctas, span, CTAS, IS_DRAWN,
+            )  # fmt: skip
+    elif number == 0:
+        if HAS_STATS and not IS_COUNTED:
+            seen = tl.load(stats + expert, mask=is_there)
+            tl.store(stats + expert, seen + count, mask=is_there)
+        write_tiles(count, first_row, tiles, num_tiles, BLOCK)
+    else:
+        tl.store(idx_out + at, mine, mask=inside)
+        tl.store(weights_out + at, share, mask=inside)
+        note_bad(bad, at, error)
+        used = mine >= 0
+        row = tl.gather(first_row + before, tl.maximum(mine, 0), 0) + rank(mine, at, mine, at)
+        tl.store(rows + at, tl.where(used, row, -1), mask=inside)
+        token = at // TOP_K
+        tl.store(dest + row, token * num_dest + first_slot + at % TOP_K, mask=used)
+        tl.store(weight + row, share, mask=used)
+        if HAS_G:
+            tl.store(factor + row, tl.load(g + token * g_stride, mask=used), mask=used)
+
+
+def place(
+    routing: Routing,
+    num_experts: int,
+    block: int,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    *,
+    hand: Hand | None,
+    g: Tensor | None,
+    g_stride: int,
+    stats: Tensor | None,
+    first_slot: int,
+    num_dest: int,
+    pdl: bool,
+) -> Tensor:
+    """int32: the row of each slot, -1 of masked ones.
+
+    Fills `tensors`: per row its destination, weight and global scale; tiles of `block` rows, and
+    how many there are. Deals `hand`, if there is one.
+    """
+    idx, weights, num_valid = routing.topk_idx, routing.topk_weights, routing.num_valid
+    slots, top_k, some = idx.numel(), idx.shape[1], tensors[-1]
+    chunks = triton.cdiv(slots, CHUNK)
+    is_counted = slots > MIDDLE
+    sizes = {
+        "HAS_COUNT": num_valid is not None, "TOP_K": top_k, "CHUNK": CHUNK,
+        "E": max(triton.next_power_of_2(num_experts), 2),
+    }  # fmt: skip
+    valid = some if num_valid is None else num_valid
+    rows = some.new_empty(slots)
+    counts = chunk_counts = some
+    if is_counted:
+        counts, chunk_counts = some.new_empty(num_experts), some.new_empty(chunks, num_experts)
+        _count_kernel[(chunks,)](
+            idx, weights, valid, chunk_counts, slots, num_experts, num_warps=1, **sizes,
+            **overlap(pdl),
+        )  # fmt: skip
+        scan_counts(chunk_counts, counts, stats, pdl=pdl)
+    waves = 0 if hand is None else sum(hand.waves)
+    _place_kernel[(chunks + 1 + waves,)](
+        idx, weights, valid, routing.error, routing.idx, routing.weights, some if g is None else g,
+        g_stride, chunk_counts, counts, some if stats is None else stats, rows, *tensors,
+        slots, num_experts, first_slot, num_dest,
+        *((some, 0, 0, 0, 0, 0, 0, 0) if hand is None else hand.arguments()),
+        CTAS=0 if hand is None else triton.next_power_of_2(hand.ctas),
+        IS_DRAWN=hand is not None and hand.is_drawn, HAS_G=g is not None,
+        HAS_STATS=stats is not None, IS_COUNTED=is_counted, LOOK=LOOK, BLOCK=block, num_warps=8,
+        **sizes, **overlap(pdl),
+    )  # fmt: skip
+    return rows
