@@ -8,10 +8,14 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import hopper
-from megamoe.engine.faults import Faults
+from megamoe.engine.faults import NONE, Faults
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.route import route
+from megamoe.kernels.portable.routing import Routing
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
+from megamoe.schedule.heuristics.hopper_tiles import Straight
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.support import error
 
@@ -347,3 +351,23 @@ def test_20000_launches_of_each_kernel_show_no_mismatch(recipe, tile, monkeypatc
             torch.cuda.synchronize()  # launches of graphs queue up without a bound otherwise
     assert int(wrong) == 0
     found.check(K)
+
+
+def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
+    w, tile = plain("w8a8"), Straight(4, is_drawn=True)
+    made, device = hopper.prepared(w), torch.device("cuda")
+    inputs = x, idx, weight = tokens(200, "w8a8")
+    error_word = torch.full((1,), NONE, dtype=torch.int32, device=device)
+    routing = Routing(idx, weight, idx.int(), weight.clone(), error_word, None)
+    sizes = idx.numel(), E, tile.tokens, device
+    pool = launch.pool(made.how, sizes[0], H, *sizes[1:])
+    hand = launch.hand(pool, (made.w13, made.w2), tile)
+    route(x, routing, made.how.acts, pool, tile.tokens, E, hand=hand)
+    acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
+    rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
+    launch.linear(
+        acts, made.w2, rows, tile, made.how, Options(), after=made.w13, items=hand.each()[1],
+        error=error_word,
+    )  # fmt: skip
+    assert int(error_word) == -1
+    assert_agrees(moe(*inputs, w), inputs, w)
