@@ -113,7 +113,7 @@ def hopper_layer(recipe: str) -> None:
 
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
     found = faults.Faults(DEVICE)
-    picked = dict.fromkeys(tiles(recipe, rows)[0] for rows in (8, 100, 500, 2000))
+    picked = dict.fromkeys(tiles(recipe, rows)[0] for rows in (8, 100, 250, 500, 2000))
     for tile in picked:
         num = 21 if tile.tokens < 64 else 300
         idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
