@@ -125,7 +125,7 @@ def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe
 def test_all_tiles_have_the_same_bits(recipe):
     w, inputs = weights_of(recipe, 3, True, 512, 256), tokens(150, 3, hidden=512, skew="zipf")
     first, *others = [stage(inputs, w, tile) for tile in shipped(recipe)[2:]]
-    assert len(others) > 1 and all(torch.equal(first, other) for other in others)
+    assert len(others) > 2 and all(torch.equal(first, other) for other in others)
     assert_agrees(first, inputs, w)
 
 
