@@ -2,7 +2,7 @@
 
 Rows of one expert lie together in slot order and start at a multiple of ALIGN (TMA reads scales in
 whole 16 bytes). A tile is (expert, first row, end row). Up to MIDDLE slots one launch does it, each
-program counting for itself; above that two more check and count. Nothing is read back.
+program counting for itself; above that two more count. Nothing is read back.
 """
 
 from __future__ import annotations
