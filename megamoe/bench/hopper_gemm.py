@@ -20,7 +20,7 @@ from megamoe.schedule.heuristics.hopper_tiles import TILES, Tile, tile_of
 
 if TYPE_CHECKING:
     from megamoe.kernels.hopper.launch import Arithmetic
-    from megamoe.kernels.hopper.route import Pool
+    from megamoe.kernels.hopper.pool import Pool
 
 
 def tile_for(recipe: str, shape: GemmShape) -> Tile:
@@ -55,13 +55,13 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None
     counts = torch.tensor(shape.rows, dtype=torch.int32, device=inputs.device)
     hand = launch.hand(x, (w,), chosen)
-    if hand is not None:
-        deal(hand, counts)
+    if hand is not None and hand.is_drawn:
+        deal(hand, counts)  # once, like the list of tiles: nobody writes to them
 
     def run() -> Tensor:
         y = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16, device=inputs.device)
         if hand is not None and not hand.is_drawn:
-            deal(hand, counts)  # its CTAs count in their items
+            deal(hand, counts)  # CTAs count in them
         items = None if hand is None else hand.items
         launch.linear(x, w, y, chosen, how, options, items=items, acts_factor=ones)
         return y
@@ -82,7 +82,7 @@ def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool
     """The rows as `route` would leave them: sorted by group, row i of the result at place i."""
     from megamoe.kernels.device.columns import by_group
     from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.route import ALIGN
+    from megamoe.kernels.hopper.deal import ALIGN
 
     rows, k, device = inputs.shape.rows, inputs.shape.k, inputs.device
     x = inputs.rows_as(recipe_named(recipe).acts.name)

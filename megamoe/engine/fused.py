@@ -14,8 +14,8 @@ from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.hopper import launch, mega_launch, route
-from megamoe.kernels.hopper.route import max_tiles, num_rows
+from megamoe.kernels.hopper import deal, launch, mega_launch
+from megamoe.kernels.hopper.pool import max_tiles, num_rows
 from megamoe.kernels.hopper.waves import TABLE
 from megamoe.layout.regions import align_up
 from megamoe.problem import Options
@@ -28,7 +28,7 @@ from megamoe.schedule.heuristics.hopper_fused import (
 )
 from megamoe.schedule.heuristics.hopper_tiles import Swapped
 
-ALIGN = route.ALIGN.value  # rows of the pool at which an expert begins
+ALIGN = deal.ALIGN.value  # rows of the pool at which an expert begins
 
 
 def tile_of(

@@ -26,7 +26,8 @@ from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.deal import Hand
 from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.hopper.pack import Packed, fits_bf16, fits_e4m3, pack
-from megamoe.kernels.hopper.route import Pool, route
+from megamoe.kernels.hopper.pool import Pool
+from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch

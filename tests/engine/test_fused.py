@@ -12,7 +12,7 @@ from megamoe.engine.faults import COUNTERS, GIVEN_UP, NONE, Faults
 from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RangeError
 from megamoe.kernels.hopper.meet import READY
-from megamoe.kernels.hopper.route import max_tiles
+from megamoe.kernels.hopper.pool import max_tiles
 from megamoe.schedule.heuristics import hopper_fused
 from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
 from tests.engine.pretended import E, H, K, make, tokens, wanted, weights

@@ -20,7 +20,7 @@ from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.hopper import meet
-from megamoe.kernels.hopper.route import num_rows
+from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing

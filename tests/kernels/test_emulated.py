@@ -15,8 +15,8 @@ from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.manner import Manner
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import edges, meet, mega_launch
-from megamoe.kernels.hopper.route import num_rows
+from megamoe.kernels.hopper import edges, meet, mega_launch, place, route
+from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
@@ -133,6 +133,18 @@ def test_quantised_tokens_have_the_bits_of_those_that_are_quantised_here():
     w, inputs = weights_of("w8a8"), tokens(9)
     ready = mm.quantize(inputs[0], "fp8_1x128"), *inputs[1:]
     assert torch.equal(stage(ready, w), stage(inputs, w))
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8", "nvfp4"])
+def test_rows_are_the_same_however_they_are_found(recipe, monkeypatch):
+    """By every program, by a launch before, or counted by two more; every access is in bounds."""
+    w, inputs = weights_of(recipe), tokens(150, masked_ratio=0.2, skew="zipf")
+    found = []
+    for small, middle in ((1024, 4096), (64, 4096), (64, 128)):
+        monkeypatch.setattr(route, "SMALL", small)
+        monkeypatch.setattr(place, "MIDDLE", middle)
+        found += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
+    assert all(torch.equal(found[0], y) for y in found)
 
 
 # -- fused ---------------------------------------------------------------------------------------

@@ -14,13 +14,13 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import Scale, recipe_named
-from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.deal import _deal_kernel
+from megamoe.kernels.hopper import launch, place, route
 from megamoe.kernels.hopper.pack import pack
+from megamoe.kernels.portable.routing import Routing
 from megamoe.problem import RECIPES, Options
 from megamoe.schedule.heuristics import hopper_tiles
 from megamoe.schedule.heuristics.hopper_tiles import Straight
-from tests.kernels.compiling import Stand, compile_kernel, resources
+from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.support import INTERPRETED
 
@@ -165,13 +165,39 @@ def test_decoding_ahead_waits_for_a_bounded_time_and_needs_all_ctas(linear, dept
     assert resources(kernel)["stack"] == 0
 
 
-def test_the_deal_compiles():
-    some = Stand(torch.int32)
-    kernel = compile_kernel(
-        _deal_kernel, (some, 48, some, 16, 64, 28, 112, 10, 132, 24), 90, CTAS=256,
-        IS_DRAWN=False, E=64, num_warps=4,
+@pytest.mark.parametrize("experts", [8, 48, 256])
+@pytest.mark.parametrize("slots", [512, 4096, 65536])
+@pytest.mark.parametrize("tile", [None, Straight(4, is_drawn=True), AHEAD], ids=str)
+def test_routing_compiles_without_a_spill(tile, slots, experts, monkeypatch):
+    kernels = {
+        name: Compiler(getattr(module, name))
+        for module, name in (
+            (place, "_count_kernel"), (place, "_place_kernel"), (route, "_pool_kernel"),
+        )
+    }  # fmt: skip
+    for module in (place, route):
+        for name in vars(module).keys() & kernels.keys():
+            monkeypatch.setattr(module, name, kernels[name])
+    monkeypatch.setattr(place, "scan_counts", lambda *args, **options: None)
+    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+    how = launch.arithmetic("w4a8_block")
+    pool = launch.pool(how, slots, H, experts, 128, META)
+    weights = [pack(matrix("w4a8_block", E, *sizes), to_e4m3=True) for sizes in ((2, I, H), (H, I))]
+    idx = torch.empty(slots // 8, 8, dtype=torch.int64, device=META)
+    gates, error = (
+        torch.empty(idx.shape, device=META),
+        torch.empty(1, dtype=torch.int32, device=META),
+    )
+    route.route(
+        torch.empty(len(idx), H, dtype=torch.bfloat16, device=META),
+        Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, 128, experts,
+        hand=launch.hand(pool, weights, tile) if tile else None, by_group=True, pdl=True,
     )  # fmt: skip
-    assert resources(kernel)["stack"] == 0
+    is_small = slots <= route.SMALL and tile is None
+    assert (kernels["_place_kernel"].made is None) == is_small
+    assert (kernels["_count_kernel"].made is not None) == (slots > place.MIDDLE)
+    for compiler in kernels.values():
+        assert compiler.made is None or resources(compiler.made)["stack"] == 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -10,7 +10,8 @@ from megamoe.engine.faults import NONE
 from megamoe.formats.quantize import dequantize
 from megamoe.kernels.hopper import launch, place
 from megamoe.kernels.hopper import route as routing
-from megamoe.kernels.hopper.route import max_tiles, num_rows, route
+from megamoe.kernels.hopper.pool import max_tiles, num_rows
+from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.dispatch import Routing
 from tests.kernels.support import DEVICE, MARKS
 

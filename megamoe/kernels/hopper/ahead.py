@@ -74,8 +74,8 @@ class Ahead:
 @gluon.jit
 def await_word(p, at, value, given_up):
     """Until words at `at` have reached `value`; all threads of a role call it."""
-    addresses = [at.to(gl.int64), value, given_up.to(gl.int64), p.ahead.error.to(gl.int64)]
-    gl.inline_asm_elementwise(AWAIT, "=r,l,r,l,l", addresses, dtype=gl.int32, is_pure=False, pack=1)
+    given = [at.to(gl.int64), value, given_up.to(gl.int64), p.ahead.error.to(gl.int64)]
+    gl.inline_asm_elementwise(AWAIT, "=r,l,r,l,l", given, dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -46,10 +46,10 @@ class Hand:
 
     items: Tensor
     widths: Sequence[Width]
+    waves: Sequence[int]  # of each linear
     ctas: int
     span: int
-    max_tiles: int
-    is_drawn: bool = False
+    is_drawn: bool
 
     @staticmethod
     def empty(
@@ -61,16 +61,11 @@ class Hand:
         *,
         is_drawn: bool = False,
     ) -> Hand:
-        """Room for them, like `some`."""
+        """Room for up to `max_tiles` tiles of tokens, where `some` is."""
         assert ctas < MOST_CTAS
-        waves = sum(triton.cdiv(max_tiles * width.across, ctas) for width in widths)
-        items = some.new_empty(waves * ctas, ITEM.value)
-        return Hand(items, widths, ctas, span, max_tiles, is_drawn)
-
-    @property
-    def waves(self) -> list[int]:
-        """Of each linear."""
-        return [triton.cdiv(self.max_tiles * width.across, self.ctas) for width in self.widths]
+        waves = [triton.cdiv(max_tiles * width.across, ctas) for width in widths]
+        items = some.new_empty(sum(waves) * ctas, ITEM.value)
+        return Hand(items, widths, waves, ctas, span, is_drawn)
 
     def each(self) -> list[Tensor]:
         """The items of each linear."""

@@ -17,7 +17,7 @@ from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.hopper.deal import HALF, Hand, Width
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import WIDTH, Packed
-from megamoe.kernels.hopper.route import Pool, max_tiles, num_rows
+from megamoe.kernels.hopper.pool import Pool, max_tiles, num_rows
 from megamoe.kernels.hopper.straight import straight_kernel
 from megamoe.kernels.hopper.swapped import swapped_kernel
 from megamoe.kernels.portable.acts import CODES, PLAIN, SCALED, VALUES
@@ -95,11 +95,10 @@ def gated(x: Pool, w: Packed, out: Pool, tile: Tile, how: Arithmetic, options: O
     error  is set to -1 by a wait that is given up, where CTAs wait for each other
     """
     width = out.data.shape[1]
-    run = _straight if isinstance(tile, Straight) else _swapped
-    run(
-        x, w, out.data, out.scale, tile, how, width, width, float(options.limit), items, bias,
-        acts_factor, error, 0, ACTS=how.acts, ACTIVATION=options.activation,
-        WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+    _run(
+        x, w, out.data, out.scale, tile, how, width, width, float(options.limit), bias,
+        acts_factor, waits={"items": items, "error": error}, ACTS=how.acts,
+        ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
@@ -114,18 +113,26 @@ def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options
     after  weights of the L1 that was launched before it
     """
     awaited = 0 if after is None else -(-after.num_rows // 256)
-    run = _straight if isinstance(tile, Straight) else _swapped
-    run(
-        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, items, bias, acts_factor,
-        error, awaited, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
-        launch_pdl=use_pdl,
+    _run(
+        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, bias, acts_factor,
+        waits={"items": items, "error": error, "awaited": awaited}, ACTS=PLAIN,
+        ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
     )  # fmt: skip
+
+
+def _run(x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Tile, *rest: Any,
+         waits: dict[str, Any], **constants: Any) -> None:  # fmt: skip
+    """The launch that the tile asks for; only `straight` has items and waits between CTAs."""
+    if isinstance(tile, Straight):
+        _straight(x, w, out, out_scale, tile, *rest, **waits, **constants)
+    else:
+        _swapped(x, w, out, out_scale, tile, *rest, **constants)
 
 
 def _swapped(
     x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Swapped, how: Arithmetic,
-    num_outputs: int, out_width: int, clamp: float, items: Tensor | None, bias: Tensor | None,
-    acts_factor: Tensor | None, error: Tensor | None, awaited: int, **constants: Any,
+    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
+    acts_factor: Tensor | None, **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
     data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
@@ -145,9 +152,9 @@ def _swapped(
 
 def _straight(
     x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Straight, how: Arithmetic,
-    num_outputs: int, out_width: int, clamp: float, items: Tensor | None, bias: Tensor | None,
-    acts_factor: Tensor | None, error: Tensor | None, awaited: int, *, ACTS: Kind,
-    **constants: Any,
+    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
+    acts_factor: Tensor | None, *, items: Tensor | None, error: Tensor | None, awaited: int = 0,
+    ACTS: Kind, **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
     ctas, some = num_sms(x.data.device), x.num_tiles

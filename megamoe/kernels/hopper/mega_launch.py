@@ -19,7 +19,7 @@ from megamoe.kernels.hopper.launch import (
 from megamoe.kernels.hopper.mega import mega_kernel
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import Packed
-from megamoe.kernels.hopper.route import Pool
+from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.problem import Options
 from megamoe.schedule.heuristics.hopper_tiles import Swapped

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megamoe.kernels.device.compat import after_previous, overlap
 from megamoe.kernels.hopper.deal import Hand, deal_wave, first_above, first_rows
+from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.routing import Routing, legal_or
 from megamoe.kernels.portable.sort import CHUNK, scan_counts
 
@@ -152,9 +153,9 @@ def _place_kernel(
 
 def place(
     routing: Routing,
-    num_experts: int,
+    pool: Pool,
     block: int,
-    tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    num_experts: int,
     *,
     hand: Hand | None,
     g: Tensor | None,
@@ -166,11 +167,11 @@ def place(
 ) -> Tensor:
     """int32: the row of each slot, -1 of masked ones.
 
-    Fills `tensors`: per row its destination, weight and global scale; tiles of `block` rows, and
-    how many there are. Deals `hand`, if there is one.
+    Fills all of the pool but tokens and their scales, for tiles of `block` rows. Deals `hand`, if
+    there is one.
     """
     idx, weights, num_valid = routing.topk_idx, routing.topk_weights, routing.num_valid
-    slots, top_k, some = idx.numel(), idx.shape[1], tensors[-1]
+    slots, top_k, some = idx.numel(), idx.shape[1], pool.num_tiles
     chunks = triton.cdiv(slots, CHUNK)
     is_counted = slots > MIDDLE
     sizes = {
@@ -190,8 +191,9 @@ def place(
     waves = 0 if hand is None else sum(hand.waves)
     _place_kernel[(chunks + 1 + waves,)](
         idx, weights, valid, routing.error, routing.idx, routing.weights, some if g is None else g,
-        g_stride, chunk_counts, counts, some if stats is None else stats, rows, *tensors,
-        slots, num_experts, first_slot, num_dest,
+        g_stride, chunk_counts, counts, some if stats is None else stats, rows, pool.dest,
+        pool.weight, pool.factor, pool.tiles, pool.num_tiles, slots, num_experts, first_slot,
+        num_dest,
         *((some, 0, 0, 0, 0, 0, 0, 0) if hand is None else hand.arguments()),
         CTAS=0 if hand is None else triton.next_power_of_2(hand.ctas),
         IS_DRAWN=hand is not None and hand.is_drawn, HAS_G=g is not None,

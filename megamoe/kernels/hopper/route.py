@@ -6,8 +6,6 @@ that they are written down before (`place`). Nothing is read back.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -16,42 +14,14 @@ from torch import Tensor
 from megamoe.kernels.device.columns import token_column
 from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.device.numbers import Kind
-from megamoe.kernels.hopper.deal import ALIGN, Hand, first_rows
-from megamoe.kernels.hopper.place import (
-    legal,
-    note_bad,
-    place,
-    rank,
-    write_tiles,
-)
+from megamoe.kernels.hopper.deal import Hand, first_rows
+from megamoe.kernels.hopper.place import legal, note_bad, place, rank, write_tiles
+from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.kernels.portable.routing import Routing
-from megamoe.layout.regions import align_up
 
 SMALL = 1024  # slots
 COLS = {True: (1024, 4), False: (2048, 4)}  # whether small: columns and warps of a program
-
-
-class Pool(NamedTuple):
-    """Tokens sorted by expert, and what the GEMMs ask about each row; `num_rows` rows."""
-
-    data: Tensor  # [R, width]: E4M3 or BF16, zero beyond the tokens' width
-    scale: Tensor  # FP32 [width / 128, R], where the format has them
-    dest: Tensor  # int32 [R]: row of the combine buffer; int64: offset there, over ranks
-    weight: Tensor  # FP32 [R]
-    factor: Tensor  # FP32 [R]: NVFP4's global scale of the token
-    tiles: Tensor  # int32 [max_tiles, 4]: expert, first row, end row, and a count (`draw`)
-    num_tiles: Tensor  # int32 [4]: how many, and counters (`draw`)
-
-
-def num_rows(slots: int, experts: int) -> int:
-    """Rows of a pool that any routing fits, gaps before experts included."""
-    return align_up(slots + min(slots, experts) * (ALIGN.value - 1), ALIGN.value)
-
-
-def max_tiles(slots: int, experts: int, block: int) -> int:
-    """Tiles of `block` rows that any routing can ask for."""
-    return max(min(slots, slots // block + experts), 1)
 
 
 @triton.jit
@@ -167,10 +137,8 @@ def route(
     some = rows = pool.num_tiles
     if not is_small:
         rows = place(
-            routing, num_experts, block,
-            (pool.dest, pool.weight, pool.factor, pool.tiles, pool.num_tiles),
-            hand=hand, g=g, g_stride=g_stride, stats=stats, first_slot=first_slot,
-            num_dest=num_dest, pdl=pdl,
+            routing, pool, block, num_experts, hand=hand, g=g, g_stride=g_stride, stats=stats,
+            first_slot=first_slot, num_dest=num_dest, pdl=pdl,
         )  # fmt: skip
     width = pool.data.shape[1]
     cols, warps = COLS[is_small]

@@ -40,7 +40,7 @@ def load_rows(p, expert, across, idx, phase):
 
 @gluon.jit
 def load_weights(p):
-    """The weights of each tile; of those that are drawn `draw` tells."""
+    """The weights of each tile; `draw_tokens` tells of those that are drawn."""
     idx = 0
     phase = 1
     if p.DRAWN:

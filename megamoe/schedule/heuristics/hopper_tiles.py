@@ -1,6 +1,6 @@
 """Hopper's staged launches: the tile of each linear, by recipe and load, with measured reasons.
 
-Measured on one H200 (132 SMs), 2026-11-15, torch 2.11.0+cu130, triton 3.6.0, over one EP8 rank's
+Measured on H200 (132 SMs), 2026-11-15 and 16, torch 2.11.0+cu130, triton 3.6.0, over one EP8 rank's
 share of DeepSeek-V4-Flash, -Pro and -V3.
 """
 
