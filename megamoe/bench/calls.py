@@ -90,7 +90,7 @@ def _layer(job: Job, recipe: str, backend: str, *, cuda_graphs: bool) -> MoE:
     return MoE(
         job.weights[recipe], shape.num_experts, shape.top_k, activation=o.activation,
         clamp=o.clamp, weight_at=o.weight_at, combine=o.combine, backend=backend,
-        cuda_graphs=cuda_graphs,
+        cuda_graphs=cuda_graphs, shared=job.weights.shared(recipe),
     )  # fmt: skip
 
 

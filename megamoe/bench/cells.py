@@ -25,7 +25,7 @@ FEWEST, USUAL = 3, 6  # numbers of experts touched that a line goes through
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The routed experts of one layer, all on one rank."""
+    """The experts of one layer, all on one rank; the routed ones alone unless some are shared."""
 
     name: str
     hidden: int
@@ -35,6 +35,7 @@ class Shape:
     options: Options = field(default_factory=Options)
     has_bias: bool = False
     tokens: tuple[int, ...] = TOKENS  # of its cells unless told otherwise
+    num_shared: int = 0  # experts that see every token
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,13 @@ class Cell:
 
     @property
     def num_pairs(self) -> int:
-        """Token-expert pairs: the rows both linears compute."""
+        """Pairs of a token and a routed expert."""
         return self.num_tokens * self.shape.top_k
+
+    @property
+    def num_rows(self) -> int:
+        """The rows both linears compute."""
+        return self.num_pairs + self.num_tokens * self.shape.num_shared
 
 
 # One rank's share of an expert-parallel layer over eight ranks: its experts, and tokens whose
@@ -66,13 +72,18 @@ SHARES = {
         Shape("v3-ep8", 7168, 2048, 32, 8),
     )
 }
+# With a shared expert besides, as these models have it.
+SHARED = {
+    f"{s.name}-shared": replace(s, name=f"{s.name}-shared", num_shared=1, tokens=TOKENS[:2])
+    for s in SHARES.values()
+}
 # The shape of a public fused kernel's published times: benchmarks/h200/peers-public-48.json.
 PUBLIC = {s.name: s for s in (Shape("public-48", 6144, 2048, 48, 8, tokens=(8, 32, 64, 128, 256)),)}
 PRESETS = {
     m.name: Shape(m.name, m.hidden, m.intermediate, m.num_experts, m.top_k, m.options, m.has_bias)
     for m in MODELS.values()
 }
-SHAPES = SHARES | PUBLIC | PRESETS
+SHAPES = SHARES | SHARED | PUBLIC | PRESETS
 
 
 def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tuple[Cell, ...]:

@@ -89,7 +89,7 @@ def ours(name: str, recipe: str) -> Factory:
         layer = MoE(
             weights, shape.num_experts, shape.top_k, max_tokens_per_rank=job.cell.num_tokens,
             activation=o.activation, clamp=o.clamp, weight_at=o.weight_at, combine=o.combine,
-            backend=backend, mode=mode or "auto",
+            backend=backend, mode=mode or "auto", shared=job.weights.shared(recipe),
         )  # fmt: skip
         return Entry(
             run=lambda: layer(job.x, job.topk_idx, job.topk_weights),
@@ -108,6 +108,7 @@ class _Sorted:
     """Routing of an unfused pipeline, made outside the timing: in its favour."""
 
     def __init__(self, job: Job) -> None:
+        job.require_no_shared("torch's grouped products")
         s = job.cell.shape
         require(
             s.options.activation == "swiglu" and not s.has_bias,

@@ -77,11 +77,11 @@ def mma_of(recipe: str) -> str:
 
 
 def layer_cost(cell: Cell, touched: int, expert_bytes: int, mma: str) -> Cost:
-    """One call of a cell whose tokens use `touched` experts of `expert_bytes` each."""
+    """One call of a cell whose tokens use `touched` routed experts of `expert_bytes` each."""
     s = cell.shape
     return Cost(
-        flops=6 * cell.num_pairs * s.hidden * s.intermediate,
-        weight_bytes=touched * expert_bytes,
+        flops=6 * cell.num_rows * s.hidden * s.intermediate,
+        weight_bytes=(touched + s.num_shared) * expert_bytes,
         token_bytes=2 * 2 * cell.num_tokens * s.hidden,
         mma=mma,
     )

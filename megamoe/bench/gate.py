@@ -60,8 +60,9 @@ class Gate:
         if recipe not in self._exact:
             j, at = self.job, self.sample
             self._exact[recipe] = reference.moe(
-                j.x[at], j.topk_idx[at], j.topk_weights[at], j.weights[recipe], j.cell.shape.options
-            )
+                j.x[at], j.topk_idx[at], j.topk_weights[at], j.weights[recipe],
+                j.cell.shape.options, j.weights.shared(recipe),
+            )  # fmt: skip
         return self._exact[recipe]
 
     def plain(self, recipe: str) -> Tensor:
@@ -144,18 +145,23 @@ def _plain_layer(job: Job, recipe: str) -> Tensor:
     """Expert by expert with `torch.matmul`; weights are multiplied into each expert's rows."""
     weights, options = job.weights[recipe], job.cell.shape.options
     y = torch.zeros(job.x.shape, dtype=torch.float32, device=job.device)
-    for expert in range(weights.num_experts):
-        token, slot = (job.topk_idx == expert).nonzero(as_tuple=True)
+    shared = job.weights.shared(recipe)
+    for expert in range(weights.num_experts + job.cell.shape.num_shared):
+        if expert < weights.num_experts:
+            token, slot = (job.topk_idx == expert).nonzero(as_tuple=True)
+            one, gate = weights[expert : expert + 1], job.topk_weights[token, slot, None]
+        else:
+            assert shared is not None
+            token = torch.arange(len(job.x), device=job.device)
+            one, gate = shared[expert - weights.num_experts :][:1], 1.0
         if len(token) == 0:
             continue
-        one = weights[expert : expert + 1]
         w13, w2 = (w[0].bfloat16() for w in one.dequantize())
         gate_up = (job.x[token] @ w13.T).float()
         if one.b13 is not None:
             gate_up += one.b13.flatten()
-        gate, up = gate_up.bfloat16().chunk(2, dim=1)
-        row = (activate(gate, up, options).bfloat16() @ w2.T).float()
+        row = (activate(*gate_up.bfloat16().chunk(2, dim=1), options).bfloat16() @ w2.T).float()
         if one.b2 is not None:
             row += one.b2[0]
-        y.index_add_(0, token, row * job.topk_weights[token, slot, None])
+        y.index_add_(0, token, row * gate)
     return y

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megamoe.bench.cells import Cell, Shape
 from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import NotAvailable, require
 from megamoe.routing.samplers import even_routing, sample_routing
 
 
@@ -33,7 +34,7 @@ class Weights:
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
         self.shape, self.device, self.seed = shape, device, seed
-        self._made: dict[str, ExpertWeights] = {}
+        self._made: dict[str, tuple[ExpertWeights, ExpertWeights | None]] = {}
 
     def expert(self, idx: int) -> tuple[Tensor, Tensor]:
         """BF16 [2I, H] and [H, I] of one expert."""
@@ -44,10 +45,21 @@ class Weights:
         return w13.bfloat16(), w2.bfloat16()
 
     def __getitem__(self, recipe: str) -> ExpertWeights:
+        """The routed experts."""
+        return self._both(recipe)[0]
+
+    def shared(self, recipe: str) -> ExpertWeights | None:
+        """The shared ones, if there are any."""
+        return self._both(recipe)[1]
+
+    def _both(self, recipe: str) -> tuple[ExpertWeights, ExpertWeights | None]:
         if recipe not in self._made:
-            n = self.shape.num_experts
-            made = ExpertWeights.quantize_each(map(self.expert, range(n)), n, recipe)
-            self._made[recipe] = replace(made, **self._biases())
+            num, extra = self.shape.num_experts, self.shape.num_shared
+            made = ExpertWeights.quantize_each(
+                map(self.expert, range(num + extra)), num + extra, recipe
+            )
+            shared = made[num:] if extra else None
+            self._made[recipe] = replace(made[:num], **self._biases()), shared
         return self._made[recipe]
 
     def _biases(self) -> dict[str, Tensor]:
@@ -75,8 +87,17 @@ class Job:
 
     @property
     def touched(self) -> int:
-        """Experts that some token uses."""
+        """Routed experts that some token uses."""
         return len(self.topk_idx.unique())
+
+    def require_no_shared(self, what: str) -> None:
+        """Refuse a cell with shared experts."""
+        require(
+            self.cell.shape.num_shared == 0,
+            f"{what} take no shared experts",
+            got=self.cell.name,
+            kind=NotAvailable,
+        )
 
 
 def make_job(cell: Cell, weights: Weights, seed: int) -> Job:

@@ -132,6 +132,7 @@ def with_tile(recipe: str, tile: Tile) -> Factory:
     """The staged layer with this tile in both linears."""
 
     def make(job: Job) -> Entry:
+        job.require_no_shared("sweeps")
         weights = job.weights[recipe]
         run = layer_call(
             (job.x, job.topk_idx, job.topk_weights), weights, job.cell.shape.options, tile

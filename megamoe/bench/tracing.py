@@ -37,6 +37,7 @@ def record(
     steps = ("weights", "compile", "time", "stamp")
     progress("trace", 0, len(steps))
     job = make_job(cell, Weights(cell.shape, device, settings.seed), settings.seed)
+    job.require_no_shared("traces")
     weights = job.weights[recipe]
     progress("trace", 1, len(steps))
     call = _Call(job, weights)

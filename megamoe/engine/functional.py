@@ -56,7 +56,7 @@ def moe(
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     chosen = choose(backend, mode, weights, shared)
-    manner.check(options, shared, weights.device)
+    manner.check(weights, shared)
     with torch.no_grad():
         return run(chosen, x, topk_idx, topk_weights, weights, options, shared, manner=manner)
 
@@ -145,7 +145,7 @@ def launch(
     if tile is None:
         y = staged.moe(*inputs, shared, *outputs, pdl=manner.overlaps_on(backend))
     else:
-        y = fused.moe(*inputs, *outputs, tile=tile, found=found, manner=manner)
+        y = fused.moe(*inputs, *outputs, shared=shared, tile=tile, found=found, manner=manner)
     found.follow(topk_idx.shape[1])
     return y
 

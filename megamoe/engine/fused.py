@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import faults
-from megamoe.engine.hopper import can_be_e4m3, prepared
+from megamoe.engine.hopper import can_be_e4m3, can_join, prepared, with_shared
 from megamoe.engine.manner import AUTO, Manner, bound_s
 from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
@@ -40,21 +40,26 @@ def tile_of(
     mode: str,
 ) -> Swapped | None:
     """The tile of a call in `mode`; None where it runs staged."""
-    is_plain = isinstance(x, Tensor) and shared is None
-    if mode == "staged" or not is_plain:
+    if mode == "staged" or not isinstance(x, Tensor):
         return None
-    return tile_for(weights, topk_idx.numel(), mode)
+    if shared is None:
+        return tile_for(weights, topk_idx.numel(), mode)
+    if not can_join(weights, shared):
+        return None
+    extra = shared.num_experts, len(x) * shared.num_experts
+    return tile_for(weights, topk_idx.numel(), mode, extra=extra)
 
 
 def tile_for(
-    weights: ExpertWeights, num_slots: int, mode: str = "fused", *, ranks: int = 1, local: int = 1
-) -> Swapped | None:
+    weights: ExpertWeights, num_slots: int, mode: str = "fused", *, ranks: int = 1, local: int = 1,
+    extra: tuple[int, int] = (0, 0),
+) -> Swapped | None:  # fmt: skip
     """The tile of a call with so many slots over all ranks; None where it runs staged.
 
-    `weights` are the experts of `local` of the ranks.
+    `weights` are the experts of `local` of the ranks, `extra` the shared ones and their slots.
     """
-    experts = weights.num_experts // local
-    return _tile(weights.recipe, fits_e4m3(weights), num_slots, experts * ranks, mode, ranks)
+    experts = weights.num_experts // local * ranks
+    return _tile(weights.recipe, fits_e4m3(weights), num_slots, experts, mode, ranks, extra)
 
 
 def fits_e4m3(weights: ExpertWeights) -> bool:
@@ -64,14 +69,19 @@ def fits_e4m3(weights: ExpertWeights) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _tile(
-    recipe: str, fits_e4m3: bool, num_slots: int, num_experts: int, mode: str, ranks: int
-) -> Swapped | None:
-    if not 0 < num_slots <= MOST_SLOTS:
+    recipe: str, fits_e4m3: bool, num_slots: int, num_experts: int, mode: str, ranks: int,
+    extra: tuple[int, int],
+) -> Swapped | None:  # fmt: skip
+    if not 0 < num_slots + extra[1] <= MOST_SLOTS:
         return None
     tile = fused_tile(recipe, num_slots / num_experts, fits_e4m3=fits_e4m3)
     if mode == "auto" and auto_mode(num_slots, tile)[0] != "fused":
         return None
-    return as_fused(tile, routing_bytes(num_slots, num_experts // ranks))
+    return as_fused(tile, routing_bytes(num_slots + extra[1], num_experts // ranks + extra[0]))
+
+
+def num_shared(shared: ExpertWeights | None) -> int:
+    return 0 if shared is None else shared.num_experts
 
 
 def routing_bytes(num_slots: int, num_experts: int) -> int:
@@ -91,6 +101,7 @@ def moe(
     num_valid: Tensor | None = None,
     *,
     tile: Swapped,
+    shared: ExpertWeights | None = None,
     found: faults.Faults | None = None,
     manner: Manner = AUTO,
     trace: Tensor | None = None,
@@ -100,22 +111,23 @@ def moe(
     """bf16 [T, H] -> bf16 [T, H].
 
     error      int32 [1], as in staged mode
+    shared     experts that see every token with weight 1, if `can_join` finds them alike
     num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
     trace      room for stamps (`kernels/hopper/stamps.py`)
-    ahead      steps of a CTA's first weights that come before the tokens
+    ahead      K blocks of a CTA's first weights that come before the tokens
     absent     a rank that never says it is done, for tests of the bound
     """
     found = faults.of_stream(weights.device) if found is None else found
     rows, y = (
         torch.empty(num, x.shape[1], dtype=torch.bfloat16, device=weights.device)
-        for num in (topk_idx.numel(), len(x))
+        for num in (topk_idx.numel() + len(x) * num_shared(shared), len(x))
     )
     tokens = mega_launch.Tokens(
         x, topk_idx, topk_weights, num_valid, weights.x_global, rows, y, error, stats
     )
     return _run(
-        tokens, found.counters, weights, options, mega_launch.ONE, tile=tile, found=found,
+        tokens, found.counters, weights, options, mega_launch.ONE, shared, tile=tile, found=found,
         manner=manner, trace=trace, ahead=ahead, absent=absent,
     )  # fmt: skip
 
@@ -162,6 +174,7 @@ def _run(
     weights: ExpertWeights,
     options: Options,
     world: mega_launch.World,
+    shared: ExpertWeights | None = None,
     *,
     tile: Swapped,
     found: faults.Faults,
@@ -170,9 +183,10 @@ def _run(
     ahead: int = 4,
     absent: int = -1,
 ) -> Tensor:
-    device, made = weights.device, prepared(weights)
-    slots = world.num * tokens.idx.numel()
-    experts = weights.num_experts // world.local
+    device, extra = weights.device, num_shared(shared)
+    made = prepared(weights) if shared is None else with_shared(weights, shared)
+    slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
+    experts = weights.num_experts // world.local + extra
     rows, wave_rows = ring(num_rows(slots, experts), manner.pool_rows, tile.tokens)
     pool = launch.pool(
         made.how, slots, weights.hidden, experts, tile.tokens, device, ranks=world.local,
@@ -190,9 +204,10 @@ def _run(
     found.in_turn()
     mega_launch.fused(
         tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
-        world=world, biases=(weights.b13, weights.b2), acts_factor=weights.acts_global,
-        timeout_s=bound_s(manner.timeout_s), reserve_sms=manner.reserve_sms, trace=trace,
-        ahead=ahead, absent=absent, wave_rows=wave_rows,
+        num_shared=extra, world=world, biases=(weights.b13, weights.b2),
+        acts_factor=weights.acts_global, timeout_s=bound_s(manner.timeout_s),
+        reserve_sms=manner.reserve_sms, trace=trace, ahead=ahead, absent=absent,
+        wave_rows=wave_rows,
     )  # fmt: skip
     return tokens.y
 

@@ -46,6 +46,13 @@ def describe(layer: MoE, placement: Placement) -> dict[str, Any]:
         kind=NotAvailable,
     )
     require(
+        layer.shared is None,
+        "fused calls over a group have no shared experts",
+        got="shared experts",
+        fix="use mode='auto' or 'staged'",
+        kind=NotAvailable,
+    )
+    require(
         placement.is_contiguous,
         "fused calls over a group need contiguous experts, each once",
         got="another placement",

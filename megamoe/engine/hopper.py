@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megamoe.engine.manner import why_apart
 from megamoe.engine.staged import all_experts
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
@@ -25,7 +26,7 @@ from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.deal import Hand
 from megamoe.kernels.hopper.launch import Arithmetic
-from megamoe.kernels.hopper.pack import Packed, fits_bf16, fits_e4m3, pack
+from megamoe.kernels.hopper.pack import Packed, fits_bf16, fits_e4m3, joined, pack, parted
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.acts import CODES
@@ -64,6 +65,32 @@ def prepared(weights: ExpertWeights) -> Prepared:
     return Prepared(*(_packed(w, how.to_e4m3) for w in both), how)
 
 
+def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
+    """Both as the experts of one launch (`can_join`): the shared ones are the last.
+
+    Where nothing was made of one of them alone, it is a part of what is made here.
+    """
+    how = launch.arithmetic(weights.recipe, fits_e4m3=can_be_e4m3(weights))
+
+    def both(a: Quantized, b: Quantized) -> Packed:
+        made = joined(*(pack(w, to_e4m3=how.to_e4m3) for w in (a, b)))
+        for w, part in zip((a, b), parted(made, len(a.data)), strict=True):
+            _known(w, _image(how.to_e4m3), lambda _, part=part: part)  # type: ignore[misc]
+        return made
+
+    def found(a: Quantized, b: Quantized) -> Packed:
+        return _known(a, f"with shared {_image(how.to_e4m3)}", lambda a: both(a, b), b)
+
+    return Prepared(found(weights.w13, shared.w13), found(weights.w2, shared.w2), how)
+
+
+def can_join(weights: ExpertWeights, shared: ExpertWeights) -> bool:
+    """Whether one launch can have both."""
+    if why_apart(weights, shared) or why_not(weights) or why_not(shared):
+        return False
+    return can_be_e4m3(weights) == can_be_e4m3(shared)
+
+
 def why_not(weights: ExpertWeights) -> str:
     """Why no exact path holds these weights; "" where one does."""
     if recipe_named(weights.recipe).weights.scale is not Scale.E8M0 or can_be_e4m3(weights):
@@ -82,12 +109,19 @@ def can_be_e4m3(weights: ExpertWeights) -> bool:
 def _packed(w: Quantized, to_e4m3: bool) -> Packed:
     if w.spec.element.bits != 4:
         return pack(w, to_e4m3=False)  # as they are: nothing to keep
-    return _known(w, f"image {to_e4m3}", lambda w: pack(w, to_e4m3=to_e4m3))
+    return _known(w, _image(to_e4m3), lambda w: pack(w, to_e4m3=to_e4m3))
 
 
-def _known(w: Quantized, what: str, find: Callable[[Quantized], Any]) -> Any:
-    """find(w), found once for these bytes and scales as they are now."""
-    parts = tuple(w.tensors().values())
+def _image(to_e4m3: bool) -> str:
+    """The name of what is kept."""
+    return f"image {to_e4m3}"
+
+
+def _known(
+    w: Quantized, what: str, find: Callable[[Quantized], Any], other: Quantized | None = None
+) -> Any:
+    """find(w), found once for these bytes and scales, and the other's, as they are now."""
+    parts = tuple(t for q in (w, other) if q is not None for t in q.tensors().values())
     now = tuple(map(_version, parts))
     made = _MADE.setdefault(w.data, {})
     refs, seen, found = made.get(what, ((), None, None))
@@ -133,6 +167,8 @@ def moe(
     routing = Routing(topk_idx, topk_weights, idx, weight, error, num_valid)
     slots = top_k + extra
     rows = torch.empty(num_tokens, slots, hidden, dtype=torch.bfloat16, device=device)
+    if shared is not None and can_join(weights, shared):
+        with_shared(weights, shared)  # one memory for all modes, from the first call on
     run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile)
     if shared is not None:
         every, ones = all_experts(num_tokens, extra, device)

@@ -339,7 +339,7 @@ class MoE(nn.Module):
     def _settle(self) -> None:
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
-        self._manner.check(self.options, shared, weights.device)
+        self._manner.check(weights, shared)
         name = choose(*self._wanted, weights, shared)
         if self._has_group:
             name = parallel.backend_over_group(*self._wanted, name)

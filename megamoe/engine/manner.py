@@ -10,7 +10,6 @@ import torch
 
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, NotAvailable, RangeError, require
-from megamoe.problem import Options
 
 MOST_S = 60.0  # a fused launch takes milliseconds: whoever waits this long waits in vain
 SLOWER = 20.0  # under compute-sanitizer
@@ -31,13 +30,15 @@ class Manner:
         """Whether staged launches of a backend overlap: where nothing was asked, Hopper's do."""
         return backend == "hopper" if self.overlaps is None else self.overlaps
 
-    def check(self, options: Options, shared: ExpertWeights | None, device: torch.device) -> None:
-        """Refuse what no call of a layer with these options could follow."""
-        if self.mode == "fused":
+    def check(self, weights: ExpertWeights, shared: ExpertWeights | None) -> None:
+        """Refuse what no call of a layer with these experts could follow."""
+        device = weights.device
+        if self.mode == "fused" and shared is not None:
+            why = why_apart(weights, shared)
             require(
-                shared is None,
-                "a fused launch has no shared experts",
-                got="mode='fused' with shared experts",
+                not why,
+                "a fused launch has shared experts that are like the others, in FP4, without bias",
+                got=f"mode='fused' with {why}",
                 fix="use mode='auto', which runs them staged",
                 kind=NotAvailable,
             )
@@ -61,6 +62,18 @@ class Manner:
 
 
 AUTO = Manner()
+
+
+def why_apart(weights: ExpertWeights, shared: ExpertWeights) -> str:
+    """Why no launch has these shared experts among the others; "" where one can."""
+    if shared.recipe != weights.recipe:
+        return f"shared experts in {shared.recipe}, the others in {weights.recipe}"
+    if weights.w13.spec.element.bits != 4 or weights.recipe == "nvfp4":
+        return f"shared experts in {weights.recipe}"
+    if shared.intermediate != weights.intermediate:
+        return f"shared experts of {shared.intermediate}, the others of {weights.intermediate}"
+    has_bias = any(t is not None for w in (weights, shared) for t in (w.b13, w.b2))
+    return "shared experts and biases" if has_bias else ""
 
 
 def check_grid(num_sms: int, manner: Manner, ranks: int) -> None:

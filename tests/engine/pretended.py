@@ -38,6 +38,7 @@ class Launches:
 
     def __init__(self):
         self.log, self.calls, self.report, self.before = [], [], None, lambda call: None
+        self.shared = None  # experts of the layer
 
     def fused(self, tokens, pool, acts, w13, w2, tile, how, options, kept, **rest):
         self.log.append("fused")
@@ -58,7 +59,8 @@ class Launches:
             if 0 <= local < world.local:
                 if bad.any():
                     tokens.error[local] = int(bad.flatten().nonzero()[0])
-                y = reference.moe(x, idx, gates, self.weights, options, None)
+                shared = self.shared if rest["num_shared"] else None
+                y = reference.moe(x, idx, gates, self.weights, options, shared)
                 tokens.y[local * num : (local + 1) * num].copy_(y)
         if tokens.stats is not None:
             per_rank = E // world.num

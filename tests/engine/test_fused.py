@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,29 +54,62 @@ def test_calls_that_fused_cannot_take_run_staged(gpu):
     assert gpu.log == ["staged"] * 3
 
 
-def test_auto_with_shared_experts_or_wide_tiles_is_staged(gpu):
-    make(gpu, mode="auto", shared=gpu.weights[:1])(*tokens())
+def test_auto_with_wide_tiles_is_staged(gpu):
     make(gpu, mode="auto")(*tokens(200))
     make(gpu, mode="auto", overlap_launches=False)(*tokens(200))
     make(gpu, mode="auto", combine="fp8")(*tokens())
-    assert gpu.log == ["staged", "staged", "staged alone", "fused"]
+    assert gpu.log == ["staged", "staged alone", "fused"]
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ({"shared": True}, "no shared experts; got mode='fused' with shared experts; use"),
-    ],
-)
-def test_an_explicit_fused_that_could_never_be_is_refused_at_the_door(gpu, options, text):
-    options = {k: gpu.weights[:1] if v is True else v for k, v in options.items()}
+@pytest.mark.parametrize("mode", ["auto", "fused"])
+def test_shared_experts_like_the_others_are_of_the_same_launch(gpu, mode):
+    inputs, gpu.shared = tokens(), weights(seed=1, experts=2)
+    layer = make(gpu, mode=mode, shared=gpu.shared)
+    y = mm.moe(*inputs, gpu.weights, shared=gpu.shared, backend="reference")
+    assert torch.equal(layer(*inputs), y) and not torch.equal(y, wanted(inputs, gpu))
+    call = gpu.calls[0]
+    assert (gpu.log, call["num_shared"], call["num_experts"]) == (["fused"], 2, E + 2)
+    assert call["tokens"].rows.shape == (10 * (K + 2), H)
+    layer(*tokens(200))  # a wide tile
+    assert gpu.log == ["fused", "staged"] and layer.stats.shape == (E,)
+
+
+def with_bias(w):
+    return replace(w, b2=torch.zeros(w.num_experts, H))
+
+
+APART = [
+    (lambda w: weights("w4a16", experts=1), "shared experts in w4a16, the others in w4a8"),
+    (lambda w: with_bias(w[:1]), "shared experts and biases"),
+    (lambda w: narrow(), "shared experts of 32, the others of 64"),
+]
+
+
+def narrow():
+    w13, w2 = torch.randn(1, 64, H).bfloat16(), torch.randn(1, H, 32).bfloat16()
+    return mm.ExpertWeights.quantize(w13, w2, "w4a8")
+
+
+@pytest.mark.parametrize(("shared", "why"), APART)
+def test_other_shared_experts_run_staged_and_an_explicit_fused_is_refused(gpu, shared, why):
+    shared = shared(gpu.weights)
+    make(gpu, mode="auto", shared=shared)(*tokens())
+    assert gpu.log == ["staged"]
     for make_it in (
-        lambda: make(gpu, **options),
-        lambda: mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused", **options),
+        lambda: make(gpu, shared=shared),
+        lambda: mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused", shared=shared),
     ):
-        with pytest.raises(NotAvailable, match=text):
+        with pytest.raises(
+            NotAvailable, match=f"in FP4, without bias; got mode='fused' with {why}"
+        ):
             make_it()
-    assert gpu.log == []
+    assert gpu.log == ["staged"]
+
+
+def test_shared_experts_in_fp8_are_their_own_launches(gpu):
+    gpu.weights = weights("w8a8")
+    with pytest.raises(NotAvailable, match="got mode='fused' with shared experts in w8a8; use"):
+        make(gpu, shared=gpu.weights[:1])
 
 
 def test_weights_that_hopper_cannot_hold_have_no_fused_mode(gpu):

@@ -10,7 +10,7 @@ import torch
 import megamoe as mm
 from megamoe.engine import backends
 from megamoe.engine.functional import choose
-from megamoe.engine.hopper import prepared
+from megamoe.engine.hopper import can_join, prepared, with_shared
 from megamoe.errors import NotAvailable
 from megamoe.problem import RECIPES
 
@@ -58,6 +58,41 @@ def test_experts_that_share_tensors_are_kept_apart():
     assert not prepared(mm.ExpertWeights("w4a16", w.w13, w.w2)).how.is_fp8
     mixed = replace(w, w2=other.w2)
     assert torch.equal(prepared(mixed).w2.data, prepared(other).w2.data)
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16", "w4a4"])
+def test_shared_experts_stand_behind_the_others_in_one_memory(recipe):
+    w, shared = experts(recipe), experts(recipe, seed=1)[:1]
+    both = with_shared(w, shared)
+    assert with_shared(w, shared).w2.data is both.w2.data and len(both.w2.data) == E + 1
+    parts = prepared(w), prepared(shared)
+    assert all(
+        same(p, prepared(q._map(torch.clone))) for p, q in zip(parts, (w, shared), strict=True)
+    )
+    held = [p.w13.data.untyped_storage().data_ptr() for p in (both, *parts)]
+    assert len(set(held)) == 1
+    alive = weakref.ref(both.w13.data)
+    del w, shared, both, parts
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_change_of_either_is_seen_in_both_and_what_is_there_stays():
+    w, shared = experts("w4a8_block"), experts("w4a8_block", seed=1)
+    before = prepared(w)  # a graph may hold its address
+    first = with_shared(w, shared)
+    assert prepared(w).w13.data is before.w13.data
+    shared.w2.data[0].fill_(61)
+    second = with_shared(w, shared)
+    assert torch.equal(first.w2.data[:E], second.w2.data[:E])
+    assert not torch.equal(first.w2.data[E:], second.w2.data[E:])
+    assert second.w13.data is first.w13.data
+    assert torch.equal(second.w2.data[E:], prepared(shared._map(torch.clone)).w2.data)
+
+
+def test_experts_of_different_arithmetic_do_not_share_a_launch():
+    w, shared = experts("w4a8_block"), experts("w4a8_block", seed=1)
+    assert can_join(w, shared) and not can_join(w, spread(shared, 14))
 
 
 def test_weights_made_under_inference_mode_work():

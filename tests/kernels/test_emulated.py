@@ -175,6 +175,34 @@ def test_a_fused_call_is_the_layer_and_has_the_bits_of_staged(recipe, kernels):
     assert torch.equal(y, stage(inputs, w, options=Options(**options)))
 
 
+@pytest.mark.parametrize(
+    ("recipe", "options", "num"),
+    [
+        ("w4a8_block", {}, 1),
+        ("w4a8_block", {"weight_at": "combine", "combine": "fp8"}, 2),
+        ("w4a8", {"clamp": 0.5}, 2),
+        ("w4a16", {"weight_at": "combine"}, 1),
+    ],
+)
+def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kernels):
+    both = weights_of(recipe, E + num)
+    w, shared, found = both[:E], both[E:], Faults(CPU)
+    x, idx, gates = tokens(21, masked_ratio=0.3)  # shared experts have several passes
+    idx[4], idx[5, 0] = -1, idx[5, 1]
+    inputs = x, idx, gates
+    tile = fused.tile_of(x, idx, w, Options(**options), shared, "fused")
+    y, stats = fuse(inputs, w, Options(**options), found, tile, shared=shared)
+    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
+    word = torch.full((1,), NONE, dtype=torch.int32)
+    staged = hopper.moe(*inputs, w, Options(**options), shared, word)
+    assert torch.equal(y, staged) and torch.equal(stats, expert_counts(idx, E))
+    if "combine" not in options:
+        assert_agrees(y, inputs, w, shared=shared, **options)
+    idx[7, 1] = E  # which names no routed expert
+    with pytest.raises(mm.MegaMoEError, match="token 7, slot 1"):
+        fuse(inputs, w, Options(**options), found, tile, shared=shared)
+
+
 @pytest.mark.parametrize("hidden", [H, 1152])
 def test_fp8_rows_are_combined_as_in_staged(hidden):
     w = weights_of("w8a8", hidden=hidden)

@@ -31,6 +31,7 @@ APART = {"slots": 384, "experts": 4, "ranks": 8, "local": 1, "count": True, "ids
 RING = {
     "slots": 384, "experts": 32, "wave_rows": 64, "options": Options(combine="fp8"),
 }  # fmt: skip
+SHARED = {"slots": 448, "experts": 33, "shared": 1}
 LATE = {"slots": 128, "experts": 8, "ids": torch.int64, "options": Options(weight_at="combine")}
 # As many slots as the tile meets: the routing takes the most shared memory.
 LARGEST = {"slots": 4096, "experts": 256}
@@ -45,6 +46,7 @@ def cases():
         yield "w4a8_block", False, tile, DECODE
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
+        ("w4a8_block", SHARED),
         ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
@@ -56,7 +58,7 @@ def name(case):
     recipe, fits, tile, more = case
     what = {
         id(BUSY): "busy", id(RANKS): "ranks", id(APART): "apart", id(LATE): "late", id(DECODE): "",
-        id(RING): "ring",
+        id(RING): "ring", id(SHARED): "shared",
     }  # fmt: skip
     size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
     wide = "" if fits else "wide"
@@ -78,12 +80,13 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     def new(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device=META)
 
-    num = slots // K // ranks
+    shared = more.get("shared", 0)
+    num = slots // (K + shared) // ranks
     idx = new(num, K, dtype=more.get("ids", torch.int32))
     count = new(1, dtype=torch.int32) if "count" in more else None
     g = new(()) if recipe == "nvfp4" else None
-    x, rows, y = (new(n, H, dtype=torch.bfloat16) for n in (num, num * K, num * local))
-    words, stats = new(local, dtype=torch.int32), new(experts * local, dtype=torch.int64)
+    x, rows, y = (new(n, H, dtype=torch.bfloat16) for n in (num, num * (K + shared), num * local))
+    words, stats = new(local, dtype=torch.int32), new((experts - shared) * local, dtype=torch.int64)
     tokens = mega_launch.Tokens(x, idx, new(num, K), count, g, rows, y, words, stats)
     w13, w2 = (
         pack(matrix(recipe, E, *shape), to_e4m3=how.to_e4m3) for shape in ((2, I, H), (H, I))
@@ -98,7 +101,7 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
     mega_launch.fused(
         tokens, pool, acts, w13, w2, tile, how, more.get("options", Options()), kept,
-        num_experts=experts, world=world, biases=biases, acts_factor=g,
+        num_experts=experts, num_shared=shared, world=world, biases=biases, acts_factor=g,
         wave_rows=more.get("wave_rows", 0),
     )  # fmt: skip
     return compiler.made

@@ -66,8 +66,9 @@ class Call:
     EXPERTS: gl.constexpr  # of one rank, to the next power of two
     SLOTS: gl.constexpr  # likewise
     CHUNK: gl.constexpr  # slots that are looked at together
-    TOP_K: gl.constexpr
-    K_SLOTS: gl.constexpr  # likewise
+    TOP_K: gl.constexpr  # slots of a token, those of shared experts too
+    SHARED: gl.constexpr  # of these: the last experts, and the last slots
+    K_SLOTS: gl.constexpr  # TOP_K to the next power of two
     TOKENS: gl.constexpr
     NARROW: gl.constexpr
     GROUPS: gl.constexpr  # math warpgroups

@@ -1,8 +1,9 @@
-"""The edges of a fused launch: routing and tokens into the pool, and combine.
+"""The start of a fused launch: routing, and tokens into the pool.
 
 Each CTA reads the whole routing for itself, so nobody waits for a count: the expert of every slot
 and the first row of every expert stay in shared memory, its list of tiles in memory (`private`).
-Slots are those of all ranks; a rank takes the ones of its own experts. One warpgroup reads the
+Slots are those of all ranks; a rank takes the ones of its own experts. Shared experts, of one rank
+alone, are the last ones, and have the last slots of every token. One warpgroup reads the
 routing while the others load tokens and find their scales, which do not depend on it.
 
 Nothing is in a cache when a launch begins, its instructions neither: here short code is fast code.
@@ -14,7 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.device.columns import token_column
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
-from megamoe.kernels.hopper.epilogue import divide, times
+from megamoe.kernels.hopper.epilogue import divide
 from megamoe.kernels.hopper.meet import (
     FILLED,
     POOL,
@@ -48,16 +49,24 @@ def _source(c, token):
 
 
 @gluon.jit
-def _slots(c, slot, token, used):
+def read_slots(c, slot, token, used):
     """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked)."""
     source, token = _source(c, token)
+    ROUTED: gl.constexpr = c.TOP_K - c.SHARED
     at = slot
+    is_routed = used
     if c.RANKS > 1:
         at = token * c.TOP_K + slot % c.TOP_K
-    given = gl.load(of_rank(c, c.idx, source) + at, mask=used, other=-1)
-    names_none = (given < -1) | (given >= c.num_experts * c.RANKS)
+    if c.SHARED > 0:
+        number = slot - token * c.TOP_K
+        is_routed = used & (number < ROUTED)
+        at = token * ROUTED + number
+    given = gl.load(of_rank(c, c.idx, source) + at, mask=is_routed, other=-1)
+    names_none = (given < -1) | (given >= c.num_experts * c.RANKS - c.SHARED)
     expert = gl.where(names_none, -2, given).to(gl.int32)  # int64 ids must not wrap round
-    weight = gl.load(of_rank(c, c.weights, source) + at, mask=used, other=0.0)
+    weight = gl.load(of_rank(c, c.weights, source) + at, mask=is_routed, other=1.0)
+    if c.SHARED > 0:
+        expert = gl.where(number < ROUTED, expert, c.num_experts - c.TOP_K + number)
     if c.HAS_COUNT:  # the rest is padding
         used = used & (token < gl.load(of_rank(c, c.num_valid, source)))
     expert = gl.where(used, expert, -1)
@@ -83,7 +92,7 @@ def read_routing(m):
     count = gl.zeros([E], gl.int32, FLAT)
     for chunk in gl.static_range(c.SLOTS // c.CHUNK):
         slot = chunk * c.CHUNK + gl.arange(0, c.CHUNK, FLAT)
-        expert, _, _ = _slots(c, slot, slot // c.TOP_K, slot < c.num_slots)
+        expert, _, _ = read_slots(c, slot, slot // c.TOP_K, slot < c.num_slots)
         mine = _own(c, m.rank, expert)
         m.experts.index(chunk).store(mine.to(gl.int16))
         count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
@@ -113,7 +122,7 @@ def read_routing(m):
     if c.HAS_STATS:  # noqa: SIM102  known at compile time, unlike the CTA's number
         if m.cta == 0:
             stats = c.stats + local * c.num_experts + which
-            there = which < c.num_experts
+            there = which < c.num_experts - c.SHARED
             gl.store(stats, gl.load(stats, mask=there, other=0) + count, mask=there)
 
 
@@ -201,7 +210,7 @@ def _slots_of(m, token):
     c = m.call
     number = gl.arange(0, c.K_SLOTS, gl.SliceLayout(1, PAIRS))
     slot = token * c.TOP_K + number
-    expert, weight, _ = _slots(c, slot, token + 0 * number, number < c.TOP_K)
+    expert, weight, _ = read_slots(c, slot, token + 0 * number, number < c.TOP_K)
     return _own(c, m.rank, expert), weight
 
 
@@ -230,12 +239,6 @@ def _rows_of(m, token, mine, low, high):
         row, wave = ring_row(c, row, first + (row - first) // c.TOKENS * c.TOKENS)
         is_here = is_here & (wave >= low) & (wave < high)
     return gl.where(is_here, m.local * c.rows_per_rank + row, -1)
-
-
-@gluon.jit
-def _share(m, WG: gl.constexpr):
-    """First item of a warpgroup and the step to its next: CTAs first, then their warpgroups."""
-    return m.cta + WG * m.num_ctas, m.call.GROUPS * m.num_ctas
 
 
 @gluon.jit
@@ -336,65 +339,3 @@ def _fill(m, begin, step, num, low, high, counter):
         done += 1
     if done > 0:
         add_to(counter, done)
-
-
-@gluon.jit
-def slots_used(m, item, parts):
-    """Bit j: whether slot j of the item's token counts. The first bad slot is noted."""
-    c = m.call
-    LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    local = gl.minimum(quotient(item, parts), c.tokens_per_rank - 1)
-    number = gl.arange(0, c.K_SLOTS, LANES)
-    token = m.rank * c.tokens_per_rank + local + 0 * number
-    expert, _, bad = _slots(c, token * c.TOP_K + number, token, number < c.TOP_K)
-    bits = gl.sum(gl.where(expert >= 0, 1, 0) << number, 0)
-    first = gl.min(gl.where(bad, number, c.TOP_K), 0)
-    if first < c.TOP_K:
-        gl.atomic_min(c.error + m.local, c.first_slot + local * c.TOP_K + first)
-    return bits
-
-
-@gluon.jit
-def _requantised(row, A: gl.constexpr):
-    """The values that a row has once it is rounded to the format of rows on their way home."""
-    x = row.reshape([COLS // A.GROUP, A.GROUP])
-    _, scale, step = A.scale(gl.max(abs_bits(x), 1), 1.0, A.EXPONENT, A.MANTISSA)
-    dead = abs_bits(step) >= INF_BITS
-    step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
-    ratio = gl.where(gl.expand_dims(dead, 1), 0.0, A.divide(x, step))
-    value = (A.round(ratio) * gl.expand_dims(scale, 1)).reshape([COLS])
-    return gl.convert_layout(value, row.type.layout)
-
-
-@gluon.jit
-def combine(m, bits, WG: gl.constexpr):
-    """One warpgroup's share of this rank's tokens: slots in ascending order, FP32, rounded once.
-
-    `bits` are the `slots_used` of its first item.
-    """
-    c = m.call
-    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
-    parts = (c.hidden + COLS - 1) // COLS
-    rows = of_rank(c, c.rows, m.rank)
-    weights = of_rank(c, c.weights, m.rank)
-    begin, step = _share(m, WG)
-    for item in range(begin, c.tokens_per_rank * parts, step):
-        token = quotient(item, parts)
-        col = (item - token * parts) * COLS + gl.arange(0, COLS, LAYOUT)
-        token = token.to(gl.int64)
-        inside = col < c.hidden
-        total = gl.zeros([COLS], gl.float32, LAYOUT)
-        for j in gl.static_range(c.TOP_K):
-            slot = token * c.TOP_K + j
-            mask = inside & ((bits >> j & 1) != 0)
-            row = gl.load(rows + slot * c.hidden + col, mask=mask, other=0.0).to(gl.float32)
-            if c.ROWS_AS.HOLD != "plain":
-                row = _requantised(row, c.ROWS_AS)
-            if not c.WEIGHTED:
-                weight = gl.load(weights + slot)
-                row = times(row, gl.zeros([COLS], gl.float32, LAYOUT) + weight)
-            total = gl.where(mask, total + row, total)
-        y = c.y + (m.local * c.tokens_per_rank + token) * c.hidden + col
-        gl.store(y, total.to(gl.bfloat16), mask=inside)
-        if item + step < c.tokens_per_rank * parts:
-            bits = slots_used(m, item + step, parts)

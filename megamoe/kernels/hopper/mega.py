@@ -18,17 +18,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megamoe.kernels.hopper.combine import combine, slots_used
 from megamoe.kernels.hopper.crew import Call, Linear, allocate, prepare
 from megamoe.kernels.hopper.edges import (
     COLS,
-    combine,
     fetch_early,
     fill_pool,
     fill_wave,
     num_parts,
     num_tiles,
     read_routing,
-    slots_used,
     wait_for_pool,
     wait_for_wave,
 )
@@ -346,10 +345,10 @@ def mega_kernel(
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
     RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
-    TOP_K: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr,
-    GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr,
-    RING: gl.constexpr, ROWS_AS: gl.constexpr,
+    TOP_K: gl.constexpr, SHARED: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr,
+    NARROW: gl.constexpr, GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
+    TRACE: gl.constexpr, RING: gl.constexpr, ROWS_AS: gl.constexpr,
 ):  # fmt: skip
     """Four math warpgroups (the first is the launch's own), then four warps."""
     CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
@@ -359,8 +358,8 @@ def mega_kernel(
         bound_ns, ahead, absent, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
         rows_per_rank, pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp,
         WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
-        RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS, DEPTH,
-        STAGES, GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
+        RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, SHARED, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS,
+        DEPTH, STAGES, GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
     )  # fmt: skip
     one = Linear(
         w1, ws1, x1, xs1, factor1, bias1, acts_factor, acts, acts_scale, steps1, outputs1, biases1,

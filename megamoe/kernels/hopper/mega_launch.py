@@ -73,16 +73,20 @@ def _power_of_2(n: int, least: int) -> int:
 
 def fused(
     tokens: Tokens, pool: Pool, acts: Pool, w13: Packed, w2: Packed, tile: Swapped, how: Arithmetic,
-    options: Options, kept: State, *, num_experts: int, world: World = ONE,
+    options: Options, kept: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
     trace: Tensor | None = None, ahead: int = 4, absent: int = -1, wave_rows: int = 0,
 ) -> None:  # fmt: skip
-    """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each."""
+    """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each.
+
+    The last `num_shared` of them see every token; then there is one rank.
+    """
     device, some = tokens.x.device, kept.report
     num_tokens, hidden = tokens.x.shape
-    top_k = tokens.idx.shape[1]
+    top_k = tokens.idx.shape[1] + num_shared
     slots = world.num * num_tokens * top_k
+    assert num_shared == 0 or world.num == 1
     assert pool.data.numel() < 2**31, "a place in the pool has 32 bits"
     parts = []
     for x, w, bias in ((pool, w13, biases[0]), (acts, w2, biases[1])):
@@ -102,8 +106,8 @@ def fused(
         or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
         pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
         or_some(world.signals, some), or_some(world.peers, some), kept.report,
-        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first,
-        tokens.first * top_k, slots, num_tokens, num_experts,
+        or_some(trace, some), int(timeout_s * 1e9), ahead // tile.depth, absent, world.first,
+        tokens.first * tokens.idx.shape[1], slots, num_tokens, num_experts,
         pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
         kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],
         float(options.limit), or_some(acts_factor, some), *parts,
@@ -112,9 +116,10 @@ def fused(
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=world.num,
         LOCAL=world.local, EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots),
-        TOP_K=top_k, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens, NARROW=tile.narrow,
-        GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages,
-        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None,
-        RING=wave_rows > 0, ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
+        TOP_K=top_k, SHARED=num_shared, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens,
+        NARROW=tile.narrow, GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth,
+        STAGES=tile.stages, MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs,
+        TRACE=trace is not None, RING=wave_rows > 0,
+        ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
         num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip

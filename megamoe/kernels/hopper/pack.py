@@ -7,7 +7,7 @@ interleaves and pads them on the way.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,6 +79,31 @@ def pack(w: Quantized, *, to_e4m3: bool) -> Packed:
         "e4m3_image", _image(codes, "e4m3"), _scale_image(shift, 4), base, "row",
         outputs, width, is_gated,
     )  # fmt: skip
+
+
+def joined(first: Packed, second: Packed) -> Packed:
+    """Images of more experts, which come behind those of `first`."""
+    assert first.scale is not None and second.scale is not None
+    factor = None
+    if first.factor is not None and second.factor is not None:
+        factor = torch.cat((first.factor, second.factor))
+    return replace(
+        first,
+        data=torch.cat((first.data, second.data)),
+        scale=torch.cat((first.scale, second.scale)),
+        factor=factor,
+    )
+
+
+def parted(both: Packed, num: int) -> tuple[Packed, Packed]:
+    """The first `num` experts, and the others: parts of the same memory."""
+
+    def part(of: slice) -> Packed:
+        assert both.scale is not None
+        factor = None if both.factor is None else both.factor[of]
+        return replace(both, data=both.data[of], scale=both.scale[of], factor=factor)
+
+    return part(slice(num)), part(slice(num, None))
 
 
 def fits_e4m3(w: Quantized) -> bool:
