@@ -106,7 +106,7 @@ def graphs() -> None:
 
 
 def hopper_layer(recipe: str) -> None:
-    """Hopper's staged launches in one tile of each kind, and its fused one."""
+    """Hopper's staged launches in one tile of each kind, and its fused one; shared experts too."""
     from megamoe.engine import fused, hopper
     from megamoe.schedule.heuristics.hopper_fused import as_fused
     from megamoe.schedule.heuristics.hopper_tiles import tiles
@@ -123,6 +123,11 @@ def hopper_layer(recipe: str) -> None:
         if narrow is not None:
             assert torch.equal(y, fused.moe(*inputs, found.word, tile=narrow))
         assert y.isfinite().all()
+        if hopper.can_join(w, w[:1]):
+            y = hopper.moe(*inputs, w[:1], found.word, tile=tile)
+            if narrow is not None:
+                one = fused.moe(*inputs, found.word, tile=narrow, shared=w[:1])
+                assert torch.equal(y, one)
 
 
 OTHERS = {"quantisers": quantisers, "graphs": graphs}

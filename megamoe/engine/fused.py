@@ -115,7 +115,7 @@ def moe(
     num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
     trace      room for stamps (`kernels/hopper/stamps.py`)
-    ahead      K blocks of a CTA's first weights that come before the tokens
+    ahead      steps of a CTA's first weights that come before the tokens
     absent     a rank that never says it is done, for tests of the bound
     """
     found = faults.of_stream(weights.device) if found is None else found

@@ -168,8 +168,10 @@ def moe(
     slots = top_k + extra
     rows = torch.empty(num_tokens, slots, hidden, dtype=torch.bfloat16, device=device)
     if shared is not None and can_join(weights, shared):
-        with_shared(weights, shared)  # one memory for all modes, from the first call on
-    run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile)
+        run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile, shared)
+        shared = None
+    else:
+        run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile)
     if shared is not None:
         every, ones = all_experts(num_tokens, extra, device)
         always = Routing(every, ones, every.clone(), ones.clone(), error, None)
@@ -191,16 +193,25 @@ def run_pass(
     stats: Tensor | None,
     pdl: bool,
     tile: Tile | None = None,
+    shared: ExpertWeights | None = None,
 ) -> None:
-    """Route, L1 and L2 of these slots; their rows go to `rows` [T, slots, H]."""
-    made = prepared(weights)
-    how, experts = made.how, weights.num_experts
+    """Route, L1 and L2 of these slots; their rows go to `rows` [T, slots, H].
+
+    Shared experts that are given (`can_join`) have the slots behind these.
+    """
+    made = prepared(weights) if shared is None else with_shared(weights, shared)
+    extra = 0 if shared is None else shared.num_experts
+    how, experts = made.how, weights.num_experts + extra
     num_slots = routing.topk_idx.numel()
     if tile is None:
-        tile, _ = tiles(weights.recipe, num_slots / experts, fits_e4m3=how.is_fp8)
+        tile, _ = tiles(weights.recipe, num_slots / weights.num_experts, fits_e4m3=how.is_fp8)
+    num_slots += len(x) * extra
     pool = launch.pool(how, num_slots, weights.hidden, experts, tile.tokens, weights.device)
     hand = launch.hand(pool, (made.w13, made.w2), tile)
-    _fill(x, weights, how, routing, pool, hand, tile.tokens, rows.shape[1], first_slot, stats, pdl)
+    _fill(
+        x, weights, how, routing, pool, hand, tile.tokens, rows.shape[1], first_slot, stats, pdl,
+        extra,
+    )  # fmt: skip
     acts = launch.pool(
         how, num_slots, weights.intermediate, experts, tile.tokens, weights.device, pool
     )
@@ -227,15 +238,16 @@ def _fill(
     first_slot: int,
     stats: Tensor | None,
     pdl: bool,
+    num_shared: int,
 ) -> None:
     """Tokens into the pool, quantised on the way unless they are already."""
     scale, g, is_ready = None, weights.x_global, False
     if isinstance(x, Quantized):
         x, scale, g, is_ready = _ready(x, how)
     route(
-        x, routing, how.acts, pool, block, weights.num_experts, hand=hand, x_scale=scale, g=g,
-        stats=stats, first_slot=first_slot, num_dest=num_dest, is_ready=is_ready,
-        by_group=how.to_e4m3, pdl=pdl,
+        x, routing, how.acts, pool, block, weights.num_experts + num_shared, hand=hand,
+        x_scale=scale, g=g, stats=stats, first_slot=first_slot, num_dest=num_dest,
+        num_shared=num_shared, is_ready=is_ready, by_group=how.to_e4m3, pdl=pdl,
     )  # fmt: skip
 
 

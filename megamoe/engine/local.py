@@ -55,7 +55,7 @@ class LocalRanks:
         )
         device = weights.device
         backends.resolve("hopper", "fused", device)
-        self._manner.check(self.options, None, device)
+        self._manner.check(weights, None)
 
         from megamoe.kernels.hopper import launch  # loads only where it can run
 

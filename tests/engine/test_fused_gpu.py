@@ -164,7 +164,7 @@ def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
             assert torch.equal(stats - 1, expert_counts(idx[:there].long(), crowd.num))
 
 
-@pytest.mark.parametrize(("recipe", "num"), [(BASE, 1), ("w4a8", 2), (WIDE, 1)])
+@pytest.mark.parametrize(("recipe", "num"), [(BASE, 1), ("w4a8", 2)])
 def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
     crowd, o = Crowd(recipe), HOW[recipe][0]
     shared = crowd.weights[1 : 1 + num]
@@ -175,8 +175,8 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
         )
         for mode, has_graphs in (("staged", False), ("fused", False), ("auto", True))
     )  # fmt: skip
-    for seed in range(8):
-        inputs, alone = crowd.pick((1, 5, 16, 33, 64)[seed % 5], seed)
+    for seed in range(6):
+        inputs, alone = crowd.pick((5, 33)[seed % 2], seed)
         assert fused.tile_of(inputs[0], inputs[1], crowd.weights, o, shared, "auto") is not None
         wanted = staged(*inputs)
         assert same_bits(one(*inputs), wanted) and same_bits(graphs(*inputs), wanted)

@@ -203,6 +203,33 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kerne
         fuse(inputs, w, Options(**options), found, tile, shared=shared)
 
 
+@pytest.mark.parametrize("num", [40, 150])
+def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeypatch, kernels):
+    """However rows are found, with padding behind a count, and for tokens that come quantised."""
+    monkeypatch.setattr(route, "SMALL", 256)
+    both = weights_of("w4a8_block", E + 2)
+    w, shared = both[:E], both[E:]
+    inputs = tokens(num, masked_ratio=0.2, skew="zipf")
+    inputs[1][2, 0] = E + 1  # a shared expert's number, but no routed one's
+    ready = mm.quantize(inputs[0], "fp8_1x128"), *inputs[1:]
+    count = torch.tensor([num - 3], dtype=torch.int32)
+
+    def staged(some, middle):
+        monkeypatch.setattr(place, "MIDDLE", middle)
+        word, stats = torch.full((1,), NONE, dtype=torch.int32), torch.zeros(E, dtype=torch.int64)
+        y = hopper.moe(*some, w, Options(), shared, word, stats, count)
+        assert int(word) == 2 * K
+        return y[: num - 3], stats
+
+    found = [staged(some, middle) for some in (inputs, ready) for middle in (4096, 64)]
+    launches = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
+    monkeypatch.setattr(hopper, "can_join", lambda *both: False)
+    wanted, stats = staged(inputs, 4096)
+    more = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
+    assert (launches, more) == (8, 12)
+    assert all(torch.equal(y, wanted) and torch.equal(s, stats) for y, s in found)
+
+
 @pytest.mark.parametrize("hidden", [H, 1152])
 def test_fp8_rows_are_combined_as_in_staged(hidden):
     w = weights_of("w8a8", hidden=hidden)

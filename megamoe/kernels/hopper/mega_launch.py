@@ -106,7 +106,7 @@ def fused(
         or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
         pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
         or_some(world.signals, some), or_some(world.peers, some), kept.report,
-        or_some(trace, some), int(timeout_s * 1e9), ahead // tile.depth, absent, world.first,
+        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first,
         tokens.first * tokens.idx.shape[1], slots, num_tokens, num_experts,
         pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
         kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],

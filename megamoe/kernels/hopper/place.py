@@ -22,14 +22,33 @@ LOOK = 2048  # slots that are counted together
 
 
 @triton.jit
+def given(at, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+    """(place of slots `at` in the routing as it comes, whether they are there).
+
+    The last SHARED of a token's TOP_K slots are those of shared experts.
+    """
+    return at - at // TOP_K * SHARED, at % TOP_K < TOP_K - SHARED
+
+
+@triton.jit
 def legal(
-    idx, weights, at, used, num_valid, num_experts, TOP_K: tl.constexpr, HAS_COUNT: tl.constexpr
-):
-    """(expert or -1, weight, whether it was neither legal nor masked) of slots `at`."""
-    expert = legal_or(tl.load(idx + at, mask=used, other=-1), num_experts)
-    weight = tl.load(weights + at, mask=used, other=0.0)
+    idx, weights, at, used, num_valid, num_experts, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    HAS_COUNT: tl.constexpr,
+):  # fmt: skip
+    """(expert or -1, weight, whether it was neither legal nor masked) of slots `at`.
+
+    Shared experts are the last ones; they see padding too, which combine adds up like tokens.
+    """
+    source, is_routed = given(at, TOP_K, SHARED)
+    is_read = used & is_routed
+    expert = legal_or(tl.load(idx + source, mask=is_read, other=-1), num_experts - SHARED)
+    weight = tl.load(weights + source, mask=is_read, other=0.0)
     if HAS_COUNT:
         expert = tl.where(at // TOP_K < tl.load(num_valid), expert, -1)
+    if SHARED:
+        is_shared = used & (at % TOP_K >= TOP_K - SHARED)
+        expert = tl.where(is_shared, num_experts - TOP_K + at % TOP_K, expert)
+        weight = tl.where(is_shared, 1.0, weight)
     finite = tl.abs(weight) < float("inf")
     bad = (expert < -1) | ((expert >= 0) & (finite == 0))
     keep = (expert >= 0) & (bad == 0)
@@ -77,13 +96,16 @@ def write_tiles(count, first_row, tiles, num_tiles, BLOCK: tl.constexpr):
 @triton.jit
 def _count_kernel(
     idx, weights, num_valid, chunk_counts, num_slots, num_experts,
-    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, CHUNK: tl.constexpr, E: tl.constexpr,
+    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, CHUNK: tl.constexpr,
+    E: tl.constexpr,
 ):  # fmt: skip
     """Program: a chunk of slots, counted."""
     after_previous()
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
-    expert, _, _ = legal(idx, weights, at, at < num_slots, num_valid, num_experts, TOP_K, HAS_COUNT)
+    expert, _, _ = legal(
+        idx, weights, at, at < num_slots, num_valid, num_experts, TOP_K, SHARED, HAS_COUNT
+    )
     column = tl.arange(0, E)
     counts = tl.histogram(tl.maximum(expert, 0), E, mask=expert >= 0)
     tl.store(chunk_counts + chunk * num_experts + column, counts, mask=column < num_experts)
@@ -98,15 +120,18 @@ def _place_kernel(
     num_slots, num_experts, first_slot, num_dest, items, across1, slabs1, across2, slabs2,
     first_waves, ctas, span,
     CTAS: tl.constexpr, IS_DRAWN: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
-    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr,
-    LOOK: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr, LOOK: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr,
 ):  # fmt: skip
     """Program: the slots of a chunk, checked, and their rows. Behind those the tiles, the waves."""
     after_previous()
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < num_slots
-    mine, share, bad = legal(idx, weights, at, inside, num_valid, num_experts, TOP_K, HAS_COUNT)
+    mine, share, bad = legal(
+        idx, weights, at, inside, num_valid, num_experts, TOP_K, SHARED, HAS_COUNT
+    )
     expert = tl.arange(0, E)
     is_there = expert < num_experts
     if IS_COUNTED:
@@ -118,8 +143,9 @@ def _place_kernel(
         for start in tl.range(0, num_slots, LOOK):
             other = start + tl.arange(0, LOOK)
             theirs, _, _ = legal(
-                idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, HAS_COUNT
-            )
+                idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, SHARED,
+                HAS_COUNT,
+            )  # fmt: skip
             place = tl.maximum(theirs, 0) + tl.where(other < chunk * CHUNK, 0, E)
             both += tl.histogram(place, 2 * E, mask=theirs >= 0)
         before, behind = tl.split(tl.permute(tl.reshape(both, (2, E)), (1, 0)))
@@ -134,13 +160,15 @@ def _place_kernel(
             )  # fmt: skip
     elif number == 0:
         if HAS_STATS and not IS_COUNTED:
-            seen = tl.load(stats + expert, mask=is_there)
-            tl.store(stats + expert, seen + count, mask=is_there)
+            is_routed = expert < num_experts - SHARED
+            seen = tl.load(stats + expert, mask=is_routed)
+            tl.store(stats + expert, seen + count, mask=is_routed)
         write_tiles(count, first_row, tiles, num_tiles, BLOCK)
     else:
-        tl.store(idx_out + at, mine, mask=inside)
-        tl.store(weights_out + at, share, mask=inside)
-        note_bad(bad, at, error)
+        to, is_given = given(at, TOP_K, SHARED)
+        tl.store(idx_out + to, mine, mask=inside & is_given)
+        tl.store(weights_out + to, share, mask=inside & is_given)
+        note_bad(bad, to, error)
         used = mine >= 0
         row = tl.gather(first_row + before, tl.maximum(mine, 0), 0) + rank(mine, at, mine, at)
         tl.store(rows + at, tl.where(used, row, -1), mask=inside)
@@ -163,6 +191,7 @@ def place(
     stats: Tensor | None,
     first_slot: int,
     num_dest: int,
+    num_shared: int,
     pdl: bool,
 ) -> Tensor:
     """int32: the row of each slot, -1 of masked ones.
@@ -171,12 +200,13 @@ def place(
     there is one.
     """
     idx, weights, num_valid = routing.topk_idx, routing.topk_weights, routing.num_valid
-    slots, top_k, some = idx.numel(), idx.shape[1], pool.num_tiles
+    top_k, some = idx.shape[1] + num_shared, pool.num_tiles
+    slots = len(idx) * top_k
     chunks = triton.cdiv(slots, CHUNK)
     is_counted = slots > MIDDLE
     sizes = {
-        "HAS_COUNT": num_valid is not None, "TOP_K": top_k, "CHUNK": CHUNK,
-        "E": max(triton.next_power_of_2(num_experts), 2),
+        "HAS_COUNT": num_valid is not None, "TOP_K": top_k, "SHARED": num_shared,
+        "CHUNK": CHUNK, "E": max(triton.next_power_of_2(num_experts), 2),
     }  # fmt: skip
     valid = some if num_valid is None else num_valid
     rows = some.new_empty(slots)

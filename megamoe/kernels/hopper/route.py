@@ -15,7 +15,7 @@ from megamoe.kernels.device.columns import token_column
 from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.hopper.deal import Hand, first_rows
-from megamoe.kernels.hopper.place import legal, note_bad, place, rank, write_tiles
+from megamoe.kernels.hopper.place import given, legal, note_bad, place, rank, write_tiles
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.kernels.portable.routing import Routing
@@ -30,9 +30,9 @@ def _pool_kernel(
     stats, data, scale, dest, weight, factor, tiles, num_tiles,
     num_slots, pool_rows, num_experts, hidden, width, first_slot, num_dest,
     ACTS: tl.constexpr, READY: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
-    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, K_SLOTS: tl.constexpr, SLOTS: tl.constexpr,
-    IS_SMALL: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr, E: tl.constexpr,
-    BY_GROUP: tl.constexpr,
+    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, K_SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, IS_SMALL: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
+    E: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of columns): quantise once, write to each of the token's rows.
 
@@ -46,10 +46,12 @@ def _pool_kernel(
     at = token * TOP_K + slot
     own = slot < TOP_K
     if IS_SMALL:
-        mine, share, bad = legal(idx, weights, at, own, num_valid, num_experts, TOP_K, HAS_COUNT)
+        mine, share, bad = legal(
+            idx, weights, at, own, num_valid, num_experts, TOP_K, SHARED, HAS_COUNT
+        )
         other = tl.arange(0, SLOTS)
         experts, _, _ = legal(
-            idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, HAS_COUNT
+            idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, SHARED, HAS_COUNT
         )
         count = tl.histogram(tl.maximum(experts, 0), E, mask=experts >= 0)
         first_row = first_rows(count)
@@ -64,14 +66,14 @@ def _pool_kernel(
     mask = used[:, None] & (col < width)[None, :]
     scale_place = block[None, :].to(tl.int64) * pool_rows + row[:, None]
     scale_mask = used[:, None] & (block < width // 128)[None, :]
-    given = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
-    source = tl.load(x + token.to(tl.int64) * x_stride + given, mask=given < hidden, other=0)
+    place_of = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
+    source = tl.load(x + token.to(tl.int64) * x_stride + place_of, mask=place_of < hidden, other=0)
     if READY or ACTS.HOLD == "plain":
         held = source
         if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
             blocks = tl.cdiv(hidden, 128)
-            given = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
-            wide = tl.broadcast_to(given[None, :], scale_place.shape)
+            known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
+            wide = tl.broadcast_to(known[None, :], scale_place.shape)
             tl.store(scale + scale_place, wide, mask=scale_mask)
     else:
         G: tl.constexpr = ACTS.GROUP
@@ -94,13 +96,14 @@ def _pool_kernel(
         if HAS_G:
             one = tl.load(g + token * g_stride)
             tl.store(factor + row, tl.zeros([K_SLOTS], tl.float32) + one, mask=used)
-        tl.store(idx_out + at, mine, mask=own)
-        tl.store(weights_out + at, share, mask=own)
-        note_bad(bad, at, error)
+        to, is_given = given(at, TOP_K, SHARED)
+        tl.store(idx_out + to, mine, mask=own & is_given)
+        tl.store(weights_out + to, share, mask=own & is_given)
+        note_bad(bad, to, error)
         if token == 0:
             if HAS_STATS:
                 expert = tl.arange(0, E)
-                inside = expert < num_experts
+                inside = expert < num_experts - SHARED
                 seen = tl.load(stats + expert, mask=inside)
                 tl.store(stats + expert, seen + count, mask=inside)
             write_tiles(count, first_row, tiles, num_tiles, BLOCK)
@@ -120,16 +123,18 @@ def route(
     stats: Tensor | None = None,
     first_slot: int = 0,
     num_dest: int = 0,
+    num_shared: int = 0,
     is_ready: bool = False,
     by_group: bool = False,
     pdl: bool = False,
 ) -> None:
     """Fill `pool` from tokens x [T, H] and their routing, for tiles of `block` rows.
 
-    Where there is a `hand` it is dealt too.
+    Where there is a `hand` it is dealt too. The last `num_shared` experts see every token, with
+    weight 1, in slots behind the routed ones.
     """
     num_tokens, hidden = x.shape
-    top_k = routing.topk_idx.shape[1]
+    top_k = routing.topk_idx.shape[1] + num_shared
     slots = num_tokens * top_k
     is_small = slots <= SMALL and hand is None
     g_stride = 0 if g is None or g.ndim == 0 else 1
@@ -138,7 +143,7 @@ def route(
     if not is_small:
         rows = place(
             routing, pool, block, num_experts, hand=hand, g=g, g_stride=g_stride, stats=stats,
-            first_slot=first_slot, num_dest=num_dest, pdl=pdl,
+            first_slot=first_slot, num_dest=num_dest, num_shared=num_shared, pdl=pdl,
         )  # fmt: skip
     width = pool.data.shape[1]
     cols, warps = COLS[is_small]
@@ -151,7 +156,7 @@ def route(
         pool.factor, pool.tiles, pool.num_tiles, slots, pool.data.shape[0], num_experts, hidden,
         width, first_slot, num_dest,
         ACTS=acts, READY=is_ready, HAS_G=g is not None, HAS_STATS=is_small and stats is not None,
-        HAS_COUNT=has_count, TOP_K=top_k, K_SLOTS=triton.next_power_of_2(top_k),
+        HAS_COUNT=has_count, TOP_K=top_k, SHARED=num_shared, K_SLOTS=triton.next_power_of_2(top_k),
         SLOTS=max(triton.next_power_of_2(slots), 16) if is_small else 16, IS_SMALL=is_small,
         BLOCK=block, COLS=cols, E=max(triton.next_power_of_2(num_experts), 2), BY_GROUP=by_group,
         num_warps=warps, **overlap(pdl),

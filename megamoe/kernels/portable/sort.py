@@ -59,7 +59,7 @@ def _count_kernel(idx, chunk_counts, num_slots, num_experts, CHUNK: tl.constexpr
 
 @triton.jit
 def _scan_kernel(
-    chunk_counts, counts, stats, num_chunks, num_experts,
+    chunk_counts, counts, stats, num_chunks, num_experts, num_stats,
     HAS_STATS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """One expert: exclusive scan of its counts over the chunks, in place; its total."""
@@ -72,7 +72,8 @@ def _scan_kernel(
     total = tl.sum(own, 0)
     tl.store(counts + expert, total)
     if HAS_STATS:
-        tl.store(stats + expert, tl.load(stats + expert) + total)
+        is_told = expert < num_stats
+        tl.store(stats + expert, tl.load(stats + expert, mask=is_told) + total, mask=is_told)
 
 
 @triton.jit
@@ -119,10 +120,14 @@ def _place_kernel(
 def scan_counts(
     chunk_counts: Tensor, counts: Tensor, stats: Tensor | None, *, pdl: bool = False
 ) -> None:
-    """Each expert's counts of the chunks [chunks, E] to those before a chunk, in place; totals."""
+    """Each expert's counts of the chunks [chunks, E] to those before a chunk, in place; totals.
+
+    `stats`, of the first experts or all, get the totals added.
+    """
     num_chunks, num_experts = chunk_counts.shape
     _scan_kernel[(num_experts,)](
         chunk_counts, counts, stats if stats is not None else counts, num_chunks, num_experts,
+        0 if stats is None else len(stats),
         HAS_STATS=stats is not None, CHUNKS=max(triton.next_power_of_2(num_chunks), 2),
         num_warps=1, **overlap(pdl),
     )  # fmt: skip
