@@ -28,17 +28,20 @@ def taken(monkeypatch):
     return seen
 
 
-def test_a_given_tile_is_used_and_the_shared_experts_keep_theirs(taken):
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16"])
+def test_a_given_tile_is_used_and_shared_experts_of_their_own_launches_keep_theirs(taken, recipe):
     rng = torch.Generator().manual_seed(0)
     w13, w2 = (torch.randn(E, *s, generator=rng).bfloat16() for s in ((2 * I, H), (H, I)))
     w = mm.ExpertWeights.quantize(w13, w2, "w4a8_block")
     x = torch.randn(6, H, generator=rng).bfloat16()
-    call = (x, *sample_routing(6, E, K), w, Options(), w[:1], Faults(x.device).word)
+    others = mm.ExpertWeights.quantize(w13[:1], w2[:1], recipe)
+    call = (x, *sample_routing(6, E, K), w, Options(), others, Faults(x.device).word)
     hopper.moe(*call)
     own, _ = tiles("w4a8_block", 6 * K / E)
-    shared, _ = tiles("w4a8_block", 6.0)
-    assert taken == [own.tokens, own, own, shared.tokens, shared, shared]
+    shared, _ = tiles(recipe, 6.0)
+    more = [] if recipe == w.recipe else [shared.tokens, shared, shared]
+    assert taken == [own.tokens, own, own, *more]
     taken.clear()
     wide = tile_of("w4a8_block", (64, 2, 2, 1))
     hopper.moe(*call, tile=wide)
-    assert taken == [64, wide, wide, shared.tokens, shared, shared]
+    assert taken == [64, wide, wide, *more]
