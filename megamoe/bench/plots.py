@@ -170,13 +170,17 @@ def _ratios(report: Report, axes: Any, cells: list[str], highest: list[float]) -
 
 
 def _lines(report: Report, figure: Any) -> None:
-    """Times over experts touched, and the line through them down to none."""
+    """Times over experts touched, the line through them down to none, and that of the read."""
     axes = figure.subplots()
     for cost in report.fixed_costs():
         last = max(touched for touched, _ in cost.points)
         label = f"{cost.cell} {cost.contestant} {cost.recipe}: {cost.us:,.1f} us"
         (line,) = axes.plot((0, last), (cost.us, cost.line.at(last)), linewidth=1, label=label)
         axes.scatter(*zip(*cost.points, strict=True), s=18, color=line.get_color())
+        if cost.read is not None:
+            begin, end = cost.read.intercept, cost.read.at(last)
+            label = f"one launch that reads the same weights: {begin:,.1f} us"
+            axes.plot((0, last), (begin, end), "--", linewidth=1, color="gray", label=label)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=min(0, *axes.get_ylim()))
     axes.set_xlabel("experts touched")

@@ -100,6 +100,7 @@ class FixedCost:
     worst_us: float  # of the point that is farthest from the line
     expert_bytes: int
     points: tuple[tuple[int, float], ...]
+    read: Line | None = None  # of one launch that reads the same weights
 
     @classmethod
     def of(cls, cell: str, rows: Sequence[Row]) -> FixedCost:
@@ -107,9 +108,11 @@ class FixedCost:
         points = tuple((r.touched, r.us) for r in rows if r.us is not None)
         line = line_through(points)
         worst = max((us - line.at(touched) for touched, us in points), key=abs)
-        first = rows[0]
-        each = first.weight_bytes // first.touched
-        return cls(cell, first.contestant, first.recipe, line, worst, each, points)
+        first, last = rows[0], rows[-1]
+        each = (last.weight_bytes - first.weight_bytes) // (last.touched - first.touched)
+        reads = [(r.touched, r.read_us) for r in rows if r.read_us is not None]
+        read = line_through(reads) if len(reads) == len(rows) else None
+        return cls(cell, first.contestant, first.recipe, line, worst, each, points, read)
 
     @property
     def us(self) -> float:

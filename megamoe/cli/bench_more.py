@@ -220,15 +220,16 @@ def fixed(
 
 def _show_fixed(costs: Sequence[FixedCost], bar_us: float) -> None:
     table = Table(
-        "cell", "contestant", "recipe", "points", "fixed us", "bar us", "us an expert", "GB/s",
-        "worst off us", title="fixed cost of a call: where its line meets no experts",
+        "cell", "contestant", "recipe", "points", "fixed us", "bar us", "a read's", "us an expert",
+        "GB/s", "worst off us", title="fixed cost of a call: where its line meets no experts",
     )  # fmt: skip
     for column in table.columns[3:]:
         column.justify = "right"
     for c in costs:
         table.add_row(
             c.cell, c.contestant, c.recipe, str(len(c.points)), number(c.us, 1),
-            number(bar_us, 1), number(c.line.slope, 3), number(c.gbs, 0), f"{c.worst_us:+,.1f}",
+            number(bar_us, 1), number(None if c.read is None else c.read.intercept, 1),
+            number(c.line.slope, 3), number(c.gbs, 0), f"{c.worst_us:+,.1f}",
         )  # fmt: skip
     one_line_a_row(Console()).print(table)
 

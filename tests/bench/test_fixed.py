@@ -124,7 +124,15 @@ def test_published_points_give_the_published_cost():
     assert cost.us == pytest.approx(58.15, abs=0.01) and cost.line.slope == pytest.approx(5.9375)
     assert cost.gbs == pytest.approx(3378, abs=1)
     assert cost.worst_us == pytest.approx(265.6 - cost.line.at(35))
-    assert cost.worst_us == pytest.approx(-0.367, abs=1e-3)
+    assert cost.worst_us == pytest.approx(-0.367, abs=1e-3) and cost.read is None
+
+
+def test_a_read_of_the_same_weights_has_a_line_of_its_own():
+    rows = [point(touched, us, read_us=12.5 + 4.5 * touched) for touched, us in PUBLISHED]
+    (cost,) = report_of(*rows).fixed_costs()
+    assert (cost.read.intercept, cost.read.slope) == (pytest.approx(12.5), pytest.approx(4.5))
+    (some,) = report_of(*rows[1:], replace(rows[0], read_us=None)).fixed_costs()
+    assert some.read is None and some.us == pytest.approx(cost.us)
 
 
 def test_only_checked_rows_with_experts_named_make_lines():
@@ -168,5 +176,6 @@ def test_a_wrong_result_is_not_timed_and_has_no_line():
 
 def test_the_lines_are_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    made = plots.write(report_of(*(point(*one) for one in PUBLISHED)), tmp_path, "fixed")
+    rows = [point(touched, us, read_us=5.0 * touched) for touched, us in PUBLISHED]
+    made = plots.write(report_of(*rows), tmp_path, "fixed")
     assert [p.name for p in made] == ["fixed-lines.png"] and made[0].stat().st_size > 5000
