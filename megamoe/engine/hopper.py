@@ -79,7 +79,8 @@ def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
         return made
 
     def found(a: Quantized, b: Quantized) -> Packed:
-        return _known(a, f"with shared {_image(how.to_e4m3)}", lambda a: both(a, b), b)
+        what = f"behind {id(a.data)}, {_image(how.to_e4m3)}"  # other layers may share either
+        return _known(b, what, lambda b: both(a, b), a)
 
     return Prepared(found(weights.w13, shared.w13), found(weights.w2, shared.w2), how)
 

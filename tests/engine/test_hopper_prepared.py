@@ -90,6 +90,14 @@ def test_a_change_of_either_is_seen_in_both_and_what_is_there_stays():
     assert torch.equal(second.w2.data[E:], prepared(shared._map(torch.clone)).w2.data)
 
 
+def test_layers_that_share_experts_do_not_take_turns_in_making_images():
+    w, some, others = (experts("w4a8_block", seed=seed) for seed in range(3))
+    pairs = (w, some), (w, others), (others, some)
+    made = [with_shared(*pair) for pair in pairs]
+    assert all(with_shared(*p).w13.data is m.w13.data for p, m in zip(pairs, made, strict=True))
+    assert torch.equal(made[1].w13.data[E:], made[2].w13.data[:E])
+
+
 def test_experts_of_different_arithmetic_do_not_share_a_launch():
     w, shared = experts("w4a8_block"), experts("w4a8_block", seed=1)
     assert can_join(w, shared) and not can_join(w, spread(shared, 14))
