@@ -176,7 +176,7 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
         for mode, has_graphs in (("staged", False), ("fused", False), ("auto", True))
     )  # fmt: skip
     for seed in range(6):
-        inputs, alone = crowd.pick((5, 33)[seed % 2], seed)
+        inputs, alone = crowd.pick((5, 14)[seed % 2], seed)  # one kernel; the second in two passes
         assert fused.tile_of(inputs[0], inputs[1], crowd.weights, o, shared, "auto") is not None
         wanted = staged(*inputs)
         assert same_bits(one(*inputs), wanted) and same_bits(graphs(*inputs), wanted)
