@@ -19,6 +19,7 @@ from torch import Tensor
 from megamoe import reference
 from megamoe.bench.inputs import Job
 from megamoe.bench.timer import Prepared, Run, Timer
+from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.spec import recipe_named
 from megamoe.reference.layer import activate
 
@@ -143,17 +144,9 @@ def poisoned_memory() -> Iterator[None]:
 
 def _plain_layer(job: Job, recipe: str) -> Tensor:
     """Expert by expert with `torch.matmul`; weights are multiplied into each expert's rows."""
-    weights, options = job.weights[recipe], job.cell.shape.options
+    options = job.cell.shape.options
     y = torch.zeros(job.x.shape, dtype=torch.float32, device=job.device)
-    shared = job.weights.shared(recipe)
-    for expert in range(weights.num_experts + job.cell.shape.num_shared):
-        if expert < weights.num_experts:
-            token, slot = (job.topk_idx == expert).nonzero(as_tuple=True)
-            one, gate = weights[expert : expert + 1], job.topk_weights[token, slot, None]
-        else:
-            assert shared is not None
-            token = torch.arange(len(job.x), device=job.device)
-            one, gate = shared[expert - weights.num_experts :][:1], 1.0
+    for one, token, gate in _each_expert(job, recipe):
         if len(token) == 0:
             continue
         w13, w2 = (w[0].bfloat16() for w in one.dequantize())
@@ -165,3 +158,15 @@ def _plain_layer(job: Job, recipe: str) -> Tensor:
             row += one.b2[0]
         y.index_add_(0, token, row * gate)
     return y
+
+
+def _each_expert(job: Job, recipe: str) -> Iterator[tuple[ExpertWeights, Tensor, Tensor]]:
+    """(one expert, its tokens, what their rows are multiplied by), the shared ones last."""
+    weights, shared = job.weights[recipe], job.weights.shared(recipe)
+    for expert in range(weights.num_experts):
+        token, slot = (job.topk_idx == expert).nonzero(as_tuple=True)
+        yield weights[expert : expert + 1], token, job.topk_weights[token, slot, None]
+    for expert in range(job.cell.shape.num_shared):
+        assert shared is not None
+        token = torch.arange(len(job.x), device=job.device)
+        yield shared[expert : expert + 1], token, torch.ones_like(job.topk_weights[:, :1])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import faults
-from megamoe.engine.hopper import can_be_e4m3, can_join, prepared, with_shared
+from megamoe.engine.hopper import can_be_e4m3, can_join, num_of, prepared, with_shared
 from megamoe.engine.manner import AUTO, Manner, bound_s
 from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
@@ -18,7 +18,7 @@ from megamoe.kernels.hopper import deal, launch, mega_launch
 from megamoe.kernels.hopper.pool import max_tiles, num_rows
 from megamoe.kernels.hopper.waves import TABLE
 from megamoe.layout.regions import align_up
-from megamoe.problem import Options
+from megamoe.problem import MAX_TOP_K, Options
 from megamoe.schedule.heuristics.hopper_fused import (
     MOST_SLOTS,
     MOST_WAVES,
@@ -44,8 +44,8 @@ def tile_of(
         return None
     if shared is None:
         return tile_for(weights, topk_idx.numel(), mode)
-    if not can_join(weights, shared):
-        return None
+    if topk_idx.shape[1] + shared.num_experts > MAX_TOP_K or not can_join(weights, shared):
+        return None  # combine has a bit for each slot of a token
     extra = shared.num_experts, len(x) * shared.num_experts
     return tile_for(weights, topk_idx.numel(), mode, extra=extra)
 
@@ -78,10 +78,6 @@ def _tile(
     if mode == "auto" and auto_mode(num_slots, tile)[0] != "fused":
         return None
     return as_fused(tile, routing_bytes(num_slots + extra[1], num_experts // ranks + extra[0]))
-
-
-def num_shared(shared: ExpertWeights | None) -> int:
-    return 0 if shared is None else shared.num_experts
 
 
 def routing_bytes(num_slots: int, num_experts: int) -> int:
@@ -121,7 +117,7 @@ def moe(
     found = faults.of_stream(weights.device) if found is None else found
     rows, y = (
         torch.empty(num, x.shape[1], dtype=torch.bfloat16, device=weights.device)
-        for num in (topk_idx.numel() + len(x) * num_shared(shared), len(x))
+        for num in (topk_idx.numel() + len(x) * num_of(shared), len(x))
     )
     tokens = mega_launch.Tokens(
         x, topk_idx, topk_weights, num_valid, weights.x_global, rows, y, error, stats
@@ -183,7 +179,7 @@ def _run(
     ahead: int = 4,
     absent: int = -1,
 ) -> Tensor:
-    device, extra = weights.device, num_shared(shared)
+    device, extra = weights.device, num_of(shared)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
     experts = weights.num_experts // world.local + extra

@@ -85,6 +85,11 @@ def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
     return Prepared(found(weights.w13, shared.w13), found(weights.w2, shared.w2), how)
 
 
+def num_of(shared: ExpertWeights | None) -> int:
+    """How many shared experts there are."""
+    return 0 if shared is None else shared.num_experts
+
+
 def can_join(weights: ExpertWeights, shared: ExpertWeights) -> bool:
     """Whether one launch can have both."""
     if why_apart(weights, shared) or why_not(weights) or why_not(shared):
@@ -159,7 +164,7 @@ def moe(
     num_tokens, hidden = x.shape
     top_k = topk_idx.shape[1]
     device = weights.device
-    extra = 0 if shared is None else shared.num_experts
+    extra = num_of(shared)
     y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device)
     if num_tokens == 0:
         return y
@@ -168,12 +173,9 @@ def moe(
     routing = Routing(topk_idx, topk_weights, idx, weight, error, num_valid)
     slots = top_k + extra
     rows = torch.empty(num_tokens, slots, hidden, dtype=torch.bfloat16, device=device)
-    if shared is not None and can_join(weights, shared):
-        run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile, shared)
-        shared = None
-    else:
-        run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile)
-    if shared is not None:
+    alike = shared if shared is not None and can_join(weights, shared) else None
+    run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile, alike)
+    if shared is not None and alike is None:
         every, ones = all_experts(num_tokens, extra, device)
         always = Routing(every, ones, every.clone(), ones.clone(), error, None)
         run_pass(x, shared, options, always, rows, top_k, None, pdl)
@@ -201,7 +203,7 @@ def run_pass(
     Shared experts that are given (`can_join`) have the slots behind these.
     """
     made = prepared(weights) if shared is None else with_shared(weights, shared)
-    extra = 0 if shared is None else shared.num_experts
+    extra = num_of(shared)
     how, experts = made.how, weights.num_experts + extra
     num_slots = routing.topk_idx.numel()
     if tile is None:

@@ -10,6 +10,7 @@ import torch
 
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, NotAvailable, RangeError, require
+from megamoe.formats.spec import Scale
 
 MOST_S = 60.0  # a fused launch takes milliseconds: whoever waits this long waits in vain
 SLOWER = 20.0  # under compute-sanitizer
@@ -37,7 +38,8 @@ class Manner:
             why = why_apart(weights, shared)
             require(
                 not why,
-                "a fused launch has shared experts that are like the others, in FP4, without bias",
+                "shared experts of a fused launch must be like the others, "
+                "in FP4 with E8M0 scales, without bias",
                 got=f"mode='fused' with {why}",
                 fix="use mode='auto', which runs them staged",
                 kind=NotAvailable,
@@ -68,7 +70,8 @@ def why_apart(weights: ExpertWeights, shared: ExpertWeights) -> str:
     """Why no launch has these shared experts among the others; "" where one can."""
     if shared.recipe != weights.recipe:
         return f"shared experts in {shared.recipe}, the others in {weights.recipe}"
-    if weights.w13.spec.element.bits != 4 or weights.recipe == "nvfp4":
+    spec = weights.w13.spec
+    if spec.element.bits != 4 or spec.scale is not Scale.E8M0:
         return f"shared experts in {weights.recipe}"
     if shared.intermediate != weights.intermediate:
         return f"shared experts of {shared.intermediate}, the others of {weights.intermediate}"

@@ -100,7 +100,7 @@ def test_other_shared_experts_run_staged_and_an_explicit_fused_is_refused(gpu, s
         lambda: mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused", shared=shared),
     ):
         with pytest.raises(
-            NotAvailable, match=f"in FP4, without bias; got mode='fused' with {why}"
+            NotAvailable, match=f"scales, without bias; got mode='fused' with {why}"
         ):
             make_it()
     assert gpu.log == ["staged"]

@@ -164,28 +164,6 @@ def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
             assert torch.equal(stats - 1, expert_counts(idx[:there].long(), crowd.num))
 
 
-@pytest.mark.parametrize(("recipe", "num"), [(BASE, 1), ("w4a8", 2)])
-def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
-    crowd, o = Crowd(recipe), HOW[recipe][0]
-    shared = crowd.weights[1 : 1 + num]
-    staged, one, graphs = (
-        mm.MoE(
-            crowd.weights, E, K, shared=shared, backend="hopper", mode=mode, clamp=o.clamp,
-            cuda_graphs=has_graphs,
-        )
-        for mode, has_graphs in (("staged", False), ("fused", False), ("auto", True))
-    )  # fmt: skip
-    for seed in range(6):
-        inputs, alone = crowd.pick((5, 14)[seed % 2], seed)  # one kernel; the second in two passes
-        assert fused.tile_of(inputs[0], inputs[1], crowd.weights, o, shared, "auto") is not None
-        wanted = staged(*inputs)
-        assert same_bits(one(*inputs), wanted) and same_bits(graphs(*inputs), wanted)
-        assert not same_bits(wanted, alone)
-    for layer in (staged, one, graphs):
-        layer.check()
-        assert torch.equal(layer.stats, staged.stats)
-
-
 @pytest.mark.parametrize("mode", ["fused", "auto"])
 def test_a_layer_in_either_mode_with_poison_reserved_sms_and_bad_slots(mode):
     for options in ({"debug_poison": True}, {"reserve_sms": 100}):

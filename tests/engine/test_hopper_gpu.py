@@ -195,23 +195,6 @@ def test_shared_experts_may_be_in_another_recipe(recipe, shared, weight_at):
     assert_agrees(moe(*inputs, w, **options), inputs, w, **options)
 
 
-@pytest.mark.parametrize("num", [40, 700, 5000])
-def test_shared_experts_in_the_same_launches_have_the_bits_of_a_pass_of_their_own(num, monkeypatch):
-    w, shared, found = plain("w4a8_block"), plain("w4a8_block")[3:5], Faults(torch.device("cuda"))
-    inputs = tokens(num, masked_ratio=0.1, skew="zipf")
-
-    def staged():
-        stats = torch.zeros(E, dtype=torch.int64, device="cuda")
-        return hopper.moe(*inputs, w, Options(), shared, found.word, stats), stats
-
-    assert hopper.can_join(w, shared)
-    (y, stats), _ = staged(), found.check(K)
-    assert_agrees(y[:50], [t[:50] for t in inputs], w, shared=shared)
-    monkeypatch.setattr(hopper, "can_join", lambda *both: False)
-    wanted, counts = staged()
-    assert torch.equal(y, wanted) and torch.equal(stats, counts)
-
-
 @pytest.mark.parametrize("recipe", [*RECIPES, WIDE])
 def test_quantised_tokens_give_the_bits_of_bf16_tokens(recipe):
     w = plain(recipe)

@@ -175,61 +175,6 @@ def test_a_fused_call_is_the_layer_and_has_the_bits_of_staged(recipe, kernels):
     assert torch.equal(y, stage(inputs, w, options=Options(**options)))
 
 
-@pytest.mark.parametrize(
-    ("recipe", "options", "num"),
-    [
-        ("w4a8_block", {}, 1),
-        ("w4a8_block", {"weight_at": "combine", "combine": "fp8"}, 2),
-        ("w4a8", {"clamp": 0.5}, 2),
-        ("w4a16", {"weight_at": "combine"}, 1),
-    ],
-)
-def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kernels):
-    both = weights_of(recipe, E + num)
-    w, shared, found = both[:E], both[E:], Faults(CPU)
-    x, idx, gates = tokens(21, masked_ratio=0.3)  # shared experts have several passes
-    idx[4], idx[5, 0] = -1, idx[5, 1]
-    inputs = x, idx, gates
-    tile = fused.tile_of(x, idx, w, Options(**options), shared, "fused")
-    y, stats = fuse(inputs, w, Options(**options), found, tile, shared=shared)
-    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
-    word = torch.full((1,), NONE, dtype=torch.int32)
-    staged = hopper.moe(*inputs, w, Options(**options), shared, word)
-    assert torch.equal(y, staged) and torch.equal(stats, expert_counts(idx, E))
-    if "combine" not in options:
-        assert_agrees(y, inputs, w, shared=shared, **options)
-    idx[7, 1] = E  # which names no routed expert
-    with pytest.raises(mm.MegaMoEError, match="token 7, slot 1"):
-        fuse(inputs, w, Options(**options), found, tile, shared=shared)
-
-
-@pytest.mark.parametrize("num", [40, 150])
-def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeypatch, kernels):
-    """However rows are found, with padding behind a count, and for tokens that come quantised."""
-    monkeypatch.setattr(route, "SMALL", 256)
-    both = weights_of("w4a8_block", E + 2)
-    w, shared = both[:E], both[E:]
-    inputs = tokens(num, masked_ratio=0.2, skew="zipf")
-    inputs[1][2, 0] = E + 1  # a shared expert's number, but no routed one's
-    ready = mm.quantize(inputs[0], "fp8_1x128"), *inputs[1:]
-    count = torch.tensor([num - 3], dtype=torch.int32)
-
-    def staged(some, middle):
-        monkeypatch.setattr(place, "MIDDLE", middle)
-        word, stats = torch.full((1,), NONE, dtype=torch.int32), torch.zeros(E, dtype=torch.int64)
-        y = hopper.moe(*some, w, Options(), shared, word, stats, count)
-        assert int(word) == 2 * K
-        return y[: num - 3], stats
-
-    found = [staged(some, middle) for some in (inputs, ready) for middle in (4096, 64)]
-    launches = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
-    monkeypatch.setattr(hopper, "can_join", lambda *both: False)
-    wanted, stats = staged(inputs, 4096)
-    more = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
-    assert (launches, more) == (8, 12)
-    assert all(torch.equal(y, wanted) and torch.equal(s, stats) for y, s in found)
-
-
 @pytest.mark.parametrize("hidden", [H, 1152])
 def test_fp8_rows_are_combined_as_in_staged(hidden):
     w = weights_of("w8a8", hidden=hidden)

@@ -165,10 +165,16 @@ def test_decoding_ahead_waits_for_a_bounded_time_and_needs_all_ctas(linear, dept
     assert resources(kernel)["stack"] == 0
 
 
-@pytest.mark.parametrize("experts", [8, 48, 256])
-@pytest.mark.parametrize("slots", [512, 4096, 65536])
-@pytest.mark.parametrize("tile", [None, Straight(4, is_drawn=True), AHEAD], ids=str)
-def test_routing_compiles_without_a_spill(tile, slots, experts, monkeypatch):
+ROUTED = [
+    *((tile, slots, experts, 0) for tile in (None, Straight(4, is_drawn=True), AHEAD)
+      for slots in (512, 4096, 65536) for experts in (8, 48, 256)),
+    *((tile, slots, experts, 1) for tile in (None, AHEAD) for slots in (448, 4096, 65536)
+      for experts in (33, 257)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("tile", "slots", "experts", "shared"), ROUTED, ids=str)
+def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypatch):
     kernels = {
         name: Compiler(getattr(module, name))
         for module, name in (
@@ -183,7 +189,7 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, monkeypatch):
     how = launch.arithmetic("w4a8_block")
     pool = launch.pool(how, slots, H, experts, 128, META)
     weights = [pack(matrix("w4a8_block", E, *sizes), to_e4m3=True) for sizes in ((2, I, H), (H, I))]
-    idx = torch.empty(slots // 8, 8, dtype=torch.int64, device=META)
+    idx = torch.empty(slots // 8, 8 - shared, dtype=torch.int64, device=META)
     gates, error = (
         torch.empty(idx.shape, device=META),
         torch.empty(1, dtype=torch.int32, device=META),
@@ -192,6 +198,7 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, monkeypatch):
         torch.empty(len(idx), H, dtype=torch.bfloat16, device=META),
         Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, 128, experts,
         hand=launch.hand(pool, weights, tile) if tile else None, by_group=True, pdl=True,
+        num_shared=shared,
     )  # fmt: skip
     is_small = slots <= route.SMALL and tile is None
     assert (kernels["_place_kernel"].made is None) == is_small

@@ -19,6 +19,9 @@ from megamoe.kernels.portable.sort import CHUNK, scan_counts
 
 MIDDLE = 4096  # slots
 LOOK = 2048  # slots that are counted together
+# Warps, by whether there are shared experts. With more threads than slots in a chunk the compiler
+# finds the experts again in every layout, which spills with shared ones.
+WARPS = {False: 8, True: 4}
 
 
 @triton.jit
@@ -46,7 +49,7 @@ def legal(
     if HAS_COUNT:
         expert = tl.where(at // TOP_K < tl.load(num_valid), expert, -1)
     if SHARED:
-        is_shared = used & (at % TOP_K >= TOP_K - SHARED)
+        is_shared = used & (is_routed == 0)
         expert = tl.where(is_shared, num_experts - TOP_K + at % TOP_K, expert)
         weight = tl.where(is_shared, 1.0, weight)
     finite = tl.abs(weight) < float("inf")
@@ -227,7 +230,8 @@ def place(
         *((some, 0, 0, 0, 0, 0, 0, 0) if hand is None else hand.arguments()),
         CTAS=0 if hand is None else triton.next_power_of_2(hand.ctas),
         IS_DRAWN=hand is not None and hand.is_drawn, HAS_G=g is not None,
-        HAS_STATS=stats is not None, IS_COUNTED=is_counted, LOOK=LOOK, BLOCK=block, num_warps=8,
+        HAS_STATS=stats is not None, IS_COUNTED=is_counted,
+        LOOK=LOOK, BLOCK=block, num_warps=WARPS[num_shared > 0],
         **sizes, **overlap(pdl),
     )  # fmt: skip
     return rows
