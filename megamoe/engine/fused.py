@@ -101,7 +101,7 @@ def moe(
     found: faults.Faults | None = None,
     manner: Manner = AUTO,
     trace: Tensor | None = None,
-    ahead: int = 4,
+    ahead: int = 1,
     absent: int = -1,
 ) -> Tensor:
     """bf16 [T, H] -> bf16 [T, H].
@@ -111,7 +111,7 @@ def moe(
     num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
     trace      room for stamps (`kernels/hopper/stamps.py`)
-    ahead      steps of a CTA's first weights that come before the tokens
+    ahead      steps of a CTA's first weights that come before its share of the tokens
     absent     a rank that never says it is done, for tests of the bound
     """
     found = faults.of_stream(weights.device) if found is None else found
@@ -176,7 +176,7 @@ def _run(
     found: faults.Faults,
     manner: Manner,
     trace: Tensor | None = None,
-    ahead: int = 4,
+    ahead: int = 1,
     absent: int = -1,
 ) -> Tensor:
     device, extra = weights.device, num_of(shared)

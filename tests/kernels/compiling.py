@@ -77,6 +77,19 @@ def resources(kernel):
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
 
 
+def code_bytes(kernel):
+    """What the kernel's instructions take, 16 bytes each."""
+    return 16 * len(_instructions(kernel))
+
+
+def _instructions(kernel):
+    """(address, text) of each machine instruction, without its predicate."""
+    found = re.findall(
+        r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _dump(kernel, "--dump-sass"), re.MULTILINE
+    )
+    return [(int(at, 16), re.sub(r"^@!?U?P\w+ ", "", text)) for at, text in found]
+
+
 def advice(kernel, arch="sm_90a"):
     """What the assembler says of the MMAs: it tells where it waits for each before the next."""
     with tempfile.TemporaryDirectory() as folder:
@@ -96,10 +109,7 @@ def advice(kernel, arch="sm_90a"):
 
 def main_loop(kernel):
     """The machine instructions of the largest loop that multiplies."""
-    found = re.findall(
-        r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _dump(kernel, "--dump-sass"), re.MULTILINE
-    )
-    lines = [(int(at, 16), re.sub(r"^@!?U?P\w+ ", "", text)) for at, text in found]
+    lines = _instructions(kernel)
     best = []
     for end, text in lines:
         target = re.search(r"^BRA.* (0x[0-9a-f]+)", text)

@@ -2,6 +2,7 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits
 from megamoe.kernels.hopper.edges import COLS, read_slots
@@ -21,14 +22,15 @@ def slots_used(m, item, parts):
     """Bit j: whether slot j of the item's token counts. The first bad slot is noted."""
     c = m.call
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    local = gl.minimum(quotient(item, parts), c.tokens_per_rank - 1)
+    local = quotient(item, parts)
     number = gl.arange(0, c.K_SLOTS, LANES)
     token = m.rank * c.tokens_per_rank + local + 0 * number
     expert, _, bad = read_slots(c, token * c.TOP_K + number, token, number < c.TOP_K)
     bits = gl.sum(gl.where(expert >= 0, 1, 0) << number, 0)
     first = gl.min(gl.where(bad, number, c.TOP_K), 0)
     if first < c.TOP_K:
-        gl.atomic_min(c.error + m.local, c.first_slot + local * (c.TOP_K - c.SHARED) + first)
+        slot = c.first_slot + local * (c.TOP_K - c.SHARED) + first
+        gl.atomic_min(c.error + m.local, slot, sem="relaxed")
     return bits
 
 
@@ -45,11 +47,8 @@ def _requantised(row, A: gl.constexpr):
 
 
 @gluon.jit
-def combine(m, bits, WG: gl.constexpr):
-    """One warpgroup's share of this rank's tokens: slots in ascending order, FP32, rounded once.
-
-    `bits` are the `slots_used` of its first item.
-    """
+def combine(m, WG: gl.constexpr):
+    """One warpgroup's share of this rank's tokens: slots in ascending order, FP32, rounded once."""
     c = m.call
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     parts = (c.hidden + COLS - 1) // COLS
@@ -57,6 +56,8 @@ def combine(m, bits, WG: gl.constexpr):
     weights = of_rank(c, c.weights, m.rank)
     begin, step = _share(m, WG)
     for item in range(begin, c.tokens_per_rank * parts, step):
+        bits = slots_used(m, item, parts)
+        mbarrier.wait(m.all_done, 0)  # now all rows are there
         token = quotient(item, parts)
         col = (item - token * parts) * COLS + gl.arange(0, COLS, LAYOUT)
         token = token.to(gl.int64)
@@ -71,8 +72,8 @@ def combine(m, bits, WG: gl.constexpr):
             if not c.WEIGHTED and j < c.TOP_K - c.SHARED:
                 weight = gl.load(weights + (slot - token * c.SHARED))
                 row = times(row, gl.zeros([COLS], gl.float32, LAYOUT) + weight)
-            total = gl.where(mask, total + row, total)
+                total = gl.where(mask, total + row, total)  # a weight may be no number
+            else:
+                total += row  # zeros change nothing: a sum that begins with 0 is never -0
         y = c.y + (m.local * c.tokens_per_rank + token) * c.hidden + col
         gl.store(y, total.to(gl.bfloat16), mask=inside)
-        if item + step < c.tokens_per_rank * parts:
-            bits = slots_used(m, item + step, parts)

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from megamoe.kernels.hopper.edges import FILLERS
 from megamoe.kernels.hopper.meet import MAIL
 from megamoe.kernels.hopper.notes import allocate_notes
 from megamoe.kernels.hopper.ring import barriers, record
@@ -37,7 +38,7 @@ class Call:
     report: gl.tensor
     trace: gl.tensor
     bound_ns: gl.tensor
-    ahead: gl.tensor  # steps of a CTA's first tile that come before the tokens
+    ahead: gl.tensor  # steps of a CTA's first tile that come before its share of the tokens
     absent: gl.tensor  # a rank that never says it is done, for tests of the bound; -1 is none
     first_rank: gl.tensor  # of this launch
     first_slot: gl.tensor  # of the call that this launch has, on each rank
@@ -70,7 +71,6 @@ class Call:
     SHARED: gl.constexpr  # of these: the last experts, and the last slots
     K_SLOTS: gl.constexpr  # TOP_K to the next power of two
     TOKENS: gl.constexpr
-    NARROW: gl.constexpr
     GROUPS: gl.constexpr  # math warpgroups
     SLABS: gl.constexpr
     DEPTH: gl.constexpr
@@ -118,13 +118,15 @@ class Mega:
     firsts: gl.shared_memory_descriptor  # int32 [EXPERTS]: first row of each expert
     num: gl.shared_memory_descriptor  # int32 [1]: tiles of tokens
     routed: gl.shared_memory_descriptor  # the routing is read
-    filled: gl.shared_memory_descriptor  # all tokens are in the pool
+    own_filled: gl.shared_memory_descriptor  # this CTA's parts of tokens are in the pool
+    filled: gl.shared_memory_descriptor  # all tokens are
     mail: gl.shared_memory_descriptor
     mail_sent: gl.shared_memory_descriptor
     mail_read: gl.shared_memory_descriptor
     stored: gl.shared_memory_descriptor  # math has stored a tile: L1, and of a ring L2
     told: gl.shared_memory_descriptor  # publish has counted it
-    all_done: gl.shared_memory_descriptor
+    own_done: gl.shared_memory_descriptor  # no warpgroup of this CTA has a tile left
+    all_done: gl.shared_memory_descriptor  # none of any CTA
 
 
 @gluon.jit
@@ -166,7 +168,7 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, kept, tiles):
         c.row_weight, c.row_dest, linear.out, linear.out_scale, tiles, tiles, c.pool_rows,
         linear.steps, linear.num_outputs, linear.num_biases, out_width, linear.factor_rows,
         linear.factor_cols, c.clamp, c.WEIGHTS, linear.ACTS, linear.GATED, c.PROMOTED, c.FACTOR,
-        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, c.NARROW, c.GROUPS, c.SLABS, c.DEPTH,
+        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, 0, c.GROUPS, c.SLABS, c.DEPTH,
         c.STAGES, 1,
     )  # fmt: skip
 
@@ -188,13 +190,14 @@ def allocate(c, one, two):
     mail = gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat)
     post = (
         mail, barriers(2, 1), barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
-        barriers(1, 1).index(0),
+        barriers(1, c.GROUPS).index(0), barriers(1, 1).index(0),
     )  # fmt: skip
     routing = (
         gl.allocate_shared_memory(gl.int16, [c.SLOTS // c.CHUNK, c.CHUNK], flat),
         gl.allocate_shared_memory(gl.int32, [c.EXPERTS], flat),
         gl.allocate_shared_memory(gl.int32, [1], flat),
         barriers(1, 1).index(0),
+        barriers(1, FILLERS).index(0),
         barriers(1, 1).index(0),
     )
     return bufs, (amax, turn, full, empty, met, notes), routing, post
@@ -206,11 +209,11 @@ def prepare(c, one, two, place, memory):
     rank, local, cta, num_ctas, private, counters = place
     bufs, kept, routing, post = memory
     w_first, w_second, ws_bufs, x_bufs, xs_bufs = bufs
-    experts, firsts, num, routed, filled = routing
-    mail, mail_sent, mail_read, stored, told, all_done = post
+    experts, firsts, num, routed, own_filled, filled = routing
+    mail, mail_sent, mail_read, stored, told, own_done, all_done = post
     m = Mega(
-        c, rank, local, cta, num_ctas, private, counters, experts, firsts, num, routed, filled,
-        mail, mail_sent, mail_read, stored, told, all_done,
+        c, rank, local, cta, num_ctas, private, counters, experts, firsts, num, routed, own_filled,
+        filled, mail, mail_sent, mail_read, stored, told, own_done, all_done,
     )  # fmt: skip
     first = _work(c, one, w_first, ws_bufs, x_bufs, xs_bufs, kept, private)
     second = _work(c, two, w_second, ws_bufs, x_bufs, xs_bufs, kept, private)

@@ -31,7 +31,7 @@ from megamoe.kernels.hopper.waves import WAVES, ring_row, running_sum, write_tab
 COLS = gl.constexpr(1024)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
 LOOK = gl.constexpr(128)  # slots that are looked at together for the rows of others
-FILLERS = gl.constexpr(3)  # warpgroups that fill the pool, all but the one that reads the routing
+FILLERS = gl.constexpr(2)  # warpgroups that fill the pool; each has a copy of its code
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
 PAIRS = gl.constexpr(gl.BlockedLayout([1, LOOK.value // 32], [1, 32], [4, 1], [1, 0]))
@@ -140,9 +140,9 @@ def fetch_early(c, cta, num_ctas):
     Where a token has no whole number of parts, other parts come; no division is worth it here.
     """
     thread = gl.arange(0, 128, FLAT)
-    item = cta + (thread >> 4) % FILLERS * num_ctas  # of 16 lines, one a warpgroup
+    item = (cta * FILLERS + (thread >> 6)) * _run_of(c, num_ctas)
     last = (0 * item + c.tokens_per_rank).to(gl.int64) * c.x_stride - 1
-    x = c.x + gl.minimum(item.to(gl.int64) * COLS + (thread & 15) * 64, last)
+    x = c.x + gl.minimum(item.to(gl.int64) * COLS + (thread & 63) * 64, last)  # four parts
     slot = gl.minimum(thread * 16, c.num_slots - 1)  # a line has as many, or twice that
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; prefetch.global.L2 [$3]; mov.b32 $0, 0;",
@@ -264,17 +264,28 @@ def wait_for_wave(m, tile):
 
 
 @gluon.jit
+def _run_of(c, num_ctas):
+    """How many parts, one behind the other, a warpgroup puts into the pool: all in one go."""
+    fillers = FILLERS * num_ctas
+    return quotient(num_parts(c) + fillers - 1, fillers)
+
+
+@gluon.jit
 def fill_pool(m, FILLER: gl.constexpr):
     """One warpgroup's share of the tokens, for the first two waves where the pool is a ring."""
-    begin = m.cta + FILLER * m.num_ctas
-    _fill(m, begin, FILLERS * m.num_ctas, num_parts(m.call), 0, 2, m.counters + POOL)
+    run = _run_of(m.call, m.num_ctas)
+    begin = (m.cta * FILLERS + FILLER) * run
+    end = gl.minimum(begin + run, num_parts(m.call))
+    _fill(m, begin, end, 0, 2, m.counters + POOL)
+    mbarrier.arrive(m.own_filled, count=1)
 
 
 @gluon.jit
 def fill_wave(m, wave, item, WG: gl.constexpr):
     """One warpgroup's part of the tokens of a later wave."""
-    num = num_parts(m.call)
-    _fill(m, item * m.call.GROUPS + WG, num, num, wave, wave + 1, m.counters + FILLED + wave)
+    begin = item * m.call.GROUPS + WG
+    end = gl.minimum(begin + 1, num_parts(m.call))
+    _fill(m, begin, end, wave, wave + 1, m.counters + FILLED + wave)
 
 
 @gluon.jit
@@ -288,14 +299,18 @@ def _before(held):
 
 
 @gluon.jit
-def _fill(m, begin, step, num, low, high, counter):
-    """Every step-th part from `begin` on: quantise once, write to each row of the token."""
+def _fill(m, begin, end, low, high, counter):
+    """Parts from `begin` to `end`: quantise once, write to each row of the token.
+
+    Finding the rows takes long: it is done once for the parts of a token that come together.
+    """
     c = m.call
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])
     SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # rows as in PAIRS
     parts = (c.width + COLS - 1) // COLS
-    done = 0
-    for item in range(begin, num, step):
+    before = -1
+    row = gl.zeros([c.K_SLOTS], gl.int32, gl.SliceLayout(1, PAIRS))
+    for item in range(begin, end):
         token = quotient(item, parts)
         part = item - token * parts
         col = part * COLS + gl.arange(0, COLS, gl.SliceLayout(0, WIDE))
@@ -310,8 +325,10 @@ def _fill(m, begin, step, num, low, high, counter):
         held = gl.expand_dims(_before(gl.convert_layout(held, gl.SliceLayout(0, WIDE))), 0)
         if c.PROMOTED:
             scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SMALL)), 0)
-        mbarrier.wait(m.routed, 0)
-        row = _rows_of(m, token, mine, low, high)
+        if token != before:
+            mbarrier.wait(m.routed, 0)
+            row = _rows_of(m, token, mine, low, high)
+            before = token
         wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
         at = gl.expand_dims(wide_row * c.width, 1) + gl.expand_dims(col, 0)
         mask = gl.expand_dims(wide_row >= 0, 1) & gl.expand_dims(col < c.width, 0)
@@ -336,6 +353,5 @@ def _fill(m, begin, step, num, low, high, counter):
             if c.FACTOR == "expert":
                 by = gl.load(c.g + token * c.g_stride) + 0.0 * weight
                 gl.store(c.row_factor + row, by, mask=used)
-        done += 1
-    if done > 0:
-        add_to(counter, done)
+    if begin < end:
+        add_to(counter, end - begin)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 # Words of a rank's counters, each hot one in a line of its own.
 POOL = gl.constexpr(0)  # parts of tokens that are in the pool
 TICKET = gl.constexpr(32)  # tiles that were dealt
-DONE = gl.constexpr(64)  # warpgroups, of any rank, that have no tile left
+DONE = gl.constexpr(64)  # CTAs, of any rank, that have no tile left
 EXIT = gl.constexpr(96)  # CTAs that need the counters no more
 FILLED = gl.constexpr(128)  # of each wave of a ring: parts of tokens that are in the pool
 SECONDS = gl.constexpr(160)  # its finished L2 tiles
@@ -137,7 +137,7 @@ def greet(c, rank, cta):
 
 @gluon.jit
 def tell_done(m):
-    """Tell all ranks that this warpgroup has no tile left.
+    """Tell all ranks that this CTA has no tile left.
 
     Other launches learn nothing after a report: the rows are worth nothing.
     """
@@ -154,9 +154,9 @@ def tell_done(m):
 
 @gluon.jit
 def wait_for_done(m):
-    """Until no warpgroup of any rank has a tile left."""
+    """Until no CTA of any rank has a tile left."""
     c = m.call
-    want = c.RANKS * m.num_ctas * c.GROUPS
+    want = c.RANKS * m.num_ctas
     ASM: gl.constexpr = _WAIT_SYSTEM if c.RANKS > c.LOCAL else _WAIT
     _wait(c, m.rank, m.counters + DONE, want, WAIT_DONE, m.rank, ASM)
 

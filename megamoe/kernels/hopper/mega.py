@@ -1,57 +1,50 @@
 """The whole layer in one persistent launch: dispatch, L1, activation, L2 and combine.
 
 Every CTA reads the routing for itself; its roles:
-  deal           draws tickets (all L1 tiles, then all L2 tiles; or the waves of a ring, `waves`)
-                 and tells the others what they mean
+  deal           (`tickets`) draws tickets, all L1 tiles, then all L2 tiles, or the waves of a ring
+                 (`waves`), and tells the others what they mean; at the end it meets all CTAs
   load_weights   streams the weights of each tile
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
-  math           the first warpgroup reads the routing, the others quantise tokens into the pool;
-                 then decode, wgmma, epilogue; then combine
+  math           one warpgroup reads the routing, two quantise tokens into the pool; then decode,
+                 wgmma, epilogue; then combine
   publish        brings what an epilogue needs, and tells the other CTAs of finished tiles, so that
                  math waits neither for memory nor for a release
 Tiles are computed by `swapped`'s own functions, so bits are those of the staged launches. CTAs are
 dealt to the ranks of a launch in equal parts; a rank's rows lie behind those of the rank before it.
 Only higher tickets wait for a ticket, and the grid is resident: nothing waits in a circle.
+
+Each math warpgroup has a copy of its code, and a launch waits for instructions that no cache holds:
+what L1 and L2 have in common is written once, in one loop.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.combine import combine, slots_used
+from megamoe.kernels.hopper.combine import combine
 from megamoe.kernels.hopper.crew import Call, Linear, allocate, prepare
 from megamoe.kernels.hopper.edges import (
-    COLS,
+    FILLERS,
     fetch_early,
     fill_pool,
     fill_wave,
-    num_parts,
-    num_tiles,
     read_routing,
     wait_for_pool,
     wait_for_wave,
 )
 from megamoe.kernels.hopper.meet import (
-    CALL,
-    EXIT,
     READY,
     SECONDS,
-    TICKET,
     WAIT_READY,
-    WAIT_TICKETS,
     WAIT_WAVE,
-    expect,
     greet,
     of_rank,
     publish_stores,
     receive,
-    send,
-    tell_done,
     wait_for,
-    wait_for_done,
-    wait_until_read,
 )
 from megamoe.kernels.hopper.notes import fetch_notes, tell_notes
+from megamoe.kernels.hopper.products import multiply
 from megamoe.kernels.hopper.ring import quotient, tiles_across
 from megamoe.kernels.hopper.stamps import (
     COMBINE,
@@ -68,79 +61,14 @@ from megamoe.kernels.hopper.stamps import (
     now,
     stamp,
 )
-from megamoe.kernels.hopper.swapped import compute_tile, load_token_tile, load_weight_tile
-from megamoe.kernels.hopper.waves import num_filled_later, segment, tiles_before, tiles_of
-
-
-@gluon.jit
-def _draw(m):
-    """A ticket of the counter."""
-    return gl.atomic_add(m.counters + TICKET, 1, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def num_tickets(m, first_across, second_across):
-    """Of all CTAs of the rank: L1 tiles, L2 tiles, and fills of later waves."""
-    tiles = num_tiles(m)
-    num = tiles * (first_across + second_across)
-    if m.call.RING:
-        num += num_filled_later(m, tiles, num_fills(m))
-    return num
-
-
-@gluon.jit
-def num_fills(m):
-    """Tickets of one wave's fill: a part of a token for every warpgroup."""
-    return (num_parts(m.call) + m.call.GROUPS - 1) // m.call.GROUPS
-
-
-@gluon.jit
-def deal(m, one, two):
-    """Draw tickets and tell all roles what they mean, a tile ahead of them.
-
-    The first two tickets of a CTA are its own. The next one is drawn as its last tile begins: drawn
-    earlier, a slow CTA would hold a ticket for which others wait at the end. Nobody waits for what
-    takes long here: the counter, the list, divisions, code that is fetched once a tile.
-    """
-    first_across = tiles_across(one, m.call.ROWS)
-    second_across = tiles_across(two, m.call.ROWS)
-    num = num_tickets(m, first_across, second_across)
-    num_first = num_tiles(m) * first_across
-    number = 0
-    begin = 0
-    wave = 0
-    size = num_first
-    kind = gl.to_tensor(FIRST)
-    if m.call.RING:
-        kind, wave, size = segment(m, number, num_fills(m), first_across, second_across)
-    i = 0
-    ticket = m.cta
-    while (ticket >= 0) & (ticket < num):  # a poisoned counter deals no tile; it is reported
-        if m.call.RING:
-            while ticket >= begin + size:
-                begin += size
-                number += 1
-                kind, wave, size = segment(m, number, num_fills(m), first_across, second_across)
-            item = ticket - begin
-        else:
-            kind = gl.where(ticket >= num_first, SECOND, FIRST)
-            item = gl.where(ticket >= num_first, ticket - num_first, ticket)
-        across = gl.where(kind == SECOND, second_across, first_across)
-        tile = quotient(item, across)
-        across = item - tile * across
-        if m.call.RING:
-            across = gl.where(kind == FILL, item, across)
-            tile = gl.where(kind == FILL, wave, tiles_before(m, wave) + tile)
-        at = m.private + tile * 4
-        expert = gl.load(at)
-        send(m, i, kind, ticket, tile, across, expert, gl.load(at + 1), gl.load(at + 2))
-        if i == 0:
-            ticket += m.num_ctas
-        else:
-            wait_until_read(m, i)
-            ticket = 2 * m.num_ctas + _draw(m)
-        i += 1
-    send(m, i, -1, -1, 0, 0, 0, 0, 0)
+from megamoe.kernels.hopper.swapped import (
+    finish,
+    first_slab,
+    load_token_tile,
+    load_weight_tile,
+)
+from megamoe.kernels.hopper.tickets import deal
+from megamoe.kernels.hopper.waves import tiles_of
 
 
 @gluon.jit
@@ -149,22 +77,22 @@ def load_weights(m, one, two):
     idx = 0
     phase = 1
     i = 0
-    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    kind = gl.to_tensor(0)
     while kind >= 0:
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
         begin = now(m.call)
         if kind == SECOND:
             idx, phase = load_weight_tile(two, expert, across, 0, two.steps, idx, phase)
             stamp(m.call, LOAD_WEIGHTS, i, SECOND, ticket, begin)
         elif kind == FIRST:
             start = 0
-            if i == 0:  # a burst of all CTAs would stand before the tokens in every queue
+            if i == 0:  # a release waits for all that its SM has asked of memory before
                 start = gl.minimum(m.call.ahead, one.steps)
                 idx, phase = load_weight_tile(one, expert, across, 0, start, idx, phase)
-                mbarrier.wait(m.filled, 0)
+                mbarrier.wait(m.own_filled, 0)
             idx, phase = load_weight_tile(one, expert, across, start, one.steps, idx, phase)
             stamp(m.call, LOAD_WEIGHTS, i, FIRST, ticket, begin)
         i += 1
-        kind, ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
@@ -177,8 +105,9 @@ def load_tokens(m, one, two):
     begin = now(m.call)
     wait_for_pool(m)
     n = stamp(m.call, LOAD_TOKENS, 0, WAIT, -1, begin)
-    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    kind = gl.to_tensor(0)
     while kind >= 0:
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
         if kind == SECOND:
             begin = now(m.call)
             wait_for(m, m.counters + READY + tile, first_across, WAIT_READY, tile)
@@ -188,7 +117,6 @@ def load_tokens(m, one, two):
             wait_for_wave(m, tile)
             idx, phase = load_token_tile(one, first, idx, phase)
         i += 1
-        kind, ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
@@ -198,8 +126,9 @@ def publish(m, one, two):
     noted = 0
     i = 0
     mbarrier.wait(m.filled, 0)
-    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    kind = gl.to_tensor(0)
     while kind >= 0:
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
         if kind == SECOND:
             wait_for_wave(m, tile)  # its L1 tiles may be others', and not begun
             fetch_notes(two, noted, expert, across, first, end)
@@ -223,7 +152,6 @@ def publish(m, one, two):
             mbarrier.arrive(m.told.index(done & 1), count=1)
             done += 1
         i += 1
-        kind, ticket, tile, across, expert, first, end = receive(m, i)
 
 
 @gluon.jit
@@ -236,16 +164,45 @@ def tell_stored(m, done):
 
 
 @gluon.jit
+def _compute(one, two, is_first, expert, across, first, end, done, firsts, idx, phase,
+             N: gl.constexpr, WG: gl.constexpr):  # fmt: skip
+    """One tile of up to N tokens, from the ring to memory; images of both linears take one loop."""
+    slab = first_slab(one, across, WG)
+    if one.WEIGHTS.DECODED:
+        steps = gl.where(is_first, one.steps, two.steps)
+        low, high, idx, phase = multiply(one, steps, expert, slab, idx, phase, N, WG)
+        if is_first:
+            finish(one, low, high, expert, slab, first, end, done, firsts, WG)
+        else:
+            finish(two, low, high, expert, slab, first, end, done, firsts, WG)
+    elif is_first:
+        low, high, idx, phase = multiply(one, one.steps, expert, slab, idx, phase, N, WG)
+        finish(one, low, high, expert, slab, first, end, done, firsts, WG)
+    else:
+        low, high, idx, phase = multiply(two, two.steps, expert, slab, idx, phase, N, WG)
+        finish(two, low, high, expert, slab, first, end, done, firsts, WG)
+    return idx, phase
+
+
+@gluon.jit
+def _fill_later(m, wave, item, second_across, WG: gl.constexpr):
+    """RING: a part of a later wave's tokens, once L2 needs those of two waves before no more."""
+    before = wave - 2
+    want = tiles_of(m, before) * second_across
+    wait_for(m, m.counters + SECONDS + before, want, WAIT_WAVE, before)
+    fill_wave(m, wave, item, WG)
+
+
+@gluon.jit
 def math(m, one, two, WG: gl.constexpr):
     """One warpgroup: tokens into the pool, its rows of every tile, then combine."""
-    first_across = tiles_across(one, m.call.ROWS)
     second_across = tiles_across(two, m.call.ROWS)
     begin = now(m.call)
     n = 0
     if WG == 0:
         read_routing(m)
         n = stamp(m.call, MATH, n, ROUTE, 0, begin)
-    else:
+    elif WG <= FILLERS:
         fill_pool(m, WG - 1)
         if WG == 1:
             stamp(m.call, PUBLISH, 0, FILL, 0, begin)
@@ -255,73 +212,40 @@ def math(m, one, two, WG: gl.constexpr):
     done = 0
     firsts = 0
     told = 0
-    kind, ticket, tile, across, expert, first, end = receive(m, i)
+    kind = gl.to_tensor(0)
     while kind >= 0:
-        if kind != FILL:
+        kind, ticket, tile, across, expert, first, end = receive(m, i)
+        if (kind == FIRST) | (kind == SECOND):
+            is_first = kind == FIRST
             mbarrier.wait(one.full.index(idx), phase)  # its time begins with its first stage
-        begin = now(m.call)
-        if kind == FIRST:
-            idx, phase = compute_tile(one, expert, across, first, end, done, firsts, idx, phase, WG)
-            tell_stored(m, told)
-            done += 1
-            firsts += 1
-            told += 1
-            if WG == 0:
-                n = stamp(m.call, MATH, n, FIRST, ticket, begin)
-        elif kind == SECOND:
-            idx, phase = compute_tile(two, expert, across, first, end, done, 0, idx, phase, WG)
-            done += 1
-            if m.call.RING:
+            begin = now(m.call)
+            idx, phase = _compute(
+                one, two, is_first, expert, across, first, end, done, firsts, idx, phase,
+                m.call.TOKENS, WG,
+            )  # fmt: skip
+            if is_first | m.call.RING:
                 tell_stored(m, told)
                 told += 1
+            done += 1
+            firsts += is_first.to(gl.int32)
             if WG == 0:
-                n = stamp(m.call, MATH, n, SECOND, ticket, begin)
-        elif m.call.RING:
-            before = tile - 2
-            want = tiles_of(m, before) * second_across
-            wait_for(m, m.counters + SECONDS + before, want, WAIT_WAVE, before)
-            fill_wave(m, tile, across, WG)
-            if WG == 0:
-                n = stamp(m.call, MATH, n, FILL, ticket, begin)
+                n = stamp(m.call, MATH, n, kind, ticket, begin)
+        if m.call.RING:  # noqa: SIM102  known at compile time, unlike the kind
+            if kind == FILL:
+                begin = now(m.call)
+                _fill_later(m, tile, across, second_across, WG)
+                if WG == 0:
+                    n = stamp(m.call, MATH, n, FILL, ticket, begin)
         i += 1
-        kind, ticket, tile, across, expert, first, end = receive(m, i)
     begin = now(m.call)
-    bits = _meet_all(m, i, num_tickets(m, first_across, second_across), WG)
-    if WG == 0:
+    mbarrier.arrive(m.own_done, count=1)
+    if m.call.TRACE and WG == 0:
+        mbarrier.wait(m.all_done, 0)
         n = stamp(m.call, MATH, n, MEET, 0, begin)
-    begin = now(m.call)
-    combine(m, bits, WG)
+        begin = now(m.call)
+    combine(m, WG)
     if WG == 0:
         stamp(m.call, MATH, n, COMBINE, 0, begin)
-
-
-@gluon.jit
-def _meet_all(m, tiles, num, WG: gl.constexpr):
-    """Every rank learns that this warpgroup is done; wait for all.
-
-    The last CTA out cleans up, and looks whether all did `num` tiles together, of which this one
-    did `tiles`. -> the slots that the warpgroup's first item of combine will add.
-    """
-    gl.thread_barrier()
-    tell_done(m)
-    parts = (m.call.hidden + COLS - 1) // COLS
-    bits = slots_used(m, m.cta + WG * m.num_ctas, parts)
-    if WG == 0:
-        wait_for_done(m)
-        mbarrier.arrive(m.all_done, count=1)
-        out = gl.atomic_add(m.counters + EXIT, tiles * 1024 + 1, sem="acq_rel", scope="gpu")
-        if out % 1024 == m.num_ctas - 1:
-            expect(m.call, m.rank, out // 1024 + tiles, num, WAIT_TICKETS, m.rank)
-            LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            word = gl.arange(0, 128, LAYOUT)
-            zero = gl.zeros([128], gl.int32, LAYOUT)
-            for start in range(0, READY + num_tiles(m), 128):
-                gl.store(m.counters + start + word, zero, mask=start + word < m.call.num_counters)
-            if m.call.RANKS > m.call.LOCAL:
-                gl.store(m.call.signals + CALL, gl.load(m.call.signals + CALL) + 1)
-    else:
-        mbarrier.wait(m.all_done, 0)
-    return bits
 
 
 @gluon.jit(
@@ -346,7 +270,7 @@ def mega_kernel(
     ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
     RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
     TOP_K: gl.constexpr, SHARED: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr,
-    NARROW: gl.constexpr, GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr,
+    GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
     TRACE: gl.constexpr, RING: gl.constexpr, ROWS_AS: gl.constexpr,
 ):  # fmt: skip
@@ -358,7 +282,7 @@ def mega_kernel(
         bound_ns, ahead, absent, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
         rows_per_rank, pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp,
         WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
-        RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, SHARED, K_SLOTS, TOKENS, NARROW, GROUPS, SLABS,
+        RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, SHARED, K_SLOTS, TOKENS, GROUPS, SLABS,
         DEPTH, STAGES, GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
     )  # fmt: skip
     one = Linear(

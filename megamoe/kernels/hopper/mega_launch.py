@@ -76,7 +76,7 @@ def fused(
     options: Options, kept: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
-    trace: Tensor | None = None, ahead: int = 4, absent: int = -1, wave_rows: int = 0,
+    trace: Tensor | None = None, ahead: int = 1, absent: int = -1, wave_rows: int = 0,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each.
 
@@ -117,7 +117,7 @@ def fused(
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=world.num,
         LOCAL=world.local, EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots),
         TOP_K=top_k, SHARED=num_shared, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens,
-        NARROW=tile.narrow, GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth,
+        GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth,
         STAGES=tile.stages, MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs,
         TRACE=trace is not None, RING=wave_rows > 0,
         ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,

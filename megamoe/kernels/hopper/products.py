@@ -89,7 +89,8 @@ def release(p, idx):
 
 
 @gluon.jit
-def promoted(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
+def promoted(p, steps, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr,
+             MMA: gl.constexpr):  # fmt: skip
     """Sums that take the scales of every 128 of K in FP32."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
@@ -100,7 +101,7 @@ def promoted(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
     factors = 1.0
     if p.FACTOR == "block":
         factors = block_factors(p, expert, slab, 0, ROW)
-    for k in range(p.steps):
+    for k in range(steps):
         mbarrier.wait(p.full.index(idx), phase)
         for j in gl.static_range(p.DEPTH):
             at = idx * p.DEPTH + j
@@ -129,12 +130,12 @@ def promoted(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA
 
 
 @gluon.jit
-def plain(p, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
+def plain(p, steps, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
     """Sums that stay in wgmma's accumulators."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
     low = gl.zeros([64, N], gl.float32, MMA)
     high = gl.zeros([64, N], gl.float32, MMA)
-    for _ in range(p.steps):
+    for _ in range(steps):
         mbarrier.wait(p.full.index(idx), phase)
         for j in gl.static_range(p.DEPTH):
             x = token_block(p, idx, j, N)
@@ -150,11 +151,20 @@ def plain(p, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
     return low, high, idx, phase
 
 
+@gluon.constexpr_function
+def _layout(tokens, instr_k):
+    """Of sums [64, tokens]."""
+    return gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, instr_k]
+    )
+
+
 @gluon.jit
-def multiply(p, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
-    """The sums of one tile's first N tokens: [64, N] of one slab, or two of them."""
+def multiply(p, steps, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr):
+    """The sums of one tile's first N tokens over `steps` stages: [64, N] of one slab, or of two."""
+    MMA: gl.constexpr = _layout(N, p.WEIGHTS.INSTR_K)
     if p.PROMOTED:
-        low, high, idx, phase = promoted(p, expert, slab, idx, phase, N, WG, MMA)
+        low, high, idx, phase = promoted(p, steps, expert, slab, idx, phase, N, WG, MMA)
     else:
-        low, high, idx, phase = plain(p, idx, phase, N, WG, MMA)
+        low, high, idx, phase = plain(p, steps, idx, phase, N, WG, MMA)
     return low, high, idx, phase

@@ -37,12 +37,12 @@ def now(c):
 
 
 @gluon.jit
-def stamp(c, ROLE: gl.constexpr, n, KIND: gl.constexpr, ticket, begin):
+def stamp(c, ROLE: gl.constexpr, n, kind, ticket, begin):
     """Keep one event that ends now; -> the number of the next."""
     if c.TRACE:
         at = (gl.program_id(0) * ROLES + ROLE) * EVENTS + gl.minimum(n, EVENTS - 1)
         event = c.trace + at * 4
-        gl.store(event, gl.to_tensor(KIND))
+        gl.store(event, gl.to_tensor(kind))
         gl.store(event + 1, gl.to_tensor(ticket))
         gl.store(event + 2, begin)
         gl.store(event + 3, now(c))

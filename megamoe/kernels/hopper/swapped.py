@@ -192,17 +192,15 @@ def note(p):
         done += 1
 
 
-@gluon.constexpr_function
-def _layout(tokens, instr_k):
-    """Of sums [64, tokens]."""
-    return gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, tokens, instr_k]
-    )
+@gluon.jit
+def first_slab(p, across, WG: gl.constexpr):
+    """Of a row tile, the first slab of a warpgroup."""
+    return across * (p.GROUPS * p.SLABS) + WG * p.SLABS
 
 
 @gluon.jit
-def _finish(p, low, high, expert, slab, first, end, done, firsts, WG: gl.constexpr):
-    """The epilogue of a tile."""
+def finish(p, low, high, expert, slab, first, end, done, firsts, WG: gl.constexpr):
+    """The epilogue of the CTA's tile number `done`, its L1 tile number `firsts` if it is one."""
     wait_for_notes(p, done)
     if p.GATED:
         finish_gated(p, low, high, expert, slab, first, end, firsts, WG)
@@ -214,46 +212,35 @@ def _finish(p, low, high, expert, slab, first, end, done, firsts, WG: gl.constex
 
 
 @gluon.jit
-def _compute(p, expert, slab, first, end, done, firsts, idx, phase, N: gl.constexpr,
-             WG: gl.constexpr):  # fmt: skip
+def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
     """One tile of up to N tokens, from the ring to memory."""
-    MMA: gl.constexpr = _layout(N, p.WEIGHTS.INSTR_K)
-    low, high, idx, phase = multiply(p, expert, slab, idx, phase, N, WG, MMA)
-    _finish(p, low, high, expert, slab, first, end, done, firsts, WG)
+    low, high, idx, phase = multiply(p, p.steps, expert, slab, idx, phase, N, WG)
+    finish(p, low, high, expert, slab, first, end, done, done, WG)
     return idx, phase
 
 
 @gluon.jit
-def compute_tile(p, expert, across, first, end, done, firsts, idx, phase, WG: gl.constexpr):
-    """The CTA's tile number `done`, its L1 tile number `firsts` if it is one.
-
-    Few tokens take the narrow product where there is one.
-    """
-    slab = across * (p.GROUPS * p.SLABS) + WG * p.SLABS
+def _compute_tile(p, expert, across, first, end, done, idx, phase, WG: gl.constexpr):
+    """The CTA's tile number `done`; few tokens take the narrow product where there is one."""
+    slab = first_slab(p, across, WG)
     if p.NARROW > 0:
         if end - first <= p.NARROW:
-            idx, phase = _compute(
-                p, expert, slab, first, end, done, firsts, idx, phase, p.NARROW, WG
-            )
+            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.NARROW, WG)
         else:
-            idx, phase = _compute(
-                p, expert, slab, first, end, done, firsts, idx, phase, p.TOKENS, WG
-            )
+            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
     else:
-        idx, phase = _compute(p, expert, slab, first, end, done, firsts, idx, phase, p.TOKENS, WG)
+        idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
     return idx, phase
 
 
 @gluon.jit
 def _compute_wide(p, expert, across, done, idx, phase, WG: gl.constexpr):
-    """As `compute_tile`; the letter is read again behind the main loop, for registers."""
-    SLABS: gl.constexpr = p.GROUPS * p.SLABS
-    MMA: gl.constexpr = _layout(p.TOKENS, p.WEIGHTS.INSTR_K)
-    slab = across * SLABS + WG * p.SLABS
-    low, high, idx, phase = multiply(p, expert, slab, idx, phase, p.TOKENS, WG, MMA)
+    """As `_compute_tile`; the letter is read again behind the main loop, for registers."""
+    slab = first_slab(p, across, WG)
+    low, high, idx, phase = multiply(p, p.steps, expert, slab, idx, phase, p.TOKENS, WG)
     expert, across, first, end = told_tile(p, done)
-    slab = across * SLABS + WG * p.SLABS
-    _finish(p, low, high, expert, slab, first, end, done, done, WG)
+    slab = first_slab(p, across, WG)
+    finish(p, low, high, expert, slab, first, end, done, done, WG)
     return idx, phase
 
 
@@ -271,7 +258,7 @@ def math(p, WG: gl.constexpr):
         if p.TOKENS >= 64 and p.NARROW == 0:
             idx, phase = _compute_wide(p, expert, across, done, idx, phase, WG)
         else:
-            idx, phase = compute_tile(p, expert, across, first, end, done, done, idx, phase, WG)
+            idx, phase = _compute_tile(p, expert, across, first, end, done, idx, phase, WG)
         done += 1
 
 

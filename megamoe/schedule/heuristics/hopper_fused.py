@@ -73,10 +73,11 @@ def auto_mode(num_slots: int, tile: Tile) -> tuple[str, str]:
 def as_fused(tile: Tile, routing_bytes: int = 0) -> Swapped | None:
     """The tile of a fused launch; None where only launches of their own hold it.
 
-    A stage makes room for a routing of more than ROUTING_BYTES. Tiles of 64 tokens lack registers
+    A stage makes room for a routing of more than ROUTING_BYTES; a second product for few tokens
+    would be code of its own. Tiles of 64 tokens lack registers
     and a stage beside what a fused launch holds: 398 us where launches of their own take 371.
     """
     if not isinstance(tile, Swapped) or tile.groups != 4 or tile.span != 1 or tile.tokens >= 64:
         return None
     stages = tile.stages - (routing_bytes > ROUTING_BYTES)
-    return replace(tile, stages=stages, math_regs=MATH_REGS, load_regs=LOAD_REGS)
+    return replace(tile, stages=stages, narrow=0, math_regs=MATH_REGS, load_regs=LOAD_REGS)
