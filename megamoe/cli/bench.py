@@ -1,11 +1,13 @@
 """`megamoe bench layer`, `gemm` and `plot`: parse, call, print.
 
-Exit codes: 0 measured, 1 a wrong result (which is never timed), 2 bad input, 3 not available here.
+Exit codes: 0 measured, 1 a wrong result (which is never timed), 2 bad input, 3 not available here,
+130 interrupted.
 """
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -41,6 +43,8 @@ def _of_read(row: Row) -> float | None:
 def _read_tbs(row: Row) -> float | None:
     return row.weight_bytes / row.read_us / 1e6 if row.read_us else None
 
+
+INTERRUPTED = 130  # exit code, as shells have it
 
 Columns = dict[str, Callable[[Row], str]]
 COLUMNS: Columns = {
@@ -130,10 +134,8 @@ def layer(
         **({} if seed is None else {"seed": seed}),
     )
 
-    with Bars(quiet=as_json) as bars:
-        report = measure(
-            cells, settings, peers=recorded, progress=bars, on_cell=keeper(out, "layer")
-        )
+    with Kept(out, "layer", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
+        report = measure(cells, settings, peers=recorded, progress=bars, on_cell=kept)
     finish(report, out, "layer", as_json)
 
 
@@ -177,14 +179,33 @@ def plot(
     Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
 
 
-def keeper(folder: str | None, name: str) -> Callable[[Report], None]:
-    """What writes the report so far, where there is a folder for it."""
+class Kept:
+    """The report so far: written after every cell where there is a folder, printed if interrupted.
 
-    def keep(so_far: Report) -> None:
-        if folder is not None:
-            write(so_far, folder, name)
+    Both Ctrl-C and a signal to end (`timeout`, a scheduler) interrupt.
+    """
 
-    return keep
+    def __init__(self, folder: str | None, name: str, as_json: bool, columns: Columns) -> None:
+        self.folder, self.name, self.as_json, self.columns = folder, name, as_json, columns
+        self.last: Report | None = None
+
+    def __call__(self, so_far: Report) -> None:
+        self.last = so_far
+        if self.folder is not None:
+            write(so_far, self.folder, self.name)
+
+    def __enter__(self) -> Kept:
+        self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self.before)
+        if kind is not KeyboardInterrupt:
+            return
+        Console(stderr=True).print("interrupted: what was measured until then")
+        if self.last is not None:
+            show_or_dump(self.last, self.as_json, self.columns)
+        raise typer.Exit(INTERRUPTED)
 
 
 def finish(
@@ -192,10 +213,7 @@ def finish(
 ) -> None:
     """Print, write the files, and leave with the report's exit code."""
     console = Console(stderr=as_json)
-    if as_json:
-        print(json.dumps(report.as_dict(), indent=1))
-    else:
-        show(report, console, columns)
+    show_or_dump(report, as_json, columns)
     if folder is not None:
         made = write(report, folder, name)
         from megamoe.bench import plots
@@ -206,6 +224,14 @@ def finish(
             console.print(f"no plots: {escape(str(error))}", soft_wrap=True)
         console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
     raise typer.Exit(report.exit_code)
+
+
+def show_or_dump(report: Report, as_json: bool, columns: Columns) -> None:
+    """As a table, or as JSON."""
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=1))
+    else:
+        show(report, Console(), columns)
 
 
 def one_line_a_row(console: Console) -> Console:

@@ -26,6 +26,7 @@ from megamoe.cli.bench import (
     Eager,
     Flush,
     Json,
+    Kept,
     Out,
     Recipes,
     Repeats,
@@ -34,7 +35,6 @@ from megamoe.cli.bench import (
     Workloads,
     counts_in,
     finish,
-    keeper,
     names_in,
     number,
     one_line_a_row,
@@ -208,10 +208,8 @@ def fixed(
         backends=names_in(backends), recipes=names_in(recipes), device=device_named(device),
         repeats=repeats, rounds=rounds, flush=flush, eager=eager,
     )  # fmt: skip
-    with Bars(quiet=as_json) as bars:
-        report = measure(
-            [*points.values()], settings, progress=bars, on_cell=keeper(out, "fixed")
-        )  # fmt: skip
+    with Kept(out, "fixed", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
+        report = measure([*points.values()], settings, progress=bars, on_cell=kept)
     costs = report.fixed_costs()
     if costs and not as_json:
         _show_fixed(costs, bar)

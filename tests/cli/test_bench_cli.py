@@ -1,8 +1,10 @@
 """`megamoe bench` as a script sees it."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -25,6 +27,23 @@ def test_layer_prints_a_table_and_writes_a_folder(tmp_path):
     for words in ("x floor", "tiny/8", "reference", "absent", "needs a GPU", "ceilings: copy"):
         assert words in done.stdout
     assert {p.name for p in tmp_path.iterdir()} >= {"layer.json", "layer.csv"}
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=["terminated", "ctrl-c"])
+def test_an_interrupted_run_prints_the_cells_that_were_done(tmp_path, how):
+    run = subprocess.Popen(
+        [sys.executable, "-m", "megamoe", "bench", "layer", "--workloads", "tiny/1,tiny/4096",
+         "--backends", "reference", "--recipes", "w8a8", "--out", str(tmp_path), "--device", "cpu"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    for _ in range(600):
+        if (tmp_path / "layer.csv").exists() or run.poll() is not None:
+            break
+        time.sleep(0.2)
+    run.send_signal(how)
+    out, err = run.communicate(timeout=120)
+    assert run.returncode == 130, err
+    assert "interrupted" in err and "tiny/1 " in out and "tiny/4096" not in out
 
 
 def test_layer_json_is_for_machines():
