@@ -4,7 +4,7 @@ Each CTA reads the whole routing for itself, so nobody waits for a count: the ex
 and the first row of every expert stay in shared memory, its list of tiles in memory (`private`).
 Slots are those of all ranks; a rank takes the ones of its own experts. Shared experts, of one rank
 alone, are the last ones, and have the last slots of every token. One warpgroup reads the
-routing while the others load tokens and find their scales, which do not depend on it.
+routing while two others load tokens and find their scales, which do not depend on it.
 
 Nothing is in a cache when a launch begins, its instructions neither: here short code is fast code.
 """

@@ -86,7 +86,7 @@ def load_weights(m, one, two):
             stamp(m.call, LOAD_WEIGHTS, i, SECOND, ticket, begin)
         elif kind == FIRST:
             start = 0
-            if i == 0:  # a release waits for all that its SM has asked of memory before
+            if i == 0:  # what stands in memory's queues holds up the release of the tokens
                 start = gl.minimum(m.call.ahead, one.steps)
                 idx, phase = load_weight_tile(one, expert, across, 0, start, idx, phase)
                 mbarrier.wait(m.own_filled, 0)
