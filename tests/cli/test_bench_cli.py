@@ -35,6 +35,7 @@ def test_an_interrupted_run_prints_the_cells_that_were_done(tmp_path, how):
         [sys.executable, "-m", "megamoe", "bench", "layer", "--workloads", "tiny/1,tiny/4096",
          "--backends", "reference", "--recipes", "w8a8", "--out", str(tmp_path), "--device", "cpu"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(how, signal.SIG_DFL),  # a job in the background ignores it
     )  # fmt: skip
     for _ in range(600):
         if (tmp_path / "layer.csv").exists() or run.poll() is not None:
