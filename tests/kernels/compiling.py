@@ -5,6 +5,7 @@ import re
 import subprocess
 import tempfile
 from pathlib import Path
+from struct import unpack_from
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -78,16 +79,13 @@ def resources(kernel):
 
 
 def code_bytes(kernel):
-    """What the kernel's instructions take, 16 bytes each."""
-    return 16 * len(_instructions(kernel))
-
-
-def _instructions(kernel):
-    """(address, text) of each machine instruction, without its predicate."""
-    found = re.findall(
-        r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _dump(kernel, "--dump-sass"), re.MULTILINE
-    )
-    return [(int(at, 16), re.sub(r"^@!?U?P\w+ ", "", text)) for at, text in found]
+    """What the kernel's instructions take: its text, of which a cubin has one section."""
+    cubin = kernel.asm["cubin"]
+    (at,), (size, num, names) = unpack_from("<Q", cubin, 40), unpack_from("<3H", cubin, 58)
+    headers = [unpack_from("<2I4Q", cubin, at + size * i) for i in range(num)]
+    texts = [h for h in headers if cubin.startswith(b".text.", headers[names][4] + h[0])]
+    assert len(texts) == 1
+    return texts[0][5]
 
 
 def advice(kernel, arch="sm_90a"):
@@ -109,7 +107,10 @@ def advice(kernel, arch="sm_90a"):
 
 def main_loop(kernel):
     """The machine instructions of the largest loop that multiplies."""
-    lines = _instructions(kernel)
+    found = re.findall(
+        r"^\s+/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", _dump(kernel, "--dump-sass"), re.MULTILINE
+    )
+    lines = [(int(at, 16), re.sub(r"^@!?U?P\w+ ", "", text)) for at, text in found]
     best = []
     for end, text in lines:
         target = re.search(r"^BRA.* (0x[0-9a-f]+)", text)
