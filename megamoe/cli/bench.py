@@ -10,7 +10,7 @@ import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -188,6 +188,7 @@ class Kept:
     def __init__(self, folder: str | None, name: str, as_json: bool, columns: Columns) -> None:
         self.folder, self.name, self.as_json, self.columns = folder, name, as_json, columns
         self.last: Report | None = None
+        self.before: Any = None  # what a signal to end did
 
     def __call__(self, so_far: Report) -> None:
         self.last = so_far

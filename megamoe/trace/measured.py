@@ -104,18 +104,17 @@ class _Cta(NamedTuple):
             free = max(free, end)
 
     def _loads(self, events: Sequence[Event], waits: dict[int, Interval]) -> Iterator[Span]:
-        """Copies of weights. Those of the first tile stop until all tokens are in the pool."""
-        own = [_us(e, self.first) for e in events if e.kind == WAIT]
-        pool = waits.get(POOL, (0.0, 0.0))
+        """Copies of weights. Those before all tokens are pooled fill the ring and then stop.
+
+        No stamp tells when: they count as nothing but the moment of the first.
+        """
+        pool = waits.get(POOL, (0.0, 0.0))[1]
         for number, event in enumerate(e for e in events if e.kind in (FIRST, SECOND)):
             span = self._block("load", event)
-            begin, end = span.start_us, span.end_us
-            stops = own or ([(begin, pool[1])] if number == 0 else [])
-            for stop, again in stops:
-                if begin <= stop < again < end:
-                    yield span._replace(start_us=begin, end_us=stop)
-                    begin = again
-            yield span._replace(start_us=begin)
+            if number == 0 and span.start_us < pool < span.end_us:
+                yield span._replace(end_us=span.start_us)
+                span = span._replace(start_us=pool)
+            yield span
 
     def _gap(self, gap: Interval, event: Event, waits: dict[int, Interval]) -> Iterator[Span]:
         """Time before a block: its tokens were not there, or else its weights."""

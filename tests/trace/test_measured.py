@@ -153,26 +153,21 @@ def test_figures_of_a_launch_that_is_easy_to_add_up():
     assert f.loads.sm_share == pytest.approx((4 / 10 + 5 / 5) / 2)
 
 
-@pytest.mark.parametrize("is_stamped", [False, True])
-def test_the_first_loads_stop_until_the_pool_is_full(is_stamped):
-    """At what load_weights stamped itself, or else until load_tokens saw the pool."""
-    own = [(0, LOAD_WEIGHTS, WAIT, -1, 3, 5)] if is_stamped else []
+def test_the_first_loads_count_from_when_the_pool_is_full():
     line = timeline(
         small(
             [
                 (0, LOAD_TOKENS, WAIT, -1, 1, 6),
                 (0, LOAD_WEIGHTS, FIRST, 0, 2, 9),
-                *own,
                 (0, LOAD_WEIGHTS, FIRST, 1, 10, 12),
                 (0, MATH, FILL, 0, 0, 1),
             ]
         )
     )
     spans = [(s.start_us, s.end_us, s.n) for s in line.spans if s.role == "load"]
-    first = [(2.0, 3.0, 0), (5.0, 9.0, 0)] if is_stamped else [(2.0, 2.0, 0), (6.0, 9.0, 0)]
-    assert spans == [*first, (10.0, 12.0, 1)]
+    assert spans == [(2.0, 2.0, 0), (6.0, 9.0, 0), (10.0, 12.0, 1)]
     assert figures(line).loads.first_us == 2.0
-    assert figures(line).loads.sm_share == pytest.approx(0.7 if is_stamped else 0.5)
+    assert figures(line).loads.sm_share == pytest.approx(0.5)
 
 
 def test_figures_of_nothing_are_zero():

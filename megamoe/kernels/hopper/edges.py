@@ -139,10 +139,11 @@ def fetch_early(c, cta, num_ctas):
 
     Where a token has no whole number of parts, other parts come; no division is worth it here.
     """
+    LINES: gl.constexpr = 128 // FILLERS  # for each warpgroup: four parts
     thread = gl.arange(0, 128, FLAT)
-    item = (cta * FILLERS + (thread >> 6)) * _run_of(c, num_ctas)
+    item = (cta * FILLERS + thread // LINES) * _run_of(c, num_ctas)
     last = (0 * item + c.tokens_per_rank).to(gl.int64) * c.x_stride - 1
-    x = c.x + gl.minimum(item.to(gl.int64) * COLS + (thread & 63) * 64, last)  # four parts
+    x = c.x + gl.minimum(item.to(gl.int64) * COLS + thread % LINES * 64, last)
     slot = gl.minimum(thread * 16, c.num_slots - 1)  # a line has as many, or twice that
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; prefetch.global.L2 [$3]; mov.b32 $0, 0;",

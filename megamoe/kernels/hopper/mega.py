@@ -62,6 +62,7 @@ from megamoe.kernels.hopper.stamps import (
     stamp,
 )
 from megamoe.kernels.hopper.swapped import (
+    compute,
     finish,
     first_slab,
     load_token_tile,
@@ -165,8 +166,9 @@ def tell_stored(m, done):
 
 @gluon.jit
 def _compute(one, two, is_first, expert, across, first, end, done, firsts, idx, phase,
-             N: gl.constexpr, WG: gl.constexpr):  # fmt: skip
-    """One tile of up to N tokens, from the ring to memory; images of both linears take one loop."""
+             WG: gl.constexpr):  # fmt: skip
+    """One tile of L1 or L2, from the ring to memory; images of both linears take one loop."""
+    N: gl.constexpr = one.TOKENS
     slab = first_slab(one, across, WG)
     if one.WEIGHTS.DECODED:
         steps = gl.where(is_first, one.steps, two.steps)
@@ -176,11 +178,9 @@ def _compute(one, two, is_first, expert, across, first, end, done, firsts, idx, 
         else:
             finish(two, low, high, expert, slab, first, end, done, firsts, WG)
     elif is_first:
-        low, high, idx, phase = multiply(one, one.steps, expert, slab, idx, phase, N, WG)
-        finish(one, low, high, expert, slab, first, end, done, firsts, WG)
+        idx, phase = compute(one, expert, slab, first, end, done, firsts, idx, phase, N, WG)
     else:
-        low, high, idx, phase = multiply(two, two.steps, expert, slab, idx, phase, N, WG)
-        finish(two, low, high, expert, slab, first, end, done, firsts, WG)
+        idx, phase = compute(two, expert, slab, first, end, done, firsts, idx, phase, N, WG)
     return idx, phase
 
 
@@ -220,9 +220,8 @@ def math(m, one, two, WG: gl.constexpr):
             mbarrier.wait(one.full.index(idx), phase)  # its time begins with its first stage
             begin = now(m.call)
             idx, phase = _compute(
-                one, two, is_first, expert, across, first, end, done, firsts, idx, phase,
-                m.call.TOKENS, WG,
-            )  # fmt: skip
+                one, two, is_first, expert, across, first, end, done, firsts, idx, phase, WG
+            )
             if is_first | m.call.RING:
                 tell_stored(m, told)
                 told += 1

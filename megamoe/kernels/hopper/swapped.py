@@ -212,10 +212,11 @@ def finish(p, low, high, expert, slab, first, end, done, firsts, WG: gl.constexp
 
 
 @gluon.jit
-def _compute(p, expert, slab, first, end, done, idx, phase, N: gl.constexpr, WG: gl.constexpr):
-    """One tile of up to N tokens, from the ring to memory."""
+def compute(p, expert, slab, first, end, done, firsts, idx, phase, N: gl.constexpr,
+            WG: gl.constexpr):  # fmt: skip
+    """One tile of up to N tokens, from the ring to memory; numbered as in `finish`."""
     low, high, idx, phase = multiply(p, p.steps, expert, slab, idx, phase, N, WG)
-    finish(p, low, high, expert, slab, first, end, done, done, WG)
+    finish(p, low, high, expert, slab, first, end, done, firsts, WG)
     return idx, phase
 
 
@@ -225,11 +226,11 @@ def _compute_tile(p, expert, across, first, end, done, idx, phase, WG: gl.conste
     slab = first_slab(p, across, WG)
     if p.NARROW > 0:
         if end - first <= p.NARROW:
-            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.NARROW, WG)
+            idx, phase = compute(p, expert, slab, first, end, done, done, idx, phase, p.NARROW, WG)
         else:
-            idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+            idx, phase = compute(p, expert, slab, first, end, done, done, idx, phase, p.TOKENS, WG)
     else:
-        idx, phase = _compute(p, expert, slab, first, end, done, idx, phase, p.TOKENS, WG)
+        idx, phase = compute(p, expert, slab, first, end, done, done, idx, phase, p.TOKENS, WG)
     return idx, phase
 
 

@@ -74,8 +74,8 @@ def as_fused(tile: Tile, routing_bytes: int = 0) -> Swapped | None:
     """The tile of a fused launch; None where only launches of their own hold it.
 
     A stage makes room for a routing of more than ROUTING_BYTES; a second product for few tokens
-    would be code of its own. Tiles of 64 tokens lack registers
-    and a stage beside what a fused launch holds: 398 us where launches of their own take 371.
+    would be code of its own. Tiles of 64 tokens lack registers and a stage beside what a fused
+    launch holds: 398 us where launches of their own take 371.
     """
     if not isinstance(tile, Swapped) or tile.groups != 4 or tile.span != 1 or tile.tokens >= 64:
         return None
