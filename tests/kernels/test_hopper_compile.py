@@ -105,6 +105,14 @@ class Compiler:
         self.made = compile_kernel(self.kernel, args, 90, **constants)
 
 
+def assert_streamed(ptx, is_stream):
+    """Copies of weights, of three dimensions and more, have a hint for L2; others have none."""
+    copies = re.findall(r"cp\.async\.bulk\.tensor\.(\d)d(\S*)", ptx)
+    assert any(rank >= "3" for rank, _ in copies)
+    for rank, how in copies:
+        assert how.endswith("L2::cache_hint") == (is_stream and rank >= "3")
+
+
 def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, intermediate=I):
     """What `launch` would run."""
     kernel = "straight_kernel" if isinstance(tile, Straight) else "swapped_kernel"
@@ -143,7 +151,8 @@ def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
     widths = {tile.tokens, getattr(tile, "narrow", 0) or tile.tokens}  # straight: 128 weight rows
     wanted = {f"m64n{n}k{depth}.f32.{element}.{element}" for n in widths}
     assert set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx)) == wanted
-    assert "cp.async.bulk.tensor" in ptx and "setmaxnreg" in ptx
+    assert "setmaxnreg" in ptx
+    assert_streamed(ptx, tile.tokens < 64)
     used = resources(kernel)
     assert used["shared"] <= SHARED_LIMIT
     assert used["stack"] == 0

@@ -38,7 +38,7 @@ class Call:
     report: gl.tensor
     trace: gl.tensor
     bound_ns: gl.tensor
-    ahead: gl.tensor  # steps of a CTA's first tile that come before its share of the tokens
+    ahead: gl.tensor  # steps of a CTA's first tile that come before all tokens are in the pool
     absent: gl.tensor  # a rank that never says it is done, for tests of the bound; -1 is none
     first_rank: gl.tensor  # of this launch
     first_slot: gl.tensor  # of the call that this launch has, on each rank

@@ -63,10 +63,11 @@ from megamoe.kernels.hopper.stamps import (
 )
 from megamoe.kernels.hopper.swapped import (
     compute,
+    early_steps,
     finish,
     first_slab,
     load_token_tile,
-    load_weight_tile,
+    load_weight_step,
 )
 from megamoe.kernels.hopper.tickets import deal
 from megamoe.kernels.hopper.waves import tiles_of
@@ -74,24 +75,31 @@ from megamoe.kernels.hopper.waves import tiles_of
 
 @gluon.jit
 def load_weights(m, one, two):
-    """Stream the weights of each tile."""
+    """Stream the weights of each tile.
+
+    What stands in memory's queues holds up the tokens: this CTA's go first, and what is asked for
+    before all are there is no more than `ahead`.
+    """
     idx = 0
     phase = 1
     i = 0
+    early = early_steps(one)
+    mbarrier.wait(m.own_filled, 0)
     kind = gl.to_tensor(0)
     while kind >= 0:
         kind, ticket, tile, across, expert, first, end = receive(m, i)
         begin = now(m.call)
         if kind == SECOND:
-            idx, phase = load_weight_tile(two, expert, across, 0, two.steps, idx, phase)
+            for k in range(two.steps):
+                idx, phase = load_weight_step(two, expert, across, k, k < early, idx, phase)
+            early -= two.steps
             stamp(m.call, LOAD_WEIGHTS, i, SECOND, ticket, begin)
         elif kind == FIRST:
-            start = 0
-            if i == 0:  # what stands in memory's queues holds up the release of the tokens
-                start = gl.minimum(m.call.ahead, one.steps)
-                idx, phase = load_weight_tile(one, expert, across, 0, start, idx, phase)
-                mbarrier.wait(m.own_filled, 0)
-            idx, phase = load_weight_tile(one, expert, across, start, one.steps, idx, phase)
+            for k in range(one.steps):
+                if (i == 0) & (k == m.call.ahead):
+                    mbarrier.wait(m.filled, 0)
+                idx, phase = load_weight_step(one, expert, across, k, k < early, idx, phase)
+            early -= one.steps
             stamp(m.call, LOAD_WEIGHTS, i, FIRST, ticket, begin)
         i += 1
 

@@ -31,9 +31,11 @@ from megamoe.kernels.hopper.ring import (
     barriers,
     num_items,
     place,
+    quotient,
     record,
     wait_for_launch,
 )
+from megamoe.kernels.hopper.stream import EARLY, stream_copy, stream_policy
 
 
 @record
@@ -90,37 +92,38 @@ class Work:
 
 
 @gluon.jit
-def load_weight_tile(p, expert, across, start, stop, idx, phase):
-    """Stream steps start..stop of one tile of weights into the ring."""
+def early_steps(p):
+    """How many of a CTA's first steps are early in the launch (`stream`)."""
+    kind: gl.constexpr = p.WEIGHTS
+    BYTES: gl.constexpr = p.GROUPS * p.SLABS * p.DEPTH * (kind.SLAB_BYTES + kind.SCALE_BYTES)
+    return quotient(gl.to_tensor(EARLY // BYTES), gl.num_programs(0))
+
+
+@gluon.jit
+def load_weight_step(p, expert, across, k, is_early, idx, phase):
+    """Step k of one tile of weights into the ring, when there is room."""
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
     kind: gl.constexpr = p.WEIGHTS
     BYTES: gl.constexpr = SLABS * p.DEPTH * (kind.SLAB_BYTES + kind.SCALE_BYTES)
-    for k in range(start, stop):
-        ready = p.full.index(idx)
-        mbarrier.wait(p.empty.index(idx), phase)
-        mbarrier.expect(ready, BYTES)
-        if kind.DECODED:
-            tma.async_copy_global_to_shared(
-                p.w, [expert, across * SLABS, k * p.DEPTH * 4, 0], ready, p.w_bufs.index(idx)
-            )
-            tma.async_copy_global_to_shared(
-                p.w_scale, [expert, across * SLABS, k * p.DEPTH * (kind.SCALE_BYTES // 4)],
-                ready, p.ws_bufs.index(idx),
-            )  # fmt: skip
-        else:
-            for j in gl.static_range(p.DEPTH):
-                at = p.w_bufs.index(idx * p.DEPTH + j)
-                col = (k * p.DEPTH + j) * 128
-                if p.GATED:
-                    tma.async_copy_global_to_shared(
-                        p.w, [expert, across * SLABS * 4, 0, 0, col], ready, at
-                    )
-                else:
-                    tma.async_copy_global_to_shared(
-                        p.w, [expert, across * SLABS * 64, col], ready, at
-                    )
-        idx, phase = advance(idx, phase, p.STAGES)
-    return idx, phase
+    ONCE: gl.constexpr = p.TOKENS < 64  # wider tiles share their weights with the next
+    policy = stream_policy(is_early)
+    ready = p.full.index(idx)
+    mbarrier.wait(p.empty.index(idx), phase)
+    mbarrier.expect(ready, BYTES)
+    if kind.DECODED:
+        at = [expert, across * SLABS, k * p.DEPTH * 4, 0]
+        stream_copy(p.w, at, ready, p.w_bufs.index(idx), policy, ONCE)
+        at = [expert, across * SLABS, k * p.DEPTH * (kind.SCALE_BYTES // 4)]
+        stream_copy(p.w_scale, at, ready, p.ws_bufs.index(idx), policy, ONCE)
+    else:
+        for j in gl.static_range(p.DEPTH):
+            to = p.w_bufs.index(idx * p.DEPTH + j)
+            col = (k * p.DEPTH + j) * 128
+            if p.GATED:
+                stream_copy(p.w, [expert, across * SLABS * 4, 0, 0, col], ready, to, policy, ONCE)
+            else:
+                stream_copy(p.w, [expert, across * SLABS * 64, col], ready, to, policy, ONCE)
+    return advance(idx, phase, p.STAGES)
 
 
 @gluon.jit
@@ -152,10 +155,15 @@ def load_weights(p):
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
     idx = 0
     phase = 1
+    early = 0 * p.steps
+    if p.GATED:
+        early = early_steps(p)
     for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
         tile, across = place(p, item, SLABS * 64)
         expert = gl.load(p.tiles + tile * 4)
-        idx, phase = load_weight_tile(p, expert, across, 0, p.steps, idx, phase)
+        for k in range(p.steps):
+            idx, phase = load_weight_step(p, expert, across, k, k < early, idx, phase)
+        early -= p.steps
 
 
 @gluon.jit
