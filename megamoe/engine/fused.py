@@ -24,9 +24,8 @@ from megamoe.schedule.heuristics.hopper_fused import (
     MOST_WAVES,
     as_fused,
     auto_mode,
-    fused_tile,
 )
-from megamoe.schedule.heuristics.hopper_tiles import Swapped
+from megamoe.schedule.heuristics.hopper_tiles import Swapped, tiles
 
 ALIGN = deal.ALIGN.value  # rows of the pool at which an expert begins
 
@@ -74,7 +73,7 @@ def _tile(
 ) -> Swapped | None:  # fmt: skip
     if not 0 < num_slots + extra[1] <= MOST_SLOTS:
         return None
-    tile = fused_tile(recipe, num_slots / num_experts, fits_e4m3=fits_e4m3)
+    tile, _ = tiles(recipe, num_slots / num_experts, fits_e4m3=fits_e4m3)
     if mode == "auto" and auto_mode(num_slots, tile)[0] != "fused":
         return None
     return as_fused(tile, routing_bytes(num_slots + extra[1], num_experts // ranks + extra[0]))
@@ -101,7 +100,7 @@ def moe(
     found: faults.Faults | None = None,
     manner: Manner = AUTO,
     trace: Tensor | None = None,
-    ahead: int = 1,
+    ahead: int | None = None,
     absent: int = -1,
 ) -> Tensor:
     """bf16 [T, H] -> bf16 [T, H].
@@ -111,7 +110,7 @@ def moe(
     num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
     trace      room for stamps (`kernels/hopper/stamps.py`)
-    ahead      steps of a CTA's first weights that come before its share of the tokens
+    ahead      steps of a CTA's first weights before all tokens are in the pool; None: half a ring
     absent     a rank that never says it is done, for tests of the bound
     """
     found = faults.of_stream(weights.device) if found is None else found
@@ -176,7 +175,7 @@ def _run(
     found: faults.Faults,
     manner: Manner,
     trace: Tensor | None = None,
-    ahead: int = 1,
+    ahead: int | None = None,
     absent: int = -1,
 ) -> Tensor:
     device, extra = weights.device, num_of(shared)

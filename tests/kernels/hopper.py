@@ -1,6 +1,7 @@
 """The tiles that the Hopper backend ships, for its tests."""
 
-from megamoe.schedule.heuristics import hopper_fused, hopper_tiles
+from megamoe.schedule.heuristics import hopper_tiles
+from megamoe.schedule.heuristics.hopper_fused import as_fused
 from megamoe.schedule.heuristics.hopper_tiles import Straight
 
 
@@ -15,11 +16,7 @@ def shipped(recipe, *, fits=True):
 
 def shipped_fused(recipe, *, fits=True):
     """The tiles of `recipe` that a fused launch takes."""
-    edges = [edge for recipes, edge, *_ in hopper_tiles.TILES if recipe in recipes]
-    edges += [edge for edge, *_ in hopper_tiles.WIDE_RANGE] * (not fits)
-    edges += [edge for edge, *_ in hopper_fused.W4A8_BLOCK]
-    found = (hopper_fused.fused_tile(recipe, e, fits_e4m3=fits) for e in sorted(set(edges)))
-    return [tile for tile in dict.fromkeys(found) if hopper_fused.as_fused(tile)]
+    return [tile for tile in shipped(recipe, fits=fits) if as_fused(tile)]
 
 
 def tile_name(tile):

@@ -6,7 +6,7 @@ from bisect import bisect
 from dataclasses import replace
 
 from megamoe.layout.regions import ceil_div
-from megamoe.schedule.heuristics.hopper_tiles import INF, Swapped, Tile, tile_of, tiles
+from megamoe.schedule.heuristics.hopper_tiles import INF, Swapped, Tile, tiles
 
 MOST_SLOTS = 4096  # of all ranks: every CTA reads the whole routing
 MOST_RANKS = 8  # of one call
@@ -21,22 +21,7 @@ MODES: tuple[tuple[float, str, str], ...] = (
     (1024, "fused", "decode: flash at 8 and 64 tokens 102 and 126 us, 113 and 133 staged; 1024 slots over 48 experts 264 and 282"),
     (INF, "staged", "more rows an expert want wider tiles, which lack registers in a fused launch"),
 )
-# (mean rows per expert up to, shape as in `hopper_tiles.TILES`, why): where w4a8_block differs from
-# the staged launches, whose weights have more of the memory's time.
-W4A8_BLOCK: tuple[tuple[float, tuple[int, ...], str], ...] = (
-    (4.0,  (8, 4, 1, 1),  "flash at 8 tokens 105 us, 106 with two K blocks a stage; v3 170, 173"),
-    (13.0, (16, 4, 1, 1), "flash at 64 tokens 133 us, 138 with two K blocks a stage"),
-)
 # fmt: on
-
-
-def fused_tile(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> Tile:
-    """The tile of both linears in a fused launch, if `as_fused` takes it."""
-    if recipe == "w4a8_block" and fits_e4m3:
-        for edge, shape, _ in W4A8_BLOCK:
-            if rows_per_expert <= edge:
-                return tile_of(recipe, shape)
-    return tiles(recipe, rows_per_expert, fits_e4m3=fits_e4m3)[0]
 
 
 def passes(
@@ -54,7 +39,7 @@ def passes(
 
     def is_too_many(tokens: int) -> bool:
         rows = tokens * slots_per_token / num_experts
-        return as_fused(fused_tile(recipe, rows, fits_e4m3=fits_e4m3)) is None
+        return as_fused(tiles(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
 
     most = min(num_tokens, MOST_SLOTS // slots_per_token)
     each = bisect(range(1, most + 1), False, key=is_too_many)
