@@ -9,13 +9,15 @@ from torch import Tensor
 
 @triton.jit
 def _read_kernel(words, sums, num_words, CHUNKS: tl.constexpr, CHUNK: tl.constexpr):
-    # All loads of a program stand before the first use, so that they are in flight together.
+    # All loads of a program stand before the first use, so that they are in flight together. They
+    # leave L2 as usual: where they leave it first, lines to be written back go one by one, all the
+    # time, and 943 MB after a memset take 225 us instead of 215.
     first = tl.program_id(0).to(tl.int64) * (CHUNKS * CHUNK)
     lanes = tl.arange(0, CHUNK)
     total = tl.zeros([CHUNK], tl.int32)
     for chunk in tl.static_range(CHUNKS):
         at = first + chunk * CHUNK + lanes
-        total += tl.load(words + at, mask=at < num_words, other=0, eviction_policy="evict_first")
+        total += tl.load(words + at, mask=at < num_words, other=0)
     tl.store(sums + tl.program_id(0), tl.sum(total))
 
 

@@ -12,7 +12,7 @@ from megamoe.bench.timer import Prepared, Run, Timer
 from megamoe.errors import MegaMoEError
 
 # (chunks, words a chunk, warps): 32, 64 and 128 KiB a program
-SHAPES = ((4, 2048, 8), (8, 2048, 8), (8, 4096, 8))
+SHAPES = ((4, 2048, 4), (4, 4096, 8), (8, 4096, 8))
 
 
 class Reader:
