@@ -18,7 +18,7 @@ ROUTING_BYTES = 4096  # of routing that find room in shared memory beside all st
 # fmt: off
 # (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
 MODES: tuple[tuple[float, str, str], ...] = (
-    (1024, "fused", "decode: flash at 8 and 64 tokens 102 and 126 us, 113 and 133 staged; 1024 slots over 48 experts 264 and 282"),
+    (1024, "fused", "decode: flash at 8 and 64 tokens 99 and 121 us, 111 and 127 staged; 1024 slots over 48 experts 253 and 282 (an older build)"),
     (INF, "staged", "more rows an expert want wider tiles, which lack registers in a fused launch"),
 )
 # fmt: on
