@@ -1,5 +1,8 @@
 """A note from the mailbox, the inputs of its call and its output: from and to any address."""
 
+import mmap
+import platform
+
 import pytest
 import torch
 
@@ -32,6 +35,20 @@ def note(x, idx, weights, y=None):
 
 def now(*call):
     return torch.tensor(note(*call), device=DEVICE)
+
+
+@pytest.mark.skipif(
+    not INTERPRETED or (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="the interpreter's own: memory of the host below 2 GiB, by a flag of x86-64 Linux",
+)
+def test_a_mailbox_may_lie_at_an_address_of_31_bits():
+    low = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x40)  # MAP_32BIT
+    slots = torch.frombuffer(low, dtype=torch.int64)[: 2 * WORDS].view(2, WORDS)
+    assert slots.data_ptr() < 2**31
+    slots[0] = torch.arange(WORDS) + 5
+    mail = Mail.empty(2, DEV)._replace(slots=slots)
+    take(mail)
+    assert torch.equal(mail.now, slots[0]) and mail.turn.item() == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -62,7 +62,8 @@ def _take_kernel(slots: tl.int64, turn, now, SLOTS: tl.constexpr, WORDS: tl.cons
     at = tl.load(turn)
     word = tl.arange(0, WORDS)
     # volatile: the host wrote since the last look, which may still lie in a cache
-    mail = tl.load(slots.to(tl.pointer_type(tl.int64)) + at * WORDS + word, volatile=True)
+    where = slots.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter may hold 32 bits
+    mail = tl.load(where + at * WORDS + word, volatile=True)
     tl.store(now + word, mail)
     tl.debug_barrier()  # all threads have read whose turn it is
     tl.store(turn, (at + 1) % SLOTS)
