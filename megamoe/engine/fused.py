@@ -19,7 +19,13 @@ from megamoe.kernels.hopper.pool import max_tiles, num_rows
 from megamoe.kernels.hopper.waves import TABLE
 from megamoe.layout.regions import align_up
 from megamoe.problem import MAX_TOP_K, Options
-from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS, MOST_WAVES, as_fused, auto_mode
+from megamoe.schedule.heuristics.hopper_fused import (
+    MOST_SLOTS,
+    MOST_WAVES,
+    as_fused,
+    auto_mode,
+    weights_ahead,
+)
 from megamoe.schedule.heuristics.hopper_tiles import Swapped, tiles
 
 ALIGN = deal.ALIGN.value  # rows of the pool at which an expert begins
@@ -95,7 +101,6 @@ def moe(
     found: faults.Faults | None = None,
     manner: Manner = AUTO,
     trace: Tensor | None = None,
-    ahead: int | None = None,
     absent: int = -1,
 ) -> Tensor:
     """bf16 [T, H] -> bf16 [T, H].
@@ -105,7 +110,6 @@ def moe(
     num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
     trace      room for stamps (`kernels/hopper/stamps.py`)
-    ahead      steps of a CTA's first weights before all tokens are in the pool; None: half a ring
     absent     a rank that never says it is done, for tests of the bound
     """
     found = faults.of_stream(weights.device) if found is None else found
@@ -118,7 +122,7 @@ def moe(
     )
     return _run(
         tokens, found.counters, weights, options, mega_launch.ONE, shared, tile=tile, found=found,
-        manner=manner, trace=trace, ahead=ahead, absent=absent,
+        manner=manner, trace=trace, absent=absent,
     )  # fmt: skip
 
 
@@ -170,7 +174,6 @@ def _run(
     found: faults.Faults,
     manner: Manner,
     trace: Tensor | None = None,
-    ahead: int | None = None,
     absent: int = -1,
 ) -> Tensor:
     device, extra = weights.device, num_of(shared)
@@ -196,7 +199,7 @@ def _run(
         tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
         num_shared=extra, world=world, biases=(weights.b13, weights.b2),
         acts_factor=weights.acts_global, timeout_s=bound_s(manner.timeout_s),
-        reserve_sms=manner.reserve_sms, trace=trace, ahead=ahead, absent=absent,
+        reserve_sms=manner.reserve_sms, trace=trace, ahead=weights_ahead(tile), absent=absent,
         wave_rows=wave_rows,
     )  # fmt: skip
     return tokens.y

@@ -104,7 +104,7 @@ class _Cta(NamedTuple):
             free = max(free, end)
 
     def _loads(self, events: Sequence[Event], waits: dict[int, Interval]) -> Iterator[Span]:
-        """Copies of weights. Those before all tokens are pooled fill the ring and then stop.
+        """Copies of weights. Those before all tokens are pooled fill half the ring and then stop.
 
         No stamp tells when: they count as nothing but the moment of the first.
         """

@@ -76,7 +76,7 @@ def fused(
     options: Options, kept: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
-    trace: Tensor | None = None, ahead: int | None = None, absent: int = -1, wave_rows: int = 0,
+    trace: Tensor | None = None, ahead: int = 0, absent: int = -1, wave_rows: int = 0,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each.
 
@@ -106,8 +106,7 @@ def fused(
         or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
         pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
         or_some(world.signals, some), or_some(world.peers, some), kept.report,
-        or_some(trace, some), int(timeout_s * 1e9),
-        tile.stages // 2 if ahead is None else ahead, absent, world.first,
+        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first,
         tokens.first * tokens.idx.shape[1], slots, num_tokens, num_experts,
         pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
         kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],

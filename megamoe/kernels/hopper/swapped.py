@@ -91,11 +91,16 @@ class Work:
     SPAN: gl.constexpr  # token tiles that share a sweep over the rows
 
 
+@gluon.constexpr_function
+def _weight_bytes(kind, slabs, depth):
+    """Of one stage."""
+    return slabs * depth * (kind.SLAB_BYTES + kind.SCALE_BYTES)
+
+
 @gluon.jit
 def early_steps(p):
     """How many of a CTA's first steps are early in the launch (`stream`)."""
-    kind: gl.constexpr = p.WEIGHTS
-    BYTES: gl.constexpr = p.GROUPS * p.SLABS * p.DEPTH * (kind.SLAB_BYTES + kind.SCALE_BYTES)
+    BYTES: gl.constexpr = _weight_bytes(p.WEIGHTS, p.GROUPS * p.SLABS, p.DEPTH)
     return quotient(gl.to_tensor(EARLY // BYTES), gl.num_programs(0))
 
 
@@ -104,7 +109,7 @@ def load_weight_step(p, expert, across, k, is_early, idx, phase):
     """Step k of one tile of weights into the ring, when there is room."""
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
     kind: gl.constexpr = p.WEIGHTS
-    BYTES: gl.constexpr = SLABS * p.DEPTH * (kind.SLAB_BYTES + kind.SCALE_BYTES)
+    BYTES: gl.constexpr = _weight_bytes(kind, SLABS, p.DEPTH)
     ONCE: gl.constexpr = p.TOKENS < 64  # wider tiles share their weights with the next
     policy = stream_policy(is_early)
     ready = p.full.index(idx)
@@ -156,7 +161,7 @@ def load_weights(p):
     idx = 0
     phase = 1
     early = 0 * p.steps
-    if p.GATED:
+    if p.GATED:  # behind it L2 (the linear) finds nothing left in L2 (the cache)
         early = early_steps(p)
     for item in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
         tile, across = place(p, item, SLABS * 64)
