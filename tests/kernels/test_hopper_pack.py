@@ -36,7 +36,9 @@ def run_ptx(text, num_outputs, word, scale):
         "mov.b32": lambda a: a,
         "and.b32": lambda a, b: a & b,
         "shl.b32": lambda a, b: a << b,
-        "shr.u32": lambda a, b: a >> b,
+        "dp2a.lo.u32.u32": lambda a, b, c: (
+            (a & 0xFFFF) * (b & 255) + (a >> 16) * (b >> 8 & 255) + c
+        ),
         "mul.lo.u32": lambda a, b: a * b,
         "mad.lo.u32": lambda a, b, c: a * b + c,
         "lop3.b32": lambda a, b, c, table: a | (b & c),

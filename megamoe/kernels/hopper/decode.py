@@ -3,6 +3,9 @@
 A slab is 64 rows x 128 columns: 4096 bytes of values, in which thread i's 16 bytes lie at 16 i
 (`layout.tiles.RegisterImage`), and one scale per row and group. A 32-bit word holds eight values
 of one row and one group, so decoding never leaves the thread.
+
+The upper half of a word's codes comes down by dp2a, which multiplies halves and adds: a shift would
+wait for the pipe that table look-ups and masks fill already.
 """
 
 from triton.experimental import gluon
@@ -24,7 +27,7 @@ mad.lo.u32 l0, {scale}, 0x01010100, 0x14100800;
         return f"""and.b32 m, {word}, 0x77777777;
 prmt.b32 {low}, l0, l1, m;
 lop3.b32 {low}, {low}, {word}, 0x80808080, 0xF8;
-shr.u32 m, m, 16;
+dp2a.lo.u32.u32 m, m, 0x0100, 0;
 prmt.b32 {high}, l0, l1, m;
 shl.b32 m, {word}, 4;
 lop3.b32 {high}, {high}, m, 0x80808080, 0xF8;
@@ -48,7 +51,7 @@ prmt.b32 lb, 0xC0800000, 0xC0804000, m;
 lop3.b32 hb, hb, $4, 0x80808080, 0xF8;
 prmt.b32 $0, lb, hb, 0x5140;
 prmt.b32 $1, lb, hb, 0x7362;
-shr.u32 m, m, 16;
+dp2a.lo.u32.u32 m, m, 0x0100, 0;
 shl.b32 h, $4, 4;
 prmt.b32 hb, 0x3F3F3F00, 0x40404040, m;
 prmt.b32 lb, 0xC0800000, 0xC0804000, m;

@@ -144,9 +144,10 @@ def _swapped(
         x.weight, x.dest, out, out_scale, x.tiles, x.num_tiles, rows,
         width // 128 // tile.depth, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
         WEIGHTS=WEIGHTS[w.kind], GATED=w.is_gated, PROMOTED=how.is_promoted, FACTOR=w.factor_is,
-        HAS_BIAS=bias is not None, TOKENS=tile.tokens, NARROW=tile.narrow, GROUPS=tile.groups,
-        SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages, SPAN=tile.span,
-        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
+        HAS_BIAS=bias is not None, TOKENS=tile.tokens, NARROW=tile.narrow,
+        IS_STREAM=tile.is_stream, GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth,
+        STAGES=tile.stages, SPAN=tile.span, MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs,
+        num_warps=4, **constants,
     )  # fmt: skip
 
 

@@ -84,6 +84,7 @@ class Work:
     ACTIVATION: gl.constexpr
     TOKENS: gl.constexpr
     NARROW: gl.constexpr  # tokens up to which a narrower product serves; 0 is none
+    IS_STREAM: gl.constexpr  # weights are read once, and need not stay in L2
     GROUPS: gl.constexpr  # math warpgroups
     SLABS: gl.constexpr  # slabs of 64 rows per warpgroup
     DEPTH: gl.constexpr  # K blocks of 128 per stage
@@ -110,24 +111,25 @@ def load_weight_step(p, expert, across, k, is_early, idx, phase):
     SLABS: gl.constexpr = p.GROUPS * p.SLABS
     kind: gl.constexpr = p.WEIGHTS
     BYTES: gl.constexpr = _weight_bytes(kind, SLABS, p.DEPTH)
-    ONCE: gl.constexpr = p.TOKENS < 64  # wider tiles share their weights with the next
     policy = stream_policy(is_early)
     ready = p.full.index(idx)
     mbarrier.wait(p.empty.index(idx), phase)
     mbarrier.expect(ready, BYTES)
     if kind.DECODED:
         at = [expert, across * SLABS, k * p.DEPTH * 4, 0]
-        stream_copy(p.w, at, ready, p.w_bufs.index(idx), policy, ONCE)
+        stream_copy(p.w, at, ready, p.w_bufs.index(idx), policy, p.IS_STREAM)
         at = [expert, across * SLABS, k * p.DEPTH * (kind.SCALE_BYTES // 4)]
-        stream_copy(p.w_scale, at, ready, p.ws_bufs.index(idx), policy, ONCE)
+        stream_copy(p.w_scale, at, ready, p.ws_bufs.index(idx), policy, p.IS_STREAM)
     else:
         for j in gl.static_range(p.DEPTH):
             to = p.w_bufs.index(idx * p.DEPTH + j)
             col = (k * p.DEPTH + j) * 128
             if p.GATED:
-                stream_copy(p.w, [expert, across * SLABS * 4, 0, 0, col], ready, to, policy, ONCE)
+                at = [expert, across * SLABS * 4, 0, 0, col]
+                stream_copy(p.w, at, ready, to, policy, p.IS_STREAM)
             else:
-                stream_copy(p.w, [expert, across * SLABS * 64, col], ready, to, policy, ONCE)
+                at = [expert, across * SLABS * 64, col]
+                stream_copy(p.w, at, ready, to, policy, p.IS_STREAM)
     return advance(idx, phase, p.STAGES)
 
 
@@ -284,8 +286,8 @@ def swapped_kernel(
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr,
-    GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr,
-    SPAN: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
+    IS_STREAM: gl.constexpr, GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr,
+    STAGES: gl.constexpr, SPAN: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
     """GROUPS math warpgroups (the first is the launch's own), then three warps."""
     ALL: gl.constexpr = GROUPS * SLABS
@@ -324,7 +326,7 @@ def swapped_kernel(
         notes, factor, bias, acts_factor, row_factor, row_weight, row_dest, out, out_scale, tiles,
         num_tiles, pool_rows, steps, num_outputs, num_biases, out_width, factor_rows,
         factor_cols, clamp, WEIGHTS, ACTS, GATED, PROMOTED, FACTOR, HAS_BIAS, WEIGHTED,
-        ACTIVATION, TOKENS, NARROW, GROUPS, SLABS, DEPTH, STAGES, SPAN,
+        ACTIVATION, TOKENS, NARROW, IS_STREAM, GROUPS, SLABS, DEPTH, STAGES, SPAN,
     )  # fmt: skip
     if GROUPS == 2:
         gl.warp_specialize(

@@ -28,6 +28,7 @@ class Swapped:
     stages: int
     span: int = 1  # token tiles that share each tile of weights
     narrow: int = 0  # tokens up to which a narrower product serves
+    is_stream: bool = True  # weights leave L2 first: no tile that follows reads them again
     math_regs: int = 232
     load_regs: int = 40
 
@@ -67,14 +68,15 @@ Tile = Swapped | Straight
 _BF16 = ("bf16", "w4a16", "w4a8", "w4a4", "nvfp4")
 # fmt: off
 # (recipes, mean rows per expert up to, tile, why). The first row that fits wins. A swapped tile is
-# (tokens, warpgroups, slabs each, K blocks a stage, span, narrow): an edge lies where a busy expert
-# (mean + 2 sigma of random routing) still fits. With FP8 activations a tile is 256 rows, since 128
-# outputs share a scale.
+# (tokens, warpgroups, slabs each, K blocks a stage, span, narrow, stream): an edge lies where a busy
+# expert (mean + 2 sigma of random routing) still fits. With FP8 activations a tile is 256 rows,
+# since 128 outputs share a scale. Weights are a stream with fewer than 64 tokens, or as told.
 TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...] = (
     (("w4a8_block",), 4.0,  (8, 4, 1, 2),        "the stream of weights is the limit: 3.0-4.2 TB/s of the layer; fused flash at 8 tokens 98 us, 100 with one K block a stage"),
     (("w4a8_block",), 13.0, (16, 4, 1, 2),       "fused flash at 64 tokens 119 us, 121 with one K block a stage, 127 with 32 tokens"),
     (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 211 us, fused 200, 211 with one K block a stage, 237 with 16 tokens"),
-    (("w4a8_block",), 70.0, (64, 4, 1, 2),       "43 rows an expert (48 of 6144 x 2048): 341 us, 363 with the narrow product for up to 32; 64 rows (pro at 512 tokens) 831, 926 with 128 tokens"),
+    (("w4a8_block",), 49.8, (64, 4, 1, 2, 1, 0, 1), "a busy expert is one tile, so its weights are a stream: 43 rows (48 of 6144 x 2048) 349 us, 352 where they are not, 363 instead of 341 with the narrow product for up to 32"),
+    (("w4a8_block",), 70.0, (64, 4, 1, 2),       "64 rows an expert (pro at 512 tokens) 831 us, 926 with 128 tokens; 866 instead of 858 where weights are a stream"),
     (("w4a8_block",), 200.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 274 us, 529 decoded ahead; v3 617 and 930"),
     (("w4a8_block",), 700.0, Straight(3, 3, 24, 216, 56, 24, ahead=16), "decoded once per wave: flash at 2048 tokens 818-841 us, 878 per tile, 924 with a ring of 32; v3 1603-1648 and 1940; pro 2242-2286, 2312-2522"),
     (("w4a8_block",), 1200.0, Straight(3, 3, 24, 216, 56, 24, ahead=32), "pro at 8192 tokens: 6603-6901 us, 6740-6880 and 7021 with rings of 16 and 64, 6976 with 16 tiles together"),
@@ -126,7 +128,8 @@ def tile_of(recipe: str, shape: tuple[int, ...] | Straight, *, fits_e4m3: bool =
 
 def _swapped(recipe: str, shape: tuple[int, ...], element: int, scale: int) -> Swapped:
     """The tile with as many stages as shared memory holds; bytes of an element and of a scale."""
-    tokens, groups, slabs, depth, span, narrow = (*shape, *(1, 0)[len(shape) - 4 :])
+    given = (*shape, *(1, 0, shape[0] < 64)[len(shape) - 4 :])
+    tokens, groups, slabs, depth, span, narrow, is_stream = given
     bits = recipe_named(recipe).weights.bits_per_value
     if recipe_named(recipe).weights.block[0] > 1:
         bits = 8  # scales of 128x128 do not pass through the ring
@@ -134,4 +137,5 @@ def _swapped(recipe: str, shape: tuple[int, ...], element: int, scale: int) -> S
     stage = depth * (weights + tokens * 128 * element + max(tokens, 32) * scale) + 16
     fixed = 2 * groups * tokens * 4 + (groups * tokens * 64 if tokens >= 64 else 0)
     stages = min((SHARED_BYTES - align_up(fixed, 1024)) // stage, MOST_STAGES)
-    return Swapped(tokens, groups, slabs, depth, stages, span, narrow, MATH_REGS[groups])
+    regs = MATH_REGS[groups]
+    return Swapped(tokens, groups, slabs, depth, stages, span, narrow, bool(is_stream), regs)
