@@ -162,14 +162,17 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, kept, tiles):
     out_width = linear.num_outputs
     if c.RANKS > 1 and not linear.GATED:
         out_width = gl.to_tensor(1)  # destinations are offsets: rows go to other ranks too
+    NARROW: gl.constexpr = 0
+    IS_STREAM: gl.constexpr = True
+    SPAN: gl.constexpr = 1
     return Work(
         linear.w, linear.w_scale, linear.x, linear.x_scale, w_bufs, ws_bufs, x_bufs, xs_bufs, amax,
         turn, full, empty, met, notes, linear.factor, linear.bias, linear.acts_factor, c.row_factor,
         c.row_weight, c.row_dest, linear.out, linear.out_scale, tiles, tiles, c.pool_rows,
         linear.steps, linear.num_outputs, linear.num_biases, out_width, linear.factor_rows,
         linear.factor_cols, c.clamp, c.WEIGHTS, linear.ACTS, linear.GATED, c.PROMOTED, c.FACTOR,
-        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, 0, True, c.GROUPS, c.SLABS, c.DEPTH,
-        c.STAGES, 1,
+        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, NARROW, IS_STREAM, c.GROUPS, c.SLABS,
+        c.DEPTH, c.STAGES, SPAN,
     )  # fmt: skip
 
 
