@@ -106,7 +106,7 @@ class _Call:
         from megamoe.kernels.hopper.pack import WIDTH
 
         shape, tile, job = self.job.cell.shape, self.tile, self.job
-        rows = 64 * tile.groups * tile.slabs
+        rows = tile.rows
         acts = align_up(self.weights.intermediate, WIDTH)
         counts = torch.bincount(job.topk_idx.flatten(), minlength=shape.num_experts)
         return Recording(

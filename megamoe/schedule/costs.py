@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megamoe.formats.spec import recipe_named
 from megamoe.schedule.blocks import L1, L2, aligned_m
 from megamoe.schedule.constants import Constants
-from megamoe.schedule.heuristics.hopper import WARPGROUP_US
+from megamoe.schedule.heuristics.hopper import MATH_US
 from megamoe.schedule.plan import Plan
 from megamoe.schedule.traffic import RowBytes
 
@@ -108,5 +108,5 @@ def _math_us(plan: Plan, rows: int, depth: int) -> float:
     step_us = 2 * rows * tiles.block_n * STEP / per_sm
     weights = recipe_named(plan.problem.recipe).weights.element
     if plan.backend == "hopper" and weights.bits == 4 and rows:
-        step_us = max(step_us, WARPGROUP_US[tiles.block_m])
+        step_us = max(step_us, MATH_US[tiles.block_m])
     return step_us * depth / STEP

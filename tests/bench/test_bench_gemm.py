@@ -91,7 +91,7 @@ def test_a_pool_made_by_hand_holds_the_rows_tile_by_tile(recipe):
     """What a kernel would read there gives the exact product, each row at its place."""
     inputs, how = hopper_inputs(recipe)
     row = recipe_named(recipe)
-    pool = hopper_gemm.pooled(inputs, recipe, tile_of(recipe, (8, 4, 1, 1)), how)
+    pool = hopper_gemm.pooled(inputs, recipe, tile_of(recipe, (8, 2, 1)), how)
     w = dequantize(inputs.weights_as(row.weights.name), torch.float64)
     y = torch.full((32, 64), float("nan"), dtype=torch.bfloat16)
     tiles = pool.tiles[: int(pool.num_tiles[0])].tolist()
@@ -132,7 +132,6 @@ def test_hoppers_tile_holds_the_largest_group():
     for name, tokens in wanted.items():
         for recipe in ("w4a8_block", "w8a8"):
             assert hopper_gemm.tile_for(recipe, GEMM_SHAPES[name]).tokens == tokens
-    assert hopper_gemm.tile_for("w4a8_block", GEMM_SHAPES["32x32"]).narrow == 0
 
 
 def test_tiles_after_an_at_sign_are_spelled_out():

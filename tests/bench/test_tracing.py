@@ -25,7 +25,7 @@ def pretended(monkeypatch):
 
     def moe(x, topk_idx, topk_weights, weights, options, error, *, tile, found, trace=None):
         ran[trace is not None] += 1
-        assert tile.groups == 4 and error is found.word and error.dtype == torch.int32
+        assert tile.slabs == 2 and error is found.word and error.dtype == torch.int32
         if trace is not None:
             events = _events(topk_idx, tile.tokens, ran[True])
             trace.copy_(torch.tensor(buffer(NUM_CTAS, events), dtype=torch.int32))

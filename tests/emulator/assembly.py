@@ -53,12 +53,14 @@ def _to_bf16(w, scales):
         yield Value(value.bfloat16())
 
 
-def _mx_to_bf16(w, s):
+def _mx_to_bf16(w, s, high, low):
+    assert (high.t == decode.MX_BYTES.value).all() and (low.t == decode.LOW_BYTES.value).all()
     scale = torch.pow(2.0, s.t.expand(w.t.shape)[..., :1].double() - 127).float()
     return _to_bf16(w, (scale, scale))
 
 
-def _nv_to_bf16(w, s):
+def _nv_to_bf16(w, s, high, low):
+    assert (high.t == decode.NV_BYTES.value).all() and (low.t == decode.LOW_BYTES.value).all()
     both = s.t.expand(w.t.shape)[..., :1].to(torch.int64)
     return _to_bf16(
         w,

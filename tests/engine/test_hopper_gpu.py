@@ -100,7 +100,7 @@ TILED = [
 
 def edges(tile, recipe):
     """Experts with 0, 1, tile - 1, tile, tile + 1 and many rows, and those at half a tile."""
-    many, half = tile.tokens, getattr(tile, "narrow", 0) or tile.tokens // 2
+    many, half = tile.tokens, tile.tokens // 2
     counts = (0, 1, many - 1, many, many + 1, 3 * many + 5, half, half + 1)
     slots = torch.repeat_interleave(torch.arange(E), torch.tensor(counts))
     slots = torch.cat((slots, slots.new_full((1 + (len(slots) + 1) % 2,), -1)))  # masked, and even

@@ -93,5 +93,5 @@ def test_8000_launches_whose_weights_come_from_the_cache_show_no_mismatch():
         routing = (t.to(CUDA) for t in sample_routing(num, num_experts, 6, seed=seed))
         inputs = x, *routing
         batches.append((inputs, mm.moe(*inputs, weights, backend="hopper", mode="staged")))
-    tile = as_fused(tile_of(BASE, (8, 4, 1, 1)))
+    tile = as_fused(tile_of(BASE, (8, 2, 1)))
     assert count_wrong(8_000, batches, weights, tile=tile) == 0

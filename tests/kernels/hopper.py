@@ -23,4 +23,4 @@ def tile_name(tile):
     if isinstance(tile, Straight):
         how = "-dealt" * tile.is_dealt + "-drawn" * tile.is_drawn
         return "straight" + how + (f"-ahead{tile.ahead}" if tile.ahead else "")
-    return f"swapped{tile.tokens}" + (f"or{tile.narrow}" if tile.narrow else "")
+    return f"swapped{tile.tokens}"

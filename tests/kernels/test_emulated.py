@@ -115,8 +115,7 @@ TILED = [
 
 @pytest.mark.parametrize(("recipe", "tile"), TILED)
 def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe, tile):
-    narrow = getattr(tile, "narrow", 0) or tile.tokens // 2
-    inputs = loads(0, 1, tile.tokens + 1, narrow)
+    inputs = loads(0, 1, tile.tokens + 1, tile.tokens // 2)
     w = weights_of(recipe)
     assert_agrees(stage(inputs, w, tile), inputs, w)
 

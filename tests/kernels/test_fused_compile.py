@@ -137,4 +137,4 @@ def test_a_large_routing_costs_a_stage():
     tile = shipped("w8a8")[0]
     assert as_fused(tile).stages == as_fused(tile, routing_bytes(1024, 256)).stages == tile.stages
     assert as_fused(tile, routing_bytes(2048, 256)).stages == tile.stages - 1
-    assert as_fused(replace(tile, groups=2)) is None
+    assert as_fused(replace(tile, slabs=1)) is None

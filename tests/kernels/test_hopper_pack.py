@@ -12,13 +12,19 @@ from megamoe.formats.swizzle import swizzle
 from megamoe.kernels.hopper import decode, pack
 from megamoe.layout.tiles import RegisterImage
 
-ASM = {"e4m3_image": decode.TO_E4M3, "mx_image": decode.MX_TO_BF16, "nv_image": decode.NV_TO_BF16}
+ASM = {  # by kind: the program, and what else it is given
+    "e4m3_image": (decode.TO_E4M3, {}),
+    "mx_image": (decode.MX_TO_BF16, {"$9": decode.MX_BYTES, "$13": decode.LOW_BYTES}),
+    "nv_image": (decode.NV_TO_BF16, {"$9": decode.NV_BYTES, "$13": decode.LOW_BYTES}),
+}
 SHAPES = {"l1": (2, 2, 352, 288), "l2": (3, 288, 352)}  # both widths need padding
 
 
-def run_ptx(text, num_outputs, word, scale):
-    """The outputs of a straight PTX program over uint32 arrays: operands $n and $n + 1."""
+def run_ptx(text, num_outputs, word, scale, more):
+    """What a straight PTX program makes of uint32 arrays: operands $n and $n + 1, and more."""
     seen = {f"${num_outputs}": word, f"${num_outputs + 1}": scale}
+    for name, value in more.items():
+        seen[name] = numpy.full_like(word, value.value & 0xFFFFFFFF)
 
     def read(name):
         return seen[name] if name in seen else numpy.full_like(word, int(name, 0))
@@ -64,7 +70,8 @@ def decoded(w):
     is_fp8 = w.kind == "e4m3_image"  # whose threads have one group each, the others' steps
     scale = scale.view(*lead, 2, 4, 8, *((4, 1) if is_fp8 else (1, 4))).expand_as(word)
     words = (t.contiguous().numpy().view(numpy.uint32) for t in (word, scale))
-    parts = torch.stack(run_ptx(ASM[w.kind].value, 2 if is_fp8 else 4, *words), -1)
+    program, more = ASM[w.kind]
+    parts = torch.stack(run_ptx(program.value, 2 if is_fp8 else 4, *words, more), -1)
     if is_fp8:  # half, v
         values = parts.view(torch.float8_e4m3fn).double().unflatten(-1, (2, 4))
         order = (4, 3, 5, 6, 7, 8, 9)  # warp, upper, g, t, step, half, v

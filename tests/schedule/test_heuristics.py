@@ -130,7 +130,7 @@ def test_hopper_chooses_the_best_measured_tile(shape, tile, steps):
     tokens, hidden, intermediate, experts, top_k = shape
     problem = mm.Problem(tokens, hidden, intermediate, experts, top_k, 1, "w4a8_block")
     assert hopper.block_m(problem).value == tile
-    assert hopper.block_n(problem, H200, 132, tile).value == 256  # four warpgroups
+    assert hopper.block_n(problem, H200, 132, tile).value == 256  # two slabs a warpgroup
     if steps:
         assert hopper.block_k(problem, tile).value == 128 * steps
 

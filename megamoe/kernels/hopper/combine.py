@@ -5,16 +5,18 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits
-from megamoe.kernels.hopper.edges import COLS, read_slots
+from megamoe.kernels.hopper.edges import read_slots
 from megamoe.kernels.hopper.epilogue import times
 from megamoe.kernels.hopper.meet import of_rank
-from megamoe.kernels.hopper.ring import quotient
+from megamoe.kernels.hopper.ring import GROUPS, quotient
+
+COLS = gl.constexpr(1024)  # of a token, that a warpgroup adds up together
 
 
 @gluon.jit
 def _share(m, WG: gl.constexpr):
     """First item of a warpgroup and the step to its next: CTAs first, then their warpgroups."""
-    return m.cta + WG * m.num_ctas, m.call.GROUPS * m.num_ctas
+    return m.cta + WG * m.num_ctas, GROUPS * m.num_ctas
 
 
 @gluon.jit

@@ -4,10 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from megamoe.kernels.hopper.edges import FILLERS
 from megamoe.kernels.hopper.meet import MAIL
 from megamoe.kernels.hopper.notes import allocate_notes
-from megamoe.kernels.hopper.ring import barriers, record
+from megamoe.kernels.hopper.ring import GROUPS, barriers, record
 from megamoe.kernels.hopper.swapped import Work
 
 
@@ -71,7 +70,6 @@ class Call:
     SHARED: gl.constexpr  # of these: the last experts, and the last slots
     K_SLOTS: gl.constexpr  # TOP_K to the next power of two
     TOKENS: gl.constexpr
-    GROUPS: gl.constexpr  # math warpgroups
     SLABS: gl.constexpr
     DEPTH: gl.constexpr
     STAGES: gl.constexpr
@@ -132,7 +130,7 @@ class Mega:
 @gluon.jit
 def _rings(c, one, two):
     """Shared memory of the ring: weights as each linear sees them, scales, tokens, their scales."""
-    ALL: gl.constexpr = c.GROUPS * c.SLABS
+    ALL: gl.constexpr = GROUPS * c.SLABS
     NUM: gl.constexpr = c.STAGES * c.DEPTH
     kind: gl.constexpr = c.WEIGHTS
     w = one.w
@@ -162,7 +160,6 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, kept, tiles):
     out_width = linear.num_outputs
     if c.RANKS > 1 and not linear.GATED:
         out_width = gl.to_tensor(1)  # destinations are offsets: rows go to other ranks too
-    NARROW: gl.constexpr = 0
     IS_STREAM: gl.constexpr = True
     SPAN: gl.constexpr = 1
     return Work(
@@ -171,7 +168,7 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, kept, tiles):
         c.row_weight, c.row_dest, linear.out, linear.out_scale, tiles, tiles, c.pool_rows,
         linear.steps, linear.num_outputs, linear.num_biases, out_width, linear.factor_rows,
         linear.factor_cols, c.clamp, c.WEIGHTS, linear.ACTS, linear.GATED, c.PROMOTED, c.FACTOR,
-        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, NARROW, IS_STREAM, c.GROUPS, c.SLABS,
+        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, IS_STREAM, c.SLABS,
         c.DEPTH, c.STAGES, SPAN,
     )  # fmt: skip
 
@@ -181,26 +178,26 @@ def allocate(c, one, two):
     """Shared memory of a CTA: its ring, what the epilogue keeps, its barriers."""
     bufs = _rings(c, one, two)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    amax = gl.allocate_shared_memory(gl.int32, [2 * c.GROUPS * 4, c.TOKENS], flat)
+    amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS * 4, c.TOKENS], flat)
     gl.static_assert(c.TOKENS < 64, "rows of wider tiles turn in memory that is not here")
     turn = amax
     full = barriers(c.STAGES, 2, LOOP=True)
-    empty = barriers(c.STAGES, c.GROUPS, LOOP=True)
+    empty = barriers(c.STAGES, GROUPS, LOOP=True)
     met = full
     if c.PROMOTED:
-        met = barriers(2, c.GROUPS)
-    notes = allocate_notes(c.row_dest, c.ROWS, c.TOKENS, c.GROUPS, c.FACTOR, c.HAS_BIAS)
+        met = barriers(2, GROUPS)
+    notes = allocate_notes(c.row_dest, c.ROWS, c.TOKENS, c.FACTOR, c.HAS_BIAS)
     mail = gl.allocate_shared_memory(gl.int32, [2 * MAIL, 1], flat)
     post = (
-        mail, barriers(2, 1), barriers(2, c.GROUPS + 3), barriers(2, c.GROUPS), barriers(2, 1),
-        barriers(1, c.GROUPS).index(0), barriers(1, 1).index(0),
+        mail, barriers(2, 1), barriers(2, GROUPS + 3), barriers(2, GROUPS), barriers(2, 1),
+        barriers(1, GROUPS).index(0), barriers(1, 1).index(0),
     )  # fmt: skip
     routing = (
         gl.allocate_shared_memory(gl.int16, [c.SLOTS // c.CHUNK, c.CHUNK], flat),
         gl.allocate_shared_memory(gl.int32, [c.EXPERTS], flat),
         gl.allocate_shared_memory(gl.int32, [1], flat),
         barriers(1, 1).index(0),
-        barriers(1, FILLERS).index(0),
+        barriers(1, 1).index(0),
         barriers(1, 1).index(0),
     )
     return bufs, (amax, turn, full, empty, met, notes), routing, post

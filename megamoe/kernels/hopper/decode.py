@@ -39,22 +39,27 @@ lop3.b32 {high}, {high}, m, 0x80808080, 0xF8;
 
 TO_E4M3 = gl.constexpr(_to_e4m3(1))
 FOUR_TO_E4M3 = gl.constexpr(_to_e4m3(4))  # of a row, which share a scale
-# Eight E2M1 to eight BF16 times 2**(code - 127), codes 1..254: high and low bytes by table, then
-# one exact multiplication per pair.
-_BF16_HEAD = """{
+
+
+def _to_bf16(scales: str, table: int) -> str:
+    """PTX for eight E2M1 to eight BF16: high and low bytes by table, times each half's scale.
+
+    `scales` sets s0 and s1 from $5; `table` has the high bytes. Products are exact. A look-up takes
+    one constant as it is; the other is $9 or $13, or it would be brought anew for each.
+    """
+    high, low = f"$9, {table:#x}", "$13, 0xC0804000"
+    return f"""{{
 .reg .b32 m, h, hb, lb, s0, s1;
-"""
-_BF16_BODY = """
-and.b32 m, $4, 0x77777777;
-prmt.b32 hb, 0x3F3F3F00, 0x40404040, m;
-prmt.b32 lb, 0xC0800000, 0xC0804000, m;
+{scales}and.b32 m, $4, 0x77777777;
+prmt.b32 hb, {high}, m;
+prmt.b32 lb, {low}, m;
 lop3.b32 hb, hb, $4, 0x80808080, 0xF8;
 prmt.b32 $0, lb, hb, 0x5140;
 prmt.b32 $1, lb, hb, 0x7362;
 dp2a.lo.u32.u32 m, m, 0x0100, 0;
 shl.b32 h, $4, 4;
-prmt.b32 hb, 0x3F3F3F00, 0x40404040, m;
-prmt.b32 lb, 0xC0800000, 0xC0804000, m;
+prmt.b32 hb, {high}, m;
+prmt.b32 lb, {low}, m;
 lop3.b32 hb, hb, h, 0x80808080, 0xF8;
 prmt.b32 $2, lb, hb, 0x5140;
 prmt.b32 $3, lb, hb, 0x7362;
@@ -62,23 +67,25 @@ mul.rn.bf16x2 $0, $0, s0;
 mul.rn.bf16x2 $1, $1, s0;
 mul.rn.bf16x2 $2, $2, s1;
 mul.rn.bf16x2 $3, $3, s1;
-}"""
-MX_TO_BF16 = gl.constexpr(
-    _BF16_HEAD + "mul.lo.u32 s0, $5, 0x00800080;\nmov.b32 s1, s0;" + _BF16_BODY
-)
-# NVFP4: two E4M3 scales in the low bytes, one per half of the word. Shifted into BF16's fields
-# they are 2**120 too small, subnormals included.
+}}"""
+
+
+LOW_BYTES = gl.constexpr(0xC0800000 - (1 << 32))  # of the first four values, as MX_ and NV_BYTES
+# Times 2**(code - 127), codes 1..254.
+MX_BYTES = gl.constexpr(0x3F3F3F00)
+MX_TO_BF16 = gl.constexpr(_to_bf16("mul.lo.u32 s0, $5, 0x00800080;\nmov.b32 s1, s0;\n", 0x40404040))
+# NVFP4: two E4M3 scales in the low bytes, one per half of the word. Shifted into BF16's fields they
+# are 2**120 too small, subnormals included, and the table's values are 2**120 too large.
+NV_BYTES = gl.constexpr(0x7B7B7B00)
 NV_TO_BF16 = gl.constexpr(
-    _BF16_HEAD
-    + """.reg .b32 k;
-mov.b32 k, 0x7B807B80;
-prmt.b32 s0, $5, 0, 0x4040;
+    _to_bf16(
+        """prmt.b32 s0, $5, 0, 0x4040;
 prmt.b32 s1, $5, 0, 0x4141;
 shl.b32 s0, s0, 4;
 shl.b32 s1, s1, 4;
-mul.rn.bf16x2 s0, s0, k;
-mul.rn.bf16x2 s1, s1, k;"""
-    + _BF16_BODY
+""",
+        0x7C7C7C7C,
+    )
 )
 
 # [upper rows, warp, g, t, step, value]: how a slab's bytes lie over the threads of a warpgroup.
@@ -107,6 +114,8 @@ WORDS = gl.constexpr(
 )  # fmt: skip
 _WORD_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
 _SCALES = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(5, SLAB.value)))
+_FOUR = gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(5, SLAB.value)))
+_LANES = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, _FOUR)))  # t
 _BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
 _SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
@@ -155,10 +164,14 @@ def e4m3_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
 
 
 @gluon.jit
-def _bf16_slab(w, s, ASM: gl.constexpr, DOT: gl.constexpr):
+def _bf16_slab(w, s, at, HIGH: gl.constexpr, ASM: gl.constexpr, DOT: gl.constexpr):
+    # Zero, which no compiler knows: what is added to it stays in a register.
+    lane = gl.arange(0, 4, _LANES)
+    lane = gl.expand_dims(gl.expand_dims(gl.expand_dims(lane, 0), 1), 2)
+    zero = gl.expand_dims(gl.expand_dims((at + lane) >> 31, 4), 5)
     low, high = gl.inline_asm_elementwise(
-        ASM, "=r,=r,=r,=r,r,r,r,r,r", [w, s], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True,
-        pack=4,
+        ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r", [w, s, zero + HIGH, zero + LOW_BYTES],
+        dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
     a = gl.join(low, high).reshape([2, 4, 8, 4, 4, 2, 2, 2])
     a = a.permute((1, 0, 2, 4, 7, 5, 3, 6)).reshape([64, 128])
@@ -169,11 +182,11 @@ def _bf16_slab(w, s, ASM: gl.constexpr, DOT: gl.constexpr):
 def mx_bf16_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
     """BF16 [64, 128] of MXFP4 with its scales."""
     w, s = _read_slab(w_bufs, s_bufs, at, NUM, gl.uint8)
-    return _bf16_slab(w, s, MX_TO_BF16, DOT)
+    return _bf16_slab(w, s, at, MX_BYTES, MX_TO_BF16, DOT)
 
 
 @gluon.jit
 def nv_bf16_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
     """BF16 [64, 128] of NVFP4 with its block scales, without its global scale."""
     w, s = _read_slab(w_bufs, s_bufs, at, NUM, gl.uint16)
-    return _bf16_slab(w, s, NV_TO_BF16, DOT)
+    return _bf16_slab(w, s, at, NV_BYTES, NV_TO_BF16, DOT)

@@ -25,13 +25,12 @@ from megamoe.kernels.hopper.meet import (
     of_rank,
     wait_for,
 )
-from megamoe.kernels.hopper.ring import quotient
+from megamoe.kernels.hopper.ring import GROUPS, quotient
 from megamoe.kernels.hopper.waves import WAVES, ring_row, running_sum, write_table
 
-COLS = gl.constexpr(1024)  # columns of a part of a token
+COLS = gl.constexpr(2048)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
 LOOK = gl.constexpr(128)  # slots that are looked at together for the rows of others
-FILLERS = gl.constexpr(2)  # warpgroups that fill the pool; each has a copy of its code
 FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # A warp looks at all others' slots for its own ones: no sum leaves it, and code is short.
 PAIRS = gl.constexpr(gl.BlockedLayout([1, LOOK.value // 32], [1, 32], [4, 1], [1, 0]))
@@ -139,11 +138,10 @@ def fetch_early(c, cta, num_ctas):
 
     Where a token has no whole number of parts, other parts come; no division is worth it here.
     """
-    LINES: gl.constexpr = 128 // FILLERS  # for each warpgroup: four parts
     thread = gl.arange(0, 128, FLAT)
-    item = (cta * FILLERS + thread // LINES) * _run_of(c, num_ctas)
-    last = (0 * item + c.tokens_per_rank).to(gl.int64) * c.x_stride - 1
-    x = c.x + gl.minimum(item.to(gl.int64) * COLS + thread % LINES * 64, last)
+    item = cta * _run_of(c, num_ctas)
+    last = (0 * thread + c.tokens_per_rank).to(gl.int64) * c.x_stride - 1
+    x = c.x + gl.minimum(item.to(gl.int64) * COLS + thread * 64, last)
     slot = gl.minimum(thread * 16, c.num_slots - 1)  # a line has as many, or twice that
     gl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; prefetch.global.L2 [$3]; mov.b32 $0, 0;",
@@ -266,16 +264,15 @@ def wait_for_wave(m, tile):
 
 @gluon.jit
 def _run_of(c, num_ctas):
-    """How many parts, one behind the other, a warpgroup puts into the pool: all in one go."""
-    fillers = FILLERS * num_ctas
-    return quotient(num_parts(c) + fillers - 1, fillers)
+    """How many parts, one behind the other, a CTA puts into the pool: all in one go."""
+    return quotient(num_parts(c) + num_ctas - 1, num_ctas)
 
 
 @gluon.jit
-def fill_pool(m, FILLER: gl.constexpr):
-    """One warpgroup's share of the tokens, for the first two waves where the pool is a ring."""
+def fill_pool(m):
+    """This CTA's share of the tokens, for the first two waves where the pool is a ring."""
     run = _run_of(m.call, m.num_ctas)
-    begin = (m.cta * FILLERS + FILLER) * run
+    begin = m.cta * run
     end = gl.minimum(begin + run, num_parts(m.call))
     _fill(m, begin, end, 0, 2, m.counters + POOL)
     mbarrier.arrive(m.own_filled, count=1)
@@ -284,7 +281,7 @@ def fill_pool(m, FILLER: gl.constexpr):
 @gluon.jit
 def fill_wave(m, wave, item, WG: gl.constexpr):
     """One warpgroup's part of the tokens of a later wave."""
-    begin = item * m.call.GROUPS + WG
+    begin = item * GROUPS + WG
     end = gl.minimum(begin + 1, num_parts(m.call))
     _fill(m, begin, end, wave, wave + 1, m.counters + FILLED + wave)
 

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.device.columns import pool_place
 from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.hopper.notes import rows_of
+from megamoe.kernels.hopper.ring import GROUPS
 
 # Signs are the multiplier's business in PTX; `-x` would be an instruction of its own.
 RECIPROCAL = gl.constexpr(
@@ -152,14 +153,14 @@ def _scales(p, act, other, first, end, slab, done, WG: gl.constexpr, COL: gl.con
     own, so that a warp computes a scale once.
     """
     N: gl.constexpr = act.shape[1]
-    NUM: gl.constexpr = 4 * p.GROUPS
+    NUM: gl.constexpr = 4 * GROUPS
     LANES: gl.constexpr = gl.BlockedLayout([N // 32 if N > 32 else 1], [32], [4], [0])
     turn = done & 1
     bits = gl.max(abs_bits(act).reshape([4, 8, N]), 1)
     if p.SLABS == 2:
         bits = gl.maximum(bits, gl.max(abs_bits(other).reshape([4, 8, N]), 1))
-    sets = p.amax._reinterpret(gl.int32, [2 * p.GROUPS, 4, p.TOKENS], _PLANES)
-    sets.index(turn * p.GROUPS + WG).slice(0, N, 1).store(bits)
+    sets = p.amax._reinterpret(gl.int32, [2 * GROUPS, 4, p.TOKENS], _PLANES)
+    sets.index(turn * GROUPS + WG).slice(0, N, 1).store(bits)
     mbarrier.arrive(p.met.index(turn), count=1)
     mbarrier.wait(p.met.index(turn), (done >> 1) & 1)
     most = p.amax.index(turn * NUM).slice(0, N, 0).load(LANES)
@@ -305,7 +306,7 @@ def finish_gated(p, low, high, expert, slab, first, end, done, WG: gl.constexpr)
         bias = _values(p.notes.bias, p.HAS_BIAS, 0.0, SLAB * 64 + 64, 64, ROW)
         other = _activated(p, high, factor, bias, token_factor, weight, ok)
     if p.ACTS.HOLD == "codes" or p.ACTS.HOLD == "scaled":
-        gl.static_assert(p.GROUPS * p.SLABS == 4, "128 outputs share a scale")
+        gl.static_assert(GROUPS * p.SLABS == 4, "128 outputs share a scale")
         scale, inverse = _scales(p, act, other, first, end, slab, done, WG, COL)
         wide = gl.expand_dims(scale, 0)
         inverse = gl.expand_dims(inverse, 0)

@@ -135,7 +135,7 @@ def _swapped(
     acts_factor: Tensor | None, **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
-    data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
+    data, scale = weight_descriptors(w, tile.depth, tile.rows)
     some = x.num_tiles
     swapped_kernel[(num_sms(x.data.device),)](
         data, scale, token_descriptor(x.data, tile.tokens),
@@ -144,10 +144,9 @@ def _swapped(
         x.weight, x.dest, out, out_scale, x.tiles, x.num_tiles, rows,
         width // 128 // tile.depth, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
         WEIGHTS=WEIGHTS[w.kind], GATED=w.is_gated, PROMOTED=how.is_promoted, FACTOR=w.factor_is,
-        HAS_BIAS=bias is not None, TOKENS=tile.tokens, NARROW=tile.narrow,
-        IS_STREAM=tile.is_stream, GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth,
-        STAGES=tile.stages, SPAN=tile.span, MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs,
-        num_warps=4, **constants,
+        HAS_BIAS=bias is not None, TOKENS=tile.tokens, IS_STREAM=tile.is_stream, SLABS=tile.slabs,
+        DEPTH=tile.depth, STAGES=tile.stages, SPAN=tile.span, MATH_REGS=tile.math_regs,
+        LOAD_REGS=tile.load_regs, num_warps=4, **constants,
     )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ Every CTA reads the routing for itself; its roles:
                  (`waves`), and tells the others what they mean; at the end it meets all CTAs
   load_weights   streams the weights of each tile
   load_tokens    waits for the pool, or for a tile's activations, then brings tokens into the ring
-  math           one warpgroup reads the routing, two quantise tokens into the pool; then decode,
+  math           one warpgroup reads the routing, one quantises tokens into the pool; then decode,
                  wgmma, epilogue; then combine
   publish        brings what an epilogue needs, and tells the other CTAs of finished tiles, so that
                  math waits neither for memory nor for a release
@@ -24,7 +24,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.hopper.combine import combine
 from megamoe.kernels.hopper.crew import Call, Linear, allocate, prepare
 from megamoe.kernels.hopper.edges import (
-    FILLERS,
     fetch_early,
     fill_pool,
     fill_wave,
@@ -45,7 +44,7 @@ from megamoe.kernels.hopper.meet import (
 )
 from megamoe.kernels.hopper.notes import fetch_notes, tell_notes
 from megamoe.kernels.hopper.products import multiply
-from megamoe.kernels.hopper.ring import quotient, tiles_across
+from megamoe.kernels.hopper.ring import GROUPS, quotient, tiles_across
 from megamoe.kernels.hopper.stamps import (
     COMBINE,
     FILL,
@@ -176,19 +175,18 @@ def tell_stored(m, done):
 def _compute(one, two, is_first, expert, across, first, end, done, firsts, idx, phase,
              WG: gl.constexpr):  # fmt: skip
     """One tile of L1 or L2, from the ring to memory; images of both linears take one loop."""
-    N: gl.constexpr = one.TOKENS
     slab = first_slab(one, across, WG)
     if one.WEIGHTS.DECODED:
         steps = gl.where(is_first, one.steps, two.steps)
-        low, high, idx, phase = multiply(one, steps, expert, slab, idx, phase, N, WG)
+        low, high, idx, phase = multiply(one, steps, expert, slab, idx, phase, WG)
         if is_first:
             finish(one, low, high, expert, slab, first, end, done, firsts, WG)
         else:
             finish(two, low, high, expert, slab, first, end, done, firsts, WG)
     elif is_first:
-        idx, phase = compute(one, expert, slab, first, end, done, firsts, idx, phase, N, WG)
+        idx, phase = compute(one, expert, slab, first, end, done, firsts, idx, phase, WG)
     else:
-        idx, phase = compute(two, expert, slab, first, end, done, firsts, idx, phase, N, WG)
+        idx, phase = compute(two, expert, slab, first, end, done, firsts, idx, phase, WG)
     return idx, phase
 
 
@@ -210,10 +208,9 @@ def math(m, one, two, WG: gl.constexpr):
     if WG == 0:
         read_routing(m)
         n = stamp(m.call, MATH, n, ROUTE, 0, begin)
-    elif WG <= FILLERS:
-        fill_pool(m, WG - 1)
-        if WG == 1:
-            stamp(m.call, PUBLISH, 0, FILL, 0, begin)
+    else:
+        fill_pool(m)
+        stamp(m.call, PUBLISH, 0, FILL, 0, begin)
     idx = 0
     phase = 0
     i = 0
@@ -277,11 +274,11 @@ def mega_kernel(
     ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
     RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
     TOP_K: gl.constexpr, SHARED: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr,
-    GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr,
+    SLABS: gl.constexpr, DEPTH: gl.constexpr,
     STAGES: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
     TRACE: gl.constexpr, RING: gl.constexpr, ROWS_AS: gl.constexpr,
 ):  # fmt: skip
-    """Four math warpgroups (the first is the launch's own), then four warps."""
+    """Two math warpgroups (the first is the launch's own), then four warps."""
     CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
     c = Call(
         x, x_stride, g, g_stride, idx, weights, num_valid, error, stats, y, pool, pool_scale,
@@ -289,7 +286,7 @@ def mega_kernel(
         bound_ns, ahead, absent, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
         rows_per_rank, pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp,
         WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
-        RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, SHARED, K_SLOTS, TOKENS, GROUPS, SLABS,
+        RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, SHARED, K_SLOTS, TOKENS, SLABS,
         DEPTH, STAGES, GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
     )  # fmt: skip
     one = Linear(
@@ -317,8 +314,7 @@ def mega_kernel(
     gl.thread_barrier()
     gl.warp_specialize(
         [(math, (m, first, second, 0)), (math, (m, first, second, 1)),
-         (math, (m, first, second, 2)), (math, (m, first, second, 3)),
          (load_weights, (m, first, second)), (load_tokens, (m, first, second)),
          (publish, (m, first, second)), (deal, (m, first, second))],
-        [4, 4, 4, 1, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 4,
+        [4, 1, 1, 1, 1], [MATH_REGS] + [LOAD_REGS] * 4,
     )  # fmt: skip

@@ -90,7 +90,7 @@ def fused(
     assert pool.data.numel() < 2**31, "a place in the pool has 32 bits"
     parts = []
     for x, w, bias in ((pool, w13, biases[0]), (acts, w2, biases[1])):
-        data, scale = weight_descriptors(w, tile.depth, 64 * tile.groups * tile.slabs)
+        data, scale = weight_descriptors(w, tile.depth, tile.rows)
         x_scale = scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data
         outputs = acts.data.shape[1] if w.is_gated else w.num_outputs
         steps = x.data.shape[1] // 128 // tile.depth
@@ -117,9 +117,8 @@ def fused(
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=world.num,
         LOCAL=world.local, EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots),
         TOP_K=top_k, SHARED=num_shared, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens,
-        GROUPS=tile.groups, SLABS=tile.slabs, DEPTH=tile.depth,
-        STAGES=tile.stages, MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs,
-        TRACE=trace is not None, RING=wave_rows > 0,
+        SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages, MATH_REGS=tile.math_regs,
+        LOAD_REGS=tile.load_regs, TRACE=trace is not None, RING=wave_rows > 0,
         ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
         num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.ring import barriers, record
+from megamoe.kernels.hopper.ring import GROUPS, barriers, record
 
 WORDS = gl.constexpr(4)  # of a letter: expert, row tile, first row, end row
 EARLY = gl.constexpr(2)  # steps before the last one: notes are fetched
@@ -36,7 +36,7 @@ class Notes:
 
 @gluon.jit
 def allocate_notes(
-    row_dest, ROWS: gl.constexpr, TOKENS: gl.constexpr, GROUPS: gl.constexpr,
+    row_dest, ROWS: gl.constexpr, TOKENS: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     letters = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], _FLAT)

@@ -9,13 +9,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megamoe.kernels.hopper.ring import advance, pin
+from megamoe.kernels.hopper.ring import GROUPS, advance
 
 
 @gluon.jit
 def operand(p, idx, j: gl.constexpr, slab: gl.constexpr, DOT: gl.constexpr):
     """Slab `slab` of K block j of a stage, as wgmma's A."""
-    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    SLABS: gl.constexpr = GROUPS * p.SLABS
     if p.WEIGHTS.DECODED:
         NUM: gl.constexpr = p.STAGES * SLABS * p.DEPTH
         return p.WEIGHTS.decode(p.w_bufs, p.ws_bufs, (idx * SLABS + slab) * p.DEPTH + j, NUM, DOT)
@@ -43,9 +43,9 @@ def block_factors(p, expert, slab, k, ROW: gl.constexpr):
 
 
 @gluon.jit
-def token_scales(p, factors, at, N: gl.constexpr, MMA: gl.constexpr):
+def token_scales(p, factors, at, MMA: gl.constexpr):
     """Scales of the tokens of a stage, times those of the weights."""
-    scale = p.xs_bufs.index(at).slice(0, N, 0).load(gl.SliceLayout(0, MMA))
+    scale = p.xs_bufs.index(at).slice(0, p.TOKENS, 0).load(gl.SliceLayout(0, MMA))
     if p.FACTOR == "block" and not p.GATED:
         scale = scale * factors
     scale = gl.expand_dims(scale, 0)
@@ -55,28 +55,9 @@ def token_scales(p, factors, at, N: gl.constexpr, MMA: gl.constexpr):
 
 
 @gluon.jit
-def promote(acc, part, scale, IS_WIDE: gl.constexpr):
-    """acc + part * scale; wide sums are pinned, or they spill."""
-    acc += part * scale
-    if IS_WIDE:
-        acc = pin(acc)
-    return acc
-
-
-@gluon.jit
-def keep_above(p, idx, phase):
-    """A wait that is over already: no instruction crosses its branch.
-
-    Otherwise the assembler puts the decoding of the next operand behind the product it hides in.
-    """
-    if p.WEIGHTS.DECODED:
-        mbarrier.wait(p.full.index(idx), phase)
-
-
-@gluon.jit
-def token_block(p, idx, j: gl.constexpr, N: gl.constexpr):
-    """K block j of a stage's first N tokens, as wgmma's B."""
-    return p.x_bufs.index(idx * p.DEPTH + j).slice(0, N, 0).permute((1, 0))
+def token_block(p, idx, j: gl.constexpr):
+    """K block j of a stage's tokens, as wgmma's B."""
+    return p.x_bufs.index(idx * p.DEPTH + j).permute((1, 0))
 
 
 @gluon.jit
@@ -89,65 +70,88 @@ def release(p, idx):
 
 
 @gluon.jit
-def promoted(p, steps, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr,
-             MMA: gl.constexpr):  # fmt: skip
-    """Sums that take the scales of every 128 of K in FP32."""
+def _begin(p, a, x, part):
+    """A product, alone where it takes scales, else on top of the sums; nobody waits for it here."""
+    return warpgroup_mma(a, x, part, use_acc=not p.PROMOTED, is_async=True)
+
+
+@gluon.jit
+def _end(p, sums, part, scale):
+    """(sums, part) once the product is there."""
+    part = warpgroup_mma_wait(0, deps=[part])
+    if p.PROMOTED:
+        sums += part * scale
+    return sums, part
+
+
+@gluon.jit
+def _one_slab(p, steps, expert, slab, idx, phase, WG: gl.constexpr, MMA: gl.constexpr):
+    """One slab a warpgroup: decoding and products follow each other."""
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
     ROW: gl.constexpr = gl.SliceLayout(1, MMA)
-    IS_WIDE: gl.constexpr = N >= 64
-    low = gl.zeros([64, N], gl.float32, MMA)
-    high = gl.zeros([64, N], gl.float32, MMA)
-    part = gl.zeros([64, N], gl.float32, MMA)
+    sums = gl.zeros([64, p.TOKENS], gl.float32, MMA)
+    part = gl.zeros([64, p.TOKENS], gl.float32, MMA)
     factors = 1.0
     if p.FACTOR == "block":
         factors = block_factors(p, expert, slab, 0, ROW)
     for k in range(steps):
         mbarrier.wait(p.full.index(idx), phase)
+        scale = 1.0
         for j in gl.static_range(p.DEPTH):
-            at = idx * p.DEPTH + j
-            x = token_block(p, idx, j, N)
-            a = operand(p, idx, j, WG * p.SLABS, DOT)
-            part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-            if not IS_WIDE:  # read under the product; wide tiles lack the registers
-                scale = token_scales(p, factors, at, N, MMA)
-            if p.SLABS == 2:  # decoded under it too
-                a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
-                keep_above(p, idx, phase)
-            part = warpgroup_mma_wait(0, deps=[part])
-            if IS_WIDE:
-                scale = token_scales(p, factors, at, N, MMA)
-            low = promote(low, part, scale, IS_WIDE)
-            if p.SLABS == 2:
-                part = warpgroup_mma(a, x, part, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(0, deps=[part])
-                scale = token_scales(p, factors, at, N, MMA)
-                high = promote(high, part, scale, IS_WIDE)
+            a = operand(p, idx, j, WG, DOT)
+            part = _begin(p, a, token_block(p, idx, j), part)
+            if p.PROMOTED:
+                scale = token_scales(p, factors, idx * p.DEPTH + j, MMA)
+            sums, part = _end(p, sums, part, scale)
             if p.FACTOR == "block":
                 factors = block_factors(p, expert, slab, k * p.DEPTH + j + 1, ROW)
         release(p, idx)
         idx, phase = advance(idx, phase, p.STAGES)
-    return low, high, idx, phase
+    if not p.PROMOTED:
+        sums = part
+    return sums, idx, phase
 
 
 @gluon.jit
-def plain(p, steps, idx, phase, N: gl.constexpr, WG: gl.constexpr, MMA: gl.constexpr):
-    """Sums that stay in wgmma's accumulators."""
+def _two_slabs(p, steps, expert, slab, idx, phase, WG: gl.constexpr, MMA: gl.constexpr):
+    """Two slabs a warpgroup: each operand but a stage's first is decoded under the product before.
+
+    The assembler takes the instructions of the one into the other, given registers for two operands
+    and two products.
+    """
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
-    low = gl.zeros([64, N], gl.float32, MMA)
-    high = gl.zeros([64, N], gl.float32, MMA)
-    for _ in range(steps):
+    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
+    low = gl.zeros([64, p.TOKENS], gl.float32, MMA)
+    high = gl.zeros([64, p.TOKENS], gl.float32, MMA)
+    one = gl.zeros([64, p.TOKENS], gl.float32, MMA)
+    two = gl.zeros([64, p.TOKENS], gl.float32, MMA)
+    factors = 1.0
+    if p.FACTOR == "block":
+        factors = block_factors(p, expert, slab, 0, ROW)
+    for k in range(steps):
         mbarrier.wait(p.full.index(idx), phase)
+        scale = 1.0
         for j in gl.static_range(p.DEPTH):
-            x = token_block(p, idx, j, N)
-            a = operand(p, idx, j, WG * p.SLABS, DOT)
-            low = warpgroup_mma(a, x, low, is_async=True)
-            if p.SLABS == 2:
-                a = operand(p, idx, j, WG * p.SLABS + 1, DOT)
-                high = warpgroup_mma(a, x, high, is_async=True)
-                high = warpgroup_mma_wait(0, deps=[high])
-            low = warpgroup_mma_wait(0, deps=[low])
+            x = token_block(p, idx, j)
+            a = operand(p, idx, j, WG * 2, DOT)
+            if j > 0:
+                high, two = _end(p, high, two, scale)
+            one = _begin(p, a, x, one)
+            if p.PROMOTED:
+                scale = token_scales(p, factors, idx * p.DEPTH + j, MMA)
+            b = operand(p, idx, j, WG * 2 + 1, DOT)
+            one = warpgroup_mma_wait(0, deps=[one])
+            two = _begin(p, b, x, two)
+            if p.PROMOTED:
+                low += one * scale
+            if p.FACTOR == "block":
+                factors = block_factors(p, expert, slab, k * p.DEPTH + j + 1, ROW)
+        high, two = _end(p, high, two, scale)
         release(p, idx)
         idx, phase = advance(idx, phase, p.STAGES)
+    if not p.PROMOTED:
+        low = one
+        high = two
     return low, high, idx, phase
 
 
@@ -160,11 +164,12 @@ def _layout(tokens, instr_k):
 
 
 @gluon.jit
-def multiply(p, steps, expert, slab, idx, phase, N: gl.constexpr, WG: gl.constexpr):
-    """The sums of one tile's first N tokens over `steps` stages: [64, N] of one slab, or of two."""
-    MMA: gl.constexpr = _layout(N, p.WEIGHTS.INSTR_K)
-    if p.PROMOTED:
-        low, high, idx, phase = promoted(p, steps, expert, slab, idx, phase, N, WG, MMA)
+def multiply(p, steps, expert, slab, idx, phase, WG: gl.constexpr):
+    """The sums of one tile over `steps` stages: [64, tokens] of one slab, or of two."""
+    MMA: gl.constexpr = _layout(p.TOKENS, p.WEIGHTS.INSTR_K)
+    if p.SLABS == 2:
+        low, high, idx, phase = _two_slabs(p, steps, expert, slab, idx, phase, WG, MMA)
     else:
-        low, high, idx, phase = plain(p, steps, idx, phase, N, WG, MMA)
+        low, idx, phase = _one_slab(p, steps, expert, slab, idx, phase, WG, MMA)
+        high = low
     return low, high, idx, phase

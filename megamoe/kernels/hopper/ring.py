@@ -5,6 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate
 
+GROUPS = gl.constexpr(2)  # math warpgroups of a CTA
+
 
 @gluon.constexpr_function
 def _fill(self, *values):

@@ -296,7 +296,7 @@ def straight_kernel(
         drawn = barriers(2, 1)
     FACTOR: gl.constexpr = "row" if DECODED else "none"
     # L1's biases, gate's and up's apart, would take a register more than there is.
-    notes = allocate_notes(row_dest, ROWS, TOKENS, 2, FACTOR, HAS_BIAS and not GATED)
+    notes = allocate_notes(row_dest, ROWS, TOKENS, FACTOR, HAS_BIAS and not GATED)
     if GATED or DEPTH:  # else only weights and items are read before roles wait
         wait_for_launch()
     allow_next_launch()

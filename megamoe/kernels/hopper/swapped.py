@@ -4,7 +4,7 @@ One persistent launch; a CTA walks its tiles and its roles share a ring of stage
   load_weights   waits for nothing but a free stage
   load_tokens    rows of the expert-sorted pool and their scales
   note           what the epilogue needs
-  math           one warpgroup per 64 or 128 weight rows: decode, wgmma, promote, epilogue
+  math           two warpgroups of 64 or 128 weight rows: decode, wgmma, promote, epilogue
 A tile is ROWS weight rows x TOKENS tokens of one expert. L1 (GATED) reads rows as 8 gate, 8 up,
 ..., so a thread holds both of an output; L2 writes each row to its (token, slot) place.
 """
@@ -26,6 +26,7 @@ from megamoe.kernels.hopper.notes import (
 )
 from megamoe.kernels.hopper.products import multiply
 from megamoe.kernels.hopper.ring import (
+    GROUPS,
     advance,
     allow_next_launch,
     barriers,
@@ -83,10 +84,8 @@ class Work:
     WEIGHTED: gl.constexpr
     ACTIVATION: gl.constexpr
     TOKENS: gl.constexpr
-    NARROW: gl.constexpr  # tokens up to which a narrower product serves; 0 is none
     IS_STREAM: gl.constexpr  # weights are read once, and need not stay in L2
-    GROUPS: gl.constexpr  # math warpgroups
-    SLABS: gl.constexpr  # slabs of 64 rows per warpgroup
+    SLABS: gl.constexpr  # of 64 rows, per warpgroup
     DEPTH: gl.constexpr  # K blocks of 128 per stage
     STAGES: gl.constexpr
     SPAN: gl.constexpr  # token tiles that share a sweep over the rows
@@ -101,14 +100,14 @@ def _weight_bytes(kind, slabs, depth):
 @gluon.jit
 def early_steps(p):
     """How many of a CTA's first steps are early in the launch (`stream`)."""
-    BYTES: gl.constexpr = _weight_bytes(p.WEIGHTS, p.GROUPS * p.SLABS, p.DEPTH)
+    BYTES: gl.constexpr = _weight_bytes(p.WEIGHTS, GROUPS * p.SLABS, p.DEPTH)
     return quotient(gl.to_tensor(EARLY // BYTES), gl.num_programs(0))
 
 
 @gluon.jit
 def load_weight_step(p, expert, across, k, is_early, idx, phase):
     """Step k of one tile of weights into the ring, when there is room."""
-    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    SLABS: gl.constexpr = GROUPS * p.SLABS
     kind: gl.constexpr = p.WEIGHTS
     BYTES: gl.constexpr = _weight_bytes(kind, SLABS, p.DEPTH)
     policy = stream_policy(is_early)
@@ -159,7 +158,7 @@ def load_token_tile(p, row, idx, phase):
 @gluon.jit
 def load_weights(p):
     """The weights of this CTA's tiles; waits for nothing but free stages."""
-    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    SLABS: gl.constexpr = GROUPS * p.SLABS
     idx = 0
     phase = 1
     early = 0 * p.steps
@@ -176,7 +175,7 @@ def load_weights(p):
 @gluon.jit
 def _tile(p, item):
     """(expert, row tile, first row, end row) of a work item."""
-    tile, across = place(p, item, p.GROUPS * p.SLABS * 64)
+    tile, across = place(p, item, GROUPS * p.SLABS * 64)
     at = p.tiles + tile * 4
     return gl.load(at), across, gl.load(at + 1), gl.load(at + 2)
 
@@ -188,7 +187,7 @@ def load_tokens(p):
     phase = 1
     done = 0
     wait_for_launch()
-    for item in range(gl.program_id(0), num_items(p, p.GROUPS * p.SLABS * 64), gl.num_programs(0)):
+    for item in range(gl.program_id(0), num_items(p, GROUPS * p.SLABS * 64), gl.num_programs(0)):
         expert, across, first, end = _tile(p, item)
         tell_tile(p, done, expert, across, first, end)
         idx, phase = load_token_tile(p, first, idx, phase)
@@ -200,7 +199,7 @@ def note(p):
     """One warp: the notes of this CTA's tiles."""
     done = 0
     wait_for_launch()
-    for item in range(gl.program_id(0), num_items(p, p.GROUPS * p.SLABS * 64), gl.num_programs(0)):
+    for item in range(gl.program_id(0), num_items(p, GROUPS * p.SLABS * 64), gl.num_programs(0)):
         expert, across, first, end = _tile(p, item)
         fetch_notes(p, done, expert, across, first, end)
         tell_notes(p)
@@ -210,7 +209,7 @@ def note(p):
 @gluon.jit
 def first_slab(p, across, WG: gl.constexpr):
     """Of a row tile, the first slab of a warpgroup."""
-    return across * (p.GROUPS * p.SLABS) + WG * p.SLABS
+    return across * (GROUPS * p.SLABS) + WG * p.SLABS
 
 
 @gluon.jit
@@ -227,33 +226,18 @@ def finish(p, low, high, expert, slab, first, end, done, firsts, WG: gl.constexp
 
 
 @gluon.jit
-def compute(p, expert, slab, first, end, done, firsts, idx, phase, N: gl.constexpr,
-            WG: gl.constexpr):  # fmt: skip
-    """One tile of up to N tokens, from the ring to memory; numbered as in `finish`."""
-    low, high, idx, phase = multiply(p, p.steps, expert, slab, idx, phase, N, WG)
+def compute(p, expert, slab, first, end, done, firsts, idx, phase, WG: gl.constexpr):
+    """One tile, from the ring to memory; numbered as in `finish`."""
+    low, high, idx, phase = multiply(p, p.steps, expert, slab, idx, phase, WG)
     finish(p, low, high, expert, slab, first, end, done, firsts, WG)
     return idx, phase
 
 
 @gluon.jit
-def _compute_tile(p, expert, across, first, end, done, idx, phase, WG: gl.constexpr):
-    """The CTA's tile number `done`; few tokens take the narrow product where there is one."""
-    slab = first_slab(p, across, WG)
-    if p.NARROW > 0:
-        if end - first <= p.NARROW:
-            idx, phase = compute(p, expert, slab, first, end, done, done, idx, phase, p.NARROW, WG)
-        else:
-            idx, phase = compute(p, expert, slab, first, end, done, done, idx, phase, p.TOKENS, WG)
-    else:
-        idx, phase = compute(p, expert, slab, first, end, done, done, idx, phase, p.TOKENS, WG)
-    return idx, phase
-
-
-@gluon.jit
 def _compute_wide(p, expert, across, done, idx, phase, WG: gl.constexpr):
-    """As `_compute_tile`; the letter is read again behind the main loop, for registers."""
+    """As `compute`; the letter is read again behind the main loop, for registers."""
     slab = first_slab(p, across, WG)
-    low, high, idx, phase = multiply(p, p.steps, expert, slab, idx, phase, p.TOKENS, WG)
+    low, high, idx, phase = multiply(p, p.steps, expert, slab, idx, phase, WG)
     expert, across, first, end = told_tile(p, done)
     slab = first_slab(p, across, WG)
     finish(p, low, high, expert, slab, first, end, done, done, WG)
@@ -263,7 +247,7 @@ def _compute_wide(p, expert, across, done, idx, phase, WG: gl.constexpr):
 @gluon.jit
 def math(p, WG: gl.constexpr):
     """One warpgroup: its rows of every tile of this CTA."""
-    SLABS: gl.constexpr = p.GROUPS * p.SLABS
+    SLABS: gl.constexpr = GROUPS * p.SLABS
     idx = 0
     phase = 0
     done = 0
@@ -271,10 +255,11 @@ def math(p, WG: gl.constexpr):
     for _ in range(gl.program_id(0), num_items(p, SLABS * 64), gl.num_programs(0)):
         mbarrier.wait(p.full.index(idx), phase)
         expert, across, first, end = told_tile(p, done)
-        if p.TOKENS >= 64 and p.NARROW == 0:
+        if p.TOKENS >= 64:
             idx, phase = _compute_wide(p, expert, across, done, idx, phase, WG)
         else:
-            idx, phase = _compute_tile(p, expert, across, first, end, done, idx, phase, WG)
+            slab = first_slab(p, across, WG)
+            idx, phase = compute(p, expert, slab, first, end, done, done, idx, phase, WG)
         done += 1
 
 
@@ -285,11 +270,11 @@ def swapped_kernel(
     factor_cols, clamp, num_biases,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
-    ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, NARROW: gl.constexpr,
-    IS_STREAM: gl.constexpr, GROUPS: gl.constexpr, SLABS: gl.constexpr, DEPTH: gl.constexpr,
-    STAGES: gl.constexpr, SPAN: gl.constexpr, MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr,
+    ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, IS_STREAM: gl.constexpr, SLABS: gl.constexpr,
+    DEPTH: gl.constexpr, STAGES: gl.constexpr, SPAN: gl.constexpr, MATH_REGS: gl.constexpr,
+    LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
-    """GROUPS math warpgroups (the first is the launch's own), then three warps."""
+    """Two math warpgroups (the first is the launch's own), then three warps."""
     ALL: gl.constexpr = GROUPS * SLABS
     SCALES: gl.constexpr = TOKENS if TOKENS >= 32 else 32
     if WEIGHTS.DECODED:
@@ -317,7 +302,7 @@ def swapped_kernel(
     met = full
     if GATED and PROMOTED:
         met = barriers(2, GROUPS)
-    notes = allocate_notes(row_dest, ALL * 64, TOKENS, GROUPS, FACTOR, HAS_BIAS)
+    notes = allocate_notes(row_dest, ALL * 64, TOKENS, FACTOR, HAS_BIAS)
     if GATED:
         wait_for_launch()  # the tiles are the launch's before this one; L2's are older
     allow_next_launch()
@@ -326,17 +311,9 @@ def swapped_kernel(
         notes, factor, bias, acts_factor, row_factor, row_weight, row_dest, out, out_scale, tiles,
         num_tiles, pool_rows, steps, num_outputs, num_biases, out_width, factor_rows,
         factor_cols, clamp, WEIGHTS, ACTS, GATED, PROMOTED, FACTOR, HAS_BIAS, WEIGHTED,
-        ACTIVATION, TOKENS, NARROW, IS_STREAM, GROUPS, SLABS, DEPTH, STAGES, SPAN,
+        ACTIVATION, TOKENS, IS_STREAM, SLABS, DEPTH, STAGES, SPAN,
     )  # fmt: skip
-    if GROUPS == 2:
-        gl.warp_specialize(
-            [(math, (p, 0)), (math, (p, 1)),
-             (load_weights, (p,)), (load_tokens, (p,)), (note, (p,))],
-            [4, 1, 1, 1], [MATH_REGS] + [LOAD_REGS] * 3,
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [(math, (p, 0)), (math, (p, 1)), (math, (p, 2)), (math, (p, 3)),
-             (load_weights, (p,)), (load_tokens, (p,)), (note, (p,))],
-            [4, 4, 4, 1, 1, 1], [MATH_REGS] * 3 + [LOAD_REGS] * 3,
-        )  # fmt: skip
+    gl.warp_specialize(
+        [(math, (p, 0)), (math, (p, 1)), (load_weights, (p,)), (load_tokens, (p,)), (note, (p,))],
+        [4, 1, 1, 1], [MATH_REGS] + [LOAD_REGS] * 3,
+    )  # fmt: skip

@@ -17,7 +17,7 @@ from megamoe.kernels.hopper.meet import (
     wait_for_done,
     wait_until_read,
 )
-from megamoe.kernels.hopper.ring import quotient, tiles_across
+from megamoe.kernels.hopper.ring import GROUPS, quotient, tiles_across
 from megamoe.kernels.hopper.stamps import FILL, FIRST, SECOND
 from megamoe.kernels.hopper.waves import num_filled_later, segment, tiles_before
 
@@ -41,7 +41,7 @@ def _num_tickets(m, first_across, second_across):
 @gluon.jit
 def _num_fills(m):
     """Tickets of one wave's fill: a part of a token for every warpgroup."""
-    return (num_parts(m.call) + m.call.GROUPS - 1) // m.call.GROUPS
+    return (num_parts(m.call) + GROUPS - 1) // GROUPS
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Hopper: weights are wgmma's M (64 rows a warpgroup), tokens its N; decode is a weight stream.
+"""Hopper: weights are wgmma's M (64 rows each), tokens its N; decode is a weight stream.
 
 Measured figures come from one H200 (132 SMs), layers of 32-48 local experts.
 """
@@ -13,6 +13,7 @@ from megamoe.layout.regions import align_up, ceil_div
 from megamoe.problem import Problem
 from megamoe.schedule.choice import Picked, Role, Term, Tiles
 from megamoe.schedule.heuristics.hopper_fused import COUNTERS, MOST_RANKS, auto_mode, passes
+from megamoe.schedule.heuristics.hopper_tiles import GROUPS
 from megamoe.schedule.heuristics.hopper_tiles import tiles as staged_tiles
 from megamoe.schedule.load import rows_per_rank, touched_experts
 
@@ -27,7 +28,7 @@ DEAL = ("ticket", "SMs differ by 10% in speed on equal work; tickets for L2 gain
 
 NUM_PULL_WARPS = 1
 MAX_PULL_BYTES = 4096  # A028: a row longer than this is pulled in halves
-ROWS_PER_WARPGROUP = 64
+SLAB = 64  # weight rows of one wgmma
 PROMOTION = 128  # of K: what one FP32 scale covers
 STORE_TOKENS = 128  # a wider tile leaves in two halves
 TMA_BYTES = 128  # shared destinations of TMA are aligned to this
@@ -59,12 +60,12 @@ BLOCK_M = (
 
 # (block_m up to, weight tiles to choose from, why).
 BLOCK_N = (
-    (32,  (256, 128, 64), "few tokens leave registers for four warpgroups of 64 weight rows"),
-    (256, (128, 64),      "64 tokens and more: accumulators leave room for two warpgroups"),
+    (32,  (256, 128, 64), "few tokens leave registers for two slabs of 64 weight rows a warpgroup"),
+    (256, (128, 64),      "64 tokens and more: accumulators leave room for one slab a warpgroup"),
 )
-# block_m -> us that a warpgroup takes for 64 weight rows x 128 of K, FP4 weights, whatever the
-# others do: measured on H200, a compute-only launch up to 32 tokens, whole GEMMs above.
-WARPGROUP_US = {8: 0.33, 16: 0.38, 32: 0.43, 64: 0.42, 128: 0.64, 256: 1.17}
+# block_m -> us that math takes for a tile's 128 of K, FP4 weights, one slab or two a warpgroup:
+# measured on H200, a compute-only launch up to 32 tokens, whole GEMMs above.
+MATH_US = {8: 0.33, 16: 0.38, 32: 0.43, 64: 0.42, 128: 0.64, 256: 1.17}
 
 # operand type -> (block_m up to, depth, why).
 BLOCK_K = {
@@ -78,17 +79,17 @@ BLOCK_K = {
     ),
 }
 
-# consumer warpgroups: (registers of a consumer thread, of the other roles, why)
+# slabs of a tile: (registers of a consumer thread, of the other roles, why)
 REGISTERS = {
     1: (232, 40, "one warpgroup: as for two"),
     2: (232, 40, "two warpgroups: 24 for the loaders makes the compiler spill"),
-    4: (104, 40, "four warpgroups: 65 536 registers over 20 warps"),
+    4: (216, 72, "two warpgroups of two slabs: 65 536 registers over 12 warps"),
 }
-# consumer warpgroups: (widest token tile whose accumulators fit their registers, why)
+# slabs of a tile: (widest token tile whose accumulators fit their registers, why)
 WIDEST = {
     1: (256, "accumulators of two 128-token tiles and a partial sum fill 232 registers"),
     2: (256, "accumulators of two 128-token tiles and a partial sum fill 232 registers"),
-    4: (32,  "64 tokens spilled with four warpgroups: 445 us instead of 281"),
+    4: (32,  "two slabs of 64 tokens spill beside what a fused launch holds"),
 }
 # fmt: on
 
@@ -108,14 +109,13 @@ def tile_us(problem: Problem, hw: Hardware, num_sms: int, block_m: int, block_n:
     """Time of both linears in whole tile waves: 400 tiles on 132 SMs are four, not three.
 
     A 128-deep step of a tile takes as long as its weights take to arrive at the SM's share of HBM,
-    or as long as a warpgroup takes for its 64 rows: narrow tiles waste warpgroups, wide ones the
-    last tile wave.
+    or as long as its math takes: narrow tiles waste warpgroups, wide ones the last tile wave.
     """
     touched = round(touched_experts(problem))
     row_blocks = touched * ceil_div(ceil_div(rows_per_rank(problem), max(touched, 1)), block_m)
     tile_bytes = block_n * 128 * recipe_named(problem.recipe).weights.bits_per_value / 8
     load_us = tile_bytes * num_sms / (hw.hbm_gbs.reached.value * 1e3)
-    step_us = max(load_us, WARPGROUP_US[block_m])
+    step_us = max(load_us, MATH_US[block_m])
     total = 0.0
     for width, depth in (
         (2 * problem.intermediate, problem.hidden),
@@ -171,11 +171,10 @@ def room(problem: Problem) -> tuple[int, str] | None:
 
 def check(problem: Problem, tiles: Tiles) -> None:
     """Refuse a tile whose accumulators spill."""
-    groups = tiles.block_n // ROWS_PER_WARPGROUP
-    widest, why = WIDEST[groups]
+    widest, why = WIDEST[tiles.block_n // SLAB]
     require(
         tiles.block_m <= widest,
-        f"with block_n {tiles.block_n} ({groups} warpgroups) block_m must be at most {widest}",
+        f"with block_n {tiles.block_n} block_m must be at most {widest}",
         got=f"block_m {tiles.block_m}",
         fix=f"take block_n 128 ({why})",
         kind=CapacityError,
@@ -200,7 +199,7 @@ def shared_memory(problem: Problem, tiles: Tiles) -> tuple[tuple[Term, ...], tup
     """(fixed terms, terms of one stage)."""
     recipe = recipe_named(problem.recipe)
     m, n, k = tiles.block_m, tiles.block_n, tiles.block_k
-    groups = n // ROWS_PER_WARPGROUP
+    groups = min(n // SLAB, GROUPS)
     mma_bytes = {"bf16": 2, "fp8": 1}[tiles.mma]
     out_bytes = recipe.acts.element.bits / 8
     stored_m = min(m, STORE_TOKENS)
@@ -247,10 +246,16 @@ def shared_memory(problem: Problem, tiles: Tiles) -> tuple[tuple[Term, ...], tup
 
 def roles(problem: Problem, tiles: Tiles) -> tuple[Role, ...]:
     """Warps of a CTA and their registers."""
-    groups = tiles.block_n // ROWS_PER_WARPGROUP
-    consumer, other, why = REGISTERS[groups]
+    consumer, other, why = REGISTERS[tiles.block_n // SLAB]
+    groups = min(tiles.block_n // SLAB, GROUPS)
+    rows = tiles.block_n // groups
     return (
-        Role("math", 4 * groups, consumer, f"{why}; 64 weight rows each, epilogue and combine too"),
+        Role(
+            "math",
+            4 * groups,
+            consumer,
+            f"{why}; {rows} weight rows each, epilogue and combine too",
+        ),
         Role("load_weights", 1, other, "waits for nothing: streams ahead of every dependency"),
         Role("load_tokens", 1, other, "waits for arrivals, then copies rows and scales"),
         Role("pull_tokens", NUM_PULL_WARPS, other, "counts, pulls rows, cleans the workspace"),

@@ -12,7 +12,7 @@ MOST_SLOTS = 4096  # of all ranks: every CTA reads the whole routing
 MOST_RANKS = 8  # of one call
 COUNTERS = 192 + MOST_SLOTS  # words of a rank: six lines, and one for each tile of tokens
 MOST_WAVES = 32  # of a pool that is a ring
-MATH_REGS, LOAD_REGS = 104, 56  # roles that wait and draw tickets need more than loaders alone
+MATH_REGS, LOAD_REGS = 216, 72  # roles that wait and draw tickets need more than loaders alone
 ROUTING_BYTES = 4096  # of routing that find room in shared memory beside all stages of any tile
 
 # fmt: off
@@ -71,7 +71,7 @@ def as_fused(tile: Tile, routing_bytes: int = 0) -> Swapped | None:
     would be code of its own. Tiles of 64 tokens lack registers and a stage beside what a fused
     launch holds: 398 us where launches of their own take 371.
     """
-    if not isinstance(tile, Swapped) or tile.groups != 4 or tile.span != 1 or tile.tokens >= 64:
+    if not isinstance(tile, Swapped) or tile.slabs != 2 or tile.span != 1 or tile.tokens >= 64:
         return None
     stages = tile.stages - (routing_bytes > ROUTING_BYTES)
-    return replace(tile, stages=stages, narrow=0, math_regs=MATH_REGS, load_regs=LOAD_REGS)
+    return replace(tile, stages=stages, math_regs=MATH_REGS, load_regs=LOAD_REGS)

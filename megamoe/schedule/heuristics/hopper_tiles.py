@@ -13,7 +13,7 @@ from megamoe.layout.regions import align_up
 
 SHARED_BYTES = 232448 - 4096  # what a CTA may have, less notes and the compiler's scratch
 MOST_STAGES = 12
-MATH_REGS = {1: 232, 2: 232, 4: 112}
+GROUPS = 2  # math warpgroups
 INF = float("inf")
 
 
@@ -22,18 +22,21 @@ class Swapped:
     """A launch with weights as wgmma's M: the tile of one CTA and how its ring is cut."""
 
     tokens: int  # of a tile
-    groups: int  # math warpgroups
-    slabs: int  # of 64 weight rows, per warpgroup
+    slabs: int  # of 64 weight rows, for each of two warpgroups
     depth: int  # K blocks of 128 per stage
     stages: int
     span: int = 1  # token tiles that share each tile of weights
-    narrow: int = 0  # tokens up to which a narrower product serves
     is_stream: bool = True  # weights leave L2 first: no tile that follows reads them again
     math_regs: int = 232
     load_regs: int = 40
 
+    @property
+    def rows(self) -> int:
+        """Weight rows of a tile."""
+        return 64 * GROUPS * self.slabs
+
     def __str__(self) -> str:
-        return f"{self.tokens}x{64 * self.groups * self.slabs} tokens x rows, {self.stages} stages"
+        return f"{self.tokens}x{self.rows} tokens x rows, {self.stages} stages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,40 +68,43 @@ class Straight:
 
 Tile = Swapped | Straight
 
-_BF16 = ("bf16", "w4a16", "w4a8", "w4a4", "nvfp4")
+_MX, _OTHERS = ("w4a16", "w4a8", "w4a4"), ("bf16", "nvfp4")
+_BF16 = _MX + _OTHERS
 # fmt: off
 # (recipes, mean rows per expert up to, tile, why). The first row that fits wins. A swapped tile is
-# (tokens, warpgroups, slabs each, K blocks a stage, span, narrow, stream): an edge lies where a busy
-# expert (mean + 2 sigma of random routing) still fits. With FP8 activations a tile is 256 rows,
-# since 128 outputs share a scale. Weights are a stream with fewer than 64 tokens, or as told.
+# (tokens, slabs, K blocks a stage, span, stream): an edge lies where a busy expert (mean + 2 sigma of
+# random routing) still fits. With FP8 activations a tile is 256 rows, since 128 outputs share a
+# scale. Weights are a stream with fewer than 64 tokens, or as told.
 TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...] = (
-    (("w4a8_block",), 4.0,  (8, 4, 1, 2),        "the stream of weights is the limit: 3.0-4.2 TB/s of the layer; fused flash at 8 tokens 98 us, 100 with one K block a stage"),
-    (("w4a8_block",), 13.0, (16, 4, 1, 2),       "fused flash at 64 tokens 119 us, 121 with one K block a stage, 127 with 32 tokens"),
-    (("w4a8_block",), 22.5, (32, 4, 1, 2),       "v3 at 64 tokens: 211 us, fused 200, 211 with one K block a stage, 237 with 16 tokens"),
-    (("w4a8_block",), 49.8, (64, 4, 1, 2, 1, 0, 1), "a busy expert is one tile, so its weights are a stream: 43 rows (48 of 6144 x 2048) 349 us, 352 where they are not, 363 instead of 341 with the narrow product for up to 32"),
-    (("w4a8_block",), 70.0, (64, 4, 1, 2),       "64 rows an expert (pro at 512 tokens) 831 us, 926 with 128 tokens; 866 instead of 858 where weights are a stream"),
+    (("w4a8_block",), 4.0,  (8, 2, 2),        "the stream of weights is the limit; fused flash at 8 tokens 96.4 us, 97.2 with four warpgroups of one slab"),
+    (("w4a8_block",), 13.0, (16, 2, 2),       "fused flash at 64 tokens 118.7 us, 119.0 with four warpgroups of one slab, 127 with 32 tokens"),
+    (("w4a8_block",), 22.5, (32, 2, 2),       "v3 at 64 tokens: fused 191.3 us, 196.1 with four warpgroups of one slab; staged 205.5, 210.3 with one K block a stage"),
+    (("w4a8_block",), 70.0, (64, 2, 2, 1, 1), "43 rows an expert (48 of 6144 x 2048) 322.6 us, 328.6 where weights are no stream, 335.2 with four warpgroups; 64 rows (pro at 512 tokens) 820.3, 827.9, 852.4"),
     (("w4a8_block",), 200.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 274 us, 529 decoded ahead; v3 617 and 930"),
     (("w4a8_block",), 700.0, Straight(3, 3, 24, 216, 56, 24, ahead=16), "decoded once per wave: flash at 2048 tokens 818-841 us, 878 per tile, 924 with a ring of 32; v3 1603-1648 and 1940; pro 2242-2286, 2312-2522"),
     (("w4a8_block",), 1200.0, Straight(3, 3, 24, 216, 56, 24, ahead=32), "pro at 8192 tokens: 6603-6901 us, 6740-6880 and 7021 with rings of 16 and 64, 6976 with 16 tiles together"),
     (("w4a8_block",), INF,  Straight(3, 3, 24, 216, 56, 24, ahead=64), "flash at 8192 tokens: 2582 us, 2737 and 2816 with rings of 32 and 16; v3 5883 and 5923"),
-    (("w8a8",),       4.0,  (8, 4, 1, 1),        "as w4a8_block; not measured apart"),
-    (("w8a8",),       9.75, (16, 4, 1, 1),       "as w4a8_block; not measured apart"),
-    (("w8a8",),       22.5, (32, 4, 1, 1),       "as w4a8_block; not measured apart"),
-    (("w8a8",),       40.0, (64, 2, 2, 1),       "as w4a8_block; not measured apart"),
+    (("w8a8",),       4.0,  (8, 2, 2),        "flash at 8 tokens 171.2 us, 172.8 with one K block a stage"),
+    (("w8a8",),       13.0, (16, 2, 2),       "flash at 64 tokens 208.7 us, 211.8 with one K block a stage, 213.4 with 32 tokens"),
+    (("w8a8",),       22.5, (32, 2, 2),       "v3 at 64 tokens 349.2 us, 356.5 with one K block a stage"),
+    (("w8a8",),       40.0, (64, 2, 1),       "two K blocks leave two stages; not measured apart"),
     (("w8a8",),       200.0, Straight(4, is_drawn=True), "L2 follows L1 tile by tile: v3 at 512 tokens 504 us, 523 dealt; pro 817-843, 866 by turns; flash 262-267, 270"),
     (("w8a8",),       300.0, Straight(4, is_dealt=True), "two tiles share their weights while they run side by side: pro at 2048 tokens 1766-1835 us, 1852-1886 drawn"),
     (("w8a8",),       INF,  Straight(4, span=16, is_drawn=True), "pro at 8192 tokens 6361 us, 6547 with 8 tiles together, 6441-6604 dealt; v3 5837 and 5781-5879; flash at 2048 650, 672 dealt"),
-    (_BF16,           4.0,  (8, 4, 1, 1),        "the narrowest tile that covers a busy expert"),
-    (_BF16,           9.75, (16, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
-    (_BF16,           22.5, (32, 4, 1, 1),       "the narrowest tile that covers a busy expert"),
-    (_BF16,           49.8, (64, 2, 1, 1),       "64 tokens and more: sums leave room for two warpgroups"),
-    (_BF16,           INF,  (128, 2, 1, 1, 4),   "256 tokens leave two stages and spill"),
+    (_MX,             4.0,  (8, 2, 2),        "w4a16 flash at 8 tokens 149.0 us, 160.4 with one K block a stage"),
+    (_MX,             13.0, (16, 2, 2),       "w4a16 flash at 64 tokens 169.3 us, 178.8 with one K block a stage, 189.6 with 32 tokens"),
+    (_MX,             22.5, (32, 2, 2),       "w4a16 v3 at 64 tokens 301.4 us, 311.1 with one K block a stage"),
+    (_OTHERS,         4.0,  (8, 2, 1),        "flash at 8 tokens: bf16 314.7 us, 348.8 with two K blocks a stage; nvfp4 184.1, 185.9"),
+    (_OTHERS,         13.0, (16, 2, 1),       "flash at 64 tokens: bf16 388.6 us, 387.4 with 32 tokens; nvfp4 201.7, 221.1"),
+    (_OTHERS,         22.5, (32, 2, 1),       "v3 at 64 tokens: bf16 660.8 us, 664.2 with two K blocks a stage; nvfp4 360.7, 368.2"),
+    (_BF16,           49.8, (64, 1, 1),       "two slabs of 64 tokens lack registers"),
+    (_BF16,           INF,  (128, 1, 1, 4),   "256 tokens leave two stages and spill"),
 )
 # An FP4 layer whose exponents do not fit E4M3 multiplies in BF16 and still promotes every 128.
 WIDE_RANGE: tuple[tuple[float, tuple[int, ...], str], ...] = (
-    (4.0,  (8, 4, 1, 1),  "exact path for exponents that E4M3 lacks"),
-    (22.5, (32, 4, 1, 1), "exact path for exponents that E4M3 lacks"),
-    (INF,  (64, 2, 2, 1), "exact path for exponents that E4M3 lacks"),
+    (4.0,  (8, 2, 1),  "exact path for exponents that E4M3 lacks"),
+    (22.5, (32, 2, 1), "exact path for exponents that E4M3 lacks"),
+    (INF,  (64, 2, 1), "exact path for exponents that E4M3 lacks"),
 )
 # fmt: on
 
@@ -128,14 +134,13 @@ def tile_of(recipe: str, shape: tuple[int, ...] | Straight, *, fits_e4m3: bool =
 
 def _swapped(recipe: str, shape: tuple[int, ...], element: int, scale: int) -> Swapped:
     """The tile with as many stages as shared memory holds; bytes of an element and of a scale."""
-    given = (*shape, *(1, 0, shape[0] < 64)[len(shape) - 4 :])
-    tokens, groups, slabs, depth, span, narrow, is_stream = given
+    given = (*shape, *(1, shape[0] < 64)[len(shape) - 3 :])
+    tokens, slabs, depth, span, is_stream = given
     bits = recipe_named(recipe).weights.bits_per_value
     if recipe_named(recipe).weights.block[0] > 1:
         bits = 8  # scales of 128x128 do not pass through the ring
-    weights = int(64 * 128 * bits / 8) * groups * slabs
+    weights = int(64 * 128 * bits / 8) * GROUPS * slabs
     stage = depth * (weights + tokens * 128 * element + max(tokens, 32) * scale) + 16
-    fixed = 2 * groups * tokens * 4 + (groups * tokens * 64 if tokens >= 64 else 0)
+    fixed = 2 * GROUPS * tokens * 4 + (GROUPS * tokens * 64 if tokens >= 64 else 0)
     stages = min((SHARED_BYTES - align_up(fixed, 1024)) // stage, MOST_STAGES)
-    regs = MATH_REGS[groups]
-    return Swapped(tokens, groups, slabs, depth, stages, span, narrow, bool(is_stream), regs)
+    return Swapped(tokens, slabs, depth, stages, span, bool(is_stream))
