@@ -121,7 +121,7 @@ def test_decode_of_one_rank_on_h200():
     assert (plan.backend, plan.mode, plan.deal) == ("hopper", "fused", "ticket")
     assert (plan.tiles.block_m, plan.tiles.block_n, plan.tiles.block_k) == (8, 256, 256)
     assert plan.num_stages == 6  # as the experiment ran
-    assert {role.name: role.num_warps for role in plan.roles}["math"] == 16
+    assert {role.name: role.num_warps for role in plan.roles}["math"] == 8
 
 
 def test_prefill_on_b200_takes_the_published_configuration():

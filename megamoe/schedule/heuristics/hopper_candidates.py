@@ -25,8 +25,8 @@ CANDIDATES: tuple[tuple[tuple[str, ...], tuple[int, ...] | Straight], ...] = (
     *((("w8a8",), Straight(4, span=span, is_dealt=True)) for span in (8, 16)),
     *((("w8a8",), Straight(4, span=span, is_drawn=True)) for span in (8, 16, 24)),
     *((("w8a8",), Straight(4, span=span)) for span in (4, 16)),
-    *((_BF16, (tokens, 2, depth)) for tokens in (8, 16, 32) for depth in (1, 2)),
-    *((_BF16, (tokens, 1, 1)) for tokens in (16, 32, 64, 128)),
+    *((_BF16, (tokens, slabs, depth)) for tokens in (8, 16, 32) for slabs in (1, 2) for depth in (1, 2)),
+    *((_BF16, (tokens, 1, 1)) for tokens in (64, 128)),
     *((_BF16, (tokens, 1, 1, span)) for tokens in (64, 128) for span in (2, 4, 8)),
 )
 # fmt: on

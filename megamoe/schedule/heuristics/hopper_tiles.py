@@ -68,8 +68,8 @@ class Straight:
 
 Tile = Swapped | Straight
 
-_MX, _OTHERS = ("w4a16", "w4a8", "w4a4"), ("bf16", "nvfp4")
-_BF16 = _MX + _OTHERS
+_FP4 = ("w4a16", "w4a8", "w4a4", "nvfp4")  # decoded to BF16
+_BF16 = (*_FP4, "bf16")
 # fmt: off
 # (recipes, mean rows per expert up to, tile, why). The first row that fits wins. A swapped tile is
 # (tokens, slabs, K blocks a stage, span, stream): an edge lies where a busy expert (mean + 2 sigma of
@@ -91,12 +91,12 @@ TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...
     (("w8a8",),       200.0, Straight(4, is_drawn=True), "L2 follows L1 tile by tile: v3 at 512 tokens 504 us, 523 dealt; pro 817-843, 866 by turns; flash 262-267, 270"),
     (("w8a8",),       300.0, Straight(4, is_dealt=True), "two tiles share their weights while they run side by side: pro at 2048 tokens 1766-1835 us, 1852-1886 drawn"),
     (("w8a8",),       INF,  Straight(4, span=16, is_drawn=True), "pro at 8192 tokens 6361 us, 6547 with 8 tiles together, 6441-6604 dealt; v3 5837 and 5781-5879; flash at 2048 650, 672 dealt"),
-    (_MX,             4.0,  (8, 2, 2),        "w4a16 flash at 8 tokens 149.0 us, 160.4 with one K block a stage"),
-    (_MX,             13.0, (16, 2, 2),       "w4a16 flash at 64 tokens 169.3 us, 178.8 with one K block a stage, 189.6 with 32 tokens"),
-    (_MX,             22.5, (32, 2, 2),       "w4a16 v3 at 64 tokens 301.4 us, 311.1 with one K block a stage"),
-    (_OTHERS,         4.0,  (8, 2, 1),        "flash at 8 tokens: bf16 314.7 us, 348.8 with two K blocks a stage; nvfp4 184.1, 185.9"),
-    (_OTHERS,         13.0, (16, 2, 1),       "flash at 64 tokens: bf16 388.6 us, 387.4 with 32 tokens; nvfp4 201.7, 221.1"),
-    (_OTHERS,         22.5, (32, 2, 1),       "v3 at 64 tokens: bf16 660.8 us, 664.2 with two K blocks a stage; nvfp4 360.7, 368.2"),
+    (_FP4,            4.0,  (8, 2, 2),        "flash at 8 tokens: w4a16 150 us, 155 with one K block a stage; nvfp4 166, 172"),
+    (_FP4,            13.0, (16, 2, 2),       "flash at 64 tokens: w4a16 164 us, 171 with one K block a stage, 190 with 32 tokens; nvfp4 186 and 190"),
+    (_FP4,            22.5, (32, 2, 2),       "v3 at 64 tokens: w4a16 292-294 us, 303 with one K block a stage; nvfp4 338 and 337-338"),
+    (("bf16",),       4.0,  (8, 2, 1),        "flash at 8 tokens 315 us, 349 with two K blocks a stage"),
+    (("bf16",),       9.75, (16, 2, 1),       "the narrowest tile that covers a busy expert; flash at 64 tokens (12 rows) 389 us, 387 with 32 tokens"),
+    (("bf16",),       22.5, (32, 2, 1),       "v3 at 64 tokens 661 us, 664 with two K blocks a stage"),
     (_BF16,           49.8, (64, 1, 1),       "two slabs of 64 tokens lack registers"),
     (_BF16,           INF,  (128, 1, 1, 4),   "256 tokens leave two stages and spill"),
 )
