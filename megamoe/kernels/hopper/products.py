@@ -26,9 +26,9 @@ def operand(p, idx, j: gl.constexpr, slab: gl.constexpr, DOT: gl.constexpr):
 
 @gluon.jit
 def block_factors(p, expert, slab, k, ROW: gl.constexpr):
-    """FP32 scales of E4M3 weights at K block k, for the rows of a slab.
+    """FP32 scales of E4M3 weights at K block k, for the rows of a slab and of the one after it.
 
-    A slab lies in one 128x128 block, but for L1, where gate and up have one each.
+    Both lie in one 128x128 block, but for L1, where gate and up have one each.
     """
     k = gl.minimum(k, p.factor_cols - 1)
     if p.GATED:
@@ -85,30 +85,18 @@ def _end(p, sums, part, scale):
 
 
 @gluon.jit
-def _one_slab(p, steps, expert, slab, idx, phase, WG: gl.constexpr, MMA: gl.constexpr):
+def _one_slab(p, steps, idx, phase, WG: gl.constexpr, MMA: gl.constexpr):
     """One slab a warpgroup: decoding and products follow each other."""
+    gl.static_assert(not p.PROMOTED, "128 outputs share a scale: 256 rows")
     DOT: gl.constexpr = gl.DotOperandLayout(0, MMA, p.WEIGHTS.K_WIDTH)
-    ROW: gl.constexpr = gl.SliceLayout(1, MMA)
     sums = gl.zeros([64, p.TOKENS], gl.float32, MMA)
-    part = gl.zeros([64, p.TOKENS], gl.float32, MMA)
-    factors = 1.0
-    if p.FACTOR == "block":
-        factors = block_factors(p, expert, slab, 0, ROW)
-    for k in range(steps):
+    for _ in range(steps):
         mbarrier.wait(p.full.index(idx), phase)
-        scale = 1.0
         for j in gl.static_range(p.DEPTH):
-            a = operand(p, idx, j, WG, DOT)
-            part = _begin(p, a, token_block(p, idx, j), part)
-            if p.PROMOTED:
-                scale = token_scales(p, factors, idx * p.DEPTH + j, MMA)
-            sums, part = _end(p, sums, part, scale)
-            if p.FACTOR == "block":
-                factors = block_factors(p, expert, slab, k * p.DEPTH + j + 1, ROW)
+            sums = _begin(p, operand(p, idx, j, WG, DOT), token_block(p, idx, j), sums)
+            sums = warpgroup_mma_wait(0, deps=[sums])
         release(p, idx)
         idx, phase = advance(idx, phase, p.STAGES)
-    if not p.PROMOTED:
-        sums = part
     return sums, idx, phase
 
 
@@ -170,6 +158,6 @@ def multiply(p, steps, expert, slab, idx, phase, WG: gl.constexpr):
     if p.SLABS == 2:
         low, high, idx, phase = _two_slabs(p, steps, expert, slab, idx, phase, WG, MMA)
     else:
-        low, idx, phase = _one_slab(p, steps, expert, slab, idx, phase, WG, MMA)
+        low, idx, phase = _one_slab(p, steps, idx, phase, WG, MMA)
         high = low
     return low, high, idx, phase
