@@ -168,8 +168,7 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, kept, tiles):
         c.row_weight, c.row_dest, linear.out, linear.out_scale, tiles, tiles, c.pool_rows,
         linear.steps, linear.num_outputs, linear.num_biases, out_width, linear.factor_rows,
         linear.factor_cols, c.clamp, c.WEIGHTS, linear.ACTS, linear.GATED, c.PROMOTED, c.FACTOR,
-        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, IS_STREAM, c.SLABS,
-        c.DEPTH, c.STAGES, SPAN,
+        c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, IS_STREAM, c.SLABS, c.DEPTH, c.STAGES, SPAN,
     )  # fmt: skip
 
 

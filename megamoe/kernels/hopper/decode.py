@@ -114,8 +114,12 @@ WORDS = gl.constexpr(
 )  # fmt: skip
 _WORD_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
 _SCALES = gl.constexpr(gl.SliceLayout(3, gl.SliceLayout(5, SLAB.value)))
-_FOUR = gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(5, SLAB.value)))
-_LANES = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(1, _FOUR)))  # t
+_LANES = gl.constexpr(  # of t alone
+    gl.SliceLayout(
+        0,
+        gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(4, gl.SliceLayout(5, SLAB.value)))),
+    )
+)
 _BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
 _SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
@@ -165,6 +169,7 @@ def e4m3_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
 
 @gluon.jit
 def _bf16_slab(w, s, at, HIGH: gl.constexpr, ASM: gl.constexpr, DOT: gl.constexpr):
+    """BF16 [64, 128] of the bytes and scales of slab `at`; HIGH is the program's table."""
     # Zero, which no compiler knows: what is added to it stays in a register.
     lane = gl.arange(0, 4, _LANES)
     lane = gl.expand_dims(gl.expand_dims(gl.expand_dims(lane, 0), 1), 2)

@@ -36,8 +36,8 @@ class Notes:
 
 @gluon.jit
 def allocate_notes(
-    row_dest, ROWS: gl.constexpr, TOKENS: gl.constexpr,
-    FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr,
+    row_dest, ROWS: gl.constexpr, TOKENS: gl.constexpr, FACTOR: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
 ):  # fmt: skip
     letters = gl.allocate_shared_memory(gl.int32, [2 * WORDS, 1], _FLAT)
     weight = gl.allocate_shared_memory(gl.float32, [TOKENS], _FLAT)

@@ -5,7 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate
 
-GROUPS = gl.constexpr(2)  # math warpgroups of a CTA
+from megamoe.schedule.heuristics import hopper_tiles
+
+GROUPS = gl.constexpr(hopper_tiles.GROUPS)  # math warpgroups of a CTA
 
 
 @gluon.constexpr_function

@@ -13,7 +13,7 @@ from megamoe.layout.regions import align_up
 
 SHARED_BYTES = 232448 - 4096  # what a CTA may have, less notes and the compiler's scratch
 MOST_STAGES = 12
-GROUPS = 2  # math warpgroups
+GROUPS = 2  # math warpgroups of a CTA
 INF = float("inf")
 
 
@@ -77,7 +77,7 @@ _BF16 = (*_FP4, "bf16")
 # scale. Weights are a stream with fewer than 64 tokens, or as told.
 TILES: tuple[tuple[tuple[str, ...], float, tuple[int, ...] | Straight, str], ...] = (
     (("w4a8_block",), 4.0,  (8, 2, 2),        "the stream of weights is the limit; fused flash at 8 tokens 96.4 us, 97.2 with four warpgroups of one slab"),
-    (("w4a8_block",), 13.0, (16, 2, 2),       "fused flash at 64 tokens 118.7 us, 119.0 with four warpgroups of one slab, 127 with 32 tokens"),
+    (("w4a8_block",), 13.0, (16, 2, 2),       "fused flash at 64 tokens 118.7 us, 119.0 with four warpgroups of one slab, which took 127 with 32 tokens"),
     (("w4a8_block",), 22.5, (32, 2, 2),       "v3 at 64 tokens: fused 191.3 us, 196.1 with four warpgroups of one slab; staged 205.5, 210.3 with one K block a stage"),
     (("w4a8_block",), 70.0, (64, 2, 2, 1, 1), "43 rows an expert (48 of 6144 x 2048) 322.6 us, 328.6 where weights are no stream, 335.2 with four warpgroups; 64 rows (pro at 512 tokens) 820.3, 827.9, 852.4"),
     (("w4a8_block",), 200.0, Straight(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 274 us, 529 decoded ahead; v3 617 and 930"),
