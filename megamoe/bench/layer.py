@@ -19,7 +19,7 @@ from megamoe.bench.provenance import provenance
 from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, FAILED, OK, WRONG, Measured, Report, Row
 from megamoe.bench.timer import Prepared, Timer
-from megamoe.errors import NotAvailable
+from megamoe.errors import NotAvailable, require
 
 Progress = Callable[[str, int, int], None]  # step, done, of
 Field = Callable[[Cell], Sequence[Contestant]]
@@ -36,6 +36,7 @@ class Settings:
     rounds: int = 3
     flush: str = "memset"
     eager: bool = False  # time calls without CUDA graphs
+    chain: int = 1  # calls one behind the other, of two sets of weights
     seed: int = SEED
 
 
@@ -55,7 +56,10 @@ def measure(
     """
     device = torch.device(settings.device)
     chosen = contestants(settings.backends, settings.recipes, device) if field is None else field
-    timer = Timer(device, flush=settings.flush, repeats=settings.repeats, rounds=settings.rounds)
+    timer = Timer(
+        device, flush=settings.flush, repeats=settings.repeats, rounds=settings.rounds,
+        chain=settings.chain,
+    )  # fmt: skip
     reader = Reader(device)
     progress("cells", 0, len(cells))
     report = Report(
@@ -66,14 +70,15 @@ def measure(
         rows=(),
         peers=peers,
     )
-    weights: Weights | None = None
+    seeds = range(settings.seed, settings.seed + (2 if settings.chain > 1 else 1))
+    weights: list[Weights] = []
     for done, cell in enumerate(cells, 1):
-        if weights is None or weights.shape != cell.shape:
-            weights = None  # free the last shape's before making the next one's
-            weights = Weights(cell.shape, device, settings.seed)
-        job = make_job(cell, weights, settings.seed)
+        if not weights or weights[0].shape != cell.shape:
+            weights.clear()  # free the last shape's before making the next one's
+            weights += [Weights(cell.shape, device, seed) for seed in seeds]
+        jobs = [make_job(cell, each, settings.seed) for each in weights]
         here = chosen(cell) if callable(chosen) else chosen
-        rows = _Race(job, settings, timer, reader, report).run(here, progress)
+        rows = _Race(jobs, settings, timer, reader, report).run(here, progress)
         report = replace(report, rows=report.rows + tuple(rows))
         on_cell(report)
         progress("cells", done, len(cells))
@@ -84,13 +89,16 @@ class _Race:
     """One cell: contestants are made and checked one by one, then timed in turns."""
 
     def __init__(
-        self, job: Job, settings: Settings, timer: Timer, reader: Reader, report: Report
+        self, jobs: Sequence[Job], settings: Settings, timer: Timer, reader: Reader, report: Report
     ) -> None:
-        self.job, self.settings, self.timer, self.reader = job, settings, timer, reader
+        """jobs  one, and in a chain another that takes turns with it"""
+        self.jobs, self.settings, self.timer, self.reader = jobs, settings, timer, reader
+        self.job = jobs[0]
         self.ceilings: Ceilings = report.ceilings
         self.peers, self.provenance = report.peers, report.provenance
-        self.gate = Gate(job)
-        self.touched = job.touched
+        self.gates = [Gate(each) for each in jobs]
+        self.gate = self.gates[0]
+        self.touched = self.job.touched
 
     def run(self, field: Sequence[Contestant], progress: Progress) -> list[Row]:
         rows: dict[str, Row] = {}
@@ -100,7 +108,9 @@ class _Race:
             key = f"{one.name} {one.recipe}"
             try:
                 entry = one.make(self.job)
-                verdict, prepared = self._check(entry)
+                self._require_cold(entry)
+                twins = [one.make(job) for job in self.jobs[1:]]
+                verdict, prepared = self._check(entry, twins)
             except NotAvailable as error:
                 rows[key] = self._row(one, ABSENT, str(error))
             except Exception as error:
@@ -115,13 +125,28 @@ class _Race:
         progress("check", len(field), len(field))
         return [*self._timed(rows, entries).values()]
 
-    def _check(self, entry: Entry) -> tuple[Verdict, Prepared | None]:
+    def _require_cold(self, entry: Entry) -> None:
+        """In a chain nothing is flushed between calls: their weights must not stay in L2."""
+        num_bytes = entry.expert_bytes * self.touched
+        if self.timer.on_gpu and len(self.jobs) > 1:
+            cache = torch.cuda.get_device_properties(self.job.device).L2_cache_size
+            require(
+                num_bytes >= 2 * cache,
+                f"a call of a chain must read twice as much as L2 holds ({2 * cache >> 20} MiB)",
+                got=f"{num_bytes >> 20} MiB of weights",
+                fix="touch more experts, or time one call after a flush",
+                kind=NotAvailable,
+            )
+
+    def _check(self, entry: Entry, twins: Sequence[Entry]) -> tuple[Verdict, Prepared | None]:
         """Judge a direct call, then the very thing that will be timed."""
-        verdict = self.gate.eager(entry.run, entry.judged_as, entry.bound, self.timer)
-        if not verdict.ok:
-            return verdict, None
+        for gate, each in zip(self.gates, [entry, *twins], strict=True):
+            verdict = gate.eager(each.run, each.judged_as, each.bound, self.timer)
+            if not verdict.ok:
+                return verdict, None
         capture = entry.capturable and not self.settings.eager
-        prepared = self.timer.prepare(entry.run, capture=capture)
+        twin = twins[0].run if twins else None
+        prepared = self.timer.prepare(entry.run, capture=capture, twin=twin)
         verdict = self.gate.replay(prepared, entry.judged_as, entry.bound, self.timer)
         return verdict, prepared if verdict.ok else None
 

@@ -3,6 +3,8 @@
 One call is captured in a graph; each replay stands between two events, and 512 MB pass through L2
 before it: by a memset (which leaves the cache full of dirty lines) or by a read. Contestants take
 turns in rounds, since two runs of the same code in different processes differ by several percent.
+In a chain a graph holds several calls, as a model's does; they are cold because each takes other
+weights than the one before it, more than L2 holds.
 On a CPU the clock is `perf_counter`, and nothing is flushed.
 """
 
@@ -47,8 +49,15 @@ class Timer:
         repeats: int = 25,
         rounds: int = 3,
         budget_s: float = 20.0,
+        chain: int = 1,
     ) -> None:
         one_of(flush, FLUSHES, "flush")
+        require(
+            chain == 1 or (2 <= chain <= 100 and chain % 2 == 0),
+            "chain must be 1 or an even number up to 100: calls of two sets of weights take turns",
+            got=chain,
+            kind=RangeError,
+        )
         for name, value in (("repeats", repeats), ("rounds", rounds)):
             require(
                 1 <= value <= 10_000,
@@ -57,6 +66,7 @@ class Timer:
                 kind=RangeError,
             )
         self.device, self.repeats, self.rounds, self.budget_s = device, repeats, rounds, budget_s
+        self.chain = chain
         self.on_gpu = device.type == "cuda"
         self.flush = flush if self.on_gpu else "none"
         self._buffer: Tensor | None = None
@@ -67,6 +77,8 @@ class Timer:
     def method(self) -> str:
         """What a reader of the figures must know."""
         shape = f"median of {self.rounds} interleaved rounds of up to {self.repeats} calls"
+        if self.chain > 1:
+            shape += f", each the mean of {self.chain} one behind the other"
         if not self.on_gpu:
             return f"{shape}, perf_counter on the CPU, nothing flushed"
         flushed = {
@@ -76,8 +88,10 @@ class Timer:
         }
         return f"{shape}, CUDA-graph replays (eager where a row says so), {flushed[self.flush]}"
 
-    def prepare(self, run: Run, *, capture: bool = True) -> Prepared:
-        """Warm a call up and, on a GPU, capture it in a graph."""
+    def prepare(self, run: Run, *, capture: bool = True, twin: Run | None = None) -> Prepared:
+        """Warm a call up and, on a GPU, capture it in a graph; in a chain `twin` takes turns."""
+        if self.chain > 1:
+            run = _chained(run, twin or run, self.chain)
         if not (self.on_gpu and capture):
             run()
             self.synchronize()
@@ -126,7 +140,7 @@ class Timer:
 
     def _round(self, one: Prepared, repeats: int) -> tuple[float, ...]:
         if not self.on_gpu:
-            return tuple(_clocked(one.call) for _ in range(repeats))
+            return tuple(_clocked(one.call) / self.chain for _ in range(repeats))
         pairs = []
         with torch.cuda.device(self.device):
             for _ in range(repeats):
@@ -137,7 +151,7 @@ class Timer:
                 end.record()
                 pairs.append((start, end))
         self.synchronize()
-        return tuple(1e3 * start.elapsed_time(end) for start, end in pairs)
+        return tuple(1e3 * start.elapsed_time(end) / self.chain for start, end in pairs)
 
     def _flush(self) -> None:
         if self._buffer is None:
@@ -152,6 +166,18 @@ def _clocked(call: Run) -> float:
     began = time.perf_counter()
     call()
     return 1e6 * (time.perf_counter() - began)
+
+
+def _chained(run: Run, twin: Run, chain: int) -> Run:
+    """As many calls, the last of them `run`."""
+
+    def calls() -> Tensor:
+        for _ in range(chain // 2):
+            twin()
+            output = run()
+        return output
+
+    return calls
 
 
 def _captured(run: Run) -> Run:

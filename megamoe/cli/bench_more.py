@@ -192,6 +192,9 @@ def fixed(
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",
+    chain: Annotated[
+        int, typer.Option(help="Calls one behind the other, flushed before the first only.")
+    ] = 1,
     bar: Annotated[float, typer.Option(help="Microseconds to print beside the result.")] = BAR_US,
     device: Device = "auto",
     out: Out = None,
@@ -206,7 +209,7 @@ def fixed(
 
     settings = Settings(
         backends=names_in(backends), recipes=names_in(recipes), device=device_named(device),
-        repeats=repeats, rounds=rounds, flush=flush, eager=eager,
+        repeats=repeats, rounds=rounds, flush=flush, eager=eager, chain=chain,
     )  # fmt: skip
     with Kept(out, "fixed", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
         report = measure([*points.values()], settings, progress=bars, on_cell=kept)

@@ -1,5 +1,7 @@
 """The timer, the ceilings and the gate on a GPU, small."""
 
+import os
+
 import pytest
 import torch
 
@@ -40,7 +42,23 @@ def test_the_read_kernel_reads_at_the_speed_of_memory():
     assert found.read_gbs > 0.8 * found.copy_gbs and found.tflops["bf16"] > 10
 
 
+def test_a_chain_is_a_graph_of_calls_that_stay_cold():
+    small = measure(cells_named(["tiny/8"]), Settings(device="cuda", chain=2, repeats=3, rounds=1))
+    assert {r.status for r in small.rows} == {ABSENT} and "twice as much" in small.rows[0].note
+    a, b = (torch.randn(64 << 20, device=CUDA) for _ in range(2))
+    calls = [lambda each=each: each.sum() for each in (a, b)]
+    times = {}
+    for chain in (1, 4):
+        timer = Timer(CUDA, repeats=5, rounds=2, chain=chain)
+        one = timer.prepare(calls[0], twin=calls[1])
+        assert one.how == "graph" and torch.equal(poisoned_call(one, timer), a.sum())
+        times[chain] = timer.time({"sum": one})["sum"].us
+    assert 0.5 * times[1] < times[4] < 1.2 * times[1]  # each of the four, as cold as one alone
+
+
 def test_a_flushed_read_is_slower_than_a_cached_one():
+    if os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1") != "1":
+        pytest.skip("a time beside other workers' launches says nothing: run it without -n")
     words = torch.zeros(8 << 20, dtype=torch.int32, device=CUDA)  # 32 MB: fits in L2
     times = {}
     for flush in ("none", "memset", "read"):

@@ -2,13 +2,14 @@
 
 import csv
 import json
+import time
 from dataclasses import replace
 
 import pytest
 import torch
 
 from megamoe.bench import plots
-from megamoe.bench.cells import cells_named
+from megamoe.bench.cells import SEED, cells_named
 from megamoe.bench.contestants import Contestant, contestants, ours
 from megamoe.bench.gate import Gate, poisoned_memory
 from megamoe.bench.inputs import Weights, make_job
@@ -206,17 +207,43 @@ def test_the_timer_is_bounded():
     def slow():
         calls.append(1)
         torch.zeros(1).exp()
-        import time
-
         time.sleep(0.02)
         return torch.zeros(1)
 
     timer = Timer(CPU, repeats=1000, rounds=2, budget_s=0.1)
     timing = timer.time({"slow": timer.prepare(slow)})["slow"]
     assert timing.count <= 10 and len(calls) < 20 and timing.us > 15_000
-    for bad in ({"repeats": 0}, {"rounds": -1}, {"flush": "magic"}):
+    for bad in ({"repeats": 0}, {"rounds": -1}, {"flush": "magic"}, {"chain": 3}, {"chain": 0}):
         with pytest.raises(RangeError):
             Timer(CPU, **bad)
+
+
+def test_calls_of_a_chain_take_turns_and_are_timed_each():
+    calls = []
+
+    def run(name):
+        calls.append(name)
+        time.sleep(0.005)
+        return torch.tensor([ord(name)])
+
+    timer = Timer(CPU, repeats=2, rounds=1, chain=4)
+    one = timer.prepare(lambda: run("a"), twin=lambda: run("b"))
+    assert "".join(calls) == "baba" and one.call().item() == ord("a")
+    assert 5_000 < timer.time({"one": one})["one"].us < 15_000  # not the 20 ms of all four
+    assert "each the mean of 4 one behind the other" in timer.method
+
+
+def test_both_sets_of_weights_of_a_chain_are_judged():
+    made = measure(cells_named(["tiny/4"]), replace(QUICK, chain=2))
+    assert [r.status for r in made.rows] == [OK] and made.rows[0].us > 0
+
+    def wrong_in_the_other(job):
+        entry = ours("reference", "w8a8")(job)
+        return entry if job.weights.seed == SEED else replace(entry, run=lambda: entry.run() * 2)
+
+    field = [Contestant("wrong", "w8a8", True, wrong_in_the_other)]
+    made = measure(cells_named(["tiny/4"]), replace(QUICK, chain=2), field=field)
+    assert [r.status for r in made.rows] == [WRONG] and made.rows[0].us is None
 
 
 def test_gpt_oss_biases_pass_the_gate():
