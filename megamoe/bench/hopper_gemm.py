@@ -44,12 +44,13 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     backends.resolve("hopper", "auto", inputs.device)
     from megamoe.kernels.hopper import launch
     from megamoe.kernels.hopper.deal import deal
-    from megamoe.kernels.hopper.pack import pack
+    from megamoe.kernels.hopper.pack import can_be_placed, pack
 
     row, shape = recipe_named(recipe), inputs.shape
     chosen = tile or tile_for(recipe, shape)
     how, options = launch.arithmetic(recipe), Options()
-    w = pack(inputs.weights_as(row.weights.name), to_e4m3=how.to_e4m3)
+    given = inputs.weights_as(row.weights.name)
+    w = pack(given, to_e4m3=how.to_e4m3, is_placed=not how.to_e4m3 and can_be_placed(given))
     x = pooled(inputs, recipe, chosen, how)
     is_global = row.acts.has_global
     ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None

@@ -8,7 +8,7 @@ graph and replayed with other routing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,7 +26,15 @@ from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.deal import Hand
 from megamoe.kernels.hopper.launch import Arithmetic
-from megamoe.kernels.hopper.pack import Packed, fits_bf16, fits_e4m3, joined, pack, parted
+from megamoe.kernels.hopper.pack import (
+    Packed,
+    can_be_placed,
+    fits_bf16,
+    fits_e4m3,
+    joined,
+    pack,
+    parted,
+)
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.acts import CODES
@@ -62,7 +70,8 @@ def prepared(weights: ExpertWeights) -> Prepared:
     )
     both = weights.w13, weights.w2
     how = launch.arithmetic(weights.recipe, fits_e4m3=can_be_e4m3(weights))
-    return Prepared(*(_packed(w, how.to_e4m3) for w in both), how)
+    is_placed = _is_placed(both, how)
+    return Prepared(*(_packed(w, how.to_e4m3, is_placed) for w in both), how)
 
 
 def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
@@ -71,15 +80,17 @@ def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
     Where nothing was made of one of them alone, it is a part of what is made here.
     """
     how = launch.arithmetic(weights.recipe, fits_e4m3=can_be_e4m3(weights))
+    is_placed = _is_placed((weights.w13, weights.w2, shared.w13, shared.w2), how)
+    image = _image(how.to_e4m3, is_placed)
 
     def both(a: Quantized, b: Quantized) -> Packed:
-        made = joined(*(pack(w, to_e4m3=how.to_e4m3) for w in (a, b)))
+        made = joined(*(pack(w, to_e4m3=how.to_e4m3, is_placed=is_placed) for w in (a, b)))
         for w, part in zip((a, b), parted(made, len(a.data)), strict=True):
-            _known(w, _image(how.to_e4m3), lambda _, part=part: part)  # type: ignore[misc]
+            _known(w, image, lambda _, part=part: part)  # type: ignore[misc]
         return made
 
     def found(a: Quantized, b: Quantized) -> Packed:
-        what = f"behind {id(a.data)}, {_image(how.to_e4m3)}"  # other layers may share either
+        what = f"behind {id(a.data)}, {image}"  # other layers may share either
         return _known(b, what, lambda b: both(a, b), a)
 
     return Prepared(found(weights.w13, shared.w13), found(weights.w2, shared.w2), how)
@@ -112,15 +123,21 @@ def can_be_e4m3(weights: ExpertWeights) -> bool:
     return is_block and all(_known(w, "fits_e4m3", fits_e4m3) for w in both)
 
 
-def _packed(w: Quantized, to_e4m3: bool) -> Packed:
+def _is_placed(all_of_them: Sequence[Quantized], how: Arithmetic) -> bool:
+    """Whether the weights of one launch, which has one decoder, are placed images."""
+    return not how.to_e4m3 and all(_known(w, "placed", can_be_placed) for w in all_of_them)
+
+
+def _packed(w: Quantized, to_e4m3: bool, is_placed: bool) -> Packed:
     if w.spec.element.bits != 4:
         return pack(w, to_e4m3=False)  # as they are: nothing to keep
-    return _known(w, _image(to_e4m3), lambda w: pack(w, to_e4m3=to_e4m3))
+    image = _image(to_e4m3, is_placed)
+    return _known(w, image, lambda w: pack(w, to_e4m3=to_e4m3, is_placed=is_placed))
 
 
-def _image(to_e4m3: bool) -> str:
+def _image(to_e4m3: bool, is_placed: bool) -> str:
     """The name of what is kept."""
-    return f"image {to_e4m3}"
+    return f"image {to_e4m3} {is_placed}"
 
 
 def _known(

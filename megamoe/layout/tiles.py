@@ -111,7 +111,8 @@ class RegisterImage:
     that one thread needs of one row for one product of depth 32: two halves, four values of each.
     Which columns they are depends on what wgmma multiplies (`column`). Magnitudes of half 0 lie in
     nibbles 0-3 and of half 1 in nibbles 4-7; the spare top bit of each nibble carries signs, so
-    that one AND extracts the signs of a half.
+    that one AND extracts the signs of a half. Placed, values 2i and 2i + 1 are in the lower and
+    upper 16 bits, and a shift brings each pair's to where BF16 has them.
 
     plain word  = row * (num_cols / 8) + step * 4 + t            step of 32, over all K blocks
     stored word = [slab, K block, upper rows, warp, g, t, step in block]
@@ -122,6 +123,7 @@ class RegisterImage:
     num_cols: int
     mma: str = "e4m3"  # or "bf16": the element that the values are decoded to
     group: int = 32  # columns that share a scale
+    is_placed: bool = False  # of "bf16"
 
     def __post_init__(self) -> None:
         require(
@@ -189,13 +191,13 @@ class RegisterImage:
             row, col = divmod(value, self.num_cols)
             step, t, half, v = self.holder(col % BLOCK_K)
             word = row * (self.num_cols // 8) + (col // BLOCK_K * 4 + step) * 4 + t
-            return words.forward(word) * 32 + word_bit(half, v, bit)
+            return words.forward(word) * 32 + word_bit(half, v, bit, self.is_placed)
 
         def inverse(place: int) -> int:
             stored, shift = divmod(place, 32)
             row, rest = divmod(words.inverse(stored), self.num_cols // 8)
             step, t = divmod(rest, 4)
-            half, v, bit = word_value(shift)
+            half, v, bit = word_value(shift, self.is_placed)
             col = step // 4 * BLOCK_K + self.column(step % 4, t, half, v)
             return (row * self.num_cols + col) * FP4_BITS + bit
 
@@ -233,15 +235,26 @@ class RegisterImage:
         return ((slab * 4 + warp) * 2 + upper) * 8 + g, block
 
 
-def word_bit(half: int, v: int, bit: int) -> int:
+_PLACED_SIZES, _PLACED_SIGNS = (6, 3, 0, 9), (15, 12, 13, 14)  # of each pair, in its 16 bits
+
+
+def word_bit(half: int, v: int, bit: int, is_placed: bool = False) -> int:
     """Bit of a word that holds bit 0-2 (magnitude) or 3 (sign) of value `v` 0-3 of a half."""
+    if is_placed:
+        pair = 2 * half + v // 2
+        return v % 2 * 16 + (_PLACED_SIGNS[pair] if bit == 3 else _PLACED_SIZES[pair] + bit)
     if bit == 3:
         return 8 * v + (3 if half else 7)
     return 16 * half + 4 * v + bit
 
 
-def word_value(shift: int) -> tuple[int, int, int]:
+def word_value(shift: int, is_placed: bool = False) -> tuple[int, int, int]:
     """(half, value 0-3, bit 0-3) that lies at bit `shift` of a word: the inverse of `word_bit`."""
+    if is_placed:
+        upper, at = divmod(shift, 16)
+        is_sign = at in _PLACED_SIGNS
+        pair = _PLACED_SIGNS.index(at) if is_sign else _PLACED_SIZES.index(at // 3 * 3)
+        return pair // 2, pair % 2 * 2 + upper, 3 if is_sign else at % 3
     nibble, bit = divmod(shift, 4)
     if bit == 3:
         return int(nibble % 2 == 0), nibble // 2, 3

@@ -53,6 +53,17 @@ def _to_bf16(w, scales):
         yield Value(value.bfloat16())
 
 
+def _placed_to_bf16(w, s):
+    scale = torch.pow(2.0, s.t.expand(w.t.shape)[..., :1].double() - 253)
+    word = _words(w)
+    for pairs in (((6, 15), (3, 12)), ((0, 13), (9, 14))):  # magnitude and sign of its 16 bits
+        found = [
+            E2M1[word >> lane + at & 7].double() * (1 - 2 * (word >> lane + sign & 1))
+            for at, sign in pairs for lane in (0, 16)
+        ]  # fmt: skip
+        yield Value((torch.stack(found, -1) * scale).bfloat16())
+
+
 def _mx_to_bf16(w, s, high, low):
     assert (high.t == decode.MX_BYTES.value).all() and (low.t == decode.LOW_BYTES.value).all()
     scale = torch.pow(2.0, s.t.expand(w.t.shape)[..., :1].double() - 127).float()
@@ -117,6 +128,7 @@ ASSEMBLY = {
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
     decode.TO_E4M3.value: _to_e4m3,
     decode.FOUR_TO_E4M3.value: _four_to_e4m3,
+    decode.PLACED_TO_BF16.value: _placed_to_bf16,
     decode.MX_TO_BF16.value: _mx_to_bf16,
     decode.NV_TO_BF16.value: _nv_to_bf16,
     **{

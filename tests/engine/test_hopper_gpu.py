@@ -142,6 +142,22 @@ def test_weights_beyond_e4m3_take_the_exact_path():
     assert not hopper.prepared(plain(WIDE)).how.is_fp8
 
 
+@pytest.mark.parametrize("recipe", ["w4a16", "w4a8"])
+def test_scales_above_2_take_another_decoder_and_have_the_same_bits(recipe):
+    usual, (x, idx, weight) = plain(recipe), tokens(40)
+    scale = usual.w13.scale.clone()
+    scale[..., :4] += SHIFT
+    large = replace(usual, w13=replace(usual.w13, data=usual.w13.data.clone(), scale=scale))
+    small = x.clone()
+    small[:, :128] *= 2.0**-SHIFT
+    kinds = [hopper.prepared(w).w2.kind for w in (usual, large)]
+    assert kinds == ["placed_image", "mx_image"]
+    got = moe(small, idx, weight, large)
+    assert_agrees(got, (small, idx, weight), large)
+    assert torch.equal(got, moe(x, idx, weight, usual))  # the same products, exactly
+    assert torch.equal(got, mm.moe(small, idx, weight, large, backend="hopper", mode="fused"))
+
+
 @pytest.mark.parametrize("shape", [(256, 256), (2880, 2880), (512, 7168), (7168, 512)], ids=str)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_widths_agree_with_the_reference(recipe, shape):

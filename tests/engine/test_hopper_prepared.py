@@ -122,6 +122,23 @@ def test_exponents_that_e4m3_lacks_choose_bf16_for_the_layer():
     assert prepared(w).how.is_fp8 and prepared(w).w2.kind == "e4m3_image"
     made = prepared(spread(w, 20))
     assert not made.how.is_fp8 and made.how.is_promoted
+    assert made.w13.kind == made.w2.kind == "placed_image"
+
+
+def test_shared_experts_and_the_others_have_one_decoder():
+    w, shared = experts("w4a16"), experts("w4a16", seed=1)[:1]
+    shared.w2.scale[0, 0, 0] = 129
+    both = with_shared(w, shared)
+    assert both.w13.kind == both.w2.kind == "mx_image" == prepared(shared).w2.kind
+    assert prepared(w).w2.kind == "placed_image"  # alone it may
+
+
+@pytest.mark.parametrize("recipe", ["w4a16", "w4a8", "w4a4"])
+def test_one_scale_above_2_chooses_another_decoder_for_the_layer(recipe):
+    w = experts(recipe)
+    assert prepared(w).w13.kind == prepared(w).w2.kind == "placed_image"
+    w.w2.scale[0, 0, 0] = 129
+    made = prepared(w)
     assert made.w13.kind == made.w2.kind == "mx_image"
 
 

@@ -89,7 +89,8 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     words, stats = new(local, dtype=torch.int32), new((experts - shared) * local, dtype=torch.int64)
     tokens = mega_launch.Tokens(x, idx, new(num, K), count, g, rows, y, words, stats)
     w13, w2 = (
-        pack(matrix(recipe, E, *shape), to_e4m3=how.to_e4m3) for shape in ((2, I, H), (H, I))
+        pack(matrix(recipe, E, *shape), to_e4m3=how.to_e4m3, is_placed=fits)  # else the table's
+        for shape in ((2, I, H), (H, I))
     )
     kept = mega_launch.State(
         *(new(*shape, dtype=torch.int32) for shape in ((COUNTERS,), (132, 4096), (8,)))

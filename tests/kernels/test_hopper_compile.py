@@ -132,10 +132,10 @@ def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, i
         "items": torch.empty(132, 8, dtype=torch.int32, device=META) if is_in_waves(tile) else None,
     }
     if linear == "l1":
-        w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3)
+        w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3, is_placed=fits)
         launch.gated(x, w, acts, tile, how, options, **rest)
     else:
-        w = pack(matrix(recipe, E, H, I), to_e4m3=how.to_e4m3)
+        w = pack(matrix(recipe, E, H, I), to_e4m3=how.to_e4m3, is_placed=fits)
         rows = torch.empty(512, H, dtype=torch.bfloat16, device=META)
         launch.linear(acts, w, rows, tile, how, options, **rest)
     return compiler.made

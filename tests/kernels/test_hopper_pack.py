@@ -14,6 +14,7 @@ from megamoe.layout.tiles import RegisterImage
 
 ASM = {  # by kind: the program, and what else it is given
     "e4m3_image": (decode.TO_E4M3, {}),
+    "placed_image": (decode.PLACED_TO_BF16, {}),
     "mx_image": (decode.MX_TO_BF16, {"$9": decode.MX_BYTES, "$13": decode.LOW_BYTES}),
     "nv_image": (decode.NV_TO_BF16, {"$9": decode.NV_BYTES, "$13": decode.LOW_BYTES}),
 }
@@ -47,7 +48,10 @@ def run_ptx(text, num_outputs, word, scale, more):
         ),
         "mul.lo.u32": lambda a, b: a * b,
         "mad.lo.u32": lambda a, b, c: a * b + c,
-        "lop3.b32": lambda a, b, c, table: a | (b & c),
+        "shr.b32": lambda a, b: a >> b,
+        "lop3.b32": lambda a, b, c, table: (
+            a | (b & c) if int(table.flat[0]) == 0xF8 else (a & b) ^ c
+        ),
         "prmt.b32": prmt,
         "mul.rn.bf16x2": mul_bf16x2,
     }
@@ -55,7 +59,7 @@ def run_ptx(text, num_outputs, word, scale, more):
         op, _, rest = line.strip(" \n;").partition(" ")
         if op != ".reg":
             out, *names = rest.replace(" ", "").split(",")
-            assert op != "lop3.b32" or names[-1] == "0xF8"
+            assert op != "lop3.b32" or names[-1] in ("0xF8", "0x6A")
             seen[out] = known[op](*map(read, names)).astype(numpy.uint32)
     return [torch.from_numpy(seen[f"${i}"].view(numpy.int32)) for i in range(num_outputs)]
 
@@ -134,6 +138,34 @@ def test_bf16_images_hold_every_scale(linear):
     assert_same(unpacked(packed), dequantize(w))
 
 
+@pytest.mark.parametrize("linear", SHAPES)
+def test_placed_images_hold_scales_up_to_2(linear):
+    w = mx(SHAPES[linear], 1, 127)  # codes 1 to 128
+    assert pack.fits_bf16(w) and pack.can_be_placed(w)
+    packed = pack.pack(w, to_e4m3=False, is_placed=True)
+    assert packed.kind == "placed_image" and packed.factor is None
+    assert_same(unpacked(packed), dequantize(w))
+
+
+def test_every_code_and_scale_that_can_be_placed_is_exact():
+    pairs = [(byte, code) for code in range(1, 129) for byte in range(256)]
+    w = row_of(*pairs, (0x08, 0), (0x80, 255))  # zeros, whatever their scale
+    assert pack.can_be_placed(w)
+    values = unpacked(pack.pack(w, to_e4m3=False, is_placed=True))
+    assert_same(values[..., :-64], dequantize(w)[..., :-64])
+    assert not values[..., -64:].any()
+
+
+def test_scales_above_2_leave_no_room_where_a_group_counts():
+    assert pack.can_be_placed(row_of((0x12, 128), (0x80, 254)))
+    assert not pack.can_be_placed(row_of((0x12, 1), (0x10, 129)))
+    nvfp4 = Quantized(
+        torch.zeros(1, 1, 16, dtype=torch.uint8), torch.ones(1, 1, 2).to(torch.float8_e4m3fn),
+        "nvfp4", (1, 1, 32), torch.ones(1),
+    )  # fmt: skip
+    assert not pack.can_be_placed(nvfp4)
+
+
 @pytest.mark.parametrize(("linear", "lead"), [("l1", 1), ("l1", 2), ("l2", 1)])
 def test_nvfp4_images_hold_every_scale(linear, lead):
     shape = SHAPES[linear]
@@ -146,12 +178,12 @@ def test_nvfp4_images_hold_every_scale(linear, lead):
     assert_same(unpacked(packed), dequantize(w))
 
 
-@pytest.mark.parametrize("mma", ["e4m3", "bf16"])
-def test_images_lie_as_the_layout_says(mma):
+@pytest.mark.parametrize(("mma", "is_placed"), [("e4m3", False), ("bf16", False), ("bf16", True)])
+def test_images_lie_as_the_layout_says(mma, is_placed):
     rows, cols = 128, 256
-    image = RegisterImage(rows, cols, mma)
+    image = RegisterImage(rows, cols, mma, is_placed=is_placed)
     codes, _ = random_codes((1, rows, cols))
-    made = pack._image(codes, mma).flatten().numpy().view(numpy.uint8)
+    made = pack._image(codes, mma, is_placed).flatten().numpy().view(numpy.uint8)
     plain = numpy.unpackbits(codes.numpy().reshape(-1, 1), axis=1, bitorder="little").reshape(-1)
     stored = swizzle(torch.from_numpy(plain), image.bits.order())
     assert (numpy.packbits(stored.numpy(), bitorder="little") == made).all()

@@ -11,6 +11,7 @@ IMAGES = [
     RegisterImage(64, 128),
     RegisterImage(256, 384, "bf16"),
     RegisterImage(192, 256, "bf16", group=16),
+    RegisterImage(64, 256, "bf16", is_placed=True),
 ]
 MAPS = [
     *(gate_up(i, g, first) for i in (64, 192, 2880) for g in (8, 64) for first in ("gate", "up")),
@@ -84,11 +85,27 @@ def test_one_and_extracts_the_signs_of_a_half():
     assert magnitudes == 0x77777777
 
 
-def test_word_bits_and_values_are_inverse():
+@pytest.mark.parametrize("is_placed", [False, True])
+def test_word_bits_and_values_are_inverse(is_placed):
+    places = set()
     for half in (0, 1):
         for v in range(4):
             for bit in range(4):
-                assert word_value(word_bit(half, v, bit)) == (half, v, bit)
+                place = word_bit(half, v, bit, is_placed)
+                assert word_value(place, is_placed) == (half, v, bit)
+                places.add(place)
+    assert places == set(range(32))
+
+
+def test_a_shift_brings_a_placed_pair_to_where_bf16_has_it():
+    for pair, (size, sign) in enumerate([(0, 0), (3, 3), (6, 2), (-3, 1)]):  # to the left
+        for upper in (0, 1):
+            half, v = pair // 2, pair % 2 * 2 + upper
+            bits = [word_bit(half, v, bit, True) + size for bit in range(3)]
+            assert bits == [
+                16 * upper + at for at in (6, 7, 8)
+            ]  # mantissa's first, exponent's last
+            assert word_bit(half, v, 3, True) + sign == 16 * upper + 15
 
 
 def test_a_thread_finds_its_16_bytes_in_a_row():

@@ -70,6 +70,28 @@ mul.rn.bf16x2 $3, $3, s1;
 }}"""
 
 
+# MXFP4 with scales up to 2: bits of a value stand where BF16 has its sign, the end of its exponent
+# and the first of its mantissa, so it is 2**126 too small, 0.5 a subnormal; the scale's exponent,
+# code + 126, makes up for it. Two of a word's four pairs lend their signs to their scales.
+PLACED_TO_BF16 = gl.constexpr("""{
+.reg .b32 t, s, s2, s3;
+mul.lo.u32 s, $5, 0x00800080;
+and.b32 $0, $4, 0x81C081C0;
+shl.b32 t, $4, 3;
+and.b32 $1, t, 0x81C081C0;
+shl.b32 t, $4, 6;
+and.b32 $2, t, 0x01C001C0;
+shr.b32 t, $4, 3;
+and.b32 $3, t, 0x01C001C0;
+shl.b32 t, $4, 2;
+lop3.b32 s2, t, 0x80008000, s, 0x6A;
+shl.b32 t, $4, 1;
+lop3.b32 s3, t, 0x80008000, s, 0x6A;
+mul.rn.bf16x2 $0, $0, s;
+mul.rn.bf16x2 $1, $1, s;
+mul.rn.bf16x2 $2, $2, s2;
+mul.rn.bf16x2 $3, $3, s3;
+}""")
 LOW_BYTES = gl.constexpr(0xC0800000 - (1 << 32))  # of the first four values, as MX_ and NV_BYTES
 # Times 2**(code - 127), codes 1..254.
 MX_BYTES = gl.constexpr(0x3F3F3F00)
@@ -178,9 +200,26 @@ def _bf16_slab(w, s, at, HIGH: gl.constexpr, ASM: gl.constexpr, DOT: gl.constexp
         ASM, "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r,r,r,r,r", [w, s, zero + HIGH, zero + LOW_BYTES],
         dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=4,
     )  # fmt: skip
+    return _bf16_operand(low, high, DOT)
+
+
+@gluon.jit
+def _bf16_operand(low, high, DOT: gl.constexpr):
+    """The two halves of each word's values in the operand layout DOT."""
     a = gl.join(low, high).reshape([2, 4, 8, 4, 4, 2, 2, 2])
     a = a.permute((1, 0, 2, 4, 7, 5, 3, 6)).reshape([64, 128])
     return gl.convert_layout(a, DOT, assert_trivial=True)
+
+
+@gluon.jit
+def placed_bf16_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, DOT: gl.constexpr):
+    """BF16 [64, 128] of MXFP4 whose bits are placed, with its scales."""
+    w, s = _read_slab(w_bufs, s_bufs, at, NUM, gl.uint8)
+    low, high = gl.inline_asm_elementwise(
+        PLACED_TO_BF16, "=r,=r,=r,=r,r,r,r,r,r", [w, s], dtype=(gl.bfloat16, gl.bfloat16),
+        is_pure=True, pack=4,
+    )  # fmt: skip
+    return _bf16_operand(low, high, DOT)
 
 
 @gluon.jit

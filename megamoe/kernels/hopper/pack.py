@@ -8,6 +8,7 @@ interleaves and pads them on the way.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -15,10 +16,11 @@ from torch import Tensor
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale
 from megamoe.layout.regions import align_up
-from megamoe.layout.tiles import RegisterImage
+from megamoe.layout.tiles import RegisterImage, word_bit
 
 WIDTH = 256  # both widths are padded to this: a tile of rows, two K blocks
 MIN_RELATIVE, MAX_RELATIVE = -5, 6  # exponents that E2M1 may be shifted by within E4M3
+PLACED_BY, MOST_PLACED = 126, 128  # what is added to E8M0 codes of placed images; the largest code
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,8 +48,11 @@ class Packed:
         return 2 * align_up(self.num_outputs, WIDTH) if self.is_gated else self.num_outputs
 
 
-def pack(w: Quantized, *, to_e4m3: bool) -> Packed:
-    """`w` [E, 2, I, H] (L1) or [E, H, I] (L2). `to_e4m3` asks for images that decode to E4M3."""
+def pack(w: Quantized, *, to_e4m3: bool, is_placed: bool = False) -> Packed:
+    """`w` [E, 2, I, H] (L1) or [E, H, I] (L2). `to_e4m3` asks for images that decode to E4M3.
+
+    is_placed  of those that decode to BF16: MXFP4's bits where BF16 has them (`can_be_placed`)
+    """
     is_gated = len(w.shape) == 4
     outputs, width = w.shape[-2:]
     if w.spec.scale is Scale.NONE:
@@ -69,8 +74,11 @@ def pack(w: Quantized, *, to_e4m3: bool) -> Packed:
         )  # fmt: skip
     scale = _padded(scale, groups, 127)
     if not to_e4m3:
+        kind = "mx_image"
+        if is_placed:
+            kind, scale = "placed_image", scale.masked_fill(~_nonzero_groups(codes), 1) + PLACED_BY
         return Packed(
-            "mx_image", _image(codes, "bf16"), _scale_image(scale, 4), None, "none",
+            kind, _image(codes, "bf16", is_placed), _scale_image(scale, 4), None, "none",
             outputs, width, is_gated,
         )  # fmt: skip
     relative, base = rebased(codes, scale)
@@ -124,6 +132,13 @@ def fits_bf16(w: Quantized) -> bool:
     return not bool(((_bytes(w.scale) == 0) & _nonzero_groups(w.data)).any())
 
 
+def can_be_placed(w: Quantized) -> bool:
+    """Whether no MXFP4 group that counts has a scale above 2: placed bits leave no room for it."""
+    if w.spec.element.bits != 4 or w.spec.scale is not Scale.E8M0:
+        return False
+    return not bool(((_bytes(w.scale) > MOST_PLACED) & _nonzero_groups(w.data)).any())
+
+
 def rebased(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """E8M0 codes [.., rows, groups] as exponents relative to one power of two per row, FP32."""
     zero = ~_nonzero_groups(codes)
@@ -169,7 +184,7 @@ def _order(mma: str) -> list[int]:
     ]  # fmt: skip
 
 
-def _image(codes: Tensor, mma: str) -> Tensor:
+def _image(codes: Tensor, mma: str, is_placed: bool = False) -> Tensor:
     """Bytes [E, rows, k / 2] -> int32 [E, rows / 64, k / 32, 256]: see `decode`.
 
     Expert by expert, so that little memory is needed beside the result.
@@ -184,9 +199,9 @@ def _image(codes: Tensor, mma: str) -> Tensor:
         n = n.index_select(-1, index).unflatten(-1, (4, 4, 2, 4)).int()  # step, t, half, v
         size, sign = n & 7, n >> 3
         word = torch.zeros(n.shape[:-2], dtype=torch.int32, device=n.device)
-        for v in range(4):
-            word |= size[..., 0, v] << (4 * v) | sign[..., 0, v] << (8 * v + 7)
-            word |= size[..., 1, v] << (16 + 4 * v) | sign[..., 1, v] << (8 * v + 3)
+        for at in product(range(2), range(4)):
+            word |= size[..., *at] << word_bit(*at, 0, is_placed)
+            word |= sign[..., *at] << word_bit(*at, 3, is_placed)
         # stored: slab, K block, upper, warp, g, t, step
         out.copy_(word.permute(0, 4, 2, 1, 3, 6, 5).reshape(out.shape))
     return made
