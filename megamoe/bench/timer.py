@@ -81,9 +81,10 @@ class Timer:
             shape += f", each the mean of {self.chain} one behind the other"
         if not self.on_gpu:
             return f"{shape}, perf_counter on the CPU, nothing flushed"
+        before = "each" if self.chain == 1 else "the first of them"
         flushed = {
-            "memset": "512 MB written through L2 before each",
-            "read": "512 MB read through L2 before each",
+            "memset": f"512 MB written through L2 before {before}",
+            "read": f"512 MB read through L2 before {before}",
             "none": "L2 not flushed",
         }
         return f"{shape}, CUDA-graph replays (eager where a row says so), {flushed[self.flush]}"
