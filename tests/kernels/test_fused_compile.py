@@ -23,6 +23,7 @@ E, I, H, K = 2, 1024, 2048, 6
 CODE = 128 << 10  # bytes of instructions beyond which a launch waits for them (docs/fused.md)
 
 DECODE = {"slots": 384, "experts": 32}
+TABLE = {**DECODE, "table": True}  # scales above 2
 BUSY = {"slots": 384, "experts": 32, "bias": True, "count": True, "options": Options("gpt_oss")}
 RANKS = {"slots": 384, "experts": 4, "ranks": 8, "count": True}
 APART = {"slots": 384, "experts": 4, "ranks": 8, "local": 1, "count": True, "ids": torch.int64}
@@ -43,9 +44,10 @@ def cases():
             yield recipe, True, tile, DECODE
     for tile in shipped_fused("w4a8_block", fits=False):
         yield "w4a8_block", False, tile, DECODE
+        yield "w4a8_block", False, tile, TABLE
     for recipe, more in (
-        ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
-        ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING),
+        ("w4a16", BUSY), ("w4a16", TABLE), ("w4a8_block", RANKS), ("w4a8_block", APART),
+        ("w4a8_block", LATE), ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING),
         ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
@@ -57,7 +59,7 @@ def name(case):
     recipe, fits, tile, more = case
     what = {
         id(BUSY): "busy", id(RANKS): "ranks", id(APART): "apart", id(LATE): "late", id(DECODE): "",
-        id(RING): "ring", id(SHARED): "shared",
+        id(RING): "ring", id(SHARED): "shared", id(TABLE): "table",
         id(SHARED_RING): "shared-ring",
     }  # fmt: skip
     size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
@@ -89,7 +91,7 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     words, stats = new(local, dtype=torch.int32), new((experts - shared) * local, dtype=torch.int64)
     tokens = mega_launch.Tokens(x, idx, new(num, K), count, g, rows, y, words, stats)
     w13, w2 = (
-        pack(matrix(recipe, E, *shape), to_e4m3=how.to_e4m3, is_placed=fits)  # else the table's
+        pack(matrix(recipe, E, *shape), to_e4m3=how.to_e4m3, is_placed="table" not in more)
         for shape in ((2, I, H), (H, I))
     )
     kept = mega_launch.State(

@@ -113,7 +113,8 @@ def assert_streamed(ptx, is_stream):
         assert how.endswith("L2::cache_hint") == (is_stream and rank >= "3")
 
 
-def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, intermediate=I):
+def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, intermediate=I,
+             is_placed=True):  # fmt: skip
     """What `launch` would run."""
     kernel = "straight_kernel" if isinstance(tile, Straight) else "swapped_kernel"
     compiler = Compiler(getattr(launch, kernel))
@@ -132,13 +133,22 @@ def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, i
         "items": torch.empty(132, 8, dtype=torch.int32, device=META) if is_in_waves(tile) else None,
     }
     if linear == "l1":
-        w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3, is_placed=fits)
+        w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3, is_placed=is_placed)
         launch.gated(x, w, acts, tile, how, options, **rest)
     else:
-        w = pack(matrix(recipe, E, H, I), to_e4m3=how.to_e4m3, is_placed=fits)
+        w = pack(matrix(recipe, E, H, I), to_e4m3=how.to_e4m3, is_placed=is_placed)
         rows = torch.empty(512, H, dtype=torch.bfloat16, device=META)
         launch.linear(acts, w, rows, tile, how, options, **rest)
     return compiler.made
+
+
+@pytest.mark.parametrize("linear", ["l1", "l2"])
+@pytest.mark.parametrize(("recipe", "fits"), [("w4a16", True), ("w4a8_block", False)])
+def test_scales_above_2_spill_as_little(recipe, fits, linear, monkeypatch):
+    for tile in widest(recipe, fits=fits):
+        with monkeypatch.context() as patched:
+            kernel = compiled(patched, recipe, fits, tile, linear, "", is_placed=False)
+        assert resources(kernel)["stack"] == 0, tile
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=name)
