@@ -71,8 +71,10 @@ def measure(
         peers=peers,
     )
     seeds = range(settings.seed, settings.seed + (2 if settings.chain > 1 else 1))
-    weights: list[Weights] = []
+    jobs: list[Job] = []
     for done, cell in enumerate(cells, 1):
+        weights = [job.weights for job in jobs]
+        jobs.clear()
         if not weights or weights[0].shape != cell.shape:
             weights.clear()  # free the last shape's before making the next one's
             weights += [Weights(cell.shape, device, seed) for seed in seeds]
