@@ -148,7 +148,7 @@ def test_placed_images_hold_scales_up_to_2(linear):
 
 
 def test_every_code_and_scale_that_can_be_placed_is_exact():
-    pairs = [(byte, code) for code in range(1, 129) for byte in range(256)]
+    pairs = [(low | 15 - low << 4, code) for code in range(1, 129) for low in range(16)]
     w = row_of(*pairs, (0x08, 0), (0x80, 255))  # zeros, whatever their scale
     assert pack.can_be_placed(w)
     values = unpacked(pack.pack(w, to_e4m3=False, is_placed=True))
