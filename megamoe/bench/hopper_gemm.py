@@ -50,7 +50,7 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     chosen = tile or tile_for(recipe, shape)
     how, options = launch.arithmetic(recipe), Options()
     given = inputs.weights_as(row.weights.name)
-    w = pack(given, to_e4m3=how.to_e4m3, is_placed=not how.to_e4m3 and can_be_placed(given))
+    w = pack(given, to_e4m3=how.to_e4m3, is_placed=can_be_placed(given))
     x = pooled(inputs, recipe, chosen, how)
     is_global = row.acts.has_global
     ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None

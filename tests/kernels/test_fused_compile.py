@@ -42,12 +42,14 @@ def cases():
     for recipe in RECIPES:
         for tile in shipped_fused(recipe):
             yield recipe, True, tile, DECODE
+            if recipe in ("w4a16", "w4a8", "w4a4"):
+                yield recipe, True, tile, TABLE
     for tile in shipped_fused("w4a8_block", fits=False):
         yield "w4a8_block", False, tile, DECODE
         yield "w4a8_block", False, tile, TABLE
     for recipe, more in (
-        ("w4a16", BUSY), ("w4a16", TABLE), ("w4a8_block", RANKS), ("w4a8_block", APART),
-        ("w4a8_block", LATE), ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING),
+        ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
+        ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING),
         ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more

@@ -142,13 +142,12 @@ def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, i
     return compiler.made
 
 
-@pytest.mark.parametrize("linear", ["l1", "l2"])
-@pytest.mark.parametrize(("recipe", "fits"), [("w4a16", True), ("w4a8_block", False)])
-def test_scales_above_2_spill_as_little(recipe, fits, linear, monkeypatch):
-    for tile in widest(recipe, fits=fits):
-        with monkeypatch.context() as patched:
-            kernel = compiled(patched, recipe, fits, tile, linear, "", is_placed=False)
-        assert resources(kernel)["stack"] == 0, tile
+MULTIPLY_BF16 = [case for case in cases() if case[0] in ("w4a16", "w4a8", "w4a4") or not case[1]]
+
+
+@pytest.mark.parametrize("case", MULTIPLY_BF16, ids=name)
+def test_scales_above_2_spill_as_little(case, monkeypatch):
+    assert resources(compiled(monkeypatch, *case, is_placed=False))["stack"] == 0
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=name)

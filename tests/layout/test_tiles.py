@@ -102,9 +102,7 @@ def test_a_shift_brings_a_placed_pair_to_where_bf16_has_it():
         for upper in (0, 1):
             half, v = pair // 2, pair % 2 * 2 + upper
             bits = [word_bit(half, v, bit, True) + size for bit in range(3)]
-            assert bits == [
-                16 * upper + at for at in (6, 7, 8)
-            ]  # mantissa's first, exponent's last
+            assert bits == [16 * upper + at for at in (6, 7, 8)]  # of mantissa and exponent
             assert word_bit(half, v, 3, True) + sign == 16 * upper + 15
 
 

@@ -51,7 +51,7 @@ class Packed:
 def pack(w: Quantized, *, to_e4m3: bool, is_placed: bool = False) -> Packed:
     """`w` [E, 2, I, H] (L1) or [E, H, I] (L2). `to_e4m3` asks for images that decode to E4M3.
 
-    is_placed  of those that decode to BF16: MXFP4's bits where BF16 has them (`can_be_placed`)
+    is_placed  MXFP4's bits where BF16 has them, if they decode to BF16 (`can_be_placed`)
     """
     is_gated = len(w.shape) == 4
     outputs, width = w.shape[-2:]
