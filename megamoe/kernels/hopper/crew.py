@@ -75,6 +75,7 @@ class Call:
     STAGES: gl.constexpr
     ROWS: gl.constexpr  # weight rows of a tile
     TRACE: gl.constexpr
+    WINDOW: gl.constexpr  # as in `swapped.Work`
     RING: gl.constexpr  # the pool is too small for all rows (`waves`)
     ROWS_AS: gl.constexpr  # the format that combine rounds rows to
 
@@ -169,6 +170,7 @@ def _work(c, linear, w_bufs, ws_bufs, x_bufs, xs_bufs, kept, tiles):
         linear.steps, linear.num_outputs, linear.num_biases, out_width, linear.factor_rows,
         linear.factor_cols, c.clamp, c.WEIGHTS, linear.ACTS, linear.GATED, c.PROMOTED, c.FACTOR,
         c.HAS_BIAS, c.WEIGHTED, c.ACTIVATION, c.TOKENS, IS_STREAM, c.SLABS, c.DEPTH, c.STAGES, SPAN,
+        c.WINDOW,
     )  # fmt: skip
 
 

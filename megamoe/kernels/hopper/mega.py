@@ -274,8 +274,9 @@ def mega_kernel(
     ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
     RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
     TOP_K: gl.constexpr, SHARED: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr,
-    SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, MATH_REGS: gl.constexpr,
-    LOAD_REGS: gl.constexpr, TRACE: gl.constexpr, RING: gl.constexpr, ROWS_AS: gl.constexpr,
+    SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr, RING: gl.constexpr,
+    ROWS_AS: gl.constexpr,
 ):  # fmt: skip
     """Two math warpgroups (the first is the launch's own), then four warps."""
     CHUNK: gl.constexpr = SLOTS if SLOTS < 512 else 512
@@ -286,7 +287,7 @@ def mega_kernel(
         rows_per_rank, pool_rows, wave_rows, private_stride, num_counters, hidden, width, clamp,
         WEIGHTS, ACTS, FACTOR, HAS_BIAS, ACTIVATION, PROMOTED, WEIGHTED, HAS_COUNT, HAS_STATS,
         RANKS, LOCAL, EXPERTS, SLOTS, CHUNK, TOP_K, SHARED, K_SLOTS, TOKENS, SLABS, DEPTH,
-        STAGES, GROUPS * SLABS * 64, TRACE, RING, ROWS_AS,
+        STAGES, GROUPS * SLABS * 64, TRACE, WINDOW, RING, ROWS_AS,
     )  # fmt: skip
     one = Linear(
         w1, ws1, x1, xs1, factor1, bias1, acts_factor, acts, acts_scale, steps1, outputs1, biases1,

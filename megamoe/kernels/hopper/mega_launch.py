@@ -117,8 +117,9 @@ def fused(
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=world.num,
         LOCAL=world.local, EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots),
         TOP_K=top_k, SHARED=num_shared, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens,
-        SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages, MATH_REGS=tile.math_regs,
-        LOAD_REGS=tile.load_regs, TRACE=trace is not None, RING=wave_rows > 0,
+        SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages, WINDOW=tile.window,
+        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None,
+        RING=wave_rows > 0,
         ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
         num_warps=4, launch_cooperative_grid=True,
     )  # fmt: skip

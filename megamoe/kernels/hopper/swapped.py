@@ -89,6 +89,7 @@ class Work:
     DEPTH: gl.constexpr  # K blocks of 128 per stage
     STAGES: gl.constexpr
     SPAN: gl.constexpr  # token tiles that share a sweep over the rows
+    WINDOW: gl.constexpr  # stages in flight once the launch is not young; 0: as many as there are
 
 
 @gluon.constexpr_function
@@ -105,6 +106,19 @@ def early_steps(p):
 
 
 @gluon.jit
+def _hold(p, idx, phase):
+    """Wait until the stage WINDOW before this one is full.
+
+    What misses a cache waits behind all the weights that are asked for: tokens, counters, code. Two
+    stages of every CTA keep memory busy.
+    """
+    back = idx - p.WINDOW
+    wraps = back < 0
+    at = gl.where(wraps, back + p.STAGES, back)
+    mbarrier.wait(p.full.index(at), gl.where(wraps, phase, phase ^ 1))
+
+
+@gluon.jit
 def load_weight_step(p, expert, across, k, is_early, idx, phase):
     """Step k of one tile of weights into the ring, when there is room."""
     SLABS: gl.constexpr = GROUPS * p.SLABS
@@ -113,6 +127,9 @@ def load_weight_step(p, expert, across, k, is_early, idx, phase):
     policy = stream_policy(is_early)
     ready = p.full.index(idx)
     mbarrier.wait(p.empty.index(idx), phase)
+    if p.WINDOW > 0 and p.WINDOW < p.STAGES:  # noqa: SIM102  known at compile time
+        if not is_early:
+            _hold(p, idx, phase)
     mbarrier.expect(ready, BYTES)
     if kind.DECODED:
         at = [expert, across * SLABS, k * p.DEPTH * 4, 0]
@@ -276,6 +293,7 @@ def swapped_kernel(
 ):  # fmt: skip
     """Two math warpgroups (the first is the launch's own), then three warps."""
     ALL: gl.constexpr = GROUPS * SLABS
+    WINDOW: gl.constexpr = 0
     SCALES: gl.constexpr = TOKENS if TOKENS >= 32 else 32
     if WEIGHTS.DECODED:
         w_bufs = gl.allocate_shared_memory(w.dtype, [STAGES, 1, ALL, 4 * DEPTH, 256], w.layout)
@@ -311,7 +329,7 @@ def swapped_kernel(
         notes, factor, bias, acts_factor, row_factor, row_weight, row_dest, out, out_scale, tiles,
         num_tiles, pool_rows, steps, num_outputs, num_biases, out_width, factor_rows,
         factor_cols, clamp, WEIGHTS, ACTS, GATED, PROMOTED, FACTOR, HAS_BIAS, WEIGHTED,
-        ACTIVATION, TOKENS, IS_STREAM, SLABS, DEPTH, STAGES, SPAN,
+        ACTIVATION, TOKENS, IS_STREAM, SLABS, DEPTH, STAGES, SPAN, WINDOW,
     )  # fmt: skip
     gl.warp_specialize(
         [(math, (p, 0)), (math, (p, 1)), (load_weights, (p,)), (load_tokens, (p,)), (note, (p,))],

@@ -14,6 +14,12 @@ from megamoe.layout.regions import align_up
 SHARED_BYTES = 232448 - 4096  # what a CTA may have, less notes and the compiler's scratch
 MOST_STAGES = 12
 GROUPS = 2  # math warpgroups of a CTA
+# Stages of weights that a fused launch has in flight once what others left in L2 is written back,
+# 9 MB of all CTAs. w4a8_block, after a memset and after a read: flash at 8 tokens 95.6 and 88.2 us,
+# 97.4 and 90.0 with a whole ring of six; 48 experts at 32 tokens, 23 of them met, 126.2 and 121.8,
+# 126.9 and 123.4 with five. Where FP4 becomes BF16 math is the limit and wants the whole ring:
+# w4a16 flash at 8 tokens 109.1 and 106.6, 109.7 and 107.6 with two stages.
+WINDOW = 2
 INF = float("inf")
 
 
@@ -27,6 +33,7 @@ class Swapped:
     stages: int
     span: int = 1  # token tiles that share each tile of weights
     is_stream: bool = True  # weights leave L2 first: no tile that follows reads them again
+    window: int = 0  # stages that a fused launch has in flight; 0: as many as there are
     math_regs: int = 232
     load_regs: int = 40
 
@@ -143,4 +150,5 @@ def _swapped(recipe: str, shape: tuple[int, ...], element: int, scale: int) -> S
     stage = depth * (weights + tokens * 128 * element + max(tokens, 32) * scale) + 16
     fixed = 2 * GROUPS * tokens * 4 + (GROUPS * tokens * 64 if tokens >= 64 else 0)
     stages = min((SHARED_BYTES - align_up(fixed, 1024)) // stage, MOST_STAGES)
-    return Swapped(tokens, slabs, depth, stages, span, bool(is_stream))
+    window = 0 if bits < 8 and element == 2 else WINDOW
+    return Swapped(tokens, slabs, depth, stages, span, bool(is_stream), window)
