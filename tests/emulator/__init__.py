@@ -6,7 +6,9 @@ not: layouts, fences, the memory model, registers, time. Kernels are taken as th
 Python functions run with `gl`, `mbarrier` and the like replaced by what is here.
 """
 
-from megamoe.kernels.hopper import deal, launch, mega_launch, place, route
+from triton.experimental.gluon import language as gl
+
+from megamoe.kernels.hopper import deal, launch, mega_launch, place, route, swapped
 from megamoe.kernels.portable import combine, dispatch, sort
 from tests.emulator import language  # noqa: F401  what kernels get
 from tests.emulator.running import Emulated
@@ -23,7 +25,11 @@ KERNELS = tuple(
 
 
 def install(monkeypatch, num_sms=3):
-    """Let the Hopper backend launch here, on a GPU of so few SMs; -> its kernels by name."""
+    """Let the Hopper backend launch here, on a GPU of so few SMs; -> its kernels by name.
+
+    No launch is young (`stream.EARLY`): where a tile has a window, all its weights are held to it.
+    """
+    monkeypatch.setattr(swapped, "EARLY", gl.constexpr(0))
     found = {name: Emulated(kernel) for _, name, kernel in KERNELS}
     for module, name, _ in KERNELS:
         monkeypatch.setattr(module, name, found[name])

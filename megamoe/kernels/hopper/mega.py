@@ -77,7 +77,7 @@ def load_weights(m, one, two):
     """Stream the weights of each tile.
 
     What stands in memory's queues holds up the tokens: this CTA's go first, and what is asked for
-    before all are there is no more than `ahead`.
+    before all are there is no more than `ahead`. Later a window holds it (`swapped`).
     """
     idx = 0
     phase = 1
