@@ -188,6 +188,16 @@ def test_every_table_covers_every_load_and_says_why(backend):
         assert value in backend.BLOCK_MS and len(why) > 10
 
 
+def test_fused_launches_hold_weights_to_a_window_unless_math_is_the_limit():
+    for recipe in RECIPES:
+        tile, _ = hopper_tiles.tiles(recipe, 4.0)
+        becomes_bf16 = recipe in ("w4a16", "w4a8", "w4a4", "nvfp4")
+        assert tile.window == (0 if becomes_bf16 else 2)
+        assert hopper_fused.as_fused(tile).window == tile.window < tile.stages
+    wide, _ = hopper_tiles.tiles("w4a8_block", 4.0, fits_e4m3=False)
+    assert wide.window == 0
+
+
 def test_a_stage_that_does_not_fit_twice_is_refused_with_the_sum():
     fixed, stage = (Term("a", 100, ""),), (Term("b", 60, ""),)
     with pytest.raises(CapacityError, match=r"200 bytes.*got 100 fixed bytes and 60 a stage"):

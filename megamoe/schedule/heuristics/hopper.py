@@ -252,7 +252,7 @@ def roles(problem: Problem, tiles: Tiles) -> tuple[Role, ...]:
     rows = tiles.block_n // groups
     return (
         Role("math", 4 * groups, consumer, f"{why}; {rows} rows each, epilogue and combine too"),
-        Role("load_weights", 1, other, "streams ahead of every dependency, two stages in flight"),
+        Role("load_weights", 1, other, "streams ahead of every dependency"),
         Role("load_tokens", 1, other, "waits for arrivals, then copies rows and scales"),
         Role("pull_tokens", NUM_PULL_WARPS, other, "counts, pulls rows, cleans the workspace"),
         Role("publish", 1, other, "releases finished blocks so that math never waits for it"),
