@@ -181,6 +181,24 @@ class RegisterImage:
         return IndexMap("register_image_scales", size, forward, inverse)
 
     @property
+    def exponents(self) -> IndexMap:
+        """Order of the 4-bit exponents of "e4m3": as the scales, but row g + 8 behind row g."""
+        scales = self.scales
+        block = SLAB_ROWS * BLOCK_K // self.group  # of a slab in a K block
+
+        def forward(index: int) -> int:
+            slab, place = divmod(scales.forward(index), block)
+            upper, rest = divmod(place, block // 2)
+            return slab * block + 2 * rest + upper
+
+        def inverse(place: int) -> int:
+            slab, at = divmod(place, block)
+            rest, upper = divmod(at, 2)
+            return scales.inverse(slab * block + upper * (block // 2) + rest)
+
+        return IndexMap("register_image_exponents", scales.size, forward, inverse)
+
+    @property
     def bits(self) -> IndexMap:
         """The whole image, bit by bit: plain bit = (row * num_cols + column) * 4 + bit of E2M1."""
         size = self.num_rows * self.num_cols * FP4_BITS

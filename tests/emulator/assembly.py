@@ -30,7 +30,7 @@ def _nibbles(word):
 def _to_e4m3(w, s):
     """Words to words: low values and high ones."""
     shift = s.t.expand(w.t.shape).to(torch.int64)[..., None]
-    low, high = shift * 0x01010100 + 0x14100800, shift * 0x01010101 + 0x24201C18
+    low, high = shift * 0x08080800 + 0x14100800, shift * 0x08080808 + 0x24201C18
     table = torch.cat([half >> 8 * j & 255 for half in (low, high) for j in range(4)], -1)
     for magnitude, sign in _nibbles(_words(w)):
         code = (table.gather(-1, magnitude) | sign << 7).to(torch.uint8)

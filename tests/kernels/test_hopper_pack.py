@@ -72,7 +72,9 @@ def decoded(w):
     unit = numpy.uint16 if w.kind == "nv_image" else numpy.uint8
     scale = torch.from_numpy(w.scale.numpy().view(unit).astype(numpy.int32))
     is_fp8 = w.kind == "e4m3_image"  # whose threads have one group each, the others' steps
-    scale = scale.view(*lead, 2, 4, 8, *((4, 1) if is_fp8 else (1, 4))).expand_as(word)
+    if is_fp8:  # exponents of both rows of a thread in a byte
+        scale = torch.stack((scale & 15, scale >> 4), -1).view(*lead, -1, 2).transpose(-1, -2)
+    scale = scale.reshape(*lead, 2, 4, 8, *((4, 1) if is_fp8 else (1, 4))).expand_as(word)
     words = (t.contiguous().numpy().view(numpy.uint32) for t in (word, scale))
     program, more = ASM[w.kind]
     parts = torch.stack(run_ptx(program.value, 2 if is_fp8 else 4, *words, more), -1)
@@ -196,6 +198,15 @@ def test_scales_lie_as_the_layout_says(group):
     scale = torch.arange(rows * cols // group).remainder(251).to(torch.uint8)
     made = pack._scale_image(scale.view(1, rows, -1), 128 // group)
     assert torch.equal(made.view(torch.uint8).flatten(), swizzle(scale, image.scales.order()))
+
+
+def test_exponents_lie_as_the_layout_says():
+    rows, cols = 128, 384
+    image = RegisterImage(rows, cols)
+    shift = torch.arange(rows * cols // 32).remainder(13).to(torch.uint8)
+    made = pack._pair_image(shift.view(1, rows, -1)).view(torch.uint8).flatten()
+    halves = torch.stack((made & 15, made >> 4), -1).flatten()
+    assert torch.equal(halves, swizzle(shift, image.exponents.order()))
 
 
 def row_of(*groups):

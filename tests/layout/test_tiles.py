@@ -17,6 +17,7 @@ MAPS = [
     *(gate_up(i, g, first) for i in (64, 192, 2880) for g in (8, 64) for first in ("gate", "up")),
     *(utccp(n) for n in (0, 128, 384)),
     *(index for image in IMAGES for index in (image.words, image.scales, image.bits)),
+    RegisterImage(128, 256).exponents,
 ]
 
 

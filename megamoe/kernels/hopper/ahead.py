@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from megamoe.kernels.hopper.deal import end_item, num_waves, place_of, tiles_of_wave
-from megamoe.kernels.hopper.decode import e4m3_of_words, read_words
+from megamoe.kernels.hopper.decode import PAIR_WORDS, e4m3_of_words, read_words
 from megamoe.kernels.hopper.ring import advance, quotient, record
 from megamoe.kernels.hopper.straight_epilogue import MMA
 
@@ -57,7 +57,7 @@ class Ahead:
     """Where FP4 comes from and E4M3 goes to, the ring's size, and the jobs' own ring."""
 
     words: tma.tensor_descriptor  # int32 [slab, K / 32, 256]
-    scale: tma.tensor_descriptor  # int32 [slab, K / 2]
+    scale: tma.tensor_descriptor  # int32 [slab, K / 4]
     ring: gl.tensor  # E4M3 [run of the wave, DEPTH, 256 rows, 128]
     error: gl.tensor  # the layer's word: -1 where a wait was given up
     word_bufs: gl.shared_memory_descriptor
@@ -187,12 +187,12 @@ def load_jobs(p):
                 ready = a.ready.index(slot)
                 mbarrier.wait(a.free.index(slot), phase)
                 _write(p, slot, to, wave + job - turn * count, turn + 1)
-                mbarrier.expect(ready, a.CHUNK * (4096 + 256))
+                mbarrier.expect(ready, a.CHUNK * (4096 + 4 * PAIR_WORDS))
                 tma.async_copy_global_to_shared(
                     a.words, [slab, chunk * (a.CHUNK * 4), 0], ready, a.word_bufs.index(slot)
                 )
                 tma.async_copy_global_to_shared(
-                    a.scale, [slab, chunk * (a.CHUNK * 64)], ready, a.scale_bufs.index(slot)
+                    a.scale, [slab, chunk * (a.CHUNK * PAIR_WORDS)], ready, a.scale_bufs.index(slot)
                 )
                 _await_read(p, before + chunk - RING)
                 mbarrier.arrive(ready, count=1)

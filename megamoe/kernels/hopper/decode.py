@@ -2,7 +2,8 @@
 
 A slab is 64 rows x 128 columns: 4096 bytes of values, in which thread i's 16 bytes lie at 16 i
 (`layout.tiles.RegisterImage`), and one scale per row and group. A 32-bit word holds eight values
-of one row and one group, so decoding never leaves the thread.
+of one row and one group, so decoding never leaves the thread. Exponents of images that decode to
+E4M3 take four bits: those of both rows of a thread are one byte.
 
 The upper half of a word's codes comes down by dp2a, which multiplies halves and adds: a shift would
 wait for the pipe that table look-ups and masks fill already.
@@ -15,12 +16,12 @@ from triton.experimental.gluon import language as gl
 def _to_e4m3(words: int) -> str:
     """PTX for eight E2M1 a word to as many E4M3, low and high, with the group's exponent added.
 
-    prmt looks magnitudes up in a table of two registers, which the exponent shifts (byte 8 (r + 5),
-    r = -5..6: exact); signs are merged in. Operands: low and high of each word, words, the scale.
+    prmt looks magnitudes up in a table of two registers, which the exponent shifts (bytes by 8 d,
+    d = r + 5, r = -5..6: exact); signs are merged in. Operands: low, high of each word, words, d.
     """
     scale = f"${3 * words}"
-    table = f"""mad.lo.u32 l1, {scale}, 0x01010101, 0x24201C18;
-mad.lo.u32 l0, {scale}, 0x01010100, 0x14100800;
+    table = f"""mad.lo.u32 l1, {scale}, 0x08080808, 0x24201C18;
+mad.lo.u32 l0, {scale}, 0x08080800, 0x14100800;
 """
 
     def decoded(low: str, high: str, word: str) -> str:
@@ -37,6 +38,7 @@ lop3.b32 {high}, {high}, m, 0x80808080, 0xF8;
     return "{\n.reg .b32 m, l0, l1;\n" + table + body + "}"
 
 
+PAIR_WORDS = gl.constexpr(32)  # of a slab: its exponents of four bits
 TO_E4M3 = gl.constexpr(_to_e4m3(1))
 FOUR_TO_E4M3 = gl.constexpr(_to_e4m3(4))  # of a row, which share a scale
 
@@ -143,6 +145,11 @@ _LANES = gl.constexpr(  # of t alone
     )
 )
 _BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
+_PAIRS = gl.constexpr(gl.SliceLayout(0, gl.SliceLayout(4, WORDS.value)))
+_UPPER = gl.constexpr(
+    gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, WORDS.value))))
+)
+_PAIR_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 _SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 
 
@@ -156,18 +163,23 @@ def _read_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr):
 
 @gluon.jit
 def read_words(w_bufs, s_bufs, at, NUM: gl.constexpr):
-    """A slab whose columns stand by group (`device.columns`): its words, and one scale a row.
+    """A slab whose columns stand by group (`device.columns`): its words, and a byte for both rows.
 
     Words, since bytes that are kept over a loop take a register each.
     """
     w = w_bufs._reinterpret(gl.int32, [NUM, 2, 4, 8, 4, 4], _WORD_BYTES).index(at).load(WORDS)
-    s = s_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at)
-    return w, gl.expand_dims(s.load(gl.SliceLayout(4, WORDS)).to(gl.int32), 4)
+    s = s_bufs._reinterpret(gl.uint8, [NUM, 4, 8, 4], _PAIR_BYTES).index(at).load(_PAIRS)
+    return w, s.to(gl.int32)
 
 
 @gluon.jit
 def e4m3_of_words(w, s, DOT: gl.constexpr):
     """E4M3 [64, 128] in the operand layout DOT, of what `read_words` gave."""
+    s = gl.expand_dims(gl.expand_dims(s, 0), 4)
+    upper = gl.arange(0, 2, _UPPER)
+    for dim in gl.static_range(1, 5):
+        upper = gl.expand_dims(upper, dim)
+    s = gl.where(upper == 0, s & 15, s >> 4)
     low0, high0, low1, high1, low2, high2, low3, high3 = gl.inline_asm_elementwise(
         FOUR_TO_E4M3, "=r,=r,=r,=r,=r,=r,=r,=r,r,r,r,r,r,r,r,r", [w, s],
         dtype=(

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from megamoe.kernels.hopper.deal import end_item, tile_at
-from megamoe.kernels.hopper.decode import e4m3_of_words, read_words
+from megamoe.kernels.hopper.decode import PAIR_WORDS, e4m3_of_words, read_words
 from megamoe.kernels.hopper.ring import advance
 from megamoe.kernels.hopper.straight_epilogue import MMA, SLABS
 
@@ -15,11 +15,11 @@ def load_image(p, expert, across, k, idx, phase):
     """The FP4 image of one K block of a tile."""
     ready = p.image_full.index(idx)
     mbarrier.wait(p.image_empty.index(idx), phase)
-    mbarrier.expect(ready, SLABS * (4096 + 256))
+    mbarrier.expect(ready, SLABS * (4096 + 4 * PAIR_WORDS))
     slab = across * SLABS
     tma.async_copy_global_to_shared(p.w, [expert, slab, k * 4, 0], ready, p.image.index(idx))
     tma.async_copy_global_to_shared(
-        p.w_scale, [expert, slab, k * 64], ready, p.image_scale.index(idx)
+        p.w_scale, [expert, slab, k * PAIR_WORDS], ready, p.image_scale.index(idx)
     )
     return advance(idx, phase, p.IMAGES)
 

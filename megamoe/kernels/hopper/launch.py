@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.device.numbers import Kind
 from megamoe.kernels.hopper.deal import HALF, Hand, Width
+from megamoe.kernels.hopper.decode import PAIR_WORDS
 from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import WIDTH, Packed
 from megamoe.kernels.hopper.pool import Pool, max_tiles, num_rows
@@ -164,7 +165,7 @@ def _straight(
         assert w.scale is not None and tile.ahead % 4 == 0 and width // 256 < ctas
         chunk = 2 if width % 512 else 4  # K blocks that are decoded together
         fp4 = _tma(w.data.flatten(0, 1), [1, 4 * chunk, 256], 0)
-        fp4_scale = _tma(w.scale.flatten(0, 1), [1, 64 * chunk], 0)
+        fp4_scale = _tma(w.scale.flatten(0, 1), [1, chunk * PAIR_WORDS.value], 0)
         ring = w.data.new_empty(ctas * tile.ahead * 256, 128, dtype=torch.float8_e4m3fn)
         data = scale = _tma(ring, [256, 128], 128)
         constants["launch_cooperative_grid"] = True  # its CTAs wait for each other

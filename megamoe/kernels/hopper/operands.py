@@ -8,7 +8,13 @@ ring block. PROMOTED sums leave wgmma every 128 of K and are scaled in FP32; the
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.device.numbers import Kind
-from megamoe.kernels.hopper.decode import e4m3_slab, mx_bf16_slab, nv_bf16_slab, placed_bf16_slab
+from megamoe.kernels.hopper.decode import (
+    PAIR_WORDS,
+    e4m3_slab,
+    mx_bf16_slab,
+    nv_bf16_slab,
+    placed_bf16_slab,
+)
 
 
 def _kind(
@@ -29,7 +35,7 @@ def _kind(
 
 
 WEIGHTS = {
-    "e4m3_image": _kind("e4m3_image", gl.float8e4nv, 4096, 256, e4m3_slab, True),
+    "e4m3_image": _kind("e4m3_image", gl.float8e4nv, 4096, 4 * PAIR_WORDS.value, e4m3_slab, True),
     "placed_image": _kind("placed_image", gl.bfloat16, 4096, 256, placed_bf16_slab),
     "mx_image": _kind("mx_image", gl.bfloat16, 4096, 256, mx_bf16_slab),
     "nv_image": _kind("nv_image", gl.bfloat16, 4096, 512, nv_bf16_slab),

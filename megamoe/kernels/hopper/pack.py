@@ -82,9 +82,9 @@ def pack(w: Quantized, *, to_e4m3: bool, is_placed: bool = False) -> Packed:
             outputs, width, is_gated,
         )  # fmt: skip
     relative, base = rebased(codes, scale)
-    shift = ((relative - MIN_RELATIVE) * 8).to(torch.uint8)
+    shift = (relative - MIN_RELATIVE).to(torch.uint8)
     return Packed(
-        "e4m3_image", _image(codes, "e4m3"), _scale_image(shift, 4), base, "row",
+        "e4m3_image", _image(codes, "e4m3"), _pair_image(shift), base, "row",
         outputs, width, is_gated,
     )  # fmt: skip
 
@@ -214,3 +214,12 @@ def _scale_image(scale: Tensor, per_block: int) -> Tensor:
     s = scale.view(experts, rows // 64, 4, 2, 8, groups // per_block, per_block)
     s = s.permute(0, 1, 5, 3, 2, 4, 6).contiguous()
     return s.view(experts, rows // 64, -1).view(torch.int32)
+
+
+def _pair_image(shift: Tensor) -> Tensor:
+    """Numbers below 16 [E, rows, groups] -> int32 [E, rows / 64, words]: stored slab, K block,
+    warp, g, group of the block; a byte has those of rows g and g + 8."""
+    experts, rows, groups = shift.shape
+    s = shift.view(experts, rows // 64, 4, 2, 8, groups // 4, 4).permute(0, 1, 5, 3, 2, 4, 6)
+    both = s[:, :, :, 0] | s[:, :, :, 1] << 4
+    return both.reshape(experts, rows // 64, -1).view(torch.int32)

@@ -26,6 +26,7 @@ from megamoe.kernels.hopper.ahead import (
     tell_jobs,
 )
 from megamoe.kernels.hopper.deal import HALF, end_item
+from megamoe.kernels.hopper.decode import PAIR_WORDS
 from megamoe.kernels.hopper.images import decode, load_images
 from megamoe.kernels.hopper.meet import publish_stores
 from megamoe.kernels.hopper.notes import (
@@ -255,7 +256,8 @@ def straight_kernel(
     if IN_STAGE:
         w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], plain)
         image = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, SLABS, 4, 256], w.layout)
-        image_scale = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, SLABS, 64], w_scale.layout)
+        shape: gl.constexpr = [IMAGES, 1, SLABS, PAIR_WORDS]
+        image_scale = gl.allocate_shared_memory(gl.int32, shape, w_scale.layout)
     else:
         shape: gl.constexpr = [STAGES] + w.block_type.shape
         w_bufs = gl.allocate_shared_memory(gl.float8e4nv, shape, w.layout)
@@ -278,7 +280,7 @@ def straight_kernel(
         ahead = Ahead(
             fp4, fp4_scale, ring, error,
             gl.allocate_shared_memory(gl.int32, words, fp4.layout),
-            gl.allocate_shared_memory(gl.int32, [IMAGES, 1, 64 * CHUNK], fp4_scale.layout),
+            gl.allocate_shared_memory(gl.int32, [IMAGES, 1, CHUNK * PAIR_WORDS], fp4_scale.layout),
             gl.allocate_shared_memory(gl.int32, [IMAGES * LETTER, 1], flat),
             barriers(IMAGES, 2), barriers(IMAGES, 1), barriers(IMAGES, 2), DEPTH, CHUNK, IMAGES,
         )  # fmt: skip
