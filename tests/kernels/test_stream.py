@@ -1,7 +1,6 @@
 """Hints for L2 find their copies in what the compiler writes."""
 
 import pytest
-import triton
 
 from megamoe.kernels.hopper import stream
 
@@ -34,28 +33,3 @@ def test_copies_between_marks_get_the_policy(given, wanted):
 def test_the_last_mark_counts():
     found = stream.hinted("\n".join([MARK, PLAIN, UNMARK, OTHER, PLAIN, UNMARK])).split("\n")
     assert found[1] == HINTED and found[4] == HINTED.replace("85", "86")
-
-
-def test_who_looked_at_stages_before_still_does(monkeypatch):
-    seen = []
-    runtime = triton.knobs.runtime
-    monkeypatch.setattr(runtime, "add_stages_inspection_hook", lambda *args: seen.append(args))
-    stream._install()
-    stages = {"ptx": lambda source, metadata: source}
-    runtime.add_stages_inspection_hook(None, stages, None, None, 90)
-    assert len(seen) == 1
-    assert stages["ptx"](f"{MARK}\n{PLAIN}", {}).endswith(HINTED)
-
-
-@pytest.mark.parametrize("before", [None, lambda *args: ("theirs", "0123")])
-def test_a_later_compiler_asks_for_a_key_first(before, monkeypatch):
-    monkeypatch.setattr(triton.knobs.runtime, "add_stages_inspection_hook", before)
-    stream._install()
-    key, digest = triton.knobs.runtime.add_stages_inspection_hook()
-    wanted = ("", "") if before is None else before()
-    assert (key, digest) == tuple(part + stream.KEY for part in wanted)
-
-
-def test_a_compiler_without_such_stages_is_left_alone(monkeypatch):
-    monkeypatch.setattr(triton.knobs, "runtime", object())
-    stream._install()

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megamoe.kernels.hopper.code import fetch_code
 from megamoe.kernels.hopper.combine import combine
 from megamoe.kernels.hopper.crew import Call, Linear, allocate, prepare
 from megamoe.kernels.hopper.edges import (
@@ -305,6 +306,7 @@ def mega_kernel(
     rank = first_rank + local
     cta = pid - local * num_ctas
     mine = private + pid * private_stride
+    fetch_code()
     if RANKS == 1:
         fetch_early(c, cta, num_ctas)
     memory = allocate(c, one, two)  # while the routing comes

@@ -7,10 +7,11 @@ Where the compiler has no such stages the comment is all there is, and copies ar
 
 import re
 
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from megamoe.kernels.hopper.stages import change
 
 EARLY = gl.constexpr(110 << 20)  # bytes of a launch: twice what L2 holds
 MARK = gl.constexpr("mov.b32 $0, 0; // copies from here: L2 policy $1")
@@ -18,7 +19,6 @@ UNMARK = gl.constexpr("mov.b32 $0, 0; // copies from here: no L2 policy")
 FIRST_OUT = gl.constexpr("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;")
 AS_USUAL = gl.constexpr("createpolicy.fractional.L2::evict_unchanged.b64 $0, 1.0;")
 
-KEY = "megamoe.stream 1"  # another number when `hinted` writes something else
 _MARKED = re.compile(r"// copies from here: (?:L2 policy (%rd\d+)|no L2 policy)$")
 _BLOCK = re.compile(r"\$L__BB")  # a label that is branched to
 _COPY = re.compile(r"(cp\.async\.bulk\.tensor\.\S*::bytes) ([^;]*);")
@@ -61,25 +61,4 @@ def hinted(ptx: str) -> str:
     return "\n".join(lines)
 
 
-def _install() -> None:
-    """Have `hinted` called for every kernel that is compiled, behind whoever looks already."""
-    runtime = getattr(triton.knobs, "runtime", None)
-    if not hasattr(runtime, "add_stages_inspection_hook"):
-        return
-    before = runtime.add_stages_inspection_hook
-
-    def add(backend=None, stages=None, *rest):  # type: ignore[no-untyped-def]
-        if stages is None:  # later compilers first ask what their own keys and hashes depend on
-            key, digest = ("", "") if before is None else before()
-            return key + KEY, digest + KEY
-        if before is not None:
-            before(backend, stages, *rest)
-        make = stages.get("ptx")
-        if make is not None:
-            stages["ptx"] = lambda source, metadata: hinted(make(source, metadata))
-        return None
-
-    runtime.add_stages_inspection_hook = add
-
-
-_install()
+change("ptx", hinted, "megamoe.stream 1")

@@ -1,0 +1,71 @@
+"""A fused launch has its own code brought into L2 as it begins, and kept there.
+
+Behind other kernels none of it is in a cache, and every role waits for instructions from memory,
+behind the weights. A kernel's address is no value in PTX: its symbol is 0. So code asks for the
+address of a variable, and a stage of the compiler (`located`) has the loader write that of the
+kernel there. Without it what lies behind the variable is fetched, and nothing is gained.
+"""
+
+from struct import pack_into, unpack_from
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.kernels.hopper.stages import change
+
+LINE = gl.constexpr(128)
+PARTS = gl.constexpr(6)  # CTAs that fetch 128 lines each: 96 KB; decode has 75 to 98
+_FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+BEGIN = gl.constexpr("{ .global .align 8 .b64 megamoe_begin; mov.u64 $0, megamoe_begin; }")
+# evict_last: 110 MB of weights pass through L2 as usual before the first epilogue.
+_FETCH = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;")
+
+
+@gluon.jit
+def code_address():
+    """Of the kernel's first instruction."""
+    return gl.inline_asm_elementwise(BEGIN, "=l", [], dtype=gl.int64, is_pure=True, pack=1)
+
+
+@gluon.jit
+def fetch_code():
+    """The launch's first warpgroup: have the kernel's code brought into L2.
+
+    Shorter code is fetched with what lies behind it: a branch here would cost code everywhere.
+    """
+    at = (gl.program_id(0) % PARTS * 128 + gl.arange(0, 128, _FLAT)) * LINE
+    gl.inline_asm_elementwise(
+        _FETCH, "=r,l", [code_address() + at], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+def located(cubin: bytes) -> bytes:
+    """The cubin, in which the variable stands for its kernel.
+
+    Addresses that code loads lie in a bank of constants, and relocations (24 bytes: place, type,
+    symbol, what is added) say of which symbols they are.
+    """
+    data = bytearray(cubin)
+    (at,), (size, num, names) = unpack_from("<Q", data, 40), unpack_from("<3H", data, 58)
+    sections = [unpack_from("<2I4Q2I", data, at + size * i) for i in range(num)]
+
+    def text(start: int) -> bytes:
+        return bytes(data[start : data.index(0, start)])
+
+    def entries(section: tuple[int, ...]) -> range:
+        return range(section[4], section[4] + section[5], 24)
+
+    table = next(s for s in sections if s[1] == 2)  # of symbols: name, type, flags, ..
+    symbols = [unpack_from("<I2B", data, i) for i in entries(table)]
+    kernels = [i for i, s in enumerate(symbols) if s[1] & 15 == 2 and s[2] & 16]
+    for section in sections:
+        if text(sections[names][4] + section[0]) != b".rela.nv.constant4" or len(kernels) != 1:
+            continue
+        for entry in entries(section):
+            (symbol,) = unpack_from("<I", data, entry + 12)
+            if b"megamoe_begin" in text(sections[table[6]][4] + symbols[symbol][0]):
+                pack_into("<I", data, entry + 12, kernels[0])
+    return bytes(data)
+
+
+change("cubin", located, "megamoe.code 2")
