@@ -1,8 +1,9 @@
 """What a call must at least compute and move, and how long that takes at measured ceilings.
 
 Bytes of a call: the weights (and scales) of the experts that some token uses, in the checkpoint's
-format, the BF16 tokens in and the BF16 tokens out. Rows between the two linears are left out: a fused layer may keep them in
-L2, and a floor must be one that nothing beats (A083). Standard library only.
+format, the BF16 tokens in and the BF16 tokens out. Rows between the two linears are left out: a
+fused layer may keep them in L2, and a floor must be one that nothing beats (A083). Standard
+library only.
 """
 
 from __future__ import annotations
