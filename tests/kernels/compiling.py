@@ -78,14 +78,36 @@ def resources(kernel):
     return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
 
 
-def code_bytes(kernel):
-    """What the kernel's instructions take: its text, of which a cubin has one section."""
-    cubin = kernel.asm["cubin"]
+def _sections(cubin):
+    """By name: offset and size."""
     (at,), (size, num, names) = unpack_from("<Q", cubin, 40), unpack_from("<3H", cubin, 58)
     headers = [unpack_from("<2I4Q", cubin, at + size * i) for i in range(num)]
-    texts = [h for h in headers if cubin.startswith(b".text.", headers[names][4] + h[0])]
-    assert len(texts) == 1
-    return texts[0][5]
+    starts = [headers[names][4] + header[0] for header in headers]
+    found = [cubin[start : cubin.index(0, start)].decode() for start in starts]
+    return {name: header[4:] for name, header in zip(found, headers, strict=True)}
+
+
+def code_of(kernel):
+    """The kernel's instructions: its text, of which a cubin has one section."""
+    cubin = kernel.asm["cubin"]
+    texts = [at for name, at in _sections(cubin).items() if name.startswith(".text.")]
+    ((offset, size),) = texts
+    return cubin[offset : offset + size]
+
+
+def code_bytes(kernel):
+    """What the kernel's instructions take."""
+    return len(code_of(kernel))
+
+
+def addresses(kernel):
+    """(type of symbol, what is added) of the addresses that the kernel's code loads."""
+    cubin = kernel.asm["cubin"]
+    found = _sections(cubin)
+    offset, size = found.get(".rela.nv.constant4", (0, 0))
+    for entry in range(offset, offset + size, 24):
+        symbol, added = unpack_from("<Iq", cubin, entry + 12)
+        yield cubin[found[".symtab"][0] + 24 * symbol + 4] & 15, added
 
 
 def advice(kernel, arch="sm_90a"):

@@ -12,9 +12,10 @@ from megamoe.kernels.hopper.pack import pack
 from megamoe.problem import RECIPES, Options
 from megamoe.schedule.heuristics.hopper_fused import COUNTERS, ROUTING_BYTES, as_fused
 from megamoe.schedule.heuristics.hopper_tiles import tiles
-from tests.kernels.compiling import code_bytes, resources
+from tests.kernels.compiling import addresses, code_bytes, resources
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
+from tests.kernels.test_code import FUNCTION
 from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler, assert_streamed, matrix
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -123,6 +124,7 @@ def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeyp
     assert found == {f"m64n{tile.tokens}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx and "trap" not in ptx
     assert_streamed(ptx, True)
+    assert list(addresses(kernel)) == [(FUNCTION, 0)]  # the launch fetches its own code
     used = resources(kernel)
     routing = routing_bytes(case[3]["slots"], case[3]["experts"])
     assert used["shared"] + max(ROUTING_BYTES - routing, 0) <= SHARED_LIMIT

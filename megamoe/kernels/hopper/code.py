@@ -16,7 +16,8 @@ from megamoe.kernels.hopper.stages import change
 LINE = gl.constexpr(128)
 PARTS = gl.constexpr(6)  # CTAs that fetch 128 lines each: 96 KB; decode has 75 to 98
 _FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-BEGIN = gl.constexpr("{ .global .align 8 .b64 megamoe_begin; mov.u64 $0, megamoe_begin; }")
+_NAME = "megamoe_begin"  # of the variable
+_BEGIN = gl.constexpr(f"{{ .global .align 8 .b64 {_NAME}; mov.u64 $0, {_NAME}; }}")
 # evict_last: 110 MB of weights pass through L2 as usual before the first epilogue.
 _FETCH = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;")
 
@@ -24,7 +25,7 @@ _FETCH = gl.constexpr("prefetch.global.L2::evict_last [$1]; mov.b32 $0, 0;")
 @gluon.jit
 def code_address():
     """Of the kernel's first instruction."""
-    return gl.inline_asm_elementwise(BEGIN, "=l", [], dtype=gl.int64, is_pure=True, pack=1)
+    return gl.inline_asm_elementwise(_BEGIN, "=l", [], dtype=gl.int64, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -43,8 +44,10 @@ def located(cubin: bytes) -> bytes:
     """The cubin, in which the variable stands for its kernel.
 
     Addresses that code loads lie in a bank of constants, and relocations (24 bytes: place, type,
-    symbol, what is added) say of which symbols they are.
+    symbol, what is added) say of which symbols they are. Other kernels' cubins stay as they are.
     """
+    if _NAME.encode() not in cubin:
+        return cubin
     data = bytearray(cubin)
     (at,), (size, num, names) = unpack_from("<Q", data, 40), unpack_from("<3H", data, 58)
     sections = [unpack_from("<2I4Q2I", data, at + size * i) for i in range(num)]
@@ -63,7 +66,7 @@ def located(cubin: bytes) -> bytes:
             continue
         for entry in entries(section):
             (symbol,) = unpack_from("<I", data, entry + 12)
-            if b"megamoe_begin" in text(sections[table[6]][4] + symbols[symbol][0]):
+            if _NAME.encode() in text(sections[table[6]][4] + symbols[symbol][0]):
                 pack_into("<I", data, entry + 12, kernels[0])
     return bytes(data)
 
