@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.kernels.device import compat
 
+FUNCTION = 2  # type of a symbol
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 

@@ -9,7 +9,7 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.hopper import code
 from megamoe.kernels.hopper.code import code_address, fetch_code
-from tests.kernels.compiling import Stand, addresses, code_of, compile_kernel
+from tests.kernels.compiling import FUNCTION, Stand, addresses, code_of, compile_kernel
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -28,9 +28,6 @@ def own_kernel(out, READ: gl.constexpr):
 @gluon.jit
 def plain_kernel(out):
     gl.store(out, 1)
-
-
-FUNCTION = 2  # type of a symbol
 
 
 def test_the_loader_is_asked_for_the_address_of_the_code():

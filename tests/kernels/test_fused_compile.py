@@ -12,10 +12,9 @@ from megamoe.kernels.hopper.pack import pack
 from megamoe.problem import RECIPES, Options
 from megamoe.schedule.heuristics.hopper_fused import COUNTERS, ROUTING_BYTES, as_fused
 from megamoe.schedule.heuristics.hopper_tiles import tiles
-from tests.kernels.compiling import addresses, code_bytes, resources
+from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
-from tests.kernels.test_code import FUNCTION
 from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler, assert_streamed, matrix
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
