@@ -19,7 +19,7 @@ from megamoe.bench.provenance import provenance
 from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, FAILED, OK, WRONG, Measured, Report, Row
 from megamoe.bench.timer import Prepared, Timer
-from megamoe.errors import NotAvailable, require
+from megamoe.errors import NotAvailable
 
 Progress = Callable[[str, int, int], None]  # step, done, of
 Field = Callable[[Cell], Sequence[Contestant]]
@@ -36,7 +36,7 @@ class Settings:
     rounds: int = 3
     flush: str = "memset"
     eager: bool = False  # time calls without CUDA graphs
-    chain: int = 1  # calls one behind the other, of two sets of weights
+    chain: int = 1  # calls in a graph, each behind a dense product
     seed: int = SEED
 
 
@@ -70,17 +70,13 @@ def measure(
         rows=(),
         peers=peers,
     )
-    seeds = range(settings.seed, settings.seed + (2 if settings.chain > 1 else 1))
-    jobs: list[Job] = []
+    weights: Weights | None = None
     for done, cell in enumerate(cells, 1):
-        weights = [job.weights for job in jobs]
-        jobs.clear()
-        if not weights or weights[0].shape != cell.shape:
-            weights.clear()  # free the last shape's before making the next one's
-            weights += [Weights(cell.shape, device, seed) for seed in seeds]
-        jobs = [make_job(cell, each, settings.seed) for each in weights]
+        if weights is None or weights.shape != cell.shape:
+            weights = Weights(cell.shape, device, settings.seed)  # made when they are asked for
+        job = make_job(cell, weights, settings.seed)
         here = chosen(cell) if callable(chosen) else chosen
-        rows = _Race(jobs, settings, timer, reader, report).run(here, progress)
+        rows = _Race(job, settings, timer, reader, report).run(here, progress)
         report = replace(report, rows=report.rows + tuple(rows))
         on_cell(report)
         progress("cells", done, len(cells))
@@ -91,15 +87,12 @@ class _Race:
     """One cell: contestants are made and checked one by one, then timed in turns."""
 
     def __init__(
-        self, jobs: Sequence[Job], settings: Settings, timer: Timer, reader: Reader, report: Report
+        self, job: Job, settings: Settings, timer: Timer, reader: Reader, report: Report
     ) -> None:
-        """jobs  one, and in a chain another that takes turns with it"""
-        self.jobs, self.settings, self.timer, self.reader = jobs, settings, timer, reader
-        self.job = jobs[0]
+        self.job, self.settings, self.timer, self.reader = job, settings, timer, reader
         self.ceilings: Ceilings = report.ceilings
         self.peers, self.provenance = report.peers, report.provenance
-        self.gates = [Gate(each) for each in jobs]
-        self.gate = self.gates[0]
+        self.gate = Gate(job)
         self.touched = self.job.touched
 
     def run(self, field: Sequence[Contestant], progress: Progress) -> list[Row]:
@@ -110,9 +103,7 @@ class _Race:
             key = f"{one.name} {one.recipe}"
             try:
                 entry = one.make(self.job)
-                self._require_cold(entry)
-                twins = [one.make(job) for job in self.jobs[1:]]
-                verdict, prepared = self._check(entry, twins)
+                verdict, prepared = self._check(entry)
             except NotAvailable as error:
                 rows[key] = self._row(one, ABSENT, str(error))
             except Exception as error:
@@ -127,28 +118,13 @@ class _Race:
         progress("check", len(field), len(field))
         return [*self._timed(rows, entries).values()]
 
-    def _require_cold(self, entry: Entry) -> None:
-        """In a chain nothing is flushed between calls: their weights must not stay in L2."""
-        num_bytes = entry.expert_bytes * self.touched
-        if self.timer.on_gpu and len(self.jobs) > 1:
-            cache = torch.cuda.get_device_properties(self.job.device).L2_cache_size
-            require(
-                num_bytes >= 2 * cache,
-                f"a call of a chain must read twice as much as L2 holds ({2 * cache >> 20} MiB)",
-                got=f"{num_bytes >> 20} MiB of weights",
-                fix="touch more experts, or time one call after a flush",
-                kind=NotAvailable,
-            )
-
-    def _check(self, entry: Entry, twins: Sequence[Entry]) -> tuple[Verdict, Prepared | None]:
+    def _check(self, entry: Entry) -> tuple[Verdict, Prepared | None]:
         """Judge a direct call, then the very thing that will be timed."""
-        for gate, each in zip(self.gates, [entry, *twins], strict=True):
-            verdict = gate.eager(each.run, each.judged_as, each.bound, self.timer)
-            if not verdict.ok:
-                return verdict, None
+        verdict = self.gate.eager(entry.run, entry.judged_as, entry.bound, self.timer)
+        if not verdict.ok:
+            return verdict, None
         capture = entry.capturable and not self.settings.eager
-        twin = twins[0].run if twins else None
-        prepared = self.timer.prepare(entry.run, capture=capture, twin=twin)
+        prepared = self.timer.prepare(entry.run, capture=capture)
         verdict = self.gate.replay(prepared, entry.judged_as, entry.bound, self.timer)
         return verdict, prepared if verdict.ok else None
 

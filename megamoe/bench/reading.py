@@ -25,10 +25,9 @@ class Reader:
     def prepare(self, num_bytes: int, timer: Timer) -> Prepared:
         """One launch that reads `num_bytes`: the fastest variant in a short trial."""
         best: tuple[float, Prepared] | None = None
-        places = self._take(num_bytes, 2 if timer.chain > 1 else 1)
-        for runs in zip(*map(self._variants, places), strict=True):
+        for run in self._variants(self._take(num_bytes)):
             try:
-                one = timer.prepare(runs[0], twin=runs[-1])
+                one = timer.prepare(run)
                 us = timer.glance(one)
             except (RuntimeError, MegaMoEError):
                 continue
@@ -37,12 +36,12 @@ class Reader:
         assert best is not None, "torch.sum reads any buffer"
         return best[1]
 
-    def _take(self, num_bytes: int, places: int) -> tuple[Tensor, ...]:
+    def _take(self, num_bytes: int) -> Tensor:
         count = max(num_bytes // 64, 1) * 16  # whole 64 bytes: loads stay 16 bytes wide
-        if self._words.numel() < places * count:
+        if self._words.numel() < count:
             self._words = torch.empty(0, dtype=torch.int32, device=self.device)
-            self._words = words(self.device, places * count)
-        return self._words[: places * count].split(count)
+            self._words = words(self.device, count)
+        return self._words[:count]
 
     def _variants(self, words: Tensor) -> Iterator[Run]:
         yield lambda: torch.sum(words)

@@ -3,8 +3,8 @@
 One call is captured in a graph; each replay stands between two events, and 512 MB pass through L2
 before it: by a memset (which leaves the cache full of dirty lines) or by a read. Contestants take
 turns in rounds, since two runs of the same code in different processes differ by several percent.
-In a chain a graph holds several calls, as a model's does; they are cold because each takes other
-weights than the one before it, more than L2 holds.
+In a chain a graph holds several calls, each behind a dense product, as a model's does. A product
+reads more than L2 holds; the time of products alone is taken off: what is left is what calls add.
 On a CPU the clock is `perf_counter`, and nothing is flushed.
 """
 
@@ -19,13 +19,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamoe.bench.inputs import normal
 from megamoe.bench.stats import Timing
-from megamoe.errors import MegaMoEError, RangeError, one_of, require
+from megamoe.errors import MegaMoEError, NotAvailable, RangeError, one_of, require
 
 FLUSH_BYTES = 512 << 20
 FLUSHES = ("memset", "read", "none")
 WARM_UP = 3
 FEWEST = 3  # timed calls a round, however slow
+DENSE = (4, 8192)  # matrices of a chain's products, which take turns, and their width: 134 MB each
+DENSE_TOKENS = 64
 
 Run = Callable[[], Tensor]
 
@@ -52,16 +55,11 @@ class Timer:
         chain: int = 1,
     ) -> None:
         one_of(flush, FLUSHES, "flush")
-        require(
-            chain == 1 or (2 <= chain <= 100 and chain % 2 == 0),
-            "chain must be 1 or an even number up to 100: calls of two sets of weights take turns",
-            got=chain,
-            kind=RangeError,
-        )
-        for name, value in (("repeats", repeats), ("rounds", rounds)):
+        most = {"repeats": 10_000, "rounds": 10_000, "chain": 100}
+        for name, value in (("repeats", repeats), ("rounds", rounds), ("chain", chain)):
             require(
-                1 <= value <= 10_000,
-                f"{name} must lie between 1 and 10000",
+                1 <= value <= most[name],
+                f"{name} must lie between 1 and {most[name]}",
                 got=value,
                 kind=RangeError,
             )
@@ -72,6 +70,8 @@ class Timer:
         self._buffer: Tensor | None = None
         if self.flush != "none":
             self._buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
+        self._between = _Products(device) if self.on_gpu and chain > 1 else None
+        self._bare: Run | None = None  # a chain without its calls
 
     @property
     def method(self) -> str:
@@ -81,6 +81,8 @@ class Timer:
             shape += f", each the mean of {self.chain} one behind the other"
         if not self.on_gpu:
             return f"{shape}, perf_counter on the CPU, nothing flushed"
+        if self.chain > 1:
+            shape += " and behind a dense product of 134 MB, whose time is taken off"
         before = "each" if self.chain == 1 else "the first of them"
         flushed = {
             "memset": f"512 MB written through L2 before {before}",
@@ -89,10 +91,17 @@ class Timer:
         }
         return f"{shape}, CUDA-graph replays (eager where a row says so), {flushed[self.flush]}"
 
-    def prepare(self, run: Run, *, capture: bool = True, twin: Run | None = None) -> Prepared:
-        """Warm a call up and, on a GPU, capture it in a graph; in a chain `twin` takes turns."""
+    def prepare(self, run: Run, *, capture: bool = True) -> Prepared:
+        """Warm a call up and, on a GPU, capture it in a graph, or as many as a chain has."""
+        require(
+            capture or self._between is None,
+            "the calls of a chain stand in a CUDA graph",
+            got="a contestant, or --eager, that allows none",
+            fix="time it alone, after a flush",
+            kind=NotAvailable,
+        )
         if self.chain > 1:
-            run = _chained(run, twin or run, self.chain)
+            run = self._chained(run)
         if not (self.on_gpu and capture):
             run()
             self.synchronize()
@@ -139,20 +148,46 @@ class Timer:
         fits = int(self.budget_s / self.rounds / max(each, 1e-7))
         return min(self.repeats, max(fits, FEWEST))
 
+    def _chained(self, run: Run) -> Run:
+        """As many calls, on a GPU each behind a product."""
+
+        def calls() -> Tensor:
+            for number in range(self.chain):
+                if self._between is not None:
+                    self._between(number)
+                output = run()
+            return output
+
+        return calls
+
+    def _bare_us(self, repeats: int) -> float:
+        """The time of a chain's products alone."""
+        between = self._between
+        if between is None:
+            return 0.0
+        if self._bare is None:
+            with torch.cuda.device(self.device):
+                self._bare = _captured(lambda: between.all(self.chain))
+        return statistics.median(self._times(self._bare, repeats))
+
     def _round(self, one: Prepared, repeats: int) -> tuple[float, ...]:
+        others = self._bare_us(repeats)
+        return tuple((us - others) / self.chain for us in self._times(one.call, repeats))
+
+    def _times(self, call: Run, repeats: int) -> tuple[float, ...]:
         if not self.on_gpu:
-            return tuple(_clocked(one.call) / self.chain for _ in range(repeats))
+            return tuple(_clocked(call) for _ in range(repeats))
         pairs = []
         with torch.cuda.device(self.device):
             for _ in range(repeats):
                 self._flush()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
-                one.call()
+                call()
                 end.record()
                 pairs.append((start, end))
         self.synchronize()
-        return tuple(1e3 * start.elapsed_time(end) / self.chain for start, end in pairs)
+        return tuple(1e3 * start.elapsed_time(end) for start, end in pairs)
 
     def _flush(self) -> None:
         if self._buffer is None:
@@ -163,22 +198,28 @@ class Timer:
             torch.sum(self._buffer)
 
 
+class _Products:
+    """Dense products that stand between the calls of a chain."""
+
+    def __init__(self, device: torch.device) -> None:
+        num, width = DENSE
+        self._tokens, self._matrices = (
+            normal(device, 0, *shape).bfloat16()
+            for shape in ((DENSE_TOKENS, width), (num, width, width))
+        )
+
+    def __call__(self, number: int) -> Tensor:
+        return self._tokens @ self._matrices[number % len(self._matrices)]
+
+    def all(self, num: int) -> Tensor:
+        """One behind the other; the last one's result."""
+        return [self(number) for number in range(num)][-1]
+
+
 def _clocked(call: Run) -> float:
     began = time.perf_counter()
     call()
     return 1e6 * (time.perf_counter() - began)
-
-
-def _chained(run: Run, twin: Run, chain: int) -> Run:
-    """As many calls, the last of them `run`."""
-
-    def calls() -> Tensor:
-        for _ in range(chain // 2):
-            twin()
-            output = run()
-        return output
-
-    return calls
 
 
 def _captured(run: Run) -> Run:

@@ -193,7 +193,7 @@ def fixed(
     rounds: Rounds = 3,
     flush: Flush = "memset",
     chain: Annotated[
-        int, typer.Option(help="Calls one behind the other, flushed before the first only.")
+        int, typer.Option(help="Calls in a graph, each behind a dense product, not counted.")
     ] = 1,
     bar: Annotated[float, typer.Option(help="Microseconds to print beside the result.")] = BAR_US,
     device: Device = "auto",

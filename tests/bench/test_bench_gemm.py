@@ -187,7 +187,7 @@ def test_a_reader_reads_what_it_is_asked_to():
     reader.prepare(1 << 16, timer)
     assert reader._words.numel() == 1 << 14 and one.call().isfinite()
     chained = reader.prepare(1 << 16, Timer(cpu, repeats=2, rounds=1, chain=2))
-    assert reader._words.numel() == 2 << 14 and chained.call() == reader._words[: 1 << 14].sum()
+    assert reader._words.numel() == 1 << 14 and chained.call() == reader._words.sum()
 
 
 def test_the_read_kernel_adds_up_every_word():

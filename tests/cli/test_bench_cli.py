@@ -72,7 +72,7 @@ def test_layer_json_is_for_machines():
         (("fixed", "--workloads", "tiny", "--touched", "1,4,8"), 2, "got 1"),
         (("fixed", "--workloads", "tiny", "--touched", "few"), 2, "experts touched must be whole"),
         (("fixed", "--workloads", "tiny", "--touched", "2,8"), 2, "at least 3"),
-        (("fixed", "--workloads", "tiny", "--chain", "3"), 2, "chain must be 1 or an even number"),
+        (("fixed", "--workloads", "tiny", "--chain", "101"), 2, "chain must lie between 1 and 100"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
 )

@@ -41,6 +41,33 @@ def test_a_cubin_that_asks_for_nothing_stays_as_it_is():
     assert code.located(kernel.asm["cubin"]) is kernel.asm["cubin"]
 
 
+@pytest.mark.parametrize(
+    ("loads", "want"),
+    [
+        ({b"changed": True}, b"changed"),
+        ({b"changed": None}, b"changed"),  # nobody to ask
+        ({b"changed": False, b"plain": True}, b"plain"),
+        ({b"changed": False, b"plain": False}, b"changed"),  # made for another GPU
+    ],
+)
+def test_what_a_driver_refuses_stays_as_the_compiler_made_it(loads, want, monkeypatch):
+    monkeypatch.setattr(code, "_exchanged", lambda cubin: b"changed")
+    monkeypatch.setattr(code, "_loads", loads.__getitem__)
+    assert code.located(b"plain") == want
+
+
+def test_without_a_driver_nobody_knows_what_loads(monkeypatch):
+    monkeypatch.setattr(code.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    assert code._loads(b"") is None
+
+
+@pytest.mark.gpu
+def test_the_driver_says_what_it_loads():
+    kernel = own_kernel[(8,)](torch.zeros(3, dtype=torch.int64, device="cuda"), False, num_warps=4)
+    cubin = kernel.asm["cubin"]
+    assert code._loads(cubin) is True and code._loads(cubin[:64] + bytes(64)) is False
+
+
 @pytest.mark.gpu
 def test_what_lies_at_the_address_are_the_instructions():
     out = torch.zeros(3, dtype=torch.int64, device="cuda")

@@ -3,9 +3,11 @@
 Behind other kernels none of it is in a cache, and every role waits for instructions from memory,
 behind the weights. A kernel's address is no value in PTX: its symbol is 0. So code asks for the
 address of a variable, and a stage of the compiler (`located`) has the loader write that of the
-kernel there. Without it what lies behind the variable is fetched, and nothing is gained.
+kernel there. Without it, and where the driver does not load what the stage wrote, what lies behind
+the variable is fetched, and nothing is gained.
 """
 
+import ctypes
 from struct import pack_into, unpack_from
 
 from triton.experimental import gluon
@@ -41,7 +43,29 @@ def fetch_code():
 
 
 def located(cubin: bytes) -> bytes:
-    """The cubin, in which the variable stands for its kernel.
+    """The cubin, in which the variable stands for its kernel if the driver here loads it so."""
+    changed = _exchanged(cubin)
+    is_refused = changed != cubin and _loads(changed) is False and _loads(cubin) is True
+    return cubin if is_refused else changed
+
+
+def _loads(cubin: bytes) -> bool | None:
+    """Whether the driver takes it; None where there is none, or no context of this thread."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    context, module = ctypes.c_void_p(), ctypes.c_void_p()
+    if cuda.cuCtxGetCurrent(ctypes.byref(context)) != 0 or not context:
+        return None
+    if cuda.cuModuleLoadData(ctypes.byref(module), cubin) != 0:
+        return False
+    cuda.cuModuleUnload(module)
+    return True
+
+
+def _exchanged(cubin: bytes) -> bytes:
+    """The cubin, in which relocations name the kernel where they named the variable.
 
     Addresses that code loads lie in a bank of constants, and relocations (24 bytes: place, type,
     symbol, what is added) say of which symbols they are. Other kernels' cubins stay as they are.
