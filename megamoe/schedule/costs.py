@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megamoe.formats.spec import recipe_named
 from megamoe.schedule.blocks import L1, L2, aligned_m
 from megamoe.schedule.constants import Constants
-from megamoe.schedule.heuristics.hopper import MATH_US
+from megamoe.schedule.heuristics.hopper import HELD_BITS, MATH_US
 from megamoe.schedule.plan import Plan
 from megamoe.schedule.traffic import RowBytes
 
@@ -57,7 +57,8 @@ def costs(plan: Plan, constants: Constants, *, is_grouped: bool = False) -> Cost
     """The costs of a plan. `is_grouped`: L1 writes gate and up in BF16 for a launch of its own."""
     hw, tiles = plan.hardware, plan.tiles
     reached = hw.hbm_gbs.reached.value * 1e3  # bytes a us
-    hbm = 1.0 / (reached * constants.stream_share)
+    is_own = plan.backend == "hopper" and not is_grouped
+    hbm = 1.0 / (reached * (constants.own_share if is_own else constants.stream_share))
     ring = plan.num_stages * plan.smem.stage_bytes
     rows = RowBytes.of(plan.problem, plan.combine)
     return Costs(
@@ -80,6 +81,8 @@ def _block(
 ) -> BlockCost:
     problem, tiles = plan.problem, plan.tiles
     bits = recipe_named(problem.recipe).weights.bits_per_value
+    if plan.backend == "hopper" and not is_grouped:
+        bits = HELD_BITS.get(problem.recipe, bits)
     width, depth = 2 * problem.intermediate, problem.hidden
     row_in, row_out = rows.tokens, rows.acts / (width / tiles.block_n)
     if is_grouped:

@@ -1,4 +1,4 @@
-"""Measured cells for the simulator: one H200, 2026-11-15, staged FP8 grouped GEMM peer.
+"""Measured cells for the simulator: first one H200, 2026-11-15, staged FP8 grouped GEMM peer.
 
 Medians of CUDA-graph replays with L2 flushed in between; one rank's share of an expert-parallel
 layer, uniform routing over its local experts. Times in us: L1 alone, L2 alone, both with the
@@ -13,6 +13,7 @@ SHAPES = {
     "flash-ep8": (4096, 2048, 32, 6),
     "pro-ep8": (7168, 3072, 48, 6),
     "v3-ep8": (7168, 2048, 32, 8),
+    "public-48": (6144, 2048, 48, 8),
 }
 
 # fmt: off
@@ -48,18 +49,41 @@ FLASH = tuple(cell for name, cell in CELLS.items() if name.startswith("flash-ep8
 OTHERS = tuple(cell for name, cell in CELLS.items() if not name.startswith("flash-ep8"))
 
 # fmt: off
-# One H200, 2026-11, one fused launch, recipe w4a8_block, cold L2; never fitted.
-# (shape, tokens, hidden, intermediate, local experts, top_k, experts with a row, us)
-FUSED = (
-    ("flash-ep8",   8, 4096, 2048, 32, 6, 25, 100.8),
-    ("flash-ep8",  64, 4096, 2048, 32, 6, 32, 136.1),
-    ("pro-ep8",     8, 7168, 3072, 48, 6, 33, 278.4),
-    ("pro-ep8",    64, 7168, 3072, 48, 6, 48, 406.0),
-    ("v3-ep8",      8, 7168, 2048, 32, 8, 27, 164.7),
-    ("v3-ep8",     64, 7168, 2048, 32, 8, 32, 213.5),
-    ("48 experts",  8, 6144, 2048, 48, 8, 40, 201.7),
-    ("48 experts", 32, 6144, 2048, 48, 8, 47, 237.8),
-    ("48 experts", 64, 6144, 2048, 48, 8, 48, 258.6),
-    ("48 experts", 128, 6144, 2048, 48, 8, 48, 280.9),
+# This library's own launches: benchmarks/h200/hopper-layer.txt and public-48.txt, one H200, cold
+# L2, at 560e008cbfde, from 2048 tokens on at a2d57ee245b5.
+# (mode, recipe, shape, tokens, experts with a row, us)
+OWN = (
+    ("fused",  "w4a8_block", "flash-ep8",    8, 25,   94.2),
+    ("fused",  "w4a8_block", "flash-ep8",   64, 32,  116.3),
+    ("fused",  "w4a8_block", "pro-ep8",      8, 33,  268.2),
+    ("fused",  "w4a8_block", "pro-ep8",     64, 48,  382.9),
+    ("fused",  "w4a8_block", "v3-ep8",       8, 27,  156.2),
+    ("fused",  "w4a8_block", "v3-ep8",      64, 32,  191.6),
+    ("fused",  "w4a8_block", "public-48",    8, 39,  189.5),
+    ("fused",  "w4a8_block", "public-48",   32, 48,  229.5),
+    ("fused",  "w4a8_block", "public-48",   64, 48,  234.6),
+    ("fused",  "w4a8_block", "public-48",  128, 48,  242.4),
+    ("staged", "w4a8_block", "public-48",  256, 48,  321.2),
+    ("staged", "w4a8_block", "flash-ep8",    8, 25,  108.3),
+    ("staged", "w4a8_block", "flash-ep8",   64, 32,  124.0),
+    ("staged", "w4a8_block", "pro-ep8",      8, 33,  274.2),
+    ("staged", "w4a8_block", "pro-ep8",     64, 48,  397.3),
+    ("staged", "w4a8_block", "v3-ep8",       8, 27,  176.1),
+    ("staged", "w4a8_block", "v3-ep8",      64, 32,  205.3),
+    ("staged", "w4a8_block", "flash-ep8",  512, 32,  268.9),
+    ("staged", "w4a8_block", "pro-ep8",    512, 48,  786.8),
+    ("staged", "w4a8_block", "v3-ep8",     512, 32,  593.1),
+    ("staged", "w4a8_block", "flash-ep8", 2048, 32,  784.3),
+    ("staged", "w4a8_block", "pro-ep8",   2048, 48, 2211.9),
+    ("staged", "w4a8_block", "v3-ep8",    2048, 32, 1602.1),
+    ("staged", "w4a8_block", "flash-ep8", 8192, 32, 2575.0),
+    ("staged", "w4a8_block", "pro-ep8",   8192, 48, 6760.7),
+    ("staged", "w4a8_block", "v3-ep8",    8192, 32, 5846.1),
+    ("staged", "w8a8",       "flash-ep8", 2048, 32,  636.0),
+    ("staged", "w8a8",       "pro-ep8",   2048, 48, 1752.0),
+    ("staged", "w8a8",       "v3-ep8",    2048, 32, 1380.3),
+    ("staged", "w8a8",       "flash-ep8", 8192, 32, 2483.3),
+    ("staged", "w8a8",       "pro-ep8",   8192, 48, 6191.6),
+    ("staged", "w8a8",       "v3-ep8",    8192, 32, 5645.2),
 )
 # fmt: on

@@ -46,27 +46,18 @@ MMA = {
     "nvfp4":      ("bf16", "no FP4 tensor cores; FP4 times its scale is exact in BF16"),
 }
 
-# (mean rows per expert up to, block_m, why). Each edge is where the mean plus two standard
-# deviations of random routing still fits the tile: one step too narrow reads the weights twice
-# (+45%), one too wide costs 2%. The rows agree with the best tile of all ten cells measured.
-BLOCK_M = (
-    (4.0,          8,   "the narrowest tile that covers a busy expert (mean + 2 sigma <= 8)"),
-    (9.75,         16,  "the narrowest tile that covers a busy expert (mean + 2 sigma <= 16)"),
-    (22.5,         32,  "the narrowest tile that covers a busy expert (mean + 2 sigma <= 32)"),
-    (49.8,         64,  "the narrowest tile that covers a busy expert (mean + 2 sigma <= 64)"),
-    (107.2,        128, "the narrowest tile that covers a busy expert (mean + 2 sigma <= 128)"),
-    (float("inf"), 256, "prefill: two tiles of 128 tokens share each decoded weight block"),
-)
-
 # (block_m up to, weight tiles to choose from, why).
 BLOCK_N = (
     (32,  (256, 128, 64), "few tokens leave registers for two slabs of 64 weight rows a warpgroup"),
     (256, (128, 64),      "64 tokens and more: accumulators leave room for one slab a warpgroup"),
 )
-# block_m -> us that math takes for a tile's 128 of K, FP4 weights: measured on H200 with one slab a
-# warpgroup, a compute-only launch up to 32 tokens, whole GEMMs above. Two of two slabs take as long
-# as four of one, or a little less: 0.39 with 16 tokens, epilogue included.
-MATH_US = {8: 0.33, 16: 0.38, 32: 0.43, 64: 0.42, 128: 0.64, 256: 1.17}
+# block_m -> us that math takes for a tile's 128 of K, FP4 weights, on H200: 256 weight rows up to 32
+# tokens, by a launch that only computes; 128 rows above, such that whole layers come out: pro at
+# 512 tokens, flash at 2048 (benchmarks/h200/hopper-layer.txt). 256 tokens as two tiles of 128.
+MATH_US = {8: 0.33, 16: 0.38, 32: 0.43, 64: 0.31, 128: 0.47, 256: 0.94}
+
+# recipe -> bits of a weight, scale included, as launches read it where that is not the checkpoint's.
+HELD_BITS = {"w4a8_block": 4.125}  # two exponents share a byte
 
 # operand type -> (block_m up to, depth, why).
 BLOCK_K = {
@@ -101,9 +92,9 @@ def mma(problem: Problem) -> tuple[str, str]:
 
 
 def block_m(problem: Problem) -> Picked:
-    """The token tile for the mean load of an expert."""
-    load = problem.tokens_per_expert
-    return next(Picked(m, why) for edge, m, why in BLOCK_M if load <= edge)
+    """The token tile of this library's launches at the mean load of an expert."""
+    tile, why = staged_tiles(problem.recipe, problem.tokens_per_expert)
+    return Picked(tile.tokens, why)
 
 
 def tile_us(problem: Problem, hw: Hardware, num_sms: int, block_m: int, block_n: int) -> float:
