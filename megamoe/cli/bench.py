@@ -89,6 +89,9 @@ Recipes = Annotated[str, typer.Option(help="Comma-separated recipes for our back
 Repeats = Annotated[int, typer.Option(help="Timed calls in each round.")]
 Rounds = Annotated[int, typer.Option(help="Rounds; in each, every contestant takes its turn.")]
 Flush = Annotated[str, typer.Option(help=FLUSH_HELP)]
+Chain = Annotated[
+    int, typer.Option(help="Calls in a graph, each behind a dense product, not counted.")
+]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
 Out = Annotated[str | None, typer.Option(help="Folder for JSON, CSV and plots.")]
 PeersFile = Annotated[str | None, typer.Option("--peers", help="Recorded times; prints ratios.")]
@@ -111,6 +114,7 @@ def layer(
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",
+    chain: Chain = 1,
     device: Device = "auto",
     out: Out = None,
     peers: PeersFile = None,
@@ -130,6 +134,7 @@ def layer(
         repeats=repeats,
         rounds=rounds,
         flush=flush,
+        chain=chain,
         eager=eager,
         **({} if seed is None else {"seed": seed}),
     )

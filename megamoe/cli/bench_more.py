@@ -21,6 +21,7 @@ from megamoe.cli.bench import (
     ALL_SHARES,
     COLUMNS,
     Backends,
+    Chain,
     Columns,
     Device,
     Eager,
@@ -192,9 +193,7 @@ def fixed(
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",
-    chain: Annotated[
-        int, typer.Option(help="Calls in a graph, each behind a dense product, not counted.")
-    ] = 1,
+    chain: Chain = 1,
     bar: Annotated[float, typer.Option(help="Microseconds to print beside the result.")] = BAR_US,
     device: Device = "auto",
     out: Out = None,

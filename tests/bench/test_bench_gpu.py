@@ -45,9 +45,10 @@ def test_the_read_kernel_reads_at_the_speed_of_memory():
 
 def test_a_chain_is_a_graph_of_calls_that_stay_cold():
     settings = Settings(device="cuda", chain=3, repeats=3, rounds=1)
-    made = measure(cells_named(["tiny/8"]), settings)
+    cells = cells_named(["tiny/100"])  # of a few tokens one that differs by a scale is too much
+    made = measure(cells, settings)
     assert [r.status for r in made.rows] == [OK] and "134 MB" in made.method
-    eager = measure(cells_named(["tiny/8"]), replace(settings, eager=True))
+    eager = measure(cells, replace(settings, eager=True))
     assert {r.status for r in eager.rows} == {ABSENT} and "CUDA graph" in eager.rows[0].note
     a = torch.randn(8 << 20, device=CUDA)  # 32 MB: would stay in L2
     times = {}
