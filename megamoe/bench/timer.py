@@ -27,7 +27,8 @@ FLUSH_BYTES = 512 << 20
 FLUSHES = ("memset", "read", "none")
 WARM_UP = 3
 FEWEST = 3  # timed calls a round, however slow
-DENSE = (4, 8192)  # matrices of a chain's products, which take turns, and their width: 134 MB each
+DENSE_WIDTH = 8192  # of a chain's dense products: their BF16 matrices are larger than L2
+DENSE_NUM = 4  # matrices, which take turns
 DENSE_TOKENS = 64
 
 Run = Callable[[], Tensor]
@@ -82,7 +83,8 @@ class Timer:
         if not self.on_gpu:
             return f"{shape}, perf_counter on the CPU, nothing flushed"
         if self.chain > 1:
-            shape += " and behind a dense product of 134 MB, whose time is taken off"
+            dense = f"a dense product of {2 * DENSE_WIDTH**2 // 10**6} MB"
+            shape += f" and behind {dense}, whose time is taken off"
         before = "each" if self.chain == 1 else "the first of them"
         flushed = {
             "memset": f"512 MB written through L2 before {before}",
@@ -202,14 +204,13 @@ class _Products:
     """Dense products that stand between the calls of a chain."""
 
     def __init__(self, device: torch.device) -> None:
-        num, width = DENSE
         self._tokens, self._matrices = (
-            normal(device, 0, *shape).bfloat16()
-            for shape in ((DENSE_TOKENS, width), (num, width, width))
+            normal(device, 0, *shape, DENSE_WIDTH).bfloat16()
+            for shape in ((DENSE_TOKENS,), (DENSE_NUM, DENSE_WIDTH))
         )
 
     def __call__(self, number: int) -> Tensor:
-        return self._tokens @ self._matrices[number % len(self._matrices)]
+        return self._tokens @ self._matrices[number % DENSE_NUM]
 
     def all(self, num: int) -> Tensor:
         """One behind the other; the last one's result."""

@@ -57,7 +57,7 @@ def costs(plan: Plan, constants: Constants, *, is_grouped: bool = False) -> Cost
     """The costs of a plan. `is_grouped`: L1 writes gate and up in BF16 for a launch of its own."""
     hw, tiles = plan.hardware, plan.tiles
     reached = hw.hbm_gbs.reached.value * 1e3  # bytes a us
-    is_own = plan.backend == "hopper" and not is_grouped
+    is_own = _is_own(plan, is_grouped=is_grouped)
     hbm = 1.0 / (reached * (constants.own_share if is_own else constants.stream_share))
     ring = plan.num_stages * plan.smem.stage_bytes
     rows = RowBytes.of(plan.problem, plan.combine)
@@ -76,12 +76,17 @@ def costs(plan: Plan, constants: Constants, *, is_grouped: bool = False) -> Cost
     )
 
 
+def _is_own(plan: Plan, *, is_grouped: bool) -> bool:
+    """Whether the launches are this library's, on a machine where they were measured."""
+    return plan.backend == "hopper" and not is_grouped
+
+
 def _block(
     plan: Plan, constants: Constants, phase: str, rows: RowBytes, *, is_grouped: bool
 ) -> BlockCost:
     problem, tiles = plan.problem, plan.tiles
     bits = recipe_named(problem.recipe).weights.bits_per_value
-    if plan.backend == "hopper" and not is_grouped:
+    if _is_own(plan, is_grouped=is_grouped):
         bits = HELD_BITS.get(problem.recipe, bits)
     width, depth = 2 * problem.intermediate, problem.hidden
     row_in, row_out = rows.tokens, rows.acts / (width / tiles.block_n)

@@ -18,6 +18,7 @@ from megamoe.errors import RangeError
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES
+from megamoe.schedule.heuristics.hopper import HELD_BITS
 from megamoe.schedule.heuristics.hopper_candidates import label
 from megamoe.schedule.heuristics.hopper_tiles import tile_of
 
@@ -107,7 +108,10 @@ def test_a_pool_made_by_hand_holds_the_rows_tile_by_tile(recipe):
     assert inputs.check(recipe, 1e-6)(y).ok
 
 
-@pytest.mark.parametrize(("recipe", "bits"), [("w4a8_block", 4.125), ("w8a8", 8), ("nvfp4", 4.5)])
+HELD = [("w4a8_block", HELD_BITS["w4a8_block"]), ("w8a8", 8), ("nvfp4", 4.5)]
+
+
+@pytest.mark.parametrize(("recipe", "bits"), HELD)
 def test_hopper_launches_its_second_linear_and_counts_bytes_as_it_holds_them(
     recipe, bits, monkeypatch
 ):

@@ -1,8 +1,7 @@
-"""Measured cells for the simulator: first one H200, 2026-11-15, staged FP8 grouped GEMM peer.
+"""Measured cells for the simulator: a staged FP8 grouped GEMM peer, then this library's launches.
 
-Medians of CUDA-graph replays with L2 flushed in between; one rank's share of an expert-parallel
-layer, uniform routing over its local experts. Times in us: L1 alone, L2 alone, both with the
-activation, and the full layer with permute and combine.
+One H200, medians of CUDA-graph replays with L2 flushed in between; one rank's share of an
+expert-parallel layer, uniform routing over its local experts. Times in us.
 """
 
 from megamoe.problem import Problem
@@ -17,7 +16,8 @@ SHAPES = {
 }
 
 # fmt: off
-# (shape, tokens, experts with a row, l1, l2, chain, full)
+# The peer, 2026-11-15: L1 alone, L2 alone, both with the activation, the full layer with permute and
+# combine. (shape, tokens, experts with a row, l1, l2, chain, full)
 MEASURED = (
     ("flash-ep8",    8, 25,  123.2,   68.6,  189.2,  196.6),
     ("flash-ep8",   64, 32,  147.0,   81.8,  226.7,  234.2),
