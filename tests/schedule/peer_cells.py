@@ -16,8 +16,8 @@ SHAPES = {
 }
 
 # fmt: off
-# The peer, 2026-11-15: L1 alone, L2 alone, both with the activation, the full layer with permute and
-# combine. (shape, tokens, experts with a row, l1, l2, chain, full)
+# The peer, 2026-11-15: L1 alone, L2 alone, both with the activation, the full layer with permute
+# and combine. (shape, tokens, experts with a row, l1, l2, chain, full)
 MEASURED = (
     ("flash-ep8",    8, 25,  123.2,   68.6,  189.2,  196.6),
     ("flash-ep8",   64, 32,  147.0,   81.8,  226.7,  234.2),
