@@ -3,7 +3,7 @@
 import torch
 
 import megamoe as mm
-from megamoe.distributed.local import LocalWorld
+from megamoe.studies.deep_gemm.local_world import LocalWorld
 from megamoe.routing.samplers import sample_routing
 
 RANKS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 32, 128, 64, 4

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import megamoe as mm
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.placement import propose
+from megamoe.balance.placement import propose
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 256, 128, 4
 

@@ -23,7 +23,7 @@ from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.portable import tiles
+from megamoe.studies.deep_gemm.heuristics.portable import tiles
 
 DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
 E, I, H, K = 3, 160, 288, 2
@@ -108,8 +108,8 @@ def graphs() -> None:
 def hopper_layer(recipe: str) -> None:
     """Hopper's staged launches in one tile of each kind, and its fused one; shared experts too."""
     from megamoe.engine import fused, hopper
-    from megamoe.schedule.heuristics.hopper_fused import as_fused
-    from megamoe.schedule.heuristics.hopper_tiles import tiles
+    from megamoe.studies.deep_gemm.heuristics.hopper_fused import as_fused
+    from megamoe.planner.tables.hopper import tiles
 
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
     found = faults.Faults(DEVICE)

@@ -15,8 +15,8 @@ from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_candidates import candidates, label
-from megamoe.schedule.heuristics.hopper_tiles import TILES, Tile, tile_of
+from megamoe.studies.deep_gemm.heuristics.hopper_candidates import candidates, label
+from megamoe.planner.tables.hopper import TILES, Tile, tile_of
 
 if TYPE_CHECKING:
     from megamoe.kernels.hopper.launch import Arithmetic

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megamoe import reference
 from megamoe.bench.workloads import Model
-from megamoe.distributed.local import LocalWorld
+from megamoe.studies.deep_gemm.local_world import LocalWorld
 from megamoe.engine.backends import resolve
 from megamoe.engine.functional import moe
 from megamoe.engine.weights import ExpertWeights

@@ -29,8 +29,8 @@ from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_candidates import candidates, label
-from megamoe.schedule.heuristics.hopper_tiles import Tile, tiles
+from megamoe.studies.deep_gemm.heuristics.hopper_candidates import candidates, label
+from megamoe.planner.tables.hopper import Tile, tiles
 
 TINY = (4, 256, 512, 2)  # experts, intermediate, hidden, top_k: cubins do not depend on them
 

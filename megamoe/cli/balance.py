@@ -12,11 +12,11 @@ from rich.table import Table
 from megamoe.cli import problems as of
 from megamoe.hardware import Hardware
 from megamoe.problem import Problem
-from megamoe.schedule.placement import Placement, propose
-from megamoe.schedule.plan import plan
-from megamoe.schedule.prediction import Prediction
-from megamoe.schedule.simulate import simulate
-from megamoe.schedule.statistics import Statistics
+from megamoe.balance.placement import Placement, propose
+from megamoe.studies.deep_gemm.plan import plan
+from megamoe.simulator.prediction import Prediction
+from megamoe.simulator.simulate import simulate
+from megamoe.balance.statistics import Statistics
 
 out = Console()
 

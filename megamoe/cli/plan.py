@@ -13,7 +13,7 @@ from rich.table import Table
 
 from megamoe.cli import problems as of
 from megamoe.hardware import Hardware
-from megamoe.schedule.plan import Plan, plan
+from megamoe.studies.deep_gemm.plan import Plan, plan
 
 out = Console()
 WIDE = 110  # columns from which the regions are explained too

@@ -11,8 +11,8 @@ from megamoe.errors import RangeError, require
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import MACHINES
 from megamoe.problem import Problem
-from megamoe.schedule.choice import Value
-from megamoe.schedule.overrides import OVERRIDES
+from megamoe.planner.choice import Value
+from megamoe.studies.deep_gemm.overrides import OVERRIDES
 
 DEFAULT_PRESET = "deepseek-v4-flash"
 RECIPE_HELP = f"{', '.join(RECIPES)}; default: the model's own, or w4a8_block."

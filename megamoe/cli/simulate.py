@@ -17,11 +17,11 @@ from megamoe.cli.shared import Bars
 from megamoe.errors import FileError, MegaMoEError, require
 from megamoe.hardware import Hardware
 from megamoe.problem import Problem
-from megamoe.schedule.choice import Value
-from megamoe.schedule.plan import plan
-from megamoe.schedule.prediction import Prediction
-from megamoe.schedule.sample import SKEWS
-from megamoe.schedule.simulate import simulate
+from megamoe.planner.choice import Value
+from megamoe.studies.deep_gemm.plan import plan
+from megamoe.simulator.prediction import Prediction
+from megamoe.simulator.sample import SKEWS
+from megamoe.simulator.simulate import simulate
 from megamoe.trace.perfetto import perfetto
 from megamoe.trace.plot import Bar, exposed_plot
 from megamoe.trace.predicted import prediction_page

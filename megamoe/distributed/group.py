@@ -30,7 +30,7 @@ from megamoe.distributed.rendezvous import RESTART, Rendezvous, named, retold, t
 from megamoe.distributed.wire import Wire
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RankError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.schedule.placement import Placement
+from megamoe.balance.placement import Placement
 
 TRANSPORTS = ("link", "collective")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import MegaMoETimeout, RangeError, require
-from megamoe.schedule.heuristics.hopper_fused import COUNTERS, MOST_RANKS
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import COUNTERS, MOST_RANKS
 
 NONE = 2**31 - 1
 

@@ -19,14 +19,14 @@ from megamoe.kernels.hopper.pool import max_tiles, num_rows
 from megamoe.kernels.hopper.waves import TABLE
 from megamoe.layout.regions import align_up
 from megamoe.problem import MAX_TOP_K, Options
-from megamoe.schedule.heuristics.hopper_fused import (
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import (
     MOST_SLOTS,
     MOST_WAVES,
     as_fused,
     auto_mode,
     weights_ahead,
 )
-from megamoe.schedule.heuristics.hopper_tiles import Swapped, tiles
+from megamoe.planner.tables.hopper import Swapped, tiles
 
 ALIGN = deal.ALIGN.value  # rows of the pool at which an expert begins
 

@@ -27,8 +27,8 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
-from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS, passes
-from megamoe.schedule.placement import Placement
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS, passes
+from megamoe.balance.placement import Placement
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld

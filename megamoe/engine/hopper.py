@@ -41,7 +41,7 @@ from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_tiles import Tile, tiles
+from megamoe.planner.tables.hopper import Tile, tiles
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,8 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options, check_top_k
-from megamoe.schedule.placement import Placement
-from megamoe.schedule.statistics import Statistics
+from megamoe.balance.placement import Placement
+from megamoe.balance.statistics import Statistics
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld

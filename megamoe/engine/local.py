@@ -19,7 +19,7 @@ from megamoe.engine.manner import MOST_S, Manner, check_grid
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, ShapeError, require
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
 
 
 class LocalRanks:

@@ -22,8 +22,8 @@ from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import Options
 from megamoe.reference import layer as reference
-from megamoe.schedule.placement import Placement
-from megamoe.schedule.statistics import Statistics
+from megamoe.balance.placement import Placement
+from megamoe.balance.statistics import Statistics
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld

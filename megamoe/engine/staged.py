@@ -19,7 +19,7 @@ from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.launch import Held
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.portable import tiles
+from megamoe.studies.deep_gemm.heuristics.portable import tiles
 
 
 def moe(

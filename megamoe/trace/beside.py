@@ -8,10 +8,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megamoe.hardware import Hardware
-from megamoe.schedule.plan import plan
-from megamoe.schedule.prediction import Prediction
-from megamoe.schedule.simulate import simulate
-from megamoe.schedule.timeline import Span, Timeline
+from megamoe.studies.deep_gemm.plan import plan
+from megamoe.simulator.prediction import Prediction
+from megamoe.simulator.simulate import simulate
+from megamoe.simulator.timeline import Span, Timeline
 from megamoe.trace.html import Fact, page
 from megamoe.trace.measured import Figures, figures, timeline
 from megamoe.trace.stamps import Recording

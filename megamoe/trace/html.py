@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from megamoe.errors import RangeError, require
-from megamoe.schedule.timeline import LANES, Span, Timeline
+from megamoe.simulator.timeline import LANES, Span, Timeline
 from megamoe.trace.kinds import KINDS, LANE_KINDS, LOAD_KINDS, kind_of
 
 MAX_BYTES = 4_500_000  # of the spans in a page; more ranks than fit are left out, and it says so

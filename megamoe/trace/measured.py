@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megamoe.schedule.events import SHORT_US
-from megamoe.schedule.timeline import Span, Timeline
+from megamoe.simulator.events import SHORT_US
+from megamoe.simulator.timeline import Span, Timeline
 from megamoe.trace.stamps import (
     COMBINE,
     FILL,

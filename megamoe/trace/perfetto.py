@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megamoe.schedule.timeline import LANES, Span, Timeline
+from megamoe.simulator.timeline import LANES, Span, Timeline
 from megamoe.trace.kinds import KINDS, kind_of
 
 FIRST_SM = 10  # thread ids of lanes come first: they sort above the SMs

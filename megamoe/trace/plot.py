@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megamoe.errors import RangeError, require
-from megamoe.schedule.prediction import Prediction
+from megamoe.simulator.prediction import Prediction
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 66, 20, 104, 56

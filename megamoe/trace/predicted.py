@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megamoe.schedule.floor import overlap_limit
-from megamoe.schedule.prediction import Prediction
+from megamoe.planner.floor import overlap_limit
+from megamoe.simulator.prediction import Prediction
 from megamoe.trace.html import Fact, page
 from megamoe.trace.kinds import KINDS, SM_KINDS, kind_of
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megamoe.errors import FileError, RangeError, require
 from megamoe.layout.regions import ceil_div
 from megamoe.problem import Problem
-from megamoe.schedule.sample import Counts, checked
+from megamoe.simulator.sample import Counts, checked
 
 MATH, LOAD_WEIGHTS, LOAD_TOKENS, PUBLISH = range(4)  # roles
 ROUTE, FILL, FIRST, SECOND, MEET, COMBINE, WAIT = range(1, 8)  # kinds

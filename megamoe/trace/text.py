@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megamoe.errors import RangeError, require
-from megamoe.schedule.timeline import Timeline
+from megamoe.simulator.timeline import Timeline
 from megamoe.trace.kinds import KINDS, LANE_KINDS, LOAD_KINDS, SM_KINDS, kind_of
 
 LEVELS = " ▁▂▃▄▅▆▇█"

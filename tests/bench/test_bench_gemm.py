@@ -18,9 +18,9 @@ from megamoe.errors import RangeError
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES
-from megamoe.schedule.heuristics.hopper import HELD_BITS
-from megamoe.schedule.heuristics.hopper_candidates import label
-from megamoe.schedule.heuristics.hopper_tiles import tile_of
+from megamoe.studies.deep_gemm.heuristics.hopper import HELD_BITS
+from megamoe.studies.deep_gemm.heuristics.hopper_candidates import label
+from megamoe.planner.tables.hopper import tile_of
 
 SHAPE = GemmShape("t", 64, 96, (3, 0, 5))
 

@@ -11,8 +11,8 @@ from megamoe.bench.record import ABSENT, FAILED, OK, WRONG
 from megamoe.bench.sweep import sweep, tiles_at
 from megamoe.errors import NotAvailable, RangeError
 from megamoe.problem import RECIPES
-from megamoe.schedule.heuristics.hopper_candidates import candidates, label
-from megamoe.schedule.heuristics.hopper_tiles import Straight, tiles
+from megamoe.studies.deep_gemm.heuristics.hopper_candidates import candidates, label
+from megamoe.planner.tables.hopper import Straight, tiles
 
 CELLS = cells_named(["tiny/8", "tiny/100"])
 QUICK = Settings(recipes=("w8a8",), repeats=2, rounds=1)

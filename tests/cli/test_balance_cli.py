@@ -7,9 +7,9 @@ import sys
 import pytest
 
 from megamoe.problem import Problem
-from megamoe.schedule.placement import Placement
-from megamoe.schedule.sample import sample_counts
-from megamoe.schedule.statistics import Statistics
+from megamoe.balance.placement import Placement
+from megamoe.simulator.sample import sample_counts
+from megamoe.balance.statistics import Statistics
 
 RANKS, EXPERTS = 4, 16
 

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from megamoe.schedule.overrides import OVERRIDES
+from megamoe.studies.deep_gemm.overrides import OVERRIDES
 
 SMALL = ("--hidden", "1024", "--intermediate", "512", "--experts", "16", "--top-k", "4")
 

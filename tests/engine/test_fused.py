@@ -14,8 +14,8 @@ from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RangeError
 from megamoe.kernels.hopper.meet import READY
 from megamoe.kernels.hopper.pool import max_tiles
-from megamoe.schedule.heuristics import hopper_fused
-from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
+from megamoe.studies.deep_gemm.heuristics import hopper_fused
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import MOST_SLOTS
 from tests.engine.pretended import E, H, K, make, tokens, wanted, weights
 
 CPU = torch.device("cpu")

@@ -24,7 +24,7 @@ from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_fused import as_fused
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import as_fused
 from tests.engine.test_hopper_gpu import IS_OTHER, WIDE, E, H, I, K, experts
 from tests.kernels.hopper import shipped_fused, tile_name
 

@@ -20,7 +20,7 @@ from megamoe.errors import (
     RankError,
     ShapeError,
 )
-from megamoe.schedule.placement import Placement
+from megamoe.balance.placement import Placement
 from tests.engine.pretended import E, H, K, make, tokens, wanted
 
 MOST = 6  # tokens of a rank

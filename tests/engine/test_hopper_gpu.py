@@ -15,7 +15,7 @@ from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.routing import Routing
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_tiles import Straight
+from megamoe.planner.tables.hopper import Straight
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.support import error
 

@@ -8,7 +8,7 @@ from megamoe.engine import hopper
 from megamoe.engine.faults import Faults
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_tiles import tile_of, tiles
+from megamoe.planner.tables.hopper import tile_of, tiles
 
 E, I, H, K = 4, 64, 96, 2
 

@@ -10,8 +10,8 @@ from megamoe.engine import fused
 from megamoe.engine.faults import Faults
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_fused import as_fused
-from megamoe.schedule.heuristics.hopper_tiles import tile_of
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import as_fused
+from megamoe.planner.tables.hopper import tile_of
 from tests.engine.test_fused_gpu import BASE, CUDA, base, tiles_of
 from tests.engine.test_hopper_gpu import IS_OTHER, E
 

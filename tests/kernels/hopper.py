@@ -1,8 +1,8 @@
 """The tiles that the Hopper backend ships, for its tests."""
 
-from megamoe.schedule.heuristics import hopper_tiles
-from megamoe.schedule.heuristics.hopper_fused import as_fused
-from megamoe.schedule.heuristics.hopper_tiles import Straight
+from megamoe.studies.deep_gemm.heuristics import hopper_tiles
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import as_fused
+from megamoe.planner.tables.hopper import Straight
 
 
 def shipped(recipe, *, fits=True):

@@ -20,7 +20,7 @@ from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_fused import as_fused
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import as_fused
 from tests import emulator
 from tests.emulator import language, running
 from tests.emulator.values import Value

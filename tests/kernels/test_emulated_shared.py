@@ -11,7 +11,7 @@ from megamoe.kernels.hopper import place, route
 from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
-from megamoe.schedule.heuristics.hopper_fused import as_fused
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import as_fused
 from tests import emulator
 from tests.kernels.hopper import shipped_fused
 from tests.kernels.support import INTERPRETED

@@ -10,8 +10,8 @@ from megamoe.engine.fused import routing_bytes
 from megamoe.kernels.hopper import launch, mega_launch
 from megamoe.kernels.hopper.pack import pack
 from megamoe.problem import RECIPES, Options
-from megamoe.schedule.heuristics.hopper_fused import COUNTERS, ROUTING_BYTES, as_fused
-from megamoe.schedule.heuristics.hopper_tiles import tiles
+from megamoe.studies.deep_gemm.heuristics.hopper_fused import COUNTERS, ROUTING_BYTES, as_fused
+from megamoe.planner.tables.hopper import tiles
 from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED

@@ -10,7 +10,7 @@ from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.hold import HELD, hold
 from megamoe.kernels.portable.korder import position
 from megamoe.problem import RECIPES
-from megamoe.schedule.heuristics.portable import Tile
+from megamoe.studies.deep_gemm.heuristics.portable import Tile
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, tolerance
 
 pytestmark = MARKS

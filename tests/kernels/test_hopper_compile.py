@@ -18,8 +18,8 @@ from megamoe.kernels.hopper import launch, place, route
 from megamoe.kernels.hopper.pack import pack
 from megamoe.kernels.portable.routing import Routing
 from megamoe.problem import RECIPES, Options
-from megamoe.schedule.heuristics import hopper_tiles
-from megamoe.schedule.heuristics.hopper_tiles import Straight
+from megamoe.studies.deep_gemm.heuristics import hopper_tiles
+from megamoe.planner.tables.hopper import Straight
 from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.support import INTERPRETED

@@ -13,7 +13,7 @@ from megamoe.kernels.portable.dispatch import dispatch
 from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import RECIPES, Options
-from megamoe.schedule.heuristics.portable import Tile, tiles
+from megamoe.studies.deep_gemm.heuristics.portable import Tile, tiles
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, experts, tokens, tolerance
 
 pytestmark = MARKS

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamoe.errors import MegaMoEError
-from megamoe.routing.permute import expert_counts, max_tiles, permute
+from megamoe.routing.permute import expert_counts, permute
+from megamoe.routing.spec import max_tiles
 from megamoe.routing.samplers import SKEWS, sample_routing
 
 

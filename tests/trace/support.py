@@ -4,7 +4,7 @@ import heapq
 from random import Random
 
 from megamoe.problem import Problem
-from megamoe.schedule.sample import sample_counts
+from megamoe.simulator.sample import sample_counts
 from megamoe.trace import stamps as of
 from megamoe.trace.stamps import Recording, events_of
 

@@ -8,7 +8,7 @@ import pytest
 
 from megamoe.errors import FileError, RangeError
 from megamoe.problem import Problem
-from megamoe.schedule.timeline import Span, Timeline
+from megamoe.simulator.timeline import Span, Timeline
 from megamoe.trace import measured, stamps
 from megamoe.trace.beside import MOST_OVERHEAD, Pair, timelines_json
 from megamoe.trace.measured import figures, timeline

@@ -11,9 +11,9 @@ import pytest
 
 from megamoe.errors import RangeError
 from megamoe.problem import Problem
-from megamoe.schedule.plan import plan
-from megamoe.schedule.simulate import simulate
-from megamoe.schedule.timeline import ROLES, WAITS, Span, Timeline
+from megamoe.studies.deep_gemm.plan import plan
+from megamoe.simulator.simulate import simulate
+from megamoe.simulator.timeline import ROLES, WAITS, Span, Timeline
 from megamoe.trace import html
 from megamoe.trace.html import page
 from megamoe.trace.kinds import KINDS, LANE_KINDS, SM_KINDS, kind_of

@@ -24,7 +24,7 @@ from megamoe.kernels.hopper.swapped import swapped_kernel
 from megamoe.kernels.portable.acts import CODES, PLAIN, SCALED, VALUES
 from megamoe.layout.regions import align_up
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_tiles import Straight, Swapped, Tile
+from megamoe.planner.tables.hopper import Straight, Swapped, Tile
 
 
 @dataclass(frozen=True, slots=True)

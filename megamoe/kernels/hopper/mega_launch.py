@@ -22,7 +22,7 @@ from megamoe.kernels.hopper.pack import Packed
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_tiles import Swapped
+from megamoe.planner.tables.hopper import Swapped
 
 
 class State(NamedTuple):

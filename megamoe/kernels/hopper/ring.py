@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate
 
-from megamoe.schedule.heuristics import hopper_tiles
+from megamoe.studies.deep_gemm.heuristics import hopper_tiles
 
 GROUPS = gl.constexpr(hopper_tiles.GROUPS)  # math warpgroups of a CTA
 

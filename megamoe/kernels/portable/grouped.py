@@ -20,7 +20,7 @@ from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.hold import VALUES, decode_blocks, decoding
 from megamoe.kernels.portable.sort import Order
 from megamoe.problem import RECIPES, check_width
-from megamoe.schedule.heuristics.portable import Tile, tiles
+from megamoe.studies.deep_gemm.heuristics.portable import Tile, tiles
 
 SCHEDULES = ("static", "dynamic")
 PROGRAMS_PER_SM = 4  # more than fit find no tile left and end at once

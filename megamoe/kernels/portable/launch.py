@@ -21,7 +21,7 @@ from megamoe.kernels.portable.korder import held_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.portable import Tile
+from megamoe.studies.deep_gemm.heuristics.portable import Tile
 
 
 class Held(NamedTuple):

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.device.compat import after_previous, overlap
-from megamoe.routing.permute import max_tiles
+from megamoe.routing.spec import max_tiles
 
 CHUNK = 128  # slots a program ranks against each other
 
