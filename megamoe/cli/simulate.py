@@ -81,7 +81,9 @@ def command(
     }
     name, problem = of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks)
     machine = Hardware.named(hardware)
-    fixed: dict[str, Value] = {**of.overrides_from(given), "mode": mode}
+    fixed = of.overrides_from(given)
+    if mode != "auto":
+        fixed["mode"] = mode
     measured = _counts(counts) if counts is not None else None
     if study is not None:
         one_of(study, of.STUDIES, "study")

@@ -43,9 +43,12 @@ def simulate(
     progress  called with the blocks that were played and their number
     """
     how = plan if isinstance(plan, Schedule) else Schedule.of_plan(plan)
-    rows = sample_counts(how.problem, skew, seed) if counts is None else counts
-    given = checked(how.problem, rows)
-    report = _reporter(_check_size(how, given), progress)
+    if counts is None:
+        if skew != "masked":  # before sampling, which takes its time too
+            _check_size(how, _least_blocks(how))
+        counts = sample_counts(how.problem, skew, seed)
+    given = checked(how.problem, counts)
+    report = _reporter(_check_size(how, _num_blocks(how, given)), progress)
     if how.mode == "staged":
         stages = run_staged(how, given, constants, report)
     else:
@@ -53,11 +56,20 @@ def simulate(
     return _prediction(how, given, stages)
 
 
-def _check_size(how: Schedule, counts: Counts) -> int:
-    """The number of blocks, if they can be played."""
+def _least_blocks(how: Schedule) -> int:
+    """Blocks of a call of which every tile is full."""
+    p, experts = how.problem, how.experts
+    rows = p.num_ranks * p.num_tokens * p.top_k
+    return rows // experts.block_m * (experts.l1.num_n + experts.l2.num_n)
+
+
+def _num_blocks(how: Schedule, counts: Counts) -> int:
     total = num_blocks(how.experts, with_shared(how, counts))
-    if how.shared is not None:
-        total += num_blocks(how.shared, shared_counts(how))
+    return total + (0 if how.shared is None else num_blocks(how.shared, shared_counts(how)))
+
+
+def _check_size(how: Schedule, total: int) -> int:
+    """The number of blocks, if they can be played."""
     require(
         total <= MAX_BLOCKS,
         f"a simulated call has at most {MAX_BLOCKS:,} blocks",
