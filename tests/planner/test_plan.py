@@ -194,7 +194,7 @@ def test_no_tokens_are_no_launches():
 def test_a_choice_and_a_launch_are_found_by_name():
     found = plan(ONE, "h200")
     assert found["block_m"] == 8 and found.launch("mega").num_ctas == 132
-    with pytest.raises(RangeError, match="a plan has the choices backend, mode.*got tiles"):
+    with pytest.raises(RangeError, match=r"a plan has the choices backend, mode.*got tiles"):
         found["tiles"]
     with pytest.raises(RangeError, match="the plan's launches are mega; got l1"):
         found.launch("l1")
