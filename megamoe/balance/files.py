@@ -7,14 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.errors import FileError, require
+from megamoe.files import write_atomic
 
 
 def write_json(path: str | Path, whole: dict[str, Any]) -> None:
-    """One object as a file."""
-    try:
-        Path(path).write_text(json.dumps(whole) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"the file must be writable; got {error}") from error
+    """One object as a file, whole or not at all."""
+    write_atomic(path, json.dumps(whole) + "\n")
 
 
 def read_json(path: str | Path, kind: str, version: int) -> dict[str, Any]:

@@ -13,9 +13,8 @@ from heapq import heapify, heapreplace
 from pathlib import Path
 from typing import Any
 
-from megamoe.errors import FileError, MegaMoEError, RangeError, ShapeError, require
 from megamoe.balance.files import read_json, write_json
-from megamoe.simulator.sample import Counts
+from megamoe.errors import FileError, MegaMoEError, RangeError, ShapeError, require
 
 KIND, VERSION = "megamoe.placement", 1
 
@@ -60,7 +59,7 @@ class Placement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
-        """The default: expert e on rank e // (num_experts / num_ranks), each once (A010)."""
+        """The default: expert e on rank e // (num_experts / num_ranks), each once."""
         require(
             num_ranks >= 1 and num_experts % num_ranks == 0 and num_experts >= num_ranks,
             "num_experts must be a multiple of num_ranks",
@@ -130,7 +129,7 @@ class Placement:
         total = sum(ranks)
         return max(ranks) * len(ranks) / total if total else 1.0
 
-    def spread(self, sent: Sequence[Sequence[int]]) -> Counts:
+    def spread(self, sent: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Rows per physical expert out of rows per logical one, [rank][expert] both.
 
         Copies share alike; what does not divide goes to the copies in turn, by rank and expert.

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megamoe.errors import FileError, MegaMoEError, ShapeError, require
 from megamoe.balance.files import read_json, write_json
 from megamoe.balance.placement import Placement
-from megamoe.simulator.sample import Counts
+from megamoe.errors import FileError, MegaMoEError, ShapeError, require
 
 KIND, VERSION = "megamoe.stats", 1
 
@@ -45,7 +44,7 @@ class Statistics:
         """Rows of each logical expert."""
         return tuple(map(sum, zip(*self.sent, strict=True)))
 
-    def per_call(self, num_ranks: int, num_tokens: int) -> Counts:
+    def per_call(self, num_ranks: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Rows that each of `num_ranks` sends to each logical expert in one call like the average.
 
         Per rank as recorded where the number of ranks is the same, else all ranks alike.

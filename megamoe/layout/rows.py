@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megamoe.formats.spec import BF16, Format, Scale
+from megamoe.formats.spec import Format, Scale
 from megamoe.layout.regions import TMA_ALIGN, align_up, ceil_div
 
 _SCALE_BYTES = {Scale.NONE: 0, Scale.E8M0: 1, Scale.E4M3: 1, Scale.FP32: 4}

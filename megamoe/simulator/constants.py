@@ -44,6 +44,14 @@ TABLE: dict[str, Constant] = {
     "window_us":      Constant(3.0,   "us",                "rows asked for ahead of those that have come: twice the latency"),
 }
 # fmt: on
+# tokens of a tile -> us that math takes for 128 columns of 256 weight rows, FP4, on H200: up to 32
+# tokens by a launch that only computes, above such that whole layers come out: pro at 512 tokens,
+# flash at 2048 (benchmarks/h200/hopper-layer.txt). 256 tokens as two tiles of 128.
+MATH_US = {8: 0.33, 16: 0.38, 32: 0.43, 64: 0.62, 128: 0.94, 256: 1.88}
+
+# recipe -> bits of a weight, scale included, as launches read it where that is not the checkpoint's.
+HELD_BITS = {"w4a8_block": 4.125}  # two exponents share a byte
+
 _SHARES = ("stream_share", "own_share", "row_share")
 FITTED = ("stream_share", "row_share", "start_us", "gap_us", "epilogue_us")
 

@@ -1,18 +1,18 @@
-"""Costs: what one block asks of the tensor cores, of HBM and of its SM's port, from a plan."""
+"""Costs: what one block asks of the tensor cores, of HBM and of its SM's port, from a schedule."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from megamoe.formats.spec import recipe_named
-from megamoe.studies.deep_gemm.blocks import L1, L2, aligned_m
-from megamoe.simulator.constants import Constants
-from megamoe.studies.deep_gemm.heuristics.hopper import HELD_BITS, MATH_US
-from megamoe.studies.deep_gemm.plan import Plan
+from megamoe.layout.regions import align_up
+from megamoe.simulator.blocks import L1, L2
+from megamoe.simulator.constants import HELD_BITS, MATH_US, Constants
+from megamoe.simulator.schedule import Experts, Schedule
 from megamoe.simulator.traffic import RowBytes
 
 STEP = 128  # of K: the step in which weight decoding was measured
-MMA_ROWS = 16  # A036: Blackwell computes rows up to the next 16; Hopper's tile is computed whole
+MATH_ROWS = 256  # weight rows of the tiles in MATH_US
 TILE = 128 * 128  # outputs of the tile that `epilogue_us` was fitted on
 
 
@@ -26,6 +26,8 @@ class BlockCost:
     row_out_bytes: float  # of one row, to HBM, this block's columns
     math_us: tuple[float, ...]  # by rows computed / row_step
     row_step: int
+    epilogue_us: float
+    lead_us: float  # how far a full ring of stages lets loads run ahead
 
     def math(self, rows: int) -> float:
         """Tensor time of a block with `rows` valid rows."""
@@ -44,8 +46,6 @@ class Costs:
     move: float  # us a byte of launches that only move rows
     port: float  # us a byte from L2 into one SM
     link: float  # us a byte in one direction of one rank
-    lead_us: float  # how far a full ring of stages lets loads run ahead
-    epilogue_us: float
     is_overlapped: bool  # the epilogue runs in warps of its own, beside the next block's math
 
     def of(self, phase: str) -> BlockCost:
@@ -53,68 +53,62 @@ class Costs:
         return self.l1 if phase == L1 else self.l2
 
 
-def costs(plan: Plan, constants: Constants, *, is_grouped: bool = False) -> Costs:
-    """The costs of a plan. `is_grouped`: L1 writes gate and up in BF16 for a launch of its own."""
-    hw, tiles = plan.hardware, plan.tiles
+def costs(how: Schedule, constants: Constants, experts: Experts | None = None) -> Costs:
+    """The costs of a schedule, of its routed experts or of others."""
+    hw, of = how.hardware, experts or how.experts
     reached = hw.hbm_gbs.reached.value * 1e3  # bytes a us
-    is_own = _is_own(plan, is_grouped=is_grouped)
-    hbm = 1.0 / (reached * (constants.own_share if is_own else constants.stream_share))
-    ring = plan.num_stages * plan.smem.stage_bytes
-    rows = RowBytes.of(plan.problem, plan.combine)
+    share = constants.own_share if how.is_own else constants.stream_share
+    hbm = 1.0 / (reached * share)
+    rows = RowBytes.of(how)
     return Costs(
-        l1=_block(plan, constants, L1, rows, is_grouped=is_grouped),
-        l2=_block(plan, constants, L2, rows, is_grouped=is_grouped),
+        l1=_block(how, of, constants, L1, rows, hbm),
+        l2=_block(how, of, constants, L2, rows, hbm),
         rows=rows,
-        result_bytes=rows.results / plan.grid.num_l2_n,
+        result_bytes=rows.results / of.l2.num_n,
         hbm=hbm,
         move=1.0 / (reached * constants.row_share),
         port=1.0 / (constants.sm_gbs * 1e3),
         link=1.0 / (hw.nvlink_gbs.reached.value * 1e3),
-        lead_us=ring * hbm * plan.num_sms,
-        epilogue_us=constants.epilogue_us * max(1.0, tiles.block_m * tiles.block_n / TILE),
-        is_overlapped=plan.backend == "blackwell",
+        is_overlapped=how.has_epilogue_warps,
     )
-
-
-def _is_own(plan: Plan, *, is_grouped: bool) -> bool:
-    """Whether the launches are this library's, on a machine where they were measured."""
-    return plan.backend == "hopper" and not is_grouped
 
 
 def _block(
-    plan: Plan, constants: Constants, phase: str, rows: RowBytes, *, is_grouped: bool
+    how: Schedule, of: Experts, constants: Constants, phase: str, rows: RowBytes, hbm: float
 ) -> BlockCost:
-    problem, tiles = plan.problem, plan.tiles
-    bits = recipe_named(problem.recipe).weights.bits_per_value
-    if _is_own(plan, is_grouped=is_grouped):
-        bits = HELD_BITS.get(problem.recipe, bits)
-    width, depth = 2 * problem.intermediate, problem.hidden
-    row_in, row_out = rows.tokens, rows.acts / (width / tiles.block_n)
-    if is_grouped:
-        row_out = 2.0 * tiles.block_n
+    p, tile = of.problem, of.linear(phase)
+    bits = recipe_named(p.recipe).weights.bits_per_value
+    if how.is_own:
+        bits = HELD_BITS.get(p.recipe, bits)
+    width, depth = 2 * p.intermediate, p.hidden
+    row_in, row_out = rows.tokens, rows.acts / tile.num_n
+    if how.writes_gate_up:
+        row_out = 2.0 * tile.block_n
     if phase == L2:
-        width, depth = problem.hidden, problem.intermediate
+        width, depth = p.hidden, p.intermediate
         row_in, row_out = rows.acts, 0.0  # results are charged where they land
-    phase_bytes = width * depth * bits / 8
-    room = constants.l2_share * plan.hardware.l2_bytes
-    row_step = MMA_ROWS if plan.backend == "blackwell" else tiles.block_m
-    computed = range(0, aligned_m(tiles.block_m, row_step) + 1, row_step)
+    room = constants.l2_share * how.hardware.l2_bytes
+    row_step = how.mma_rows or tile.block_m
+    computed = range(0, align_up(tile.block_m, row_step) + 1, row_step)
+    size = tile.block_m * tile.block_n / TILE
     return BlockCost(
-        weight_bytes=tiles.block_n * depth * bits / 8,
-        again=max(0.0, 1.0 - room / phase_bytes),
+        weight_bytes=tile.block_n * depth * bits / 8,
+        again=max(0.0, 1.0 - room / (width * depth * bits / 8)),
         row_in_bytes=row_in,
         row_out_bytes=row_out,
-        math_us=tuple(_math_us(plan, m, depth) for m in computed),
+        math_us=tuple(_math_us(how, of, tile.block_n, m, depth) for m in computed),
         row_step=row_step,
+        epilogue_us=constants.epilogue_us * max(1.0, size),
+        lead_us=tile.ring_bytes * hbm * how.num_sms,
     )
 
 
-def _math_us(plan: Plan, rows: int, depth: int) -> float:
+def _math_us(how: Schedule, of: Experts, block_n: int, rows: int, depth: int) -> float:
     """All steps of a block: the tensor rate, or Hopper's FP4 decoding where that is slower."""
-    tiles, hw = plan.tiles, plan.hardware
-    per_sm = hw.tensor(tiles.mma).reached.value * 1e6 / hw.num_sms  # FLOP a us
-    step_us = 2 * rows * tiles.block_n * STEP / per_sm
-    weights = recipe_named(plan.problem.recipe).weights.element
-    if plan.backend == "hopper" and weights.bits == 4 and rows:
-        step_us = max(step_us, MATH_US[tiles.block_m])
+    hw = how.hardware
+    per_sm = hw.tensor(of.mma).reached.value * 1e6 / hw.num_sms  # FLOP a us
+    step_us = 2 * rows * block_n * STEP / per_sm
+    weights = recipe_named(of.problem.recipe).weights.element
+    if how.backend == "hopper" and weights.bits == 4 and rows:
+        step_us = max(step_us, MATH_US[of.block_m] * block_n / MATH_ROWS)
     return step_us * depth / STEP

@@ -1,17 +1,17 @@
 """The event loop of the simulator: SMs draw blocks, blocks wait, load, multiply and leave.
 
-One heap for all ranks. Each rank has an HBM queue, two link queues (in and out) and a ring of row
-blocks; each serves in order of request. A block waits for its rows (L1) or for the L1 blocks of
-its row block (L2), and its loads run ahead of its math by what the ring of stages holds.
+One heap for all ranks. Each rank has an HBM queue, two link queues (in and out) and a pool of tiles
+of tokens; each serves in order of request. A block waits for its rows (L1) or for the L1 blocks of
+its tile of tokens (L2), and its loads run ahead of its math by what the ring of stages holds.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from megamoe.studies.deep_gemm.blocks import L1, L2, Block
+from megamoe.simulator.blocks import L1, L2, Block
 from megamoe.simulator.constants import Constants
 from megamoe.simulator.costs import Costs
 from megamoe.simulator.timeline import RESULTS_OUT, ROWS_IN, Span, merged
@@ -20,6 +20,7 @@ from megamoe.simulator.traffic import RowBlock
 SHORT_US = 0.02  # waits below are not worth a span
 LANE_GAP_US = 2.0  # a lane's pauses below are not worth a span either
 _FREE, _RUN, _PULL = 0, 1, 2  # kinds of events
+_REPORT = 4096  # blocks between two reports of progress
 
 Queue = tuple[Block, ...]
 
@@ -30,9 +31,10 @@ class Rank:
 
     idx: int
     pool: tuple[RowBlock, ...]
-    offsets: tuple[int, ...]  # first row block of each expert
-    waves: dict[int, int]  # row block -> wave
-    pulls: tuple[int, ...]  # row blocks in the order of their first use
+    offsets: tuple[int, ...]  # first tile of tokens of each expert
+    waves: dict[int, int]  # tile of tokens -> wave
+    pulls: tuple[int, ...]  # tiles of tokens in the order of their first use
+    waits_for: tuple[int, ...]  # tile of tokens -> the one whose L2 makes room for it; -1: none
     queues: tuple[Queue, ...]
     queue_of: tuple[int, ...]  # SM -> its queue
     places: list[list[int]]  # queue -> next place: one for all SMs (tickets), or one for each
@@ -50,7 +52,9 @@ class Rank:
     out_us: float = 0.0
     end_us: float = 0.0
     next_pull: int = 0
-    blocked_on: int = -1  # row block whose ring slot the next pull needs
+    blocked_on: int = -1  # tile of tokens whose room the next pull needs
+    pooled: list[int] = field(default_factory=list)  # pulled, but L1 waits for the whole wave
+    pooled_us: float = 0.0
     parked: dict[int, list[tuple[float, int, Block]]] = field(default_factory=dict)
     moved: dict[str, list[tuple[float, float, int]]] = field(default_factory=dict)
     hbm_bytes: float = 0.0
@@ -80,11 +84,13 @@ class Machine:
         costs: Costs,
         constants: Constants,
         *,
-        ring_blocks: int | None,
+        pools_at_once: bool = False,
         is_staged: bool = False,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         self.ranks, self.costs, self.constants = ranks, costs, constants
-        self.ring_blocks, self.is_staged = ring_blocks, is_staged
+        self.pools_at_once, self.is_staged, self.progress = pools_at_once, is_staged, progress
+        self._num_run = 0
         self.spans: list[Span] = []
         self._heap: list[tuple[float, int, int, int, int, Block | None, float]] = []
         self._tick = 0
@@ -124,12 +130,17 @@ class Machine:
                     self._scatter(rank, block, now)
                 drawn = rank.draw(sm)
                 if drawn is not None:
-                    self._meet(rank, sm, drawn, now)
+                    self._begin(rank, sm, drawn, now)
         for rank in ranks.values():
             assert not rank.parked, "every block must run"
+        self._report(self._num_run % _REPORT)
         self._lanes()
 
-    def _meet(self, rank: Rank, sm: int, block: Block, since: float) -> None:
+    def _report(self, num: int) -> None:
+        if self.progress is not None and num:
+            self.progress(num)
+
+    def _begin(self, rank: Rank, sm: int, block: Block, since: float) -> None:
         """Start the block when what it reads is there; park it while that is not known."""
         pool = rank.offsets[block.expert] + block.m
         if block.phase == L1:
@@ -146,8 +157,9 @@ class Machine:
             self.spans.append(
                 Span(rank.idx, sm, "wait", since, start, what, block.wave, block.expert, block.m)
             )
-        if start - self.costs.lead_us > self._now:
-            self._push(start - self.costs.lead_us, _RUN, rank.idx, sm, block, start)
+        early = start - self.costs.of(block.phase).lead_us
+        if early > self._now:
+            self._push(early, _RUN, rank.idx, sm, block, start)
         else:
             self._run(rank, sm, block, start)
 
@@ -160,27 +172,30 @@ class Machine:
             del rank.parked[pool]
         for since, sm, block in waiting:
             if block.phase == phase:
-                self._meet(rank, sm, block, since)
+                self._begin(rank, sm, block, since)
 
     def _run(self, rank: Rank, sm: int, block: Block, start: float) -> None:
         """Load, multiply, leave: fixes when the block ends and when its SM is free."""
         costs = self.costs
         wave, phase, expert, m, n = block
-        cost = costs.l1 if phase == L1 else costs.l2
+        cost = costs.of(phase)
+        self._num_run += 1
+        if self._num_run % _REPORT == 0:
+            self._report(_REPORT)
         pool = rank.offsets[expert] + m
         rows = rank.pool[pool].rows
         weights = cost.weight_bytes
         moved = (weights if m == 0 else weights * cost.again) + rows * cost.row_out_bytes
         if n == 0:
             moved += rows * cost.row_in_bytes
-        asked = max(rank.loads_us[sm], start - costs.lead_us)
+        asked = max(rank.loads_us[sm], start - cost.lead_us)
         loaded = rank.through_hbm(asked, moved, costs.hbm)
         loaded = max(loaded, asked + (weights + rows * cost.row_in_bytes) * costs.port)
         rank.loads_us[sm] = loaded
         done = max(start + cost.math(rows), loaded)
-        free = end = done + costs.epilogue_us
+        free = end = done + cost.epilogue_us
         if costs.is_overlapped:
-            end = max(done, rank.stores_us[sm]) + costs.epilogue_us
+            end = max(done, rank.stores_us[sm]) + cost.epilogue_us
             free = max(done, rank.stores_us[sm])
             rank.stores_us[sm] = end
         self.spans.append(Span(rank.idx, sm, "math", start, free, phase, wave, expert, m, n))
@@ -199,11 +214,11 @@ class Machine:
                 self._push(rank.l2_done_us[pool], _PULL, rank.idx)
 
     def _pull(self, rank: Rank, now: float) -> None:
-        """Ask for the rows of the next row block, if its ring slot is free."""
+        """Ask for the rows of the next tile of tokens, if there is room for them."""
         if rank.next_pull == len(rank.pulls):
             return
         pool = rank.pulls[rank.next_pull]
-        last = pool - self.ring_blocks if self.ring_blocks is not None else -1
+        last = rank.waits_for[pool]
         if last >= 0 and (rank.l2_left[last] > 0 or rank.l2_done_us[last] > now):
             if rank.l2_left[last] > 0:
                 rank.blocked_on = last
@@ -212,9 +227,10 @@ class Machine:
             return
         rank.next_pull += 1
         block, costs = rank.pool[pool], self.costs
-        size, link = costs.rows.tokens, costs.link
+        size, link = costs.rows.pulled, costs.link
         remote = block.rows - block.by_rank[rank.idx]
-        came = rank.through_hbm(now, (2 * block.rows - remote) * size, costs.hbm)
+        own = (block.rows - remote) * size  # others are read from their ranks' memory
+        came = rank.through_hbm(now, block.rows * costs.rows.tokens + own, costs.hbm)
         if remote:
             began = max(now, rank.in_us)
             rank.in_us = drained = began + remote * size * link
@@ -229,9 +245,21 @@ class Machine:
             following = max(rank.in_us, drained - self.constants.window_us)
         else:
             following = came
-        rank.arrived_us[pool] = came
-        self._wake(rank, pool, L1)
+        self._arrive(rank, pool, came)
         self._push(following, _PULL, rank.idx)
+
+    def _arrive(self, rank: Rank, pool: int, at_us: float) -> None:
+        """L1 of a tile may begin when its rows are there, or those of its whole wave."""
+        rank.pooled.append(pool)
+        rank.pooled_us = max(rank.pooled_us, at_us)
+        wave, at = rank.waves[pool], rank.next_pull
+        if self.pools_at_once and at < len(rank.pulls) and rank.waves[rank.pulls[at]] == wave:
+            return
+        arrived, rank.pooled = rank.pooled, []
+        for one in arrived:
+            rank.arrived_us[one] = rank.pooled_us if self.pools_at_once else at_us
+        for one in arrived:
+            self._wake(rank, one, L1)
 
     def _scatter(self, rank: Rank, block: Block, now: float) -> None:
         """Send a finished L2 block home: a piece of every row, to the rank each came from."""

@@ -12,16 +12,20 @@ from functools import cache
 from math import exp, log
 from typing import NamedTuple
 
+from megamoe.formats.spec import recipe_named
+from megamoe.hardware import Hardware
+from megamoe.layout.rows import stored_bytes
 from megamoe.problem import Problem
 from megamoe.simulator.constants import DEFAULT, FITTED, Constants
-from megamoe.simulator.costs import costs
-from megamoe.studies.deep_gemm.plan import Plan, plan
 from megamoe.simulator.sample import Counts, sample_counts
+from megamoe.simulator.schedule import Experts, Linear, Phases, Schedule, Step
 from megamoe.simulator.staged import run_staged
 
 NUM_STEPS = 4  # of Gauss-Newton; from far off the fifth changes less than 1 in 1000
 NUDGE = 0.02  # of a constant's logarithm, for the slopes
 SHARES = ("stream_share", "row_share")  # cannot exceed 1
+BLOCK = 128  # weight rows and columns of the peer's tiles
+FIXED = 40_000  # bytes of its shared memory that are no stages, about
 
 
 class Times(NamedTuple):
@@ -43,17 +47,35 @@ class Cell(NamedTuple):
     times: Times
 
     @property
-    def plan(self) -> Plan:
-        """The peer's tiles: 64 rows where they cover an expert, else 128, by 128 weight rows."""
-        narrow = self.problem.tokens_per_expert <= 64
-        return plan(
-            self.problem,
-            self.hardware,
+    def schedule(self) -> Schedule:
+        """The peer: 64 rows where they cover an expert, else 128, by 128 weight rows of 128."""
+        p, hw = self.problem, Hardware.named(self.hardware)
+        block_m = 64 if p.tokens_per_expert <= 64 else 128
+        stage = (BLOCK + block_m) * BLOCK + 4 * block_m
+        ring = (hw.smem_per_sm - FIXED) // stage * stage
+        across = (2 * p.intermediate // BLOCK, p.hidden // BLOCK)
+        linears = (Linear(block_m, BLOCK, num, ring) for num in across)
+        tokens = stored_bytes(p.hidden, recipe_named(p.recipe).acts)
+        acts = stored_bytes(p.intermediate, recipe_named(p.recipe).acts)
+        return Schedule(
+            problem=p,
+            hardware=hw,
+            backend="hopper",
             mode="staged",
-            block_m=64 if narrow else 128,
-            block_n=128,
-            block_k=128,
+            combine="bf16",
+            experts=Experts(p, p.num_experts, "fp8", *linears),
+            num_sms=hw.num_sms,
+            order=Phases(),
+            steps=(
+                Step("permute", "move", row_bytes=2 * tokens),
+                Step("l1", "gemm"),
+                Step("activation", "move", row_bytes=4 * p.intermediate + acts),
+                Step("l2", "gemm"),
+                Step("combine", "combine"),
+            ),
             deal="static",
+            writes_gate_up=True,
+            study="grouped GEMM peer",
         )
 
     @property
@@ -69,8 +91,7 @@ class Cell(NamedTuple):
     def predicted(self, constants: Constants = DEFAULT) -> Times:
         """What the simulator says: its steps, without the pictures."""
         how, counts = _prepared(self)
-        work = costs(how, constants, is_grouped=True)
-        steps = run_staged(how, counts, work, constants, is_grouped=True).steps
+        steps = run_staged(how, counts, constants).steps
         us = dict(steps)
         start, l1, l2 = us["launch"], us["l1"], us["l2"]
         chain = start + l1 + l2 + us["activation"] + 2 * constants.gap_us
@@ -78,8 +99,8 @@ class Cell(NamedTuple):
 
 
 @cache
-def _prepared(cell: Cell) -> tuple[Plan, Counts]:
-    return cell.plan, cell.counts
+def _prepared(cell: Cell) -> tuple[Schedule, Counts]:
+    return cell.schedule, cell.counts
 
 
 def log_ratios(cells: Sequence[Cell], constants: Constants) -> list[float]:

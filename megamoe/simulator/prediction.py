@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.planner.floor import Floor
-from megamoe.studies.deep_gemm.plan import Plan
 from megamoe.simulator.sample import Counts
+from megamoe.simulator.schedule import Schedule
 from megamoe.simulator.timeline import Summary, Timeline
 
 
@@ -23,7 +23,7 @@ class Usage:
 class Prediction:
     """One simulated call."""
 
-    plan: Plan
+    schedule: Schedule
     counts: Counts
     timeline: Timeline
     summary: Summary
@@ -56,8 +56,10 @@ class Prediction:
         use = ", ".join(
             f"{n} {v:.0%}" for n, v in zip(names, (u.tensor, u.hbm, u.nvlink), strict=True)
         )
-        rows = [
-            f"predicted  {self.time_us:>11,.1f} us  {self.plan.mode} on {self.plan.hardware.label}",
+        how = self.schedule
+        rows = [how.label] if how.study else []
+        rows += [
+            f"predicted  {self.time_us:>11,.1f} us  {how.mode} on {how.hardware.label}",
             f"floor      {self.floor.time_us:>11,.1f} us  set by {self.floor.bound}; "
             f"the call takes {self.time_us / self.floor.time_us:.2f} times that"
             if self.floor.time_us

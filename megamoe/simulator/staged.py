@@ -1,23 +1,20 @@
-"""Staged mode: one launch after the other, every byte of communication in the open.
-
-Two pipelines. Our own: dispatch, L1 with the activation, L2, results home, combine. That of a
-library of grouped GEMMs (`is_grouped`): permute, L1, activation, L2, combine, where L1 leaves gate
-and up in BF16.
-"""
+"""Staged calls: one launch after the other, every byte of communication in the open."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from megamoe.studies.deep_gemm.blocks import L1, L2
+from megamoe.simulator.blocks import L1, L2
 from megamoe.simulator.constants import Constants
-from megamoe.simulator.costs import Costs
+from megamoe.simulator.costs import Costs, costs
 from megamoe.simulator.events import Machine, Rank
-from megamoe.studies.deep_gemm.plan import Plan
-from megamoe.simulator.ranks import rank_of
+from megamoe.simulator.ranks import rank_of, shared_counts, with_shared
 from megamoe.simulator.sample import Counts
+from megamoe.simulator.schedule import Schedule, Step
 from megamoe.simulator.timeline import RESULTS_OUT, ROWS_IN, Span
+
+Report = Callable[[int], None] | None  # told how many more blocks were played
 
 
 @dataclass(slots=True)
@@ -49,12 +46,14 @@ class Stages:
             self.hbm_bytes += rank.hbm_bytes
             self.in_bytes += rank.in_bytes
 
-    def combine(self, plan: Plan, counts: Counts, work: Costs, start_us: float) -> float:
+    def combine(self, how: Schedule, counts: Counts, work: Costs, start_us: float) -> float:
         """Read every result of a rank's own tokens, write the tokens in BF16."""
-        out = 2 * plan.problem.num_tokens * plan.problem.hidden
+        tokens = how.problem.num_tokens
+        shared = how.shared.num_local if how.shared is not None else 0
+        out = 2 * tokens * how.problem.hidden
         last = start_us
         for rank, sent in enumerate(counts):
-            size = sum(sent) * work.rows.results + out
+            size = (sum(sent) + shared * tokens) * work.rows.results + out
             end = start_us + size * work.move
             self.on_rank(rank, "combine", start_us, end, "combine")
             self.hbm_bytes += size
@@ -63,48 +62,63 @@ class Stages:
 
 
 def run_staged(
-    plan: Plan, counts: Counts, work: Costs, constants: Constants, *, is_grouped: bool
+    how: Schedule, counts: Counts, constants: Constants, progress: Report = None
 ) -> Stages:
-    """All launches of one call. Ranks meet only where rows cross the links."""
-    num_ranks = plan.problem.num_ranks
-    stages = Stages(plan.num_sms, num_ranks, [])
-    start = plan.hardware.launch_us.value + constants.start_us
+    """All launches of one call. Ranks wait for each other only where rows cross the links."""
+    num_ranks = how.problem.num_ranks
+    stages = Stages(how.num_sms, num_ranks, [])
+    start = how.hardware.launch_us.value + constants.start_us
     stages.everywhere("launch", 0.0, start, "launch")
     stages.steps.append(("launch", start))
-    received = [sum(row) for row in _received(plan, counts)]
-    call = _Call(plan, counts, work, constants, stages)
-    now = call.move([start] * num_ranks, [2.0 * n * work.rows.tokens for n in received], "permute")
-    if num_ranks > 1:
-        now = call.links(now, is_home=False)
-    now = call.linear(call.gap(now), L1)
-    if is_grouped:
-        size = 4 * plan.problem.intermediate + work.rows.acts
-        now = call.move(call.gap(now), [float(n * size) for n in received], "activation")
-    now = call.linear(call.gap(now), L2)
-    if num_ranks > 1:
-        now = call.links(now, is_home=True)
-    now = call.gap(now)
-    end = stages.combine(plan, counts, work, max(now))
-    stages.steps.append(("combine", end - max(now)))
+    call = _Call.of(how, counts, constants, stages, progress)
+    now = [start] * num_ranks
+    is_launched = True  # the call's launch is the first one's
+    for step in how.steps:
+        if step.kind in ("send", "return"):
+            now = call.links(now, is_home=step.kind == "return")
+            is_launched = False
+            continue
+        if not is_launched:
+            now = call.gap(now)
+        is_launched = False
+        if step.kind == "combine":
+            end = stages.combine(how, call.counts, call.work, max(now))
+            stages.steps.append(("combine", end - max(now)))
+        elif step.kind == "gemm":
+            now = call.gemm(now, step)
+        else:
+            now = call.move(now, step)
     return stages
-
-
-def _received(plan: Plan, counts: Counts) -> list[list[int]]:
-    """[owner][source]: rows that each rank gets from each."""
-    local = plan.problem.num_local_experts
-    ranks = range(plan.problem.num_ranks)
-    return [[sum(counts[s][r * local : (r + 1) * local]) for s in ranks] for r in ranks]
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """The launches of one call; times are one per rank, steps those of the slowest."""
 
-    plan: Plan
-    counts: Counts
+    how: Schedule
+    counts: Counts  # shared experts of the routed launches included
+    routed: Counts
     work: Costs
+    shared_work: Costs | None
     constants: Constants
     stages: Stages
+    progress: Report
+
+    @staticmethod
+    def of(
+        how: Schedule, counts: Counts, constants: Constants, stages: Stages, progress: Report
+    ) -> _Call:
+        """Before its first launch."""
+        return _Call(
+            how=how,
+            counts=with_shared(how, counts),
+            routed=counts,
+            work=costs(how, constants),
+            shared_work=costs(how, constants, how.shared) if how.shared is not None else None,
+            constants=constants,
+            stages=stages,
+            progress=progress,
+        )
 
     def gap(self, now: list[float]) -> list[float]:
         """From one launch to the next."""
@@ -114,20 +128,30 @@ class _Call:
         self.stages.steps.append(("gaps", self.constants.gap_us))
         return after
 
-    def move(self, now: list[float], sizes: list[float], phase: str) -> list[float]:
-        """A launch that only moves rows through HBM."""
+    def move(self, now: list[float], step: Step) -> list[float]:
+        """A launch without a matrix product: rows through HBM, or the row of every slot."""
+        received = self._received_rows(step)
+        tokens, sorting = self.how.problem.num_tokens, self.constants.route_us * step.sorts
         after = []
-        for rank, (start, size) in enumerate(zip(now, sizes, strict=True)):
-            after.append(start + size * self.work.move)
-            self.stages.on_rank(rank, "stage", start, after[-1], phase)
-        self.stages.hbm_bytes += sum(sizes)
-        self.stages.steps.append((phase, max(after) - max(now)))
+        for rank, (start, rows) in enumerate(zip(now, received, strict=True)):
+            size = rows * step.row_bytes + tokens * step.token_bytes
+            after.append(start + sorting + size * self.work.move)
+            role = "stage" if size else "route"
+            self.stages.on_rank(rank, role, start, after[-1], step.name)
+            self.stages.hbm_bytes += size
+        self.stages.steps.append((step.name, max(after) - max(now)))
         return after
+
+    def _received_rows(self, step: Step) -> list[int]:
+        if step.is_shared and self.how.shared is not None:
+            p = self.how.problem
+            return [p.num_tokens * self.how.shared.num_local] * p.num_ranks
+        return [sum(row) for row in _received(self.counts)]
 
     def links(self, now: list[float], *, is_home: bool) -> list[float]:
         """All rows cross at once, when every rank is ready: the fullest direction decides."""
         start, stages, link = max(now), self.stages, self.work.link
-        by_owner = _received(self.plan, self.counts)
+        by_owner = _received(self.routed)
         ranks = range(len(by_owner))
         size = self.work.rows.results if is_home else self.work.rows.tokens
         come = [sum(by_owner[r]) - by_owner[r][r] for r in ranks]
@@ -143,26 +167,41 @@ class _Call:
         stages.everywhere("wait", start, end, "results" if is_home else "rows")
         stages.everywhere("wait", end, met, "barrier")
         stages.in_bytes += sum(come) * size
-        stages.steps.append(("results home" if is_home else "dispatch", end - start))
+        stages.steps.append(("results sent" if is_home else "rows sent", end - start))
         stages.steps.append(("barrier", met - end))
         return [met] * len(now)
 
-    def linear(self, now: list[float], phase: str) -> list[float]:
-        """One launch of the blocks of one linear on every rank."""
+    def gemm(self, now: list[float], step: Step) -> list[float]:
+        """One launch of one linear on every rank; L2 that follows L1 is played with it."""
+        if step.follows:
+            return now
+        experts, counts, work = self.how.experts, self.counts, self.work
+        if step.is_shared and self.how.shared is not None:
+            assert self.shared_work is not None
+            experts, counts, work = self.how.shared, shared_counts(self.how), self.shared_work
+        is_both = any(s.follows for s in self.how.steps if s.is_shared == step.is_shared)
         after = []
         for idx, start in enumerate(now):
-            rank = rank_of(self.plan, self.counts, idx, only=phase)
+            rank = rank_of(self.how, experts, counts, idx, only=None if is_both else step.name)
             num = len(rank.pool)
             rank.arrived_us = [start] * num
-            if phase == L2:
+            if step.name == L2:
                 rank.l1_left, rank.l1_done_us = [0] * num, [start] * num
-            rank.loads_us = [start] * self.plan.num_sms
+            rank.loads_us = [start] * self.how.num_sms
             machine = Machine(
-                {idx: rank}, self.work, self.constants, ring_blocks=None, is_staged=True
+                {idx: rank}, work, self.constants, is_staged=True, progress=self.progress
             )
             machine.run(start)
             after.append(max(rank.end_us, start))
             self.stages.spans += machine.spans
             self.stages.count([rank])
-        self.stages.steps.append((phase, max(after) - max(now)))
+        name = f"{L1} and {L2}" if is_both else step.name
+        self.stages.steps.append((name, max(after) - max(now)))
         return after
+
+
+def _received(counts: Counts) -> list[list[int]]:
+    """[owner][source]: rows that each rank gets from each."""
+    local = len(counts[0]) // len(counts)
+    ranks = range(len(counts))
+    return [[sum(counts[s][r * local : (r + 1) * local]) for s in ranks] for r in ranks]

@@ -83,6 +83,7 @@ class Timeline:
     num_sms: int  # per rank
     spans: tuple[Span, ...]
     source: str = "simulated"
+    study: str = ""  # what must be said where this is no launch of this library
 
     def __post_init__(self) -> None:
         require(
@@ -147,8 +148,9 @@ class Timeline:
         busy = ", ".join(f"{role} {share:.1%}" for role, share in s.busy if share >= 0.0005)
         return "\n".join(
             (
-                f"{self.name} ({self.source}): {self.num_ranks} ranks of {self.num_sms} SMs, "
+                f"{self.name} ({self.source}): {self.num_ranks} x {self.num_sms} SMs, "
                 f"{len(self.spans)} spans",
+                *((self.study,) if self.study else ()),
                 f"  total      {s.total_us:>11,.1f} us",
                 f"  exposed    {s.exposed_us:>11,.1f} us  of communication, mean over SMs",
                 f"  tail       {s.tail_us:>11,.1f} us  of the worst rank",

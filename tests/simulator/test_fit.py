@@ -1,14 +1,14 @@
 """The model against measurements: fitted on one shape, it predicts the others."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
 from megamoe.errors import RangeError
+from megamoe.planner.plan import plan
 from megamoe.problem import Problem
-from megamoe.simulator.constants import DEFAULT, FITTED, TABLE, Constants
+from megamoe.simulator.constants import DEFAULT, FITTED, TABLE
 from megamoe.simulator.fit import fit, log_ratios
-from megamoe.studies.deep_gemm.plan import plan
 from megamoe.simulator.sample import sample_counts
 from megamoe.simulator.simulate import simulate
 from tests.simulator.peer_cells import CELLS, FLASH, OTHERS, OWN, SHAPES
@@ -52,8 +52,9 @@ def test_fitted_cells_are_within_a_tenth(cell):
 
 def test_the_steps_of_a_cell_are_the_simulated_call():
     cell = CELLS["flash-ep8 64"]
-    whole = simulate(cell.plan, cell.counts, is_grouped=True)
+    whole = simulate(cell.schedule, cell.counts)
     assert whole.time_us == pytest.approx(cell.predicted().full)
+    assert "not a launch of this library" in whole.timeline.study
 
 
 @pytest.mark.parametrize("row", OWN, ids=lambda row: "-".join(map(str, row[:4])))
@@ -66,13 +67,7 @@ def test_own_launches_on_h200_come_out(row):
     if touched == problem.num_experts:
         counts = sample_counts(problem)
     found = simulate(plan(problem, "h200", mode=mode), counts).time_us
-    assert abs(found / measured - 1) <= (0.06 if mode == "fused" else 0.2), found
-
-
-def test_the_constants_are_one_table_with_units_and_sources():
-    assert [field.name for field in fields(Constants)] == list(TABLE)
-    assert Constants.of(TABLE) == DEFAULT
-    assert all(row.unit and row.source for row in TABLE.values())
+    assert abs(found / measured - 1) <= (0.05 if mode == "fused" else 0.12), found
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import pytest
 from megamoe.errors import DTypeError, RangeError, ShapeError
 from megamoe.problem import Problem
 from megamoe.routing.samplers import SKEWS as TORCH_SKEWS
-from megamoe.studies.deep_gemm.peeling import sources
 from megamoe.simulator.sample import SKEWS, checked, sample_counts
 from megamoe.simulator.traffic import local_rows, peeled, row_blocks
+from megamoe.studies.deep_gemm.peeling import sources
 
 SMALL = Problem(64, 256, 128, 32, 4, 4)
 

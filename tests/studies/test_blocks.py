@@ -7,22 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megamoe.errors import RangeError, ShapeError
-from megamoe.studies.deep_gemm.capacity import waves
 from megamoe.studies.deep_gemm.blocks import (
     L1,
     L2,
     Block,
     Grid,
-    aligned_m,
     arrival_mask,
     arrival_masks,
     block_mn,
     blocks,
     interleaved,
-    masks_of_k_block,
     num_m_blocks,
     valid_m,
 )
+from megamoe.studies.deep_gemm.capacity import waves
 from megamoe.studies.deep_gemm.walk import Walk
 
 from .support import CASES, SETTINGS, all_blocks
@@ -144,10 +142,6 @@ def test_row_blocks_cover_the_rows(rows, block_m):
     assert all(1 <= valid_m(rows, m, block_m) <= block_m for m in range(num))
 
 
-def test_the_tensor_cores_see_whole_steps():
-    assert [aligned_m(m, 16) for m in (1, 16, 17, 48)] == [16, 16, 32, 48]  # A036
-
-
 def test_n_runs_fastest():
     assert [block_mn(i, 3) for i in range(4)] == [(0, 0), (0, 1), (0, 2), (1, 0)]
 
@@ -173,15 +167,6 @@ def test_masks_stay_defined_at_64_bits():
     assert arrival_masks(96) == (2**64 - 1, 2**32 - 1)
 
 
-def test_a_k_block_waits_for_the_two_l1_blocks_it_reads():
-    # A049: block_k 128 and L1 blocks of 64 columns: bits 2k and 2k + 1
-    for k in range(16):
-        assert masks_of_k_block(k, 128, 64, 32) == (3 << 2 * k,)
-    assert masks_of_k_block(16, 256, 64, 96) == (0, 0b1111)
-    whole = [masks_of_k_block(k, 128, 64, 96) for k in range(48)]
-    assert tuple(sum(words) for words in zip(*whole, strict=True)) == arrival_masks(96)
-
-
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (8, 0, 1), (8, 1, 0)], ids=str)
 def test_an_empty_grid_is_refused(sizes):
     with pytest.raises(ShapeError, match="at least one row and one block"):
@@ -195,17 +180,3 @@ def test_an_sm_outside_the_launch_is_refused():
 
 def test_no_rows_are_no_blocks():
     assert list(blocks(Grid(4, 2, 2), waves([0, 0], block_m=4, experts_per_wave=1))) == []
-
-
-def test_kernels_compile_the_same_source():
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from .device_probe import probe
-
-    if not isinstance(probe, triton.JITFunction):
-        pytest.skip("the interpreter does not compile")
-    types = {"out": "*i32", "rows": "i32", "idx": "i32", "lag": "i32"}
-    compiled = triton.compile(ASTSource(probe, types, {}), target=GPUTarget("cuda", 90, 32))
-    assert compiled.asm["ptx"].count("st.global") == 6

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 
 from megamoe.errors import RangeError
-from megamoe.studies.deep_gemm.capacity import Part
 from megamoe.studies.deep_gemm.blocks import blocks
+from megamoe.studies.deep_gemm.capacity import Part
 from megamoe.studies.deep_gemm.deal import DEALS, deal, largest_first, static, ticket
 
 from .support import CASES, SETTINGS, run

@@ -1,6 +1,5 @@
-"""The protocol under thousands of interleavings: every rule holds, and an abort drains."""
+"""The protocol under many interleavings: every rule holds, and an abort drains."""
 
-import time
 from random import Random
 
 import pytest
@@ -14,31 +13,28 @@ from megamoe.studies.deep_gemm.protocol.ops import WAITS
 from megamoe.studies.deep_gemm.protocol.words import words
 from megamoe.studies.deep_gemm.protocol.world import World
 
-CHUNK, CHUNKS = 500, 4  # 2 000 interleavings of two ranks with four SMs each, two calls
-CHUNK_SECONDS = 15.0
+RUNS = 300  # interleavings of two ranks with four SMs each, two calls
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
-def test_two_ranks_of_four_sms_keep_every_rule(chunk):
+def test_two_ranks_of_four_sms_keep_every_rule():
     case = CASES["two ranks"]
     assert (case.shape.num_ranks, case.shape.num_sms, len(case.calls)) == (2, 4, 2)
-    began = time.process_time()
-    report = explore_many(case, CHUNK, first_seed=chunk * CHUNK)
+    report = explore_many(case, RUNS)
     assert report.ok, report.found
-    assert report.num_runs == CHUNK
-    assert time.process_time() - began < CHUNK_SECONDS
+    assert report.num_runs == RUNS
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "two ranks"])
 def test_every_case_keeps_every_rule(name):
-    report = explore_many(CASES[name], 150)
+    report = explore_many(CASES[name], 3 * len(POLICIES))
     assert report.ok, report.found
 
 
-@pytest.mark.parametrize("chunk", range(4))
-def test_random_layers_keep_every_rule(chunk):
-    for seed in range(chunk * 60, (chunk + 1) * 60):
-        report = explore_many(random_case(seed), len(POLICIES), first_seed=seed)
+def test_random_layers_keep_every_rule():
+    names = tuple(POLICIES)
+    for seed in range(60):
+        some = [names[(seed + i) % len(names)] for i in range(3)]
+        report = explore_many(random_case(seed), 3, first_seed=seed, policies=some)
         assert report.ok, report.found
 
 
@@ -121,7 +117,7 @@ def test_counts_travel_in_packed_halves():
 @pytest.mark.parametrize("fault", FAULTS)
 def test_an_abort_drains_every_role_and_a_reset_heals(fault):
     case = next(case for case in CASES.values() if case.fault == fault)
-    report = explore_many(case, 200, first_seed=1000)
+    report = explore_many(case, 50, first_seed=1000)
     assert report.ok, report.found
 
 

@@ -7,12 +7,13 @@ import torch
 
 import megamoe as mm
 from megamoe import reference
-from megamoe.distributed import local
-from megamoe.studies.deep_gemm.local_world import LocalWorld
 from megamoe.errors import MegaMoEError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
+from megamoe.studies.deep_gemm import local_world as local
+from megamoe.studies.deep_gemm.local_world import LocalWorld
+from megamoe.studies.deep_gemm.plan import plan as study_plan
 
 H, I, E, K = 192, 96, 8, 3
 COUNTS = [3, 0, 7, 1, 2, 0, 4, 5]
@@ -54,7 +55,7 @@ def check(weights, num_ranks, options=None, shared=None, world=None, given=None,
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize("num_ranks", [1, 4])
 def test_every_recipe_gives_the_bits_of_the_reference_and_of_one_rank(recipe, num_ranks):
     weights = experts(recipe)
     x, idx, gates = given = inputs(num_ranks, masked_ratio=0.2)
@@ -99,7 +100,7 @@ def test_a_ring_that_is_reused_gives_the_same_bits(ring_rows):
 @pytest.mark.parametrize("overrides", [{}, {"lag": 0}, {"block_m": 8, "ring_rows": 16}], ids=str)
 def test_a_plan_gives_tile_waves_ring_and_lag(overrides):
     problem = mm.Problem(11, H, I, E, K, 2, "w4a8_block")
-    plan = mm.plan(problem, "h200", **overrides)
+    plan = study_plan(problem, "h200", **overrides)
     check(experts("w4a8_block"), 2, given=inputs(2, [9, 11]), plan=plan)
 
 

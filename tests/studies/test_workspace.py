@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import megamoe as mm
 from megamoe.errors import RangeError
 from megamoe.formats.spec import RECIPES, recipe_named
-from megamoe.studies.deep_gemm.capacity import SEED_BLOCK_MS, capacity
+from megamoe.studies.deep_gemm.capacity import capacity
 from megamoe.studies.deep_gemm.workspace import (
     data_segments,
     mask_words,
@@ -18,6 +18,8 @@ from megamoe.studies.deep_gemm.workspace import (
     scale_words,
     workspace,
 )
+
+from .support import TILES
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=60, database=None)
 CONTROL = [
@@ -35,7 +37,7 @@ DATA = [
 
 def made(recipe="w4a8", *, ring_rows=None, combine="bf16", tokens=256):
     problem = mm.Problem(tokens, 7168, 2048, 256, 8, 8, recipe)
-    sizes = capacity(8, 256, 8, 32, block_ms=SEED_BLOCK_MS, ring_rows=ring_rows)
+    sizes = capacity(8, 256, 8, 32, block_ms=TILES, ring_rows=ring_rows)
     return workspace(problem, sizes, combine=combine), sizes
 
 

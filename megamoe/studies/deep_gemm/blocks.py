@@ -1,55 +1,26 @@
-"""Blocks: the unit of work, and the order in which a rank's blocks are claimed.
+"""Blocks of the reference system: the order in which a rank's blocks are claimed.
 
 A block is (phase, expert, m, n): `block_m` rows of one expert times `block_n` rows of its weights,
 in L1 or L2. The order is wave, then phase, then expert, then m, then n (A030, A031). Any order
 in which each L2 block stands behind the L1 blocks it reads, dealt so that every SM walks its share
 forwards, cannot deadlock: the first unfinished block of the order never waits.
-
-The integer functions at the top are self-contained (no globals, no negative numbers) so that
-kernels can compile the very same source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from megamoe.errors import ShapeError, require
+from megamoe.simulator.blocks import L1, L2, PHASES, Block, num_m_blocks, pool_offsets, valid_m
 from megamoe.studies.deep_gemm.capacity import Wave
 
-L1, L2 = "l1", "l2"
-PHASES = (L1, L2)
-
-
-class Block(NamedTuple):
-    """One tile of work of one rank."""
-
-    wave: int
-    phase: str  # "l1" or "l2"
-    expert: int  # local
-    m: int  # block of rows within the expert
-    n: int  # block of weight rows
-
-
-def num_m_blocks(rows: int, block_m: int) -> int:
-    """Blocks of one expert along its rows (A032)."""
-    return (rows + block_m - 1) // block_m
+__all__ = ["L1", "L2", "Block", "Grid", "arrival_masks", "blocks", "num_m_blocks", "valid_m"]
 
 
 def block_mn(idx: int, num_n: int) -> tuple[int, int]:
     """Row and column block of block `idx` of one expert: n runs fastest (A031)."""
     return idx // num_n, idx % num_n
-
-
-def valid_m(rows: int, m: int, block_m: int) -> int:
-    """Rows of block m that hold a token (A036)."""
-    return min(rows - m * block_m, block_m)
-
-
-def aligned_m(valid: int, multiple: int) -> int:
-    """Rows that the tensor cores compute for `valid` rows: up to their next step (A036)."""
-    return (valid + multiple - 1) // multiple * multiple
 
 
 def interleaved(
@@ -97,17 +68,6 @@ def arrival_masks(num_l1_n: int) -> tuple[int, ...]:
     return tuple(arrival_mask(min(64, num_l1_n - at)) for at in range(0, num_l1_n, 64))
 
 
-def masks_of_k_block(k: int, block_k: int, l1_out: int, num_l1_n: int) -> tuple[int, ...]:
-    """The mask bits that K block `k` of L2 reads, when it does not wait for all of them (A049).
-
-    An L1 block writes `l1_out` columns of the activation; K block k reads block_k of them.
-    """
-    first = k * block_k // l1_out
-    last = min(((k + 1) * block_k + l1_out - 1) // l1_out, num_l1_n)
-    bits = sum(1 << n for n in range(first, last))
-    return tuple(bits >> at & 0xFFFFFFFFFFFFFFFF for at in range(0, num_l1_n, 64))
-
-
 @dataclass(frozen=True, slots=True)
 class Grid:
     """The tile grid of one plan: rows per block, and weight blocks per linear."""
@@ -130,10 +90,7 @@ class Grid:
 
     def pool_offsets(self, rows: Sequence[int]) -> tuple[int, ...]:
         """First pool block of each expert, and at the end the number of pool blocks (A037)."""
-        offsets = [0]
-        for count in rows:
-            offsets.append(offsets[-1] + num_m_blocks(count, self.block_m))
-        return tuple(offsets)
+        return pool_offsets(rows, self.block_m)
 
     def num_blocks(self, rows: Sequence[int]) -> int:
         """Blocks of both phases."""
@@ -143,7 +100,7 @@ class Grid:
 def blocks(grid: Grid, waves: Sequence[Wave], *, lag: int | None = None) -> Iterator[Block]:
     """Every block of one rank once, in the order of claims.
 
-    `waves` come from `layout.capacity.waves`. Without `lag` a wave runs all of L1, then all of L2
+    `waves` come from `capacity.waves`. Without `lag` a wave runs all of L1, then all of L2
     (A033). With it, L2 follows `lag` row blocks behind within the wave (A049, F001): 0 runs the
     L2 blocks of a row block right behind its L1 blocks.
     """

@@ -14,8 +14,6 @@ from typing import NamedTuple
 from megamoe.errors import CapacityError, ShapeError, require
 from megamoe.layout.regions import align_up, ceil_div
 
-# A021: the tiles of the published kernel; its pool is sized for any of them.
-SEED_BLOCK_MS = (8, 16, 32, 64, 96, 128, 192)
 SCALE_ALIGN = 128  # A023: rows of packed scales per block where UTCCP copies them
 
 
@@ -45,16 +43,6 @@ class Capacity:
     def is_ring(self) -> bool:
         """Whether rows are reused within a call."""
         return self.ring_rows < self.pool_rows
-
-
-def seed_pool_rows(num_ranks: int, max_tokens: int, top_k: int, num_local_experts: int) -> int:
-    """Pool rows of the published kernel (A022), where no expert stands twice in a row.
-
-    >>> seed_pool_rows(8, 256, 8, 32)
-    22656
-    """
-    rows = num_ranks * max_tokens * min(top_k, num_local_experts)
-    return align_up(rows + num_local_experts * (max(SEED_BLOCK_MS) - 1), lcm(*SEED_BLOCK_MS))
 
 
 def max_blocks(num_rows: int, num_experts: int, block_m: int) -> int:
@@ -206,14 +194,3 @@ def ring_blocks(rows: Sequence[int], block_m: int, ring_rows: int | None) -> int
         kind=CapacityError,
     )
     return ring_rows // block_m
-
-
-def check_batch(num_tokens: int, capacity: Capacity) -> None:
-    """Refuse a batch that is larger than what the layer was built for."""
-    require(
-        num_tokens <= capacity.max_tokens,
-        f"a batch must hold at most {capacity.max_tokens} tokens per rank",
-        got=num_tokens,
-        fix="build the layer with a larger max_tokens_per_rank, or split the batch",
-        kind=CapacityError,
-    )

@@ -6,13 +6,13 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from megamoe.errors import one_of
-from megamoe.studies.deep_gemm.capacity import Wave
 from megamoe.studies.deep_gemm.blocks import Block
+from megamoe.studies.deep_gemm.capacity import Wave
 
 DEALS = {
-    "static": "block-cyclic: block i goes to SM i mod num_sms; no atomics (A031)",
-    "ticket": "each SM draws the next block when it is free; evens out SM speeds (C005)",
-    "largest_first": "tickets, with the largest experts of each wave first: a shorter tail (C010)",
+    "static": "block-cyclic: block i goes to SM i mod num_sms; no atomics",
+    "ticket": "each SM draws the next block when it is free; evens out SM speeds",
+    "largest_first": "tickets, with the largest experts of each wave first: a shorter tail",
 }
 
 Hands = tuple[tuple[Block, ...], ...]  # the blocks of each SM in the order it runs them

@@ -1,6 +1,6 @@
-"""LocalWorld: R ranks of the layer in one process, through the protocol of the fused kernel.
+"""LocalWorld: R ranks of the layer in one process, through the protocol of the reference system.
 
-The roles, words and barriers are those of `schedule.protocol`, which the explorer runs under
+The roles, words and barriers are those of `protocol`, which the explorer runs under
 thousands of interleavings; only the rows are real here, and the arithmetic is the reference's. So
 the result is, bit for bit, that of `reference.expert_parallel` and of one rank. On a Hopper GPU
 `engine.local.LocalRanks` runs several ranks in one launch.

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 
 from megamoe.errors import DTypeError, RangeError, one_of, require
-from megamoe.planner.choice import Choice, Picked, Value
+from megamoe.planner.choice import Choice, Value
+from megamoe.studies.deep_gemm.choice import Picked
 
 # fmt: off
 OVERRIDES = {
-    "backend":          "portable, hopper or blackwell",
     "mode":             "auto, fused, staged or split",
     "block_m":          "rows of tokens in a tile",
     "block_n":          "rows of weights in a tile",

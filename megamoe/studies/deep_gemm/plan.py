@@ -1,7 +1,7 @@
-"""Plan: how a call runs, every choice with its reason. `plan(problem, hardware, **overrides)`.
+"""Plan of the reference system: what its fused kernel would choose, each choice with its reason.
 
-Pure integers: no tensor, no GPU. Kernels, the simulator and the protocol model all read the same
-plan and choose nothing themselves.
+Pure integers: no tensor, no GPU. `schedule_of` makes a schedule of it that the simulator plays.
+This library's own plan is `megamoe.planner.plan`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from dataclasses import dataclass
 
 from megamoe.errors import RangeError, require
 from megamoe.hardware import Hardware
-from megamoe.studies.deep_gemm.capacity import Capacity, Wave, waves
-from megamoe.layout.regions import Workspace, ceil_div
-from megamoe.problem import Problem
-from megamoe.studies.deep_gemm import steps
-from megamoe.studies.deep_gemm.blocks import Block, Grid, blocks
-from megamoe.planner.choice import Choice, Role, SharedMemory, Tiles, Value
-from megamoe.studies.deep_gemm.deal import largest_first
+from megamoe.layout.regions import Workspace
+from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor
 from megamoe.planner.load import even_rows
+from megamoe.problem import Problem
+from megamoe.simulator.schedule import NOT_OURS
+from megamoe.studies.deep_gemm import steps
+from megamoe.studies.deep_gemm.blocks import Block, Grid, blocks
+from megamoe.studies.deep_gemm.capacity import Capacity, Wave, waves
+from megamoe.studies.deep_gemm.choice import Role, Tiles
+from megamoe.studies.deep_gemm.deal import largest_first
 from megamoe.studies.deep_gemm.overrides import Picks
-from megamoe.studies.deep_gemm.walk import Walk
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Everything that a launch must know. Print it: it explains itself."""
+    """Everything that its launch would have to know."""
 
     problem: Problem
     hardware: Hardware
@@ -59,7 +60,7 @@ class Plan:
 
     @property
     def backend(self) -> str:
-        """portable, hopper or blackwell."""
+        """hopper or blackwell."""
         return str(self["backend"])
 
     @property
@@ -104,16 +105,6 @@ class Plan:
         return steps.grid(self.problem, self.tiles)
 
     @property
-    def num_l1_k(self) -> int:
-        """Stages that one L1 block takes."""
-        return ceil_div(self.problem.hidden, self.tiles.block_k)
-
-    @property
-    def num_l2_k(self) -> int:
-        """Stages that one L2 block takes."""
-        return ceil_div(self.problem.intermediate, self.tiles.block_k)
-
-    @property
     def ring_blocks(self) -> int:
         """Row blocks that really exist: pool block b lies in slot b % ring_blocks."""
         return self.capacity.ring_rows // self.tiles.block_m
@@ -138,26 +129,13 @@ class Plan:
         """Every block of that rank in the order of claims."""
         return blocks(self.grid, self.waves(rows), lag=self.lag)
 
-    def walk(self, rows: Sequence[int], sm: int) -> Walk:
-        """What each role of one SM walks when blocks are dealt statically, in expert order."""
-        steps.check_rows(self.problem, self.capacity, rows)
-        return Walk(
-            self.grid,
-            rows,
-            experts_per_wave=self.experts_per_wave,
-            sm=sm,
-            num_sms=self.num_sms,
-            ring_rows=self.capacity.ring_rows if self.capacity.is_ring else None,
-            lag=self.lag,
-        )
-
     def __str__(self) -> str:
         p = self.problem
         head = (
             f"{p.num_tokens} tokens a rank, {p.num_ranks} ranks, {p.num_experts} experts, "
             f"top-{p.top_k}, {p.hidden} x {p.intermediate}, {p.recipe} on {self.hardware.label}"
         )
-        rows = [head, "choices"]
+        rows = [head, f"{NOT_OURS} (deep_gemm)", "choices"]
         shown = [(c.name, "none" if c.value is None else c.value, c.why) for c in self.choices]
         rows += [f"  {name:<18}{value:>10}  {why}" for name, value, why in shown]
         rows.append("roles (warps, registers)")
@@ -177,7 +155,7 @@ def plan(problem: Problem, hardware: Hardware | str, **overrides: Value) -> Plan
     hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
     picks = Picks(overrides)
     backend = steps.backend(picks, hw)
-    mode = steps.mode(picks, problem, hw, backend)
+    mode = steps.mode(picks, problem, hw)
     num_sms = steps.num_sms(picks, hw, backend)
     tiles = steps.tiles(picks, problem, hw, backend, num_sms)
     smem = steps.shared_memory(picks, problem, hw, backend, tiles)

@@ -8,26 +8,26 @@ from math import lcm
 
 from megamoe.errors import CapacityError, NotAvailable, ShapeError, require
 from megamoe.hardware import Hardware
-from megamoe.studies.deep_gemm.capacity import Capacity, capacity, scale_pool_rows
 from megamoe.layout.regions import Workspace, align_up, ceil_div
-from megamoe.studies.deep_gemm.workspace import ring_bytes, workspace
+from megamoe.planner.choice import SharedMemory
+from megamoe.planner.load import even_rows
 from megamoe.problem import Problem
 from megamoe.studies.deep_gemm.blocks import Grid, num_m_blocks
-from megamoe.planner.choice import (
+from megamoe.studies.deep_gemm.capacity import Capacity, capacity, scale_pool_rows
+from megamoe.studies.deep_gemm.choice import (
     MAX_STAGES,
     MIN_STAGES,
     Picked,
     Role,
-    SharedMemory,
     Tiles,
     num_registers,
     num_stages,
 )
 from megamoe.studies.deep_gemm.deal import DEALS
-from megamoe.studies.deep_gemm.heuristics import BACKENDS, BY_ARCH, Backend, backend_named
-from megamoe.planner.load import even_rows
+from megamoe.studies.deep_gemm.heuristics import BACKENDS, BY_ARCH, Backend
 from megamoe.studies.deep_gemm.overrides import Picks
 from megamoe.studies.deep_gemm.waves import WAVE_RULES, experts_per_wave
+from megamoe.studies.deep_gemm.workspace import ring_bytes, workspace
 
 MODES = ("fused", "staged", "split")
 COMBINES = ("bf16", "fp8")
@@ -38,34 +38,20 @@ MAX_WARPS = 32
 
 
 def backend(picks: Picks, hw: Hardware) -> Backend:
-    """The kernels: those of the architecture, or the portable ones."""
-    own = BY_ARCH.get(hw.arch, "portable")
-    name = picks.word("backend", (own, f"{hw.label} is {hw.arch}"), tuple(BACKENDS))
-    require(
-        name in ("portable", own),
-        f"{hw.label} ({hw.arch}) runs {own} or portable",
-        got=name,
-        kind=NotAvailable,
-    )
-    return backend_named(name)
+    """The tables of the architecture."""
+    name = BY_ARCH[hw.arch]
+    picks.note("backend", name, f"{hw.label} is {hw.arch}")
+    return BACKENDS[name]
 
 
-def mode(picks: Picks, problem: Problem, hw: Hardware, chosen: Backend) -> str:
+def mode(picks: Picks, problem: Problem, hw: Hardware) -> str:
     """One launch where plain loads reach every rank, else phase by phase."""
     picks.drop("mode", "auto")
-    if chosen.MODES == ("staged",):
-        auto = ("staged", "this backend launches phase by phase")
-    elif problem.num_ranks > hw.nvlink_domain:
+    if problem.num_ranks > hw.nvlink_domain:
         auto = ("staged", f"beyond the {hw.nvlink_domain} GPUs of one NVLink domain")
     else:
         auto = ("fused", "one launch hides dispatch and scatter behind the matrix products")
     name = picks.word("mode", auto, MODES)
-    require(
-        name in chosen.MODES,
-        f"this backend has the modes {', '.join(chosen.MODES)}",
-        got=name,
-        kind=NotAvailable,
-    )
     require(
         name == "staged" or problem.num_ranks <= hw.nvlink_domain,
         f"{name} reaches at most {hw.nvlink_domain} ranks on {hw.label}",
@@ -98,12 +84,6 @@ def tiles(picks: Picks, problem: Problem, hw: Hardware, chosen: Backend, sms: in
     k = picks.number("block_k", chosen.block_k(problem, m), legal=chosen.BLOCK_KS)
     found = Tiles(m, n, k, operand)
     chosen.check(problem, found)
-    if launches := chosen.staged(problem):
-        picks.note("staged_tile", *launches)
-    if on_one_rank := chosen.auto(problem):
-        picks.note("auto_launch", *on_one_rank)
-    if shared := chosen.room(problem):
-        picks.note("group_room_bytes", *shared)
     return found
 
 
@@ -146,7 +126,7 @@ def roles(problem: Problem, hw: Hardware, chosen: Backend, tile: Tiles) -> tuple
 
 def combine(picks: Picks) -> str:
     """The width of rows on their way home."""
-    return picks.word("combine", ("bf16", "exact; fp8 halves the bytes home (D011)"), COMBINES)
+    return picks.word("combine", ("bf16", "exact; fp8 halves the bytes home"), COMBINES)
 
 
 def room(picks: Picks, problem: Problem, hw: Hardware, chosen: Backend, tile: Tiles) -> Capacity:
@@ -240,7 +220,7 @@ def order(picks: Picks, chosen: Backend) -> None:
     if picks.given("lag"):
         picks.number("lag", Picked(0, ""), low=0)
     else:
-        why = f"L1 of the whole wave, then L2 (A033); {how} keeps that order"
+        why = f"L1 of the whole wave, then L2; {how} keeps that order"
         picks.note("lag", None, why)
 
 
@@ -255,7 +235,7 @@ def split(picks: Picks, sms: int) -> None:
         fix="use mode fused",
         kind=CapacityError,
     )
-    why = "L1 is two thirds of the work; partitions come in eights (B001)"
+    why = "L1 is two thirds of the work; partitions come in eights"
     k1 = picks.number("k1_sms", Picked(min(max(share, low), high), why), low=low, high=high)
     require(
         k1 % SPLIT_UNIT == 0,
@@ -264,7 +244,7 @@ def split(picks: Picks, sms: int) -> None:
         fix=f"take {align_up(k1, SPLIT_UNIT)}",
         kind=ShapeError,
     )
-    picks.note("k2_sms", sms - k1, "the rest run L2 and scatter; combine runs on all (B004)")
+    picks.note("k2_sms", sms - k1, "the rest run L2 and scatter; combine runs on all")
 
 
 def grid(problem: Problem, tile: Tiles) -> Grid:

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megamoe.errors import RangeError, require
+from megamoe.simulator.blocks import L1, L2, Block, num_m_blocks
+from megamoe.studies.deep_gemm.blocks import Grid, block_mn, interleaved
 from megamoe.studies.deep_gemm.capacity import ring_blocks, wave_end
-from megamoe.studies.deep_gemm.blocks import L1, L2, Block, Grid, block_mn, interleaved, num_m_blocks
 
 
 class Walk:

@@ -13,8 +13,8 @@ from megamoe.layout.regions import ceil_div
 
 IMBALANCE = 2  # A024
 WAVE_RULES = {
-    "divisor": "equal waves: rounded up to a divisor of the local experts (A024)",
-    "tail": "the fullest last wave between the least number and twice that (A028)",
+    "divisor": "equal waves: rounded up to a divisor of the local experts",
+    "tail": "the fullest last wave between the least number and twice that",
 }
 
 
@@ -68,7 +68,7 @@ def experts_per_wave(
         num_experts=num_experts,
     )
     if rows_per_expert < 1:
-        return num_experts, "less than one row per expert: all experts in one wave (A024)"
+        return num_experts, "less than one row per expert: all experts in one wave"
     per_expert = ceil_div(ceil(rows_per_expert), block_m) * num_l1_n
     asked = f"{per_expert} L1 blocks per expert: {least} fill {num_sms} SMs {IMBALANCE} times"
     if least >= num_experts:
@@ -76,5 +76,5 @@ def experts_per_wave(
     if rule == "divisor":
         return round_up_to_divisor(least, num_experts), f"{asked}; {WAVE_RULES[rule]}"
     if per_expert >= num_sms:
-        return least, f"{asked}; one expert fills the SMs, so the smallest wave (A028)"
+        return least, f"{asked}; one expert fills the SMs, so the smallest wave"
     return fullest_tail(least, num_experts), f"{asked}; {WAVE_RULES[rule]}"

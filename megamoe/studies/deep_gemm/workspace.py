@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from megamoe.errors import one_of
 from megamoe.formats.spec import BF16, FP8_COMBINE, recipe_named
-from megamoe.studies.deep_gemm.capacity import Capacity
 from megamoe.layout.regions import Segment, Workspace, ceil_div, chain
 from megamoe.layout.rows import row_bytes, scale_words
 from megamoe.problem import Problem
+from megamoe.studies.deep_gemm.capacity import Capacity
 
 NUM_GRID_SYNCS = 4  # A038: 0 dispatch, 1 epilogue, two spare
 NUM_SIGNALS = 2  # A039: the barrier's phase picks one
 METADATA_FIELDS = ("rank", "token", "slot")  # A047: where a pool row came from
 # What a wait that ran past its bound leaves behind before it raises the abort flag (A087).
 TIMEOUT_FIELDS = ("is_set", "rank", "sm", "wait", "tag", "expected", "seen", "waited_ns")
+
 
 def mask_words(num_l1_blocks: int) -> int:
     """64-bit words of the arrival mask of one pool block: one bit per L1 block of its row (A045).
@@ -36,20 +37,20 @@ def control_segments(problem: Problem, capacity: Capacity, min_block_n: int) -> 
     num_metadata, num_timeout = len(METADATA_FIELDS), len(TIMEOUT_FIELDS)
     # fmt: off
     rows = (
-        ("grid_sync", "u32", (NUM_GRID_SYNCS,), False, "A038: arrivals; the top bit flips when all SMs came"),
-        ("barrier_counter", "u32", (1,), False, "A039: low two bits are the phase and the sign"),
-        ("barrier_signal", "i32", (NUM_SIGNALS,), False, "A039: peers add +1 or -1"),
+        ("grid_sync", "u32", (NUM_GRID_SYNCS,), False, "arrivals; the top bit flips when all SMs came"),
+        ("barrier_counter", "u32", (1,), False, "low two bits are the phase and the sign"),
+        ("barrier_signal", "i32", (NUM_SIGNALS,), False, "peers add +1 or -1"),
         ("abort_flag", "u32", (1,), False, "polled in every wait; once set, every role drains"),
         ("timeout_record", "u64", (num_timeout,), False, "the first wait that ran past its bound"),
-        ("ticket", "u32", (2,), True, "C005: next block of L1 and of L2, when dealt dynamically"),
-        ("expert_send_count", "u64", (experts,), True, "A041: high half SMs that reported, low half rows"),
-        ("expert_recv_count", "u64", (ranks, local), True, "A042: rows from each source rank"),
-        ("expert_recv_count_sum", "u64", (local,), True, "A043: high half SMs x ranks, low half rows"),
-        ("l1_arrival_count", "u32", (blocks,), True, "A044: rows pulled; ready at valid_m"),
-        ("l2_arrival_mask", "u64", (blocks, words), True, "A045: one bit per finished L1 block"),
-        ("l2_done_count", "u32", (blocks,), True, "A028: finished L2 blocks; at all of them the ring slot is free"),
-        ("src_token_topk_idx", "u32", (local, ranks, slots), False, "A046: token * top_k + slot, written by the sender"),
-        ("token_src_metadata", "u32", (capacity.pool_rows, num_metadata), False, "A047: rank, token, slot of a pool row"),
+        ("ticket", "u32", (2,), True, "next block of L1 and of L2, when dealt dynamically"),
+        ("expert_send_count", "u64", (experts,), True, "high half SMs that reported, low half rows"),
+        ("expert_recv_count", "u64", (ranks, local), True, "rows from each source rank"),
+        ("expert_recv_count_sum", "u64", (local,), True, "high half SMs x ranks, low half rows"),
+        ("l1_arrival_count", "u32", (blocks,), True, "rows pulled; ready at valid_m"),
+        ("l2_arrival_mask", "u64", (blocks, words), True, "one bit per finished L1 block"),
+        ("l2_done_count", "u32", (blocks,), True, "finished L2 blocks; at all of them the ring slot is free"),
+        ("src_token_topk_idx", "u32", (local, ranks, slots), False, "token * top_k + slot, written by the sender"),
+        ("token_src_metadata", "u32", (capacity.pool_rows, num_metadata), False, "rank, token, slot of a pool row"),
     )
     # fmt: on
     return tuple(
@@ -71,17 +72,17 @@ def data_segments(problem: Problem, capacity: Capacity, combine: str) -> tuple[S
     inter, ring, scales = problem.intermediate, capacity.ring_rows, capacity.scale_rows
     # fmt: off
     rows = (
-        ("input_token", "u8", (tokens, row_bytes(hidden, acts)), "A050: x as the recipe stores it"),
-        ("input_scale", "u32", (tokens, scale_words(hidden, acts)), "A050: its scales, K-major"),
-        ("input_topk_idx", "i64", (tokens, top_k), "A050: expert of each slot, -1 is masked"),
-        ("input_topk_weights", "f32", (tokens, top_k), "A050: weight of each slot"),
-        ("l1_token", "u8", (ring, row_bytes(hidden, acts)), "A051: rows pulled from their ranks"),
-        ("l1_scale", "u32", (scale_words(hidden, acts), scales), "A051: their scales, M-major"),
-        ("l1_topk_weights", "f32", (ring,), "A051: their weights"),
-        ("l2_token", "u8", (ring, row_bytes(inter, acts)), "A052: the activation's output"),
-        ("l2_scale", "u32", (scale_words(inter, acts), scales), "A052: its scales, M-major"),
-        ("combine_token", "u8", (top_k, tokens, row_bytes(hidden, out)), "A053: written by peers, slot-major"),
-        ("combine_scale", "u8", (top_k, tokens, ceil_div(hidden, out.block[1]) * _SCALE_BYTES[out.scale]), "D011: one E8M0 per 128 columns"),
+        ("input_token", "u8", (tokens, row_bytes(hidden, acts)), "x as the recipe stores it"),
+        ("input_scale", "u32", (tokens, scale_words(hidden, acts)), "its scales, K-major"),
+        ("input_topk_idx", "i64", (tokens, top_k), "expert of each slot, -1 is masked"),
+        ("input_topk_weights", "f32", (tokens, top_k), "weight of each slot"),
+        ("l1_token", "u8", (ring, row_bytes(hidden, acts)), "rows pulled from their ranks"),
+        ("l1_scale", "u32", (scale_words(hidden, acts), scales), "their scales, M-major"),
+        ("l1_topk_weights", "f32", (ring,), "their weights"),
+        ("l2_token", "u8", (ring, row_bytes(inter, acts)), "the activation's output"),
+        ("l2_scale", "u32", (scale_words(inter, acts), scales), "its scales, M-major"),
+        ("combine_token", "u8", (top_k, tokens, row_bytes(hidden, out)), "written by peers, slot-major"),
+        ("combine_scale", "u8", (top_k, tokens, ceil_div(hidden, out.block[1]) if combine == "fp8" else 0), "one E8M0 per 128 columns"),
     )
     # fmt: on
     return tuple(Segment(name, dtype, shape, "data", about) for name, dtype, shape, about in rows)

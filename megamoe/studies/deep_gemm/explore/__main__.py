@@ -1,20 +1,27 @@
-"""`python -m megamoe.studies.deep_gemm.explore [runs] [mutation ...]`: explore every case and say so."""
+"""`python -m megamoe.studies.deep_gemm.explore [runs] [mutation ...]`: explore every case."""
 
 from __future__ import annotations
 
+import argparse
 import sys
 import time
 
-from megamoe.studies.deep_gemm.explore import CASES, explore_many
+from megamoe.studies.deep_gemm.explore import CASES, MUTATIONS, explore_many
 
 
 def main(args: list[str]) -> int:
     """0 if every rule held in every run."""
-    num_runs, bugs = int(args[0]) if args else 100, args[1:]
+    told = argparse.ArgumentParser(
+        prog="python -m megamoe.studies.deep_gemm.explore",
+        description="Explore the protocol of the reference system, with bugs planted or without.",
+    )
+    told.add_argument("runs", type=int, nargs="?", default=100, help="interleavings of each case")
+    told.add_argument("mutations", nargs="*", metavar="mutation", help=", ".join(MUTATIONS))
+    asked = told.parse_args(args)
     broken = 0
     for case in CASES.values():
         began = time.perf_counter()
-        report = explore_many(case, num_runs, mutations=bugs)
+        report = explore_many(case, asked.runs, mutations=asked.mutations)
         rate = report.num_runs / (time.perf_counter() - began)
         print(f"{case.name:<24}{report.num_runs:>7} runs {rate:>7.0f}/s  {report.found or 'ok'}")
         broken += not report.ok

@@ -1,14 +1,14 @@
-"""Heuristics: one module per backend with the same functions; tables with a reason column."""
+"""Heuristics: one module per architecture with the same functions; tables with a reason column."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from megamoe.errors import one_of
 from megamoe.hardware import Hardware
+from megamoe.planner.choice import Term
 from megamoe.problem import Problem
-from megamoe.planner.choice import Picked, Role, Term, Tiles
-from megamoe.studies.deep_gemm.heuristics import blackwell, hopper, portable
+from megamoe.studies.deep_gemm.choice import Picked, Role, Tiles
+from megamoe.studies.deep_gemm.heuristics import blackwell, hopper
 
 
 class Backend(Protocol):
@@ -25,8 +25,6 @@ class Backend(Protocol):
     @property
     def SCALE_ALIGN(self) -> int: ...  # rows to which a block's scales are padded
     @property
-    def MODES(self) -> tuple[str, ...]: ...  # modes that the backend has
-    @property
     def WAVE_RULE(self) -> tuple[str, str]: ...  # (rule of `waves`, why)
     @property
     def DEAL(self) -> tuple[str, str]: ...  # (way of `deal`, why)
@@ -39,12 +37,6 @@ class Backend(Protocol):
 
     def block_k(self, problem: Problem, block_m: int) -> Picked: ...
 
-    def staged(self, problem: Problem) -> tuple[str, str] | None: ...
-
-    def auto(self, problem: Problem) -> tuple[str, str] | None: ...
-
-    def room(self, problem: Problem) -> tuple[int, str] | None: ...
-
     def check(self, problem: Problem, tiles: Tiles) -> None: ...
 
     def shared_memory(
@@ -54,11 +46,5 @@ class Backend(Protocol):
     def roles(self, problem: Problem, tiles: Tiles) -> tuple[Role, ...]: ...
 
 
-BACKENDS: dict[str, Backend] = {"portable": portable, "hopper": hopper, "blackwell": blackwell}
+BACKENDS: dict[str, Backend] = {"hopper": hopper, "blackwell": blackwell}
 BY_ARCH = {"sm_90a": "hopper", "sm_100a": "blackwell", "sm_103a": "blackwell"}
-
-
-def backend_named(name: str) -> Backend:
-    """The heuristics of that backend, or an error that lists the names."""
-    one_of(name, tuple(BACKENDS), "backend")
-    return BACKENDS[name]

@@ -12,16 +12,17 @@ from megamoe.errors import ShapeError, require
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
+from megamoe.planner.choice import Term
+from megamoe.planner.numerics import narrowest_mma
 from megamoe.problem import Problem
-from megamoe.planner.choice import Picked, Role, Term, Tiles
+from megamoe.studies.deep_gemm.choice import Picked, Role, Tiles
 
 BLOCK_MS = (16, 32, 64, 96, 128, 192)
 BLOCK_NS = (128, 256)
 BLOCK_KS = (128, 256)
 SCALE_ALIGN = 128  # A023: UTCCP copies packed scales in blocks of 128 rows
-MODES = ("fused", "staged", "split")
-WAVE_RULE = ("tail", "the later published search: waves need not divide the experts (A028)")
-DEAL = ("static", "block-cyclic, as published (A031): no atomics between blocks")
+WAVE_RULE = ("tail", "the later published search: waves need not divide the experts")
+DEAL = ("static", "block-cyclic, as published: no atomics between blocks")
 
 CLUSTER = 2  # A020: CTAs that share a tile
 NUM_DISPATCH_WARPS = 4
@@ -52,31 +53,16 @@ TIERS = (
     Tier(float("inf"), 192, 32, 2, "prefill, or decode over many ranks"),
 )
 
-# What the tensor cores multiply, per recipe.
-MMA = {
-    "bf16":       ("bf16", "BF16 operands"),
-    "w8a8":       ("fp8",  "FP8 operands; FP32 scales applied in software (E008)"),
-    "w4a16":      ("bf16", "FP4 decoded to BF16: exact"),
-    "w4a8":       ("fp8",  "mxf8f6f4: FP4 weights unpacked to bytes in shared memory (A070)"),
-    "w4a8_block": ("fp8",  "FP8 operands; FP32 scales applied in software (E008)"),
-    "w4a4":       ("fp4",  "mxf4: both operands packed, K = 64 dense (D001)"),
-    "nvfp4":      ("fp4",  "mxf4nvf4: both operands packed, scales per 16 (C014)"),
-}
 MMA_BITS = {"bf16": 16, "fp8": 8, "fp4": 4}
 
 # (operand type, block_m) -> (depth, why); 128 where no row stands.
 BLOCK_K = {
-    ("fp8", 16):  (256, "A021: later code; fewer barriers where blocks are tiny"),
-    ("fp4", 32):  (256, "D004: a packed row of 128 B allows the 128 B swizzle"),
-    ("fp4", 64):  (256, "D004: a packed row of 128 B allows the 128 B swizzle"),
-    ("fp4", 192): (256, "D004: a packed row of 128 B allows the 128 B swizzle"),
+    ("fp8", 16):  (256, "later code; fewer barriers where blocks are tiny"),
+    ("fp4", 32):  (256, "a packed row of 128 B allows the 128 B swizzle"),
+    ("fp4", 64):  (256, "a packed row of 128 B allows the 128 B swizzle"),
+    ("fp4", 192): (256, "a packed row of 128 B allows the 128 B swizzle"),
 }
 
-# C009: tile of the grouped NVFP4 GEMM. (N at least this many times K, block_n, stages, why)
-NVFP4_TILES = (
-    (2.0, 256, (2, 4), "wide N: each token tile is used for twice the output"),
-    (0.0, 128, (6, 6), "deep K: more stages hide more latency"),
-)
 # fmt: on
 
 
@@ -92,45 +78,25 @@ def store_of(block_m: int) -> tuple[int, int]:
 
 def mma(problem: Problem) -> tuple[str, str]:
     """(operand type, why)."""
-    return MMA[problem.recipe]
+    return narrowest_mma(problem.recipe), "the narrowest type that holds both operands"
 
 
 def block_m(problem: Problem) -> Picked:
     """The token tile; packed FP4 needs 32 rows, so that half a tile fills 1024 bytes (D009)."""
     row = tier(problem)
     if row.block_m == 16 and mma(problem)[0] == "fp4":
-        return Picked(32, "16 raised to 32: half a packed FP4 tile must fill 1024 B (D009)")
-    return Picked(row.block_m, f"A020: {row.why}")
+        return Picked(32, "16 raised to 32: half a packed FP4 tile must fill 1024 B")
+    return Picked(row.block_m, f"{row.why}")
 
 
 def block_n(problem: Problem, hw: Hardware, num_sms: int, block_m: int) -> Picked:
     """128 rows of weights a CTA: fixed in the fused kernel (A021)."""
-    return Picked(128, "A021: fixed; a pair of CTAs covers 256 weight rows")
-
-
-def nvfp4_tile(num_n: int, num_k: int) -> tuple[int, tuple[int, int], str]:
-    """(block_n, stages from .. to, why) of a grouped NVFP4 GEMM with N columns and depth K.
-
-    The winner of that contest filled shared memory exactly instead (C010): `choice.num_stages`.
-    """
-    return next((n, s, why) for ratio, n, s, why in NVFP4_TILES if num_n >= ratio * num_k)
+    return Picked(128, "fixed; a pair of CTAs covers 256 weight rows")
 
 
 def block_k(problem: Problem, block_m: int) -> Picked:
     """The depth of a stage."""
-    return Picked(*BLOCK_K.get((mma(problem)[0], block_m), (128, "A021, D004: the common depth")))
-
-
-def staged(problem: Problem) -> None:
-    """None: no kernels yet."""
-
-
-def auto(problem: Problem) -> None:
-    """None: no kernels yet."""
-
-
-def room(problem: Problem) -> None:
-    """No fused group here."""
+    return Picked(*BLOCK_K.get((mma(problem)[0], block_m), (128, "the common depth")))
 
 
 def check(problem: Problem, tiles: Tiles) -> None:
@@ -140,7 +106,7 @@ def check(problem: Problem, tiles: Tiles) -> None:
         half % SMEM_ALIGN == 0,
         f"half a token tile must fill a multiple of {SMEM_ALIGN} bytes",
         got=f"{half} bytes with block_m {tiles.block_m} and block_k {tiles.block_k}",
-        fix="raise block_m or block_k (D009)",
+        fix="raise block_m or block_k",
         kind=ShapeError,
     )
 
@@ -212,9 +178,9 @@ def roles(problem: Problem, tiles: Tiles) -> tuple[Role, ...]:
     """Warps of a CTA and their registers (A056, A073)."""
     groups = store_of(tiles.block_m)[1]
     return (
-        Role("epilogue", 4 * groups, 208, "SwiGLU, amax and combine need many registers (A073)"),
-        Role("pull_tokens", NUM_DISPATCH_WARPS, 48, "counts, pulls rows, cleans (A056)"),
-        Role("load_tokens", 1, 40, "waits for arrivals, then copies rows and scales (A065)"),
-        Role("load_weights", 1, 40, "waits for nothing (A065)"),
-        Role("issue_mma", 1, 40, "one thread issues for the pair (A069)"),
+        Role("epilogue", 4 * groups, 208, "SwiGLU, amax and combine need many registers"),
+        Role("pull_tokens", NUM_DISPATCH_WARPS, 48, "counts, pulls rows, cleans"),
+        Role("load_tokens", 1, 40, "waits for arrivals, then copies rows and scales"),
+        Role("load_weights", 1, 40, "waits for nothing"),
+        Role("issue_mma", 1, 40, "one thread issues for the pair"),
     )

@@ -1,6 +1,6 @@
 """Words: which cell of the model's memory holds which word of which rank.
 
-Control words keep the place that `layout.workspace` gives them: cell = byte offset / 4, and a
+Control words keep the place that `workspace` gives them: cell = byte offset / 4, and a
 64-bit word takes two cells of address and one of them holds it. Rows of data take one cell each,
 whatever they hold. Behind them come the words in shared memory of each SM.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from megamoe.errors import RangeError, require
-from megamoe.studies.deep_gemm.capacity import Capacity, capacity
 from megamoe.layout.regions import Workspace
-from megamoe.studies.deep_gemm.workspace import mask_words, workspace
 from megamoe.problem import Problem
 from megamoe.studies.deep_gemm.blocks import Grid
+from megamoe.studies.deep_gemm.capacity import Capacity, capacity
 from megamoe.studies.deep_gemm.protocol.ops import Violation
+from megamoe.studies.deep_gemm.workspace import mask_words, workspace
 
 MODEL_BLOCK_N = (
     64  # weight rows of a block in the model's problem; only the number of blocks counts
