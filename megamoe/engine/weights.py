@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import checkpoint, files
+from megamoe.engine.fingerprint import counted
 from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import dequantize, quantize_into, weight_global_scale
 from megamoe.formats.quantized import (
@@ -82,6 +83,11 @@ class ExpertWeights:
             fix="move them with .to(device)",
             kind=DeviceError,
         )
+        for name in ("w13", "w2"):  # what is packed from them must see writes to them
+            part = getattr(self, name)
+            if any(t.is_inference() for t in part.tensors().values()):
+                tensors = {key: counted(t) for key, t in part.tensors().items()}
+                object.__setattr__(self, name, replace(part, **tensors))
 
     # -- making --------------------------------------------------------------------------------
 

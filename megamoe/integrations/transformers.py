@@ -20,9 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.engine import backends
+from megamoe.engine.fingerprint import Seal
 from megamoe.engine.layer import MoE
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import NotAvailable, RangeError, ShapeError, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
+from megamoe.formats.quantize import FLOATS
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import OWN_CLAMP
 
@@ -44,7 +46,9 @@ class _Kept:
     """The layer of one module, and what its parameters were when it was made."""
 
     layer: MoE
-    stamp: tuple[Any, ...]
+    places: tuple[Any, ...]
+    copied: tuple[str, ...]  # parameters whose memory the layer does not share
+    seal: Seal
 
 
 def register(name: str = "megamoe", *, recipe: str = "bf16", backend: str = "auto") -> None:
@@ -68,10 +72,17 @@ def experts_forward(recipe: str = "bf16", backend: str = "auto") -> Callable[...
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         top_k = top_k_index.shape[-1]
-        stamp = (top_k, *_stamp(self))
+        places = (top_k, *_places(self))
         found = kept.get(self)
-        if found is None or found.stamp != stamp:
-            found = kept[self] = _Kept(make_layer(self, top_k, recipe, backend), stamp)
+        if (
+            found is None
+            or found.places != places
+            or not found.seal.holds([getattr(self, name) for name in found.copied])
+        ):
+            layer = make_layer(self, top_k, recipe, backend)
+            copied = _copied(self, layer)
+            seal = Seal([getattr(self, name) for name in copied])
+            found = kept[self] = _Kept(layer, places, copied, seal)
         # Expert parallelism in transformers marks other ranks' slots with ids past the last.
         idx = top_k_index.masked_fill(top_k_index >= found.layer.num_experts, -1)
         weights = top_k_weights.float().contiguous()
@@ -158,22 +169,32 @@ def _check_module(module: nn.Module) -> None:
     for attribute in PARAMETERS[:2]:
         t = getattr(module, attribute, None)
         require(
-            isinstance(t, Tensor) and t.ndim == 3 and t.is_floating_point(),
-            f"experts must keep {attribute} as one float tensor [experts, rows, columns]",
+            isinstance(t, Tensor) and t.ndim == 3,
+            f"experts must keep {attribute} as one tensor [experts, rows, columns]",
             got=f"{name} with {type(t).__name__} {tuple(getattr(t, 'shape', ()))}",
             kind=ShapeError,
         )
+        assert isinstance(t, Tensor)
+        require(
+            t.dtype in FLOATS,
+            f"experts must keep {attribute} in bfloat16, float32 or float16",
+            got=f"{name} in {t.dtype}, quantised: its scales would be left out",
+            fix="load the model unquantised",
+            kind=DTypeError,
+        )
 
 
-def _stamp(module: nn.Module) -> tuple[Any, ...]:
-    """Changes when a parameter is replaced, moved, cast, or written in place."""
-    found = []
-    for name in PARAMETERS:
-        t = getattr(module, name, None)
-        if isinstance(t, Tensor):
-            version = -1 if t.is_inference() else t._version
-            found.append((id(t), t.data_ptr(), version, t.dtype, t.device))
-    return tuple(found)
+def _places(module: nn.Module) -> tuple[Any, ...]:
+    """Changes when a parameter is replaced, moved or cast."""
+    found = (getattr(module, name, None) for name in PARAMETERS)
+    return tuple((id(t), t.data_ptr(), t.dtype, t.device) for t in found if isinstance(t, Tensor))
+
+
+def _copied(module: nn.Module, layer: MoE) -> tuple[str, ...]:
+    """The parameters that the layer copied; what it shares cannot be out of date."""
+    held = {t.data_ptr() for t in layer.weights.state_dict().values()}
+    given = {name: getattr(module, name, None) for name in PARAMETERS}
+    return tuple(n for n, t in given.items() if isinstance(t, Tensor) and t.data_ptr() not in held)
 
 
 def _interface() -> Any:

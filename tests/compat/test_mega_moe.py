@@ -136,6 +136,41 @@ def test_weights_that_change_in_place_are_prepared_anew(which):
     assert torch.equal(fresh.run(buffer), after)
 
 
+def counted(mine, theirs):
+    mine.copy_(theirs)
+
+
+def through_data(mine, theirs):
+    mine.data.copy_(theirs)
+
+
+def by_expert_views(mine, theirs):
+    with torch.inference_mode():  # as a server's load balancer moves experts
+        for e in range(E):
+            mine[e].copy_(theirs[e])
+
+
+@pytest.mark.parametrize("write", [counted, through_data, by_expert_views])
+@pytest.mark.parametrize("transformed", ["plainly", "in inference mode", "and cloned there"])
+def test_weights_that_change_in_any_mode_are_prepared_anew(transformed, write):
+    other = Case("fp8xfp4", 5, seed=1)
+    with torch.inference_mode(transformed != "plainly"):
+        case = Case("fp8xfp4", 5)
+        if transformed == "and cloned there":
+            case.l1, case.l2 = (tuple(t.clone() for t in pair) for pair in (case.l1, case.l2))
+        else:
+            assert not any(t.is_inference() for t in (*case.l1, *case.l2))
+        buffer = case.buffer()
+        case.fill(buffer)
+        case.run(buffer)
+    with torch.inference_mode(transformed == "and cloned there"):
+        for mine, theirs in zip((*case.l1, *case.l2), (*other.l1, *other.l2), strict=True):
+            write(mine, theirs)
+        after = case.run(buffer)
+    case.l1, case.l2 = other.l1, other.l2
+    assert torch.equal(case.run(buffer), after)
+
+
 def test_dropped_weights_are_forgotten():
     gc.collect()
     prepared.forget_dropped()

@@ -3,8 +3,8 @@
 `transform` brings a caller's tensors into the layout that the published kernel loads: rows of gate
 and up interleaved by 8, and within each 128 rows of packed scales row r at (r % 32) * 4 + r // 32.
 `prepare` reads that layout back into ExpertWeights. It remembers them by the storage of the L1
-values and its version, so views and Parameters of the same memory find them and in-place changes
-make them anew; when the caller drops the storage they go too.
+values, under a seal (decision 0026), so views and Parameters of the same memory find them and
+in-place changes make them anew; when the caller drops the storage they go too.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megamoe.engine.fingerprint import Seal, counted
 from megamoe.engine.layer import MoE
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
@@ -32,7 +33,7 @@ class Prepared:
     """Experts, and the layers that were asked of them."""
 
     experts: ExpertWeights
-    stamp: tuple[Any, ...]  # address and version of each source tensor
+    seal: Seal  # of the source tensors
     layers: dict[tuple[Any, ...], MoE] = field(default_factory=dict)
 
     def layer(self, recipe: str, num_experts: int, top_k: int, group: Any, **options: Any) -> MoE:
@@ -66,17 +67,18 @@ def transform_weights_for_mega_moe(
                 `transform_sf_into_required_layout` make them
     l2_weights  bfloat16 [E, H, I], or the same pair for it
     returns     the same types and shapes: L1's rows interleaved, scales permuted, L2's values as
-                they are
+                they are; under inference mode too they are tensors whose writes torch counts
     """
     check_activation(activation)
     given = read_source(l1_weights, l2_weights)
-    l1, l2 = _interleave(given.l1), given.l2
-    if given.l1_scale is None or given.l2_scale is None:
-        prepare(l1, l2)
-        return l1, l2
-    l1_pair = (l1, _permute_scales(_interleave(given.l1_scale)))
-    l2_pair = (l2, _permute_scales(given.l2_scale))
-    prepare(l1_pair, l2_pair)
+    with torch.inference_mode(False), torch.no_grad():
+        l1, l2 = _interleave(given.l1), counted(given.l2)
+        if given.l1_scale is None or given.l2_scale is None:
+            prepare(l1, l2)
+            return l1, l2
+        l1_pair = (l1, _permute_scales(_interleave(given.l1_scale)))
+        l2_pair = (l2, _permute_scales(given.l2_scale))
+        prepare(l1_pair, l2_pair)
     return l1_pair, l2_pair
 
 
@@ -85,11 +87,11 @@ def prepare(l1_weights: Weights, l2_weights: Weights) -> Prepared:
     source = read_source(l1_weights, l2_weights)
     storage = StorageWeakRef(source.l1.untyped_storage())  # type: ignore[no-untyped-call]
     key = (storage, source.l1.data_ptr(), tuple(source.l1.shape))
-    stamp = tuple((t.data_ptr(), _version(t)) for t in source if t is not None)
+    tensors = [t for t in source if t is not None]
     found = _PREPARED.get(key)
-    if found is None or found.stamp != stamp:
+    if found is None or not found.seal.holds(tensors):
         forget_dropped()
-        found = _PREPARED[key] = Prepared(_experts(source), stamp)
+        found = _PREPARED[key] = Prepared(_experts(source), Seal(tensors))
     return found
 
 
@@ -210,8 +212,3 @@ def _experts(source: Source) -> ExpertWeights:
     return ExpertWeights.from_quantized(
         l1, _split(_codes(source.l1_scale)), l2, _codes(source.l2_scale), recipe="w4a8"
     )
-
-
-def _version(t: Tensor) -> int:
-    """Counts in-place changes; tensors made in inference mode have no counter."""
-    return -1 if t.is_inference() else t._version
