@@ -188,6 +188,7 @@ class ExpertWeights:
         gate_up: str = "split",
         x_global: float = 1.0,
         acts_global: float | Tensor = 1.0,
+        scales: str | None = None,
     ) -> ExpertWeights:
         """Take a checkpoint's tensors as they are, experts stacked in front; nothing is rounded.
 
@@ -197,13 +198,19 @@ class ExpertWeights:
         gpt-oss      w4*: uint8 blocks [E, 2I, H/32, 16], uint8 scales [E, 2I, H/32],
                      gate_up="interleaved", b13 and b2
         NVFP4        uint8 [E, 2I, H/2], float8_e4m3fn [E, 2I, H/16], w13_global [E] or [E, 2],
-                     w2_global [E]
+                     w2_global [E]; value = element * scale * global (modelopt's weight_scale_2)
+
+        scales  "divide": FP32 scales are stored as reciprocals, NVFP4's global ones (compressed-
+                tensors' weight_global_scale) or FP8's; "multiply": they are not, however large;
+                None: they are not, and those that would make weights above 2688 are refused
         """
         fmt = recipe_named(recipe).weights
-        w13 = checkpoint.read_matrix(w13_data, w13_scale, w13_global, fmt, "w13", gate_up=gate_up)
-        w2 = checkpoint.read_matrix(w2_data, w2_scale, w2_global, fmt, "w2")
+        w13 = checkpoint.read_matrix(
+            w13_data, w13_scale, w13_global, fmt, "w13", gate_up=gate_up, scales=scales
+        )
+        w2 = checkpoint.read_matrix(w2_data, w2_scale, w2_global, fmt, "w2", scales=scales)
         extras = checkpoint.extras(
-            recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device
+            recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device, scales
         )
         return cls(recipe, w13, w2, **extras)
 
