@@ -104,8 +104,8 @@ CASES = [
     ("infinite weight", lambda: call(weight=at(WT, 4, 0, math.inf)), RangeError, "inf at token 4, slot 0"),
     # options
     ("activation", lambda: call(activation="relu"), RangeError, "swiglu, gpt_oss; got 'relu'"),
-    ("clamp", lambda: call(clamp=-1.0), RangeError, "clamp must be positive"),
-    ("NaN clamp", lambda: call(clamp=math.nan), RangeError, "clamp must be positive"),
+    ("clamp", lambda: call(clamp=-1.0), RangeError, "clamp must not be negative"),
+    ("NaN clamp", lambda: call(clamp=math.nan), RangeError, "clamp must not be negative"),
     ("weight_at", lambda: call(weight_at="l2"), RangeError, "l1, combine"),
     ("combine", lambda: call(combine="int8"), RangeError, "bf16, fp8"),
     ("backend", lambda: call(backend="cuda"), RangeError, "backend must be one of"),
