@@ -48,7 +48,7 @@ __all__ = [
     "utils",
 ]
 
-__version__ = "2.6.1"  # the release whose MegaMoE interface this is
+__version__ = "2.6.1"  # DeepGEMM's; the interface is a superset of it and of its fork's 0.2.5
 
 
 def install() -> None:

@@ -240,9 +240,11 @@ def bf16_mega_moe(
     *,
     activation_alpha: float = 1.0,
     activation_beta: float = 0.0,
+    post_expert_norm_gamma: Tensor | None = None,
 ) -> None:
     """The same in BF16; the buffer's `mma_type` is "bf16xbf16"."""
-    _refuse(weight_layout, post_expert_norm, post_expert_norm_weight)
+    gamma = post_expert_norm_weight if post_expert_norm_gamma is None else post_expert_norm_gamma
+    _refuse(weight_layout, post_expert_norm, gamma)
     given = sorted_out(
         (shared_l1_weights, shared_l2_weights, cumulative_local_expert_recv_stats, activation,
          activation_clamp, fast_math),
