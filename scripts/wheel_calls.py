@@ -1,4 +1,4 @@
-"""How released packages call DeepGEMM's MegaMoE, read from their wheels as text; nothing is imported.
+"""How released packages call DeepGEMM's MegaMoE, read from their wheels as text; none is imported.
 
     pip download --no-deps -d WHEELS sgl-deep-gemm==0.2.5 vllm==0.33.0 sglang==0.5.23 ...
     python scripts/wheel_calls.py WHEELS > tests/data/deep_gemm_calls.json

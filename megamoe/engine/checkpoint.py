@@ -225,6 +225,23 @@ def extras(
     return found
 
 
+def check_extra(
+    t: Tensor | None, name: str, shape: tuple[int, ...] | None, *, required: bool
+) -> None:
+    """Require a float32 tensor of `shape`, or None where it may be missing."""
+    if t is None:
+        require(shape is None or not required, f"{name} is missing", got=None, kind=ShapeError)
+        return
+    require(shape is not None, f"this recipe has no {name}", got="one", kind=ShapeError)
+    require(t.dtype == torch.float32, f"{name} must be float32", got=t.dtype, kind=DTypeError)
+    require(
+        tuple(t.shape) == shape,
+        f"{name} must have shape {shape}",
+        got=tuple(t.shape),
+        kind=ShapeError,
+    )
+
+
 def refuse_nan(matrix: Quantized, name: str, first_expert: int = 0) -> None:
     """Require weights without NaN or Inf (a NaN scale, a NaN element); names the first expert."""
     for expert in range(len(matrix)):

@@ -12,16 +12,10 @@ from torch import Tensor
 
 from megamoe.engine import checkpoint, files
 from megamoe.engine.fingerprint import counted
-from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_of, require
+from megamoe.errors import DeviceError, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import dequantize, quantize_into, weight_global_scale
-from megamoe.formats.quantized import (
-    DATA_DTYPE,
-    SCALE_DTYPE,
-    Quantized,
-    data_shape,
-    scale_shape,
-)
-from megamoe.formats.spec import Scale, recipe_named
+from megamoe.formats.quantized import Quantized, empty
+from megamoe.formats.spec import recipe_named
 from megamoe.problem import check_width
 
 
@@ -74,7 +68,9 @@ class ExpertWeights:
         if fmt.has_global:
             wanted |= {"x_global": (), "acts_global": (num_experts,)}
         for name in ("b13", "b2", "x_global", "acts_global"):
-            _check_extra(getattr(self, name), name, wanted.get(name), required="global" in name)
+            checkpoint.check_extra(
+                getattr(self, name), name, wanted.get(name), required="global" in name
+            )
         devices = {t.device for t in self.state_dict().values()}
         require(
             len(devices) == 1,
@@ -366,38 +362,11 @@ def _empty(
     """Uninitialised experts, to be filled."""
     fmt = recipe_named(recipe).weights
 
-    def matrix(*shape: int, lead: int) -> Quantized:
-        data = torch.empty(
-            data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=device
-        )
-        if fmt.scale is Scale.NONE:
-            return Quantized(data, None, fmt.name, shape)
-        scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=device)
-        g = torch.ones(shape[:lead], device=device) if fmt.has_global else None
-        return Quantized(data, scale, fmt.name, shape, g)
-
     check_width("hidden", hidden)
     check_width("intermediate", intermediate)
     return ExpertWeights(
         recipe,
-        matrix(num_experts, 2, intermediate, hidden, lead=1),
-        matrix(num_experts, hidden, intermediate, lead=1),
+        empty((num_experts, 2, intermediate, hidden), fmt, device),
+        empty((num_experts, hidden, intermediate), fmt, device),
         **checkpoint.extras(recipe, num_experts, None, None, "split", 1.0, 1.0, device),
-    )
-
-
-def _check_extra(
-    t: Tensor | None, name: str, shape: tuple[int, ...] | None, *, required: bool
-) -> None:
-    """Require a float32 tensor of `shape`, or None where it may be missing."""
-    if t is None:
-        require(shape is None or not required, f"{name} is missing", got=None, kind=ShapeError)
-        return
-    require(shape is not None, f"this recipe has no {name}", got="one", kind=ShapeError)
-    require(t.dtype == torch.float32, f"{name} must be float32", got=t.dtype, kind=DTypeError)
-    require(
-        tuple(t.shape) == shape,
-        f"{name} must have shape {shape}",
-        got=tuple(t.shape),
-        kind=ShapeError,
     )
