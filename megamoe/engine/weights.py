@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.engine import checkpoint, files
+from megamoe.engine import checkpoint, files, loader
 from megamoe.engine.fingerprint import counted
 from megamoe.errors import DeviceError, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import dequantize, quantize_into, weight_global_scale
@@ -209,6 +209,27 @@ class ExpertWeights:
             recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device, scales
         )
         return cls(recipe, w13, w2, **extras)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        folder: str | Path,
+        layer: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        recipe: str | None = None,
+        device: torch.device | str = "cpu",
+        progress: Callable[[int], None] | bool = False,
+    ) -> ExpertWeights:
+        """One rank's experts of a layer of a Hugging Face folder, read one by one.
+
+        recipe None is picked from how they are stored; `mm.Checkpoint(folder).picked(layer)` says
+        which, and the activation and clamp of the model (docs/checkpoints.md).
+        """
+        found = loader.Checkpoint(folder)
+        return found.experts(layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device,
+                             progress=progress)  # fmt: skip
 
     # -- using ---------------------------------------------------------------------------------
 
