@@ -268,6 +268,22 @@ def test_the_hopper_call_holds_to_float64(own_buffer):
     assert torch.equal(stats, case.counts())
 
 
+def test_tokens_with_scales_of_the_other_kind_are_refused():
+    case, pairs = fp8_case(9)
+    l1, l2 = deep_gemm.transform_weights_for_mega_moe_sm90(*pairs)
+    buffer = deep_gemm.get_symm_buffer_for_mega_moe(None, E, 40, K, H, I, device="cpu")
+    views = buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights
+    y = torch.empty(9, H, dtype=torch.bfloat16)
+    deep_gemm.mega_moe_pre_dispatch(case.x, case.idx, case.weight, *views, 9)
+    with pytest.raises(RangeError, match="x_sf must hold float32"):
+        deep_gemm.fp8_mega_moe(y, l1, l2, buffer)
+    deep_gemm.mega_moe_pre_dispatch_sm90(case.x, case.idx, case.weight, *views, 9)
+    deep_gemm.fp8_mega_moe(y, l1, l2, buffer)
+    other = Case("fp8xfp4", 9)
+    with pytest.raises(RangeError, match="UE8M0 codes"):
+        deep_gemm.fp8_fp4_mega_moe(y, other.l1, other.l2, buffer)
+
+
 # -- NVFP4 -------------------------------------------------------------------------------------
 
 

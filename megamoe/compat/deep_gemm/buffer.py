@@ -106,6 +106,7 @@ class SymmBuffer:
         self.hidden, self.intermediate_hidden = hidden, intermediate_hidden
         self.device = _device(device if base is None else base.device)
         self.handle: Any = None
+        self._looked: set[str] = set()
         parts = _parts(acts, hidden, num_topk, num_shared)
         self.buffer, views = _allocate(
             self.num_max_tokens_per_rank, parts, self.device, None if base is None else base.buffer
@@ -133,6 +134,33 @@ class SymmBuffer:
             assert self.x_scales is not None
             g = self.x_scales[:num_tokens] if use_x_scales else torch.ones((), device=self.device)
         return Quantized(data, scale, acts.name, (num_tokens, self.hidden), g)
+
+    def check_scales(self, num_tokens: int, recipe: str) -> None:
+        """Refuse scales of the other kind: FP32 bits read as UE8M0 codes, or the reverse.
+
+        Both have 4 bytes per 128 columns. Read as the other, some are above 2**60, which no token
+        needs. On a GPU, where looking waits, it is done in the first call of each kind.
+        """
+        is_gpu = self.device.type == "cuda"
+        if recipe not in ("w4a8", "w4a4", "w8a8") or (is_gpu and recipe in self._looked):
+            return
+        if is_gpu and torch.cuda.is_current_stream_capturing():
+            return
+        self._looked.add(recipe)
+        assert self.x_sf is not None
+        rows = self.x_sf[:num_tokens][(self.topk_idx[:num_tokens] >= 0).any(dim=1)]
+        if recipe == "w8a8":
+            is_likely = bool((rows.view(torch.float32).abs() <= 2.0**60).all())
+        else:
+            is_likely = bool((rows.view(torch.uint8) <= 127 + 60).all())
+        require(
+            is_likely,
+            "x_sf must hold " + ("float32" if recipe == "w8a8" else "four UE8M0 codes a word"),
+            got="scales above 2**60: those of the other kind",
+            fix="mega_moe_pre_dispatch_sm90 fills for fp8_mega_moe, mega_moe_pre_dispatch for the "
+            "other calls",
+            kind=RangeError,
+        )
 
     def destroy(self) -> None:
         """Let go of the memory; the buffer is of no use afterwards."""

@@ -83,6 +83,7 @@ def run(call: Call, legal: tuple[str, ...]) -> None:
         max_tokens_per_rank=buffer.num_max_tokens_per_rank, activation=options.activation,
         clamp=options.clamp, backend=buffer.backend, reserve_sms=reserved_sms(buffer.device),
     )  # fmt: skip
+    buffer.check_scales(num_tokens, recipe)
     layer.stats.zero_()
     x = buffer.tokens(num_tokens, recipe, use_x_scales=call.use_x_scales)
     rows = layer(x, buffer.topk_idx[:num_tokens], buffer.topk_weights[:num_tokens])
