@@ -10,7 +10,7 @@ from pathlib import Path
 from megamoe.errors import FileError
 
 
-def write_atomic(path: str | Path, text: str) -> None:
+def write_atomic(path: str | Path, text: str | bytes) -> None:
     """Write `text` to `path`, or raise FileError and leave what was there: never half a file."""
     target = Path(path)
     try:
@@ -18,8 +18,8 @@ def write_atomic(path: str | Path, text: str) -> None:
     except OSError as error:
         raise FileError(f"{target} must be writable; got {_reason(error)}") from error
     try:
-        with os.fdopen(handle, "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(text.encode() if isinstance(text, str) else text)
         mask = os.umask(0)
         os.umask(mask)
         os.chmod(name, 0o666 & ~mask)  # mkstemp's own is for this user alone

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 
 def megamoe_cli(*args):
@@ -72,7 +73,10 @@ def test_layer_json_is_for_machines():
         (("fixed", "--workloads", "tiny", "--touched", "1,4,8"), 2, "got 1"),
         (("fixed", "--workloads", "tiny", "--touched", "few"), 2, "experts touched must be whole"),
         (("fixed", "--workloads", "tiny", "--touched", "2,8"), 2, "at least 3"),
-        (("fixed", "--workloads", "tiny", "--chain", "101"), 2, "chain must lie between 1 and 100"),
+        (("fixed", "--workloads", "tiny", "--chain", "101", *QUICK), 2, "between 1 and 100"),
+        (("layer", "--out", "/proc/nowhere", *QUICK), 2, "--out must be a folder that can be"),
+        (("calls", "--out", "/proc/nowhere", *QUICK[:2]), 2, "--out must be a folder that can be"),
+        (("layer", "--workloads", "tiny/8", "--seed", "-1", *QUICK), 2, "seed must lie between"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
 )
@@ -81,6 +85,13 @@ def test_errors_are_one_readable_line_and_an_exit_code(args, code, words):
     assert done.returncode == code
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be timed")
+@pytest.mark.parametrize("name", ["layer", "gemm", "calls", "fixed", "sweep"])
+def test_without_a_gpu_nothing_is_begun(megamoe, name):
+    code, out, err = megamoe("bench", name)
+    assert (code, out) == (3, "") and "a benchmark times a GPU" in err
 
 
 def test_help_lists_them_all():
@@ -142,7 +153,7 @@ def test_the_fixed_cost_is_for_machines_too():
 def test_a_sweep_needs_a_hopper(args):
     done = megamoe_cli("bench", *args, *(() if args == ("--sweep",) else ("--device", "cpu")))
     assert done.returncode in (0, 3) and "Traceback" not in done.stderr
-    assert done.returncode == 0 or "hopper" in done.stderr
+    assert done.returncode == 0 or "hopper" in done.stderr or "GPU" in done.stderr
 
 
 def test_a_sweep_is_shown_cell_by_cell(monkeypatch, capsys):

@@ -1,13 +1,21 @@
 """The command line as a script sees it: output, JSON, exit codes."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import megamoe
+from megamoe.cli.shared import Bars
 from megamoe.formats.spec import FORMATS, RECIPES
+
+
+@pytest.fixture
+def megamoe_here(request):
+    return request.getfixturevalue("megamoe")  # the command, beside the module of that name
 
 
 def megamoe_cli(*args):
@@ -19,7 +27,7 @@ def megamoe_cli(*args):
 def test_run_prints_a_table_and_ends_with_correct():
     done = megamoe_cli("run", "tiny", "--tokens", "8", "--ranks", "2", "--recipe", "w4a8_block")
     assert done.returncode == 0, done.stderr
-    for words in ("experts touched", "TFLOP/s", "bit for bit", "smaller than BF16"):
+    for words in ("experts touched", "FLOP/s", "bit for bit", "smaller than BF16"):
         assert words in done.stdout
     assert done.stdout.strip().endswith("correct")
 
@@ -61,6 +69,8 @@ def test_version():
         (("run", "tiny", "--device", "cuda:99"), 3, "use --device cpu"),
         (("run", "tiny", "--backend", "hopper"), 3, "use reference"),
         (("run", "tiny", "--tokens", "many"), 2, "--tokens"),
+        (("run", "tiny", "--tokens", "1000000000000"), 3, "use fewer --tokens"),
+        (("run", "tiny", "--seed", "99999999999999999999"), 2, "seed must lie between"),
         (("fly",), 2, "No such command"),
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
@@ -70,3 +80,51 @@ def test_errors_are_one_readable_line_and_an_exit_code(args, code, words):
     assert done.returncode == code
     assert words in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (MemoryError(), 4, "memory ran out"),
+        (
+            RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+            4,
+            "DefaultCPU",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to"), 4, "CUDA out of memory"),
+        (ValueError("no luck"), 70, "a defect of megamoe"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+    ids=lambda v: type(v).__name__ if isinstance(v, BaseException) else None,
+)
+def test_only_a_wrong_result_ends_with_1(megamoe_here, monkeypatch, error, code, words):
+    def fail(*args, **options):
+        raise error
+
+    monkeypatch.setattr("megamoe.bench.job.run", fail)
+    found, _, err = megamoe_here("run", "tiny")
+    assert found == code and words in err
+
+
+def test_a_wrong_result_ends_with_1(megamoe_here, monkeypatch):
+    from megamoe.bench import job
+
+    monkeypatch.setattr(job.Result, "ok", property(lambda self: False))
+    assert megamoe_here("run", "tiny", "--tokens", "2")[0] == 1
+
+
+def test_a_terminal_without_unicode_gets_plain_signs():
+    done = subprocess.run(
+        [sys.executable, "-m", "megamoe", "simulate", "tiny", "--no-files"],
+        capture_output=True, timeout=300, env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert b"#" in done.stdout and done.stdout.isascii()
+
+
+def test_a_bar_follows_a_total_that_is_found_later():
+    with Bars(quiet=False) as bars:
+        bars("layer", 0, 1)
+        bars("layer", 762, 800)
+        (task,) = bars.bars.tasks
+    assert (task.completed, task.total) == (762, 800)
