@@ -21,6 +21,7 @@ from megamoe.bench.workloads import MODELS, model_named
 from megamoe.cli import balance as balance_command
 from megamoe.cli import bench as bench_commands
 from megamoe.cli import bench_more
+from megamoe.cli import headline as headline_command
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
 from megamoe.cli import trace as trace_command
@@ -37,6 +38,7 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
 bench_commands.add_to(bench)
 bench_more.add_to(bench)
+headline_command.add_to(bench)
 app.add_typer(bench, name="bench")
 plan_command.add_to(app)
 simulate_command.add_to(app)
