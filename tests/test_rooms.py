@@ -12,11 +12,11 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # A room imports only rooms to its left.
 ORDER = [
-    "errors", "files", "problem", "hardware", "formats", "routing", "reference", "layout",
+    "errors", "files", "tested", "problem", "hardware", "formats", "routing", "reference", "layout",
     "schedule", "kernels", "distributed", "engine", "compat", "integrations", "trace", "bench",
     "cli",
 ]  # fmt: skip
-NO_TORCH = {"errors", "files", "problem", "layout", "schedule", "trace"}
+NO_TORCH = {"errors", "files", "tested", "problem", "layout", "schedule", "trace"}
 NO_TORCH_FILES = {"formats/spec.py", "routing/spec.py", "bench/workloads.py", "__init__.py"}
 SEE_REFERENCE = {"reference", "distributed", "engine", "bench"}
 
