@@ -147,7 +147,8 @@ class Record:
             if c.us is not None:
                 where = f"`{c.source}` at {c.commit}, {c.date}" if c.source else ""
                 sources.setdefault(where, []).append(c.cell)
-        lines = [f"- {line}" for line in self.summary()]
+        lines = [*(f"- {line}" for line in self.summary()), ""]
+        lines += ["<details><summary>Where and how these were measured</summary>", ""]
         lines.append(f"- {self.how[0].upper()}{self.how[1:]}: {self.provenance}.")
         lines.append(f"- {self.method}.")
         if spreads:
@@ -155,7 +156,7 @@ class Record:
         for where, cells in sources.items():
             if where:
                 lines.append(f"- {where}: {', '.join(cells)}.")
-        return lines
+        return [*lines, "", "</details>"]
 
     def summary(self) -> list[str]:
         """One sentence a recipe: its range of ratios in decode, in between and in prefill."""
