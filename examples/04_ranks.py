@@ -3,6 +3,7 @@
 import torch
 
 import megamoe as mm
+from megamoe.distributed.local import LocalWorld
 from megamoe.routing.samplers import sample_routing
 
 RANKS, EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 8, 32, 128, 64, 4
@@ -18,7 +19,7 @@ routing = [sample_routing(n, EXPERTS, TOP_K, skew="zipf", seed=r) for r, n in en
 idx, weight = map(list, zip(*routing, strict=True))
 
 owners = [weights.for_rank(rank, RANKS) for rank in range(RANKS)]
-outputs, received = mm.LocalWorld(RANKS).run(x, idx, weight, owners)
+outputs, received = LocalWorld(RANKS).run(x, idx, weight, owners)
 for rank, y in enumerate(outputs):
     assert torch.equal(y, mm.moe(x[rank], idx[rank], weight[rank], weights, backend="reference"))
     rows = int(received[rank].sum())

@@ -15,7 +15,6 @@ _HOME = {
     "ExpertWeights": "engine.weights",
     "FileError": "errors",
     "Hardware": "hardware",
-    "LocalWorld": "distributed.local",
     "MegaMoEError": "errors",
     "MegaMoETimeout": "errors",
     "MoE": "engine.layer",
@@ -42,13 +41,12 @@ _HOME = {
 }
 __all__ = [
     "CapacityError", "DTypeError", "DeviceError", "ExpertWeights", "FileError", "Hardware",
-    "LocalWorld", "MegaMoEError", "MegaMoETimeout", "MoE", "NotAvailable", "Options", "Placement",
+    "MegaMoEError", "MegaMoETimeout", "MoE", "NotAvailable", "Options", "Placement",
     "Plan", "Problem", "Quantized", "RangeError", "RankError", "Router", "ShapeError", "Statistics",
     "dequantize", "doctor", "moe", "plan", "propose", "quantize", "route", "simulate", "warmup",
 ]  # fmt: skip
 
 if TYPE_CHECKING:  # the same names, for type checkers and completion
-    from megamoe.distributed.local import LocalWorld
     from megamoe.engine.backends import doctor
     from megamoe.engine.functional import moe
     from megamoe.engine.layer import MoE

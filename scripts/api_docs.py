@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "api.md"
 GROUPS = {
     "The layer": ("moe", "MoE", "ExpertWeights", "Options", "warmup", "doctor"),
     "Formats and routing": ("quantize", "dequantize", "Quantized", "route", "Router"),
-    "Several ranks": ("LocalWorld", "Placement", "propose", "Statistics"),
+    "Several ranks": ("Placement", "propose", "Statistics"),
     "Plan and simulate": ("Problem", "Hardware", "plan", "Plan", "simulate"),
     "Errors": (
         "MegaMoEError", "ShapeError", "DTypeError", "DeviceError", "RangeError", "FileError",
