@@ -133,9 +133,20 @@ def described(title: str, thing: Any, level: str) -> list[str]:
 
 
 def _paragraphs(text: str) -> str:
-    """Indented lines and doctests as code, the rest as it stands."""
-    found, code = [], False
+    """Doctests as code, lines "name  text" as items of a list, the rest as it stands."""
+    found: list[str] = []
+    code = item = False
     for line in text.splitlines():
+        match = re.match(r"(\S+(?: \S+)*)  +(\S.*)", line)
+        if match and not code:
+            found += [] if item else [""]
+            found.append(f"- **{match[1]}**: {match[2]}")
+            item = True
+            continue
+        if item and line.startswith("    "):
+            found[-1] += " " + line.strip()
+            continue
+        item = False
         is_code = line.startswith((">>>", "...", "    ")) or (code and bool(line.strip()))
         if is_code != code:
             found += ["", "```python"] if is_code else ["```", ""]

@@ -41,11 +41,12 @@ def moe(
     backend: str = "auto",
     mode: str = "auto",
 ) -> Tensor:
-    """Send every token through its experts and add up what they say.
+    """Send every token through its experts and add up their results, by routing weight.
 
     x             bf16 [T, H], or Quantized in the recipe's activation format
-    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may stand twice
+    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may occur twice
     topk_weights  float32 [T, k]
+    weights       the experts
     shared        experts that see every token with weight 1, in any recipe
     returns       bf16 [T, H]
 

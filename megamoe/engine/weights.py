@@ -28,6 +28,7 @@ from megamoe.problem import check_width
 class ExpertWeights:
     """E experts. `quantize` makes them from BF16, `from_quantized` from a checkpoint's tensors.
 
+    recipe       "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4" or "nvfp4"
     w13          [E, 2, intermediate, hidden]: gate at 0, up at 1; a block never holds both
     w2           [E, hidden, intermediate]
     b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
@@ -101,6 +102,9 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Quantise BF16 (or FP32, FP16) weights [E, 2I, H] and [E, H, I], expert by expert.
 
+        w13       [E, 2I, H]: the first linear, gate and up
+        w2        [E, H, I]: the second linear
+        b13, b2   biases [E, 2I] and [E, H], or None
         gate_up   "split": all gate rows, then all up rows; "interleaved": gate, up, gate, up, ...
         x_global, acts_global   NVFP4 only: calibrated global scales of tokens and activations
         progress  called with the number of experts done
@@ -131,7 +135,11 @@ class ExpertWeights:
         gate_up: str = "split",
         progress: Callable[[int], None] | None = None,
     ) -> ExpertWeights:
-        """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist."""
+        """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist.
+
+        experts  pairs of both linears of one expert
+        gate_up  "split": all gate rows, then all up rows; "interleaved": gate, up, gate, up, ...
+        """
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         fmt = recipe_named(recipe).weights
         made: ExpertWeights | None = None
@@ -184,6 +192,13 @@ class ExpertWeights:
         acts_global: float | Tensor = 1.0,
     ) -> ExpertWeights:
         """Take a checkpoint's tensors as they are, experts stacked in front; nothing is rounded.
+
+        w13_data, w13_scale      values and scales of gate and up, in the checkpoint's own shapes
+        w2_data, w2_scale        of down
+        w13_global, w2_global    NVFP4: float32 global scales of the weights
+        b13, b2                  biases [E, 2I] and [E, H], or None
+        gate_up                  "split": gate rows, then up rows; "interleaved": gate, up, ...
+        x_global, acts_global    NVFP4: global scales of tokens and of the activation's output
 
         DeepSeek-V3  w8a8: float8_e4m3fn [E, 2I, H], float32 [E, 2 ceil(I/128), ceil(H/128)]
                      (weight_scale_inv of gate, then of up); E8M0 scales are taken by value
@@ -264,12 +279,18 @@ class ExpertWeights:
         return self[rank * per_rank : (rank + 1) * per_rank]
 
     def take(self, experts: Sequence[int]) -> ExpertWeights:
-        """Some experts in any order, copied: those of one rank under a placement."""
+        """Some experts in any order, copied: those of one rank under a placement.
+
+        experts  their numbers here; one may occur twice
+        """
         return self.cat([self[e : e + 1] for e in experts])
 
     @classmethod
     def cat(cls, parts: Sequence[ExpertWeights]) -> ExpertWeights:
-        """All experts of `parts`, in order; the parts agree in all but the number of experts."""
+        """All experts of `parts`, in order; the parts agree in all but the number of experts.
+
+        parts  experts in one recipe and of one size
+        """
         require(len(parts) >= 1, "there must be at least one part", got=0, kind=ShapeError)
         names = [set(part.state_dict()) for part in parts]
         agree = all(
@@ -305,7 +326,10 @@ class ExpertWeights:
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, Tensor], recipe: str) -> ExpertWeights:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`.
+
+        tensors  by the names that `state_dict` gives them
+        """
         fmt = recipe_named(recipe).weights
         parts: dict[str, Any] = {}
         for name, t in tensors.items():
