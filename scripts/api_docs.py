@@ -36,6 +36,7 @@ built-in error that fits, so `except ValueError` works too.
 """
 # What these mean wherever they occur; those of Options and Problem are said there.
 COMMON = {
+    "layer": "a `mm.MoE`",
     "path": "the file",
     "device": "torch device, or its name",
     "progress": "called with the number done so far",
