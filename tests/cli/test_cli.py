@@ -32,27 +32,27 @@ def test_run_prints_a_table_and_ends_with_correct():
     assert done.stdout.strip().endswith("correct")
 
 
-def test_run_json_is_for_machines():
-    done = megamoe_cli("run", "tiny", "--tokens", "8", "--json")
-    result = json.loads(done.stdout)
+def test_run_json_is_for_machines(megamoe_here):
+    _, out, err = megamoe_here("run", "tiny", "--tokens", "8", "--json")
+    result = json.loads(out)
     assert result["ok"] is True and result["problem"]["num_tokens"] == 8
-    assert done.stderr == ""
+    assert err == ""
 
 
-def test_formats_lists_every_format_and_recipe():
-    listed = json.loads(megamoe_cli("formats", "--json").stdout)
+def test_formats_lists_every_format_and_recipe(megamoe_here):
+    listed = json.loads(megamoe_here("formats", "--json")[1])
     assert list(listed["formats"]) == list(FORMATS) and list(listed["recipes"]) == list(RECIPES)
-    text = megamoe_cli("formats").stdout
+    text = megamoe_here("formats")[1]
     assert all(name in text for name in (*FORMATS, *RECIPES))
 
 
-def test_doctor_says_what_auto_picks():
-    assert json.loads(megamoe_cli("doctor", "--json").stdout)["best"]["cpu"] == "reference"
-    assert "reference" in megamoe_cli("doctor").stdout
+def test_doctor_says_what_auto_picks(megamoe_here):
+    assert json.loads(megamoe_here("doctor", "--json")[1])["best"]["cpu"] == "reference"
+    assert "reference" in megamoe_here("doctor")[1]
 
 
-def test_version():
-    assert megamoe_cli("--version").stdout.strip() == megamoe.__version__
+def test_version(megamoe_here):
+    assert megamoe_here("--version")[1].strip() == megamoe.__version__
 
 
 @pytest.mark.parametrize(
@@ -75,11 +75,15 @@ def test_version():
     ],
     ids=lambda v: " ".join(v) if isinstance(v, tuple) else None,
 )
-def test_errors_are_one_readable_line_and_an_exit_code(args, code, words):
-    done = megamoe_cli(*args)
-    assert done.returncode == code
-    assert words in done.stderr
-    assert "Traceback" not in done.stderr
+def test_errors_are_one_readable_line_and_an_exit_code(megamoe_here, args, code, words):
+    found, _, err = megamoe_here(*args)
+    assert found == code
+    assert words in err
+    assert "Traceback" not in err
+
+
+def test_a_shell_sees_the_exit_code():
+    assert megamoe_cli("run", "gpt-9").returncode == 2
 
 
 @pytest.mark.parametrize(
