@@ -27,7 +27,7 @@ from megamoe.bench.cells import (
 )
 from megamoe.bench.peers import load
 from megamoe.bench.record import OK, WRONG, Report, Row, read, write
-from megamoe.cli.shared import Bars, gpu_named, writable_folder
+from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder
 from megamoe.errors import NotAvailable, RangeError, require
 
 
@@ -95,8 +95,7 @@ Chain = Annotated[
 Device = Annotated[str, typer.Option(help="cuda, cuda:1, ...; auto is a GPU; cpu if asked for.")]
 Out = Annotated[str | None, typer.Option(help="Folder for JSON, CSV and plots.")]
 PeersFile = Annotated[str | None, typer.Option("--peers", help="Recorded times; prints ratios.")]
-Eager = Annotated[bool, typer.Option("--eager", help="Time calls without CUDA graphs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Eager = Annotated[bool, typer.Option("--eager", help="Time calls without CUDA graphs.", metavar="")]
 
 
 def add_to(bench: typer.Typer) -> None:

@@ -22,7 +22,6 @@ from megamoe.cli.bench import (
     Device,
     Eager,
     Flush,
-    Json,
     Kept,
     Out,
     Recipes,
@@ -36,7 +35,7 @@ from megamoe.cli.bench import (
     number,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, gpu_named, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
 
 if TYPE_CHECKING:
     from megamoe.bench.calls import Row
@@ -57,7 +56,8 @@ def add_to(bench: typer.Typer) -> None:
     def top(
         ctx: typer.Context,
         is_sweep: Annotated[
-            bool, typer.Option("--sweep", help="Short for `bench sweep` over all cells.")
+            bool,
+            typer.Option("--sweep", help="Short for `bench sweep` over all cells.", metavar=""),
         ] = False,
     ) -> None:
         if is_sweep and ctx.invoked_subcommand is None:

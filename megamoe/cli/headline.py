@@ -16,20 +16,21 @@ from megamoe.bench.peers import load
 from megamoe.cli.bench import (
     Device,
     Flush,
-    Json,
     Out,
     PeersFile,
     Repeats,
     Rounds,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, gpu_named, writable_folder
+from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder
 from megamoe.errors import NotAvailable, require
 
 PEERS = Path(headline.__file__).parents[2] / "benchmarks" / "h200" / "peers.json"
 
 From = Annotated[str | None, typer.Option("--from", help="A record; nothing is measured then.")]
-Markdown = Annotated[bool, typer.Option("--markdown", help="Print the table as README has it.")]
+Markdown = Annotated[
+    bool, typer.Option("--markdown", help="Print the table as README has it.", metavar="")
+]
 
 
 def add_to(bench: typer.Typer) -> None:

@@ -25,7 +25,7 @@ from megamoe.cli import headline as headline_command
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
 from megamoe.cli import trace as trace_command
-from megamoe.cli.shared import Bars, device_named, plain_where_needed, reason_table
+from megamoe.cli.shared import Bars, Json, device_named, plain_where_needed, reason_table
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
 from megamoe.formats.spec import FORMATS, RECIPES
 
@@ -46,12 +46,13 @@ trace_command.add_to(app)
 balance_command.add_to(app)
 out, err = Console(), Console(stderr=True)
 OUT_OF_MEMORY, CRASHED, INTERRUPTED = 4, 70, 130
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 @app.callback(invoke_without_command=True)
 def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", metavar="")
+    ] = False,
 ) -> None:
     if version:
         print(megamoe.__version__)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import codecs
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -17,10 +18,12 @@ from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.files import writable_folder, write_atomic
 
 __all__ = [
-    "Bars", "device_named", "gpu_named", "plain_where_needed", "reason_table", "writable_folder",
+    "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table", "writable_folder",
     "write_atomic",
 ]  # fmt: skip
 
+# metavar="": a flag takes no value, and help must not show one.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", metavar="")]
 LEAST_REASON = 36  # columns that a reason needs to be read beside its row
 # For terminals without these: bars of a chart by height, and the signs of tables.
 PLAIN = dict(zip("▁▂▃▄▅▆▇█", ".._-=+*#", strict=True)) | {

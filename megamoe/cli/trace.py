@@ -18,7 +18,7 @@ from rich.table import Table
 from megamoe.bench.cells import SHAPES, cells_named
 from megamoe.cli import problems as of
 from megamoe.cli.bench import Device, Eager, Flush, Repeats, Rounds, one_line_a_row
-from megamoe.cli.shared import Bars, device_named, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, device_named, writable_folder, write_atomic
 from megamoe.errors import FileError, RangeError, require
 from megamoe.formats.spec import RECIPES
 from megamoe.trace.beside import MOST_OVERHEAD, Pair, timelines_json
@@ -44,7 +44,7 @@ Folder = Annotated[
         "--out", help=f"Folder for {', '.join(FILES)}; default {FOLDER}, or that of the stamps."
     ),
 ]
-NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.")]
+NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.", metavar="")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -63,7 +63,7 @@ def command(
     hardware: of.Machine = "h200",
     folder: Folder = None,
     no_files: NoFiles = False,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Run one fused launch that stamps what every role does when; see it beside the simulation."""
     is_file = what.endswith(".json")
