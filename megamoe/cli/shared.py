@@ -18,8 +18,8 @@ from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.files import writable_folder, write_atomic
 
 __all__ = [
-    "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table", "writable_folder",
-    "write_atomic",
+    "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table",
+    "writable_folder", "write_atomic",
 ]  # fmt: skip
 
 # metavar="": a flag takes no value, and help must not show one.
