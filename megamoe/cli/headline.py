@@ -22,7 +22,7 @@ from megamoe.cli.bench import (
     Rounds,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder
+from megamoe.cli.shared import Bars, Json, device_named, writable_folder
 from megamoe.errors import NotAvailable, require
 
 PEERS = Path(headline.__file__).parents[2] / "benchmarks" / "h200" / "peers.json"
@@ -54,10 +54,10 @@ def command(
         found = headline.Record.load(record)
         folder = None if out is None else writable_folder(out)
     else:
-        where = gpu_named(device)
+        where = device_named(device)
         require(
-            where != "cpu", "the headline is of a GPU", got=device, fix="use --from RECORD",
-            kind=NotAvailable,
+            where != "cpu", "the headline is measured on a GPU", got=where,
+            fix="print and draw a record with --from RECORD", kind=NotAvailable,
         )  # fmt: skip
         folder = None if out is None else writable_folder(out)
         found = _measure(where, repeats, rounds, flush, peers, folder, as_json)
