@@ -1,7 +1,7 @@
 """`megamoe`: run, plan, simulate, trace, balance, formats, doctor, bench.
 
 Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here, 4 memory ran
-out, 70 a defect of megamoe (with a traceback), 130 interrupted.
+out, 70 a defect of megamoe (with a traceback), 130 interrupted, 141 the reader of a pipe is gone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ simulate_command.add_to(app)
 trace_command.add_to(app)
 balance_command.add_to(app)
 out, err = Console(), Console(stderr=True)
-OUT_OF_MEMORY, CRASHED, INTERRUPTED = 4, 70, 130
+CODES = OUT_OF_MEMORY, CRASHED, INTERRUPTED, CLOSED_PIPE = 4, 70, 130, 141
 
 
 @app.callback(invoke_without_command=True)
@@ -181,6 +181,10 @@ def main() -> None:
     plain_where_needed()
     try:
         app()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # a reader such as `head` has gone
+            sys.exit(CLOSED_PIPE)
+        raise
     except MegaMoEError as error:
         _say(str(error))
         sys.exit(3 if isinstance(error, NotAvailable) else 2)

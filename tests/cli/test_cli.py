@@ -132,3 +132,9 @@ def test_a_bar_follows_a_total_that_is_found_later():
         bars("layer", 762, 800)
         (task,) = bars.bars.tasks
     assert (task.completed, task.total) == (762, 800)
+
+
+def test_a_reader_that_has_gone_is_no_wrong_result():
+    command = f"{sys.executable} -m megamoe formats --json | true; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
+    assert done.returncode in (0, 141) and "Traceback" not in done.stderr
