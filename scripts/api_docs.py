@@ -36,6 +36,9 @@ built-in error that fits, so `except ValueError` works too.
 """
 # What these mean wherever they occur; those of Options and Problem are said there.
 COMMON = {
+    "experts": "numbers of experts, in the order wanted; one may occur twice",
+    "parts": "experts in one recipe and of one size",
+    "tensors": "by the names that `state_dict` gives them",
     "layer": "a `mm.MoE`",
     "path": "the file",
     "device": "torch device, or its name",

@@ -279,18 +279,12 @@ class ExpertWeights:
         return self[rank * per_rank : (rank + 1) * per_rank]
 
     def take(self, experts: Sequence[int]) -> ExpertWeights:
-        """Some experts in any order, copied: those of one rank under a placement.
-
-        experts  their numbers here; one may occur twice
-        """
+        """Some experts in any order, copied: those of one rank under a placement."""
         return self.cat([self[e : e + 1] for e in experts])
 
     @classmethod
     def cat(cls, parts: Sequence[ExpertWeights]) -> ExpertWeights:
-        """All experts of `parts`, in order; the parts agree in all but the number of experts.
-
-        parts  experts in one recipe and of one size
-        """
+        """All experts of `parts`, in order; the parts agree in all but the number of experts."""
         require(len(parts) >= 1, "there must be at least one part", got=0, kind=ShapeError)
         names = [set(part.state_dict()) for part in parts]
         agree = all(
@@ -326,10 +320,7 @@ class ExpertWeights:
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, Tensor], recipe: str) -> ExpertWeights:
-        """The inverse of `state_dict`.
-
-        tensors  by the names that `state_dict` gives them
-        """
+        """The inverse of `state_dict`."""
         fmt = recipe_named(recipe).weights
         parts: dict[str, Any] = {}
         for name, t in tensors.items():
