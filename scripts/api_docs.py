@@ -36,7 +36,10 @@ built-in error that fits, so `except ValueError` works too.
 """
 # What these mean wherever they occur; those of Options and Problem are said there.
 COMMON = {
-    "experts": "numbers of experts, in the order wanted; one may occur twice",
+    "experts": "the experts: pairs of both linears, or numbers in the order wanted",
+    "gate_up": '"split": gate rows, then up rows; "interleaved": gate, up, gate, up, ...',
+    "b13": "biases [E, 2I], or None",
+    "b2": "biases [E, H], or None",
     "parts": "experts in one recipe and of one size",
     "tensors": "by the names that `state_dict` gives them",
     "layer": "a `mm.MoE`",

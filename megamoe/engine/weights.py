@@ -135,11 +135,7 @@ class ExpertWeights:
         gate_up: str = "split",
         progress: Callable[[int], None] | None = None,
     ) -> ExpertWeights:
-        """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist.
-
-        experts  pairs of both linears of one expert
-        gate_up  "split": all gate rows, then all up rows; "interleaved": gate, up, gate, up, ...
-        """
+        """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist."""
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         fmt = recipe_named(recipe).weights
         made: ExpertWeights | None = None
@@ -196,8 +192,6 @@ class ExpertWeights:
         w13_data, w13_scale      values and scales of gate and up, in the checkpoint's own shapes
         w2_data, w2_scale        of down
         w13_global, w2_global    NVFP4: float32 global scales of the weights
-        b13, b2                  biases [E, 2I] and [E, H], or None
-        gate_up                  "split": gate rows, then up rows; "interleaved": gate, up, ...
         x_global, acts_global    NVFP4: global scales of tokens and of the activation's output
 
         DeepSeek-V3  w8a8: float8_e4m3fn [E, 2I, H], float32 [E, 2 ceil(I/128), ceil(H/128)]
