@@ -46,11 +46,12 @@ def moe(
     mode: str = "auto",
     overrides: Mapping[str, Value] | None = None,
 ) -> Tensor:
-    """Send every token through its experts and add up what they say.
+    """Send every token through its experts and add up their results, by routing weight.
 
     x             bf16 [T, H], or Quantized in the recipe's activation format
-    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may stand twice
+    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may occur twice
     topk_weights  float32 [T, k]
+    weights       the experts
     shared        experts that see every token with weight 1, in any recipe
     backend       "auto" is the best one that works on the weights' device
     mode          "staged", "fused" (one launch) or "auto": the same bits; what a mode cannot take

@@ -23,6 +23,7 @@ from megamoe.problem import check_width
 class ExpertWeights:
     """E experts. `quantize` makes them from BF16, `from_quantized` from a checkpoint's tensors.
 
+    recipe       "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4" or "nvfp4"
     w13          [E, 2, intermediate, hidden]: gate at 0, up at 1; a block never holds both
     w2           [E, hidden, intermediate]
     b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
@@ -103,6 +104,9 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Quantise BF16 (or FP32, FP16) weights [E, 2I, H] and [E, H, I], expert by expert.
 
+        w13       [E, 2I, H]: the first linear, gate and up
+        w2        [E, H, I]: the second linear
+        b13, b2   biases [E, 2I] and [E, H], or None
         gate_up   "split": all gate rows, then all up rows; "interleaved": gate, up, gate, up, ...
         x_global, acts_global   NVFP4 only: calibrated global scales of tokens and activations
         progress  called with the number of experts done
@@ -187,6 +191,11 @@ class ExpertWeights:
         scales: str | None = None,
     ) -> ExpertWeights:
         """Take a checkpoint's tensors as they are, experts stacked in front; nothing is rounded.
+
+        w13_data, w13_scale      values and scales of gate and up, in the checkpoint's own shapes
+        w2_data, w2_scale        of down
+        w13_global, w2_global    NVFP4: float32 global scales of the weights
+        x_global, acts_global    NVFP4: global scales of tokens and of the activation's output
 
         DeepSeek-V3  w8a8: float8_e4m3fn [E, 2I, H], float32 [E, 2 ceil(I/128), ceil(H/128)]
                      (weight_scale_inv of gate, then of up); E8M0 scales are taken by value

@@ -24,6 +24,7 @@ class Quantized:
 
     data          [..., k] (E2M1: [..., k / 2] bytes, the even column in the low half)
     scale         one per block over the last two dimensions, or None where the format has none
+    format        its name: "mxfp4", "fp8_1x128", ...
     shape         the logical shape
     global_scale  FP32, NVFP4 only: its shape is a prefix of `shape`, one factor per leading index
     """
