@@ -17,7 +17,8 @@ ORDER = [
     "simulator", "trace", "bench", "studies", "cli",
 ]  # fmt: skip
 NO_TORCH = {
-    "errors", "files", "tested", "problem", "layout", "planner", "balance", "simulator", "trace", "studies",
+    "errors", "files", "tested", "problem", "layout", "planner", "balance", "simulator", "trace",
+    "studies",
 }  # fmt: skip
 TORCH_FILES = {"studies/deep_gemm/local_world.py"}
 NO_TORCH_FILES = {"formats/spec.py", "routing/spec.py", "bench/workloads.py", "__init__.py"}

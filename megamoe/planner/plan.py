@@ -286,7 +286,8 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why
     passes: tuple[Pass, ...] = ()
-    mega, num, rest = None, 1, ()
+    mega, num = None, 1
+    rest: tuple[Launch, ...] = ()
     if call.problem.num_tokens == 0 or backend == "reference":
         pass
     elif mode == "fused":
