@@ -93,16 +93,21 @@ def matrix(recipe, *shape):
 
 
 class Compiler:
-    """Stands for a kernel: compiles it for what a launcher passes."""
+    """Stands for a kernel: compiles it for what a launcher passes.
 
-    def __init__(self, kernel):
+    all_made  gets every compiled kernel, in the order of launches
+    """
+
+    def __init__(self, kernel, all_made=None):
         self.kernel, self.made = kernel, None
+        self.all_made = [] if all_made is None else all_made
 
     def __getitem__(self, grid):
         return self
 
     def __call__(self, *args, **constants):
         self.made = compile_kernel(self.kernel, args, 90, **constants)
+        self.all_made.append(self.made)
 
 
 def assert_streamed(ptx, is_stream):
@@ -191,17 +196,13 @@ ROUTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tile", "slots", "experts", "shared"), ROUTED, ids=str)
-def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypatch):
-    kernels = {
-        name: Compiler(getattr(module, name))
-        for module, name in (
-            (place, "_count_kernel"), (place, "_place_kernel"), (route, "_pool_kernel"),
-        )
-    }  # fmt: skip
-    for module in (place, route):
-        for name in vars(module).keys() & kernels.keys():
-            monkeypatch.setattr(module, name, kernels[name])
+def routed(monkeypatch, tile, slots, experts, shared):
+    """What `route` would run, in the order of launches; scans are the portable backend's."""
+    made = []
+    for module, name in (
+        (place, "_count_kernel"), (place, "_place_kernel"), (route, "_pool_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Compiler(getattr(module, name), made))
     monkeypatch.setattr(place, "scan_counts", lambda *args, **options: None)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     how = launch.arithmetic("w4a8_block")
@@ -218,11 +219,16 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypa
         hand=launch.hand(pool, weights, tile) if tile else None, by_group=True, pdl=True,
         num_shared=shared,
     )  # fmt: skip
+    return made
+
+
+@pytest.mark.parametrize(("tile", "slots", "experts", "shared"), ROUTED, ids=str)
+def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypatch):
+    made = routed(monkeypatch, tile, slots, experts, shared)
     is_small = slots <= route.SMALL and tile is None
-    assert (kernels["_place_kernel"].made is None) == is_small
-    assert (kernels["_count_kernel"].made is not None) == (slots > place.MIDDLE)
-    for compiler in kernels.values():
-        assert compiler.made is None or resources(compiler.made)["stack"] == 0
+    assert len(made) == 1 + (not is_small) + (slots > place.MIDDLE)
+    for kernel in made:
+        assert resources(kernel)["stack"] == 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
