@@ -17,9 +17,9 @@ from megamoe.engine import faults, staged
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.acts import CODES
+from megamoe.kernels.portable.decode_tokens import hold
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
-from megamoe.kernels.portable.fill import Inputs, Mail, fill, give, take
-from megamoe.kernels.portable.hold import hold
+from megamoe.kernels.portable.graph_io import Inputs, Mail, fill, give, take
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing

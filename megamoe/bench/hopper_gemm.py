@@ -43,8 +43,8 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     """L2 of the staged layer on rows that wait in its pool; `tile` is the table's unless given."""
     backends.resolve("hopper", "auto", inputs.device)
     from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.deal import deal
-    from megamoe.kernels.hopper.pack import can_be_placed, pack
+    from megamoe.kernels.hopper.gemm.tile_scheduler import deal
+    from megamoe.kernels.hopper.weights.pack import can_be_placed, pack
 
     row, shape = recipe_named(recipe), inputs.shape
     chosen = tile or tile_for(recipe, shape)
@@ -81,9 +81,9 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
 
 def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool:
     """The rows as `route` would leave them: sorted by group, row i of the result at place i."""
-    from megamoe.kernels.device.columns import by_group
+    from megamoe.kernels.common.columns import by_group
     from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.deal import ALIGN
+    from megamoe.kernels.hopper.gemm.tile_scheduler import ALIGN
 
     rows, k, device = inputs.shape.rows, inputs.shape.k, inputs.device
     x = inputs.rows_as(recipe_named(recipe).acts.name)

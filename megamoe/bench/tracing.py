@@ -96,14 +96,14 @@ class _Call:
     def buffer(self) -> Tensor:
         """Room for the stamps of every CTA, all zero."""
         from megamoe.kernels.hopper.launch import num_sms
-        from megamoe.kernels.hopper.stamps import EVENTS, ROLES
+        from megamoe.kernels.hopper.mega.events import EVENTS, ROLES
 
         shape = num_sms(self.job.device), ROLES.value, EVENTS.value, 4
         return torch.zeros(shape, dtype=torch.int32, device=self.job.device)
 
     def recording(self, stamps: Tensor, plain_us: float, traced_us: float) -> Recording:
         """The stamps with all that is needed to read them."""
-        from megamoe.kernels.hopper.pack import WIDTH
+        from megamoe.kernels.hopper.weights.pack import WIDTH
 
         shape, tile, job = self.job.cell.shape, self.tile, self.job
         rows = tile.rows

@@ -14,9 +14,11 @@ from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.hopper import deal, launch, mega_launch
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import tile_scheduler
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.mega.waves import TABLE
 from megamoe.kernels.hopper.pool import max_tiles, num_rows
-from megamoe.kernels.hopper.waves import TABLE
 from megamoe.layout.regions import align_up
 from megamoe.problem import MAX_TOP_K, Options
 from megamoe.schedule.heuristics.hopper_fused import (
@@ -28,7 +30,7 @@ from megamoe.schedule.heuristics.hopper_fused import (
 )
 from megamoe.schedule.heuristics.hopper_tiles import Swapped, tiles
 
-ALIGN = deal.ALIGN.value  # rows of the pool at which an expert begins
+ALIGN = tile_scheduler.ALIGN.value  # rows of the pool at which an expert begins
 
 
 def tile_of(

@@ -146,7 +146,7 @@ class FusedGroup:
         from megamoe.distributed.symmetric import share
         from megamoe.engine import fused
         from megamoe.kernels.hopper import launch
-        from megamoe.kernels.hopper.mega_launch import World
+        from megamoe.kernels.hopper.mega.launch import World
 
         weights, most = layer.weights, layer.max_tokens_per_rank
         assert most is not None

@@ -26,7 +26,7 @@ from megamoe.layout.regions import align_up
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
-    from megamoe.kernels.portable.fill import Inputs, Mail
+    from megamoe.kernels.portable.graph_io import Inputs, Mail
 
 STEP = 256  # buckets above this are its multiples
 MOST_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
@@ -216,7 +216,7 @@ class Gpu:
 
     def capture(self, bucket: int, parts: Parts) -> Captured:
         """Make the call once, on no token, so that all is compiled and packed; then capture it."""
-        from megamoe.kernels.portable.fill import Inputs
+        from megamoe.kernels.portable.graph_io import Inputs
 
         self.follow()
         with torch.inference_mode(False), torch.no_grad():
@@ -235,7 +235,7 @@ class Gpu:
 
 def _launch_all(parts: Parts, inputs: Inputs, mail: Mail) -> Tensor:
     """A note's call: its inputs in, the layer's launches, its output out."""
-    from megamoe.kernels.portable.fill import fill, give, take
+    from megamoe.kernels.portable.graph_io import fill, give, take
 
     take(mail)
     fill(mail.now, inputs)

@@ -24,9 +24,11 @@ from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.deal import Hand
+from megamoe.kernels.hopper.dispatch import route
+from megamoe.kernels.hopper.gemm.tile_scheduler import Hand
 from megamoe.kernels.hopper.launch import Arithmetic
-from megamoe.kernels.hopper.pack import (
+from megamoe.kernels.hopper.pool import Pool
+from megamoe.kernels.hopper.weights.pack import (
     Packed,
     can_be_placed,
     fits_bf16,
@@ -35,8 +37,6 @@ from megamoe.kernels.hopper.pack import (
     pack,
     parted,
 )
-from megamoe.kernels.hopper.pool import Pool
-from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch

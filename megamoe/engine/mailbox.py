@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megamoe.kernels.portable.fill import Mail
+    from megamoe.kernels.portable.graph_io import Mail
 
 SLOTS = 256  # replays that may be under way
 HALF = SLOTS // 2
@@ -28,7 +28,7 @@ class Mailbox:
     """The host's side of a `Mail`."""
 
     def __init__(self, device: torch.device) -> None:
-        from megamoe.kernels.portable.fill import Mail
+        from megamoe.kernels.portable.graph_io import Mail
 
         self.device = device
         self.mail: Mail = Mail.empty(SLOTS, device)

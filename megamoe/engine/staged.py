@@ -14,8 +14,8 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
+from megamoe.kernels.portable.decode_tokens import hold
 from megamoe.kernels.portable.dispatch import Routing, dispatch
-from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.launch import Held
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import Options

@@ -5,7 +5,9 @@ import time
 import torch
 import triton.language as tl
 
-from megamoe.kernels.hopper import ahead, decode, epilogue, meet, stream
+from megamoe.kernels.hopper.gemm import decode_per_wave, epilogue
+from megamoe.kernels.hopper.mega import sync
+from megamoe.kernels.hopper.weights import decode, l2_policy
 from tests.emulator import running
 from tests.emulator.running import HERE
 from tests.emulator.values import Value, pair
@@ -87,7 +89,7 @@ def _divide(a, b):
 
 
 def _wait_for(address, want, report, bound_ns):
-    """As `meet._WAIT` does, but that its bound is the emulator's if that is shorter."""
+    """As `sync._WAIT` does, but that its bound is the emulator's if that is shorter."""
     launch, begin = HERE.launch, time.monotonic()
     bound = min(int(bound_ns) / 1e9, running.WAIT_S)
     both = torch.stack((address.t, report.t))
@@ -101,7 +103,7 @@ def _wait_for(address, want, report, bound_ns):
 
 
 def _report(report, seen, want, rank, cta, what, where):
-    """As `meet._REPORT`: the first who did not see what it wanted."""
+    """As `sync._REPORT`: the first who did not see what it wanted."""
     launch = HERE.launch
     at = int(report.t) + 4 * torch.arange(7)
     with launch.changed:
@@ -113,7 +115,7 @@ def _report(report, seen, want, rank, cta, what, where):
 
 
 def _await(address, value, given_up, error):
-    """As `ahead.AWAIT`: until words have reached a value."""
+    """As `decode_per_wave.AWAIT`: until words have reached a value."""
     launch = HERE.launch
     at, wanted = (t.reshape(-1) for t in torch.broadcast_tensors(address.t, value.t))
     launch.wait(
@@ -124,7 +126,7 @@ def _await(address, value, given_up, error):
 
 
 ASSEMBLY = {
-    ahead.AWAIT.value: _await,
+    decode_per_wave.AWAIT.value: _await,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
     decode.TO_E4M3.value: _to_e4m3,
     decode.FOUR_TO_E4M3.value: _four_to_e4m3,
@@ -133,11 +135,11 @@ ASSEMBLY = {
     decode.NV_TO_BF16.value: _nv_to_bf16,
     **{
         text.value: _wait_for
-        for name, text in vars(meet).items()
+        for name, text in vars(sync).items()
         if name.startswith("_WAIT") and isinstance(text, tl.constexpr)
     },
-    meet._REPORT.value: _report,
-    stream.MARK.value: lambda policy: Value(0),
+    sync._REPORT.value: _report,
+    l2_policy.MARK.value: lambda policy: Value(0),
     "": lambda x: x,
     "rcp.approx.ftz.f32 $0, $1;": lambda x: Value(1.0 / x.t),
     epilogue.RECIPROCAL.value: lambda x: Value(1.0 / x.t),

@@ -12,7 +12,8 @@ from tests.engine.pretended import Launches, weights
 def gpu(monkeypatch):
     """A CPU that the hopper backend takes for its own."""
     from megamoe.engine import hopper
-    from megamoe.kernels.hopper import launch, mega_launch
+    from megamoe.kernels.hopper import launch
+    from megamoe.kernels.hopper.mega import launch as mega_launch
 
     fake = Launches()
     fake.weights = weights()

@@ -9,7 +9,7 @@ import torch
 from megamoe import reference
 from megamoe.engine import graphs, layer
 from megamoe.engine.functional import run
-from megamoe.kernels.portable import fill as filling
+from megamoe.kernels.portable import graph_io
 from megamoe.routing.permute import expert_counts
 from tests.engine.pretended import E, H, K
 
@@ -170,7 +170,7 @@ def install(monkeypatch):
     )
     monkeypatch.setattr(graphs, "launch", fake.launch)
     for name in ("take", "fill", "give"):
-        monkeypatch.setattr(filling, name, getattr(fake, name))
+        monkeypatch.setattr(graph_io, name, getattr(fake, name))
     monkeypatch.setattr(layer, "choose", lambda *wanted: "portable")
 
     def eager(backend, *call, manner):

@@ -12,7 +12,7 @@ from megamoe.engine import faults, fused, manner, op
 from megamoe.engine.faults import COUNTERS, GIVEN_UP, NONE, Faults
 from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RangeError
-from megamoe.kernels.hopper.meet import READY
+from megamoe.kernels.hopper.mega.sync import READY
 from megamoe.kernels.hopper.pool import max_tiles
 from megamoe.schedule.heuristics import hopper_fused
 from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
@@ -315,7 +315,7 @@ def test_a_compiled_model_runs_fused(gpu):
 
 
 def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
-    from megamoe.kernels.portable.fill import Inputs
+    from megamoe.kernels.portable.graph_io import Inputs
 
     one = make(gpu, cuda_graphs=True)
     inputs = Inputs.empty(16, H, K, CPU)

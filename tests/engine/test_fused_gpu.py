@@ -19,7 +19,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.hopper import meet
+from megamoe.kernels.hopper.mega import sync
 from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
@@ -333,7 +333,7 @@ def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 4, [0])
     assert same_bits(one(*inputs), wanted)
-    one._faults.counters[getattr(meet, word).value] = value
+    one._faults.counters[getattr(sync, word).value] = value
     try:
         for _ in range(2):  # what one call leaves uncleaned, the next one meets
             y = one(*inputs)

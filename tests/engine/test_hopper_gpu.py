@@ -11,7 +11,7 @@ from megamoe.engine import hopper
 from megamoe.engine.faults import NONE, Faults
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.route import route
+from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.portable.routing import Routing
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing

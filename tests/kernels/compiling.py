@@ -14,7 +14,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megamoe.kernels.device import compat
+from megamoe.kernels.common import compat
 
 FUNCTION = 2  # type of a symbol
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -7,8 +7,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper import code
-from megamoe.kernels.hopper.code import code_address, fetch_code
+from megamoe.kernels.hopper.mega import prefetch_code
+from megamoe.kernels.hopper.mega.prefetch_code import code_address, fetch_code
 from tests.kernels.compiling import FUNCTION, Stand, addresses, code_of, compile_kernel
 from tests.kernels.support import INTERPRETED
 
@@ -38,7 +38,7 @@ def test_the_loader_is_asked_for_the_address_of_the_code():
 def test_a_cubin_that_asks_for_nothing_stays_as_it_is():
     kernel = compile_kernel(plain_kernel, (Stand(torch.int32),), 90, num_warps=4)
     assert not list(addresses(kernel))
-    assert code.located(kernel.asm["cubin"]) is kernel.asm["cubin"]
+    assert prefetch_code.located(kernel.asm["cubin"]) is kernel.asm["cubin"]
 
 
 @pytest.mark.parametrize(
@@ -51,21 +51,25 @@ def test_a_cubin_that_asks_for_nothing_stays_as_it_is():
     ],
 )
 def test_what_a_driver_refuses_stays_as_the_compiler_made_it(loads, want, monkeypatch):
-    monkeypatch.setattr(code, "_exchanged", lambda cubin: b"changed")
-    monkeypatch.setattr(code, "_loads", loads.__getitem__)
-    assert code.located(b"plain") == want
+    monkeypatch.setattr(prefetch_code, "_exchanged", lambda cubin: b"changed")
+    monkeypatch.setattr(prefetch_code, "_loads", loads.__getitem__)
+    assert prefetch_code.located(b"plain") == want
 
 
 def test_without_a_driver_nobody_knows_what_loads(monkeypatch):
-    monkeypatch.setattr(code.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
-    assert code._loads(b"") is None
+    def missing(name):
+        raise OSError(name)
+
+    monkeypatch.setattr(prefetch_code.ctypes, "CDLL", missing)
+    assert prefetch_code._loads(b"") is None
 
 
 @pytest.mark.gpu
 def test_the_driver_says_what_it_loads():
     kernel = own_kernel[(8,)](torch.zeros(3, dtype=torch.int64, device="cuda"), False, num_warps=4)
     cubin = kernel.asm["cubin"]
-    assert code._loads(cubin) is True and code._loads(cubin[:64] + bytes(64)) is False
+    assert prefetch_code._loads(cubin) is True
+    assert prefetch_code._loads(cubin[:64] + bytes(64)) is False
 
 
 @pytest.mark.gpu

@@ -7,9 +7,9 @@ import torch
 
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, PLAIN
+from megamoe.kernels.portable.decode_tokens import HELD, VALUES
 from megamoe.kernels.portable.dispatch import _dispatch_kernel
 from megamoe.kernels.portable.grouped import _prepare_kernel
-from megamoe.kernels.portable.hold import HELD, VALUES
 from megamoe.kernels.portable.launch import arithmetic
 from megamoe.kernels.portable.pack import _pack_kernel
 from megamoe.problem import RECIPES

@@ -15,7 +15,10 @@ from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.manner import Manner
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import edges, meet, mega_launch, place, route
+from megamoe.kernels.hopper import dispatch, permute
+from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.mega import sync
 from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
@@ -47,7 +50,7 @@ def test_tokens_are_divided_by_their_scale_as_by_a_division(exponent):
     x = (torch.arange(128, 256)[:, None] * parts).flatten() * 2.0**exponent
     step = amax / torch.tensor(448.0)
     x = x.bfloat16().float().expand(len(amax), -1)
-    got = running.translated(edges._ratio)(Value(x), Value(step)).t
+    got = running.translated(mega_dispatch._ratio)(Value(x), Value(step)).t
     inside = x <= amax[:, None]
     assert inside.sum() > 300_000
     assert torch.equal(got[inside], (x / step[:, None])[inside])
@@ -140,8 +143,8 @@ def test_rows_are_the_same_however_they_are_found(recipe, monkeypatch):
     w, inputs = weights_of(recipe), tokens(150, masked_ratio=0.2, skew="zipf")
     found = []
     for small, middle in ((1024, 4096), (64, 4096), (64, 128)):
-        monkeypatch.setattr(route, "SMALL", small)
-        monkeypatch.setattr(place, "MIDDLE", middle)
+        monkeypatch.setattr(dispatch, "SMALL", small)
+        monkeypatch.setattr(permute, "MIDDLE", middle)
         found += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
     assert all(torch.equal(found[0], y) for y in found)
 
@@ -328,7 +331,7 @@ def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
 @pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "READY"])
 def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
-    found.counters.view(-1)[getattr(meet, word).value] = value
+    found.counters.view(-1)[getattr(sync, word).value] = value
     try:
         assert_agrees(fuse(inputs, w, found=found, manner=HASTY)[0], inputs, w)
     except MegaMoETimeout:

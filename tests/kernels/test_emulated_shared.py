@@ -7,7 +7,7 @@ import megamoe as mm
 from megamoe.engine import fused, hopper
 from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.manner import Manner
-from megamoe.kernels.hopper import place, route
+from megamoe.kernels.hopper import dispatch, permute
 from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
@@ -56,7 +56,7 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kerne
 @pytest.mark.parametrize("num", [40, 150])
 def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeypatch, kernels):
     """However rows are found, with padding behind a count, and for tokens that come quantised."""
-    monkeypatch.setattr(route, "SMALL", 256)
+    monkeypatch.setattr(dispatch, "SMALL", 256)
     both = weights_of("w4a8_block", E + 2)
     w, shared = both[:E], both[E:]
     inputs = tokens(num, masked_ratio=0.2, skew="zipf")
@@ -65,7 +65,7 @@ def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeyp
     count = torch.tensor([num - 3], dtype=torch.int32)
 
     def staged(some, middle):
-        monkeypatch.setattr(place, "MIDDLE", middle)
+        monkeypatch.setattr(permute, "MIDDLE", middle)
         word, stats = torch.full((1,), NONE, dtype=torch.int32), torch.zeros(E, dtype=torch.int64)
         y = hopper.moe(*some, w, Options(), shared, word, stats, count)
         assert int(word) == 2 * K

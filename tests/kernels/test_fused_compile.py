@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from megamoe.engine.fused import routing_bytes
-from megamoe.kernels.hopper import launch, mega_launch
-from megamoe.kernels.hopper.pack import pack
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.problem import RECIPES, Options
 from megamoe.schedule.heuristics.hopper_fused import COUNTERS, ROUTING_BYTES, as_fused
 from megamoe.schedule.heuristics.hopper_tiles import tiles

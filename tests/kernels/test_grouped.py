@@ -7,8 +7,8 @@ import megamoe as mm
 from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
-from megamoe.kernels.portable.hold import HELD, hold
-from megamoe.kernels.portable.korder import position
+from megamoe.kernels.portable.decode_tokens import HELD, hold
+from megamoe.kernels.portable.k_order import position
 from megamoe.problem import RECIPES
 from megamoe.schedule.heuristics.portable import Tile
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, tolerance

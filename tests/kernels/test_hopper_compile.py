@@ -14,8 +14,8 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import Scale, recipe_named
-from megamoe.kernels.hopper import launch, place, route
-from megamoe.kernels.hopper.pack import pack
+from megamoe.kernels.hopper import dispatch, launch, permute
+from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.kernels.portable.routing import Routing
 from megamoe.problem import RECIPES, Options
 from megamoe.schedule.heuristics import hopper_tiles
@@ -200,10 +200,10 @@ def routed(monkeypatch, tile, slots, experts, shared):
     """What `route` would run, in the order of launches; scans are the portable backend's."""
     made = []
     for module, name in (
-        (place, "_count_kernel"), (place, "_place_kernel"), (route, "_pool_kernel"),
+        (permute, "_count_kernel"), (permute, "_place_kernel"), (dispatch, "_pool_kernel"),
     ):  # fmt: skip
         monkeypatch.setattr(module, name, Compiler(getattr(module, name), made))
-    monkeypatch.setattr(place, "scan_counts", lambda *args, **options: None)
+    monkeypatch.setattr(permute, "scan_counts", lambda *args, **options: None)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     how = launch.arithmetic("w4a8_block")
     pool = launch.pool(how, slots, H, experts, 128, META)
@@ -213,7 +213,7 @@ def routed(monkeypatch, tile, slots, experts, shared):
         torch.empty(idx.shape, device=META),
         torch.empty(1, dtype=torch.int32, device=META),
     )
-    route.route(
+    dispatch.route(
         torch.empty(len(idx), H, dtype=torch.bfloat16, device=META),
         Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, 128, experts,
         hand=launch.hand(pool, weights, tile) if tile else None, by_group=True, pdl=True,
@@ -225,8 +225,8 @@ def routed(monkeypatch, tile, slots, experts, shared):
 @pytest.mark.parametrize(("tile", "slots", "experts", "shared"), ROUTED, ids=str)
 def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypatch):
     made = routed(monkeypatch, tile, slots, experts, shared)
-    is_small = slots <= route.SMALL and tile is None
-    assert len(made) == 1 + (not is_small) + (slots > place.MIDDLE)
+    is_small = slots <= dispatch.SMALL and tile is None
+    assert len(made) == 1 + (not is_small) + (slots > permute.MIDDLE)
     for kernel in made:
         assert resources(kernel)["stack"] == 0
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megamoe.kernels.hopper.deal import ITEM, Hand, Width, deal
+from megamoe.kernels.hopper.gemm.tile_scheduler import ITEM, Hand, Width, deal
 from tests.kernels.support import DEVICE, MARKS
 
 pytestmark = MARKS

@@ -8,10 +8,10 @@ import torch
 import megamoe as mm
 from megamoe.engine.faults import NONE
 from megamoe.formats.quantize import dequantize
-from megamoe.kernels.hopper import launch, place
-from megamoe.kernels.hopper import route as routing
+from megamoe.kernels.hopper import dispatch as routing
+from megamoe.kernels.hopper import launch, permute
+from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.hopper.pool import max_tiles, num_rows
-from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.dispatch import Routing
 from tests.kernels.support import DEVICE, MARKS
 
@@ -34,8 +34,8 @@ FORMATS = {  # recipe, whether its weights fit E4M3: how tokens are held
 def _large_begins_early(monkeypatch):
     """The interpreter is slow: the paths for more slots are taken from 65 and 161 on."""
     monkeypatch.setattr(routing, "SMALL", 64)
-    monkeypatch.setattr(place, "MIDDLE", 160)
-    monkeypatch.setattr(place, "LOOK", 64)
+    monkeypatch.setattr(permute, "MIDDLE", 160)
+    monkeypatch.setattr(permute, "LOOK", 64)
 
 
 class Routed:

@@ -9,8 +9,8 @@ from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
+from megamoe.kernels.portable.decode_tokens import hold
 from megamoe.kernels.portable.dispatch import dispatch
-from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import RECIPES, Options
 from megamoe.schedule.heuristics.portable import Tile, tiles

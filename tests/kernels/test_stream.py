@@ -2,14 +2,14 @@
 
 import pytest
 
-from megamoe.kernels.hopper import stream
+from megamoe.kernels.hopper.weights import l2_policy
 
 COPY = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 AT = "[%r1], [%rd2, {%r3, %r4, %r5, %r6}], [%r7]"
 PLAIN, HINTED = f"\t@%p5 {COPY} {AT};", f"\t@%p5 {COPY}.L2::cache_hint {AT}, %rd85;"
 MARK, UNMARK = (
     "\t" + text.value.replace("$0", "%r9").replace("$1", "%rd85")
-    for text in (stream.MARK, stream.UNMARK)
+    for text in (l2_policy.MARK, l2_policy.UNMARK)
 )
 OTHER = MARK.replace("85", "86")
 
@@ -26,10 +26,10 @@ OTHER = MARK.replace("85", "86")
     ids=["one", "two", "debug", "block", "none"],
 )
 def test_copies_between_marks_get_the_policy(given, wanted):
-    found = stream.hinted("\n".join(given)).split("\n")
+    found = l2_policy.hinted("\n".join(given)).split("\n")
     assert found == [HINTED if i in wanted else line for i, line in enumerate(given)]
 
 
 def test_the_last_mark_counts():
-    found = stream.hinted("\n".join([MARK, PLAIN, UNMARK, OTHER, PLAIN, UNMARK])).split("\n")
+    found = l2_policy.hinted("\n".join([MARK, PLAIN, UNMARK, OTHER, PLAIN, UNMARK])).split("\n")
     assert found[1] == HINTED and found[4] == HINTED.replace("85", "86")

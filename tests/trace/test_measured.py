@@ -51,7 +51,7 @@ def small(events, num_ctas=2, rows=(10, 3), block_m=8, ranks=1, **more):
 
 
 def test_the_numbers_are_those_of_the_kernel():
-    kernel = pytest.importorskip("megamoe.kernels.hopper.stamps")
+    kernel = pytest.importorskip("megamoe.kernels.hopper.mega.events")
     for name in (
         "MATH", "LOAD_WEIGHTS", "LOAD_TOKENS", "PUBLISH", "ROUTE", "FILL", "FIRST", "SECOND",
         "MEET", "COMBINE", "WAIT",

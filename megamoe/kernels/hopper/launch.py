@@ -13,14 +13,14 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.device.numbers import Kind
-from megamoe.kernels.hopper.deal import HALF, Hand, Width
-from megamoe.kernels.hopper.decode import PAIR_WORDS
-from megamoe.kernels.hopper.operands import WEIGHTS
-from megamoe.kernels.hopper.pack import WIDTH, Packed
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.hopper.gemm.plain import straight_kernel
+from megamoe.kernels.hopper.gemm.swap_ab import swapped_kernel
+from megamoe.kernels.hopper.gemm.tile_scheduler import HALF, Hand, Width
 from megamoe.kernels.hopper.pool import Pool, max_tiles, num_rows
-from megamoe.kernels.hopper.straight import straight_kernel
-from megamoe.kernels.hopper.swapped import swapped_kernel
+from megamoe.kernels.hopper.weights.decode import PAIR_WORDS
+from megamoe.kernels.hopper.weights.operands import WEIGHTS
+from megamoe.kernels.hopper.weights.pack import WIDTH, Packed
 from megamoe.kernels.portable.acts import CODES, PLAIN, SCALED, VALUES
 from megamoe.layout.regions import align_up
 from megamoe.problem import Options

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megamoe.kernels.hopper.deal import ALIGN
+from megamoe.kernels.hopper.gemm.tile_scheduler import ALIGN
 from megamoe.layout.regions import align_up
 
 

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from megamoe.formats.spec import E2M1, E4M3, FORMATS, Scale
-from megamoe.kernels.device.compat import quotient, to_bf16
-from megamoe.kernels.device.numbers import (
+from megamoe.kernels.common.compat import quotient, to_bf16
+from megamoe.kernels.common.numbers import (
     INF_BITS,
     Kind,
     abs_bits,
@@ -27,7 +27,7 @@ from megamoe.kernels.device.numbers import (
     e8m0_value,
     pow2,
 )
-from megamoe.kernels.portable.korder import held_cols, tile_in_order, tile_positions
+from megamoe.kernels.portable.k_order import held_cols, tile_in_order, tile_positions
 
 
 @triton.jit

@@ -13,8 +13,8 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import format_named
-from megamoe.kernels.device.compat import after_previous, overlap
-from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.common.compat import after_previous, overlap
+from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable.acts import CODES, store_acts
 from megamoe.kernels.portable.grid import is_deep, row_tile, tiles
 from megamoe.kernels.portable.pack import can_pack, pack

@@ -17,7 +17,7 @@ from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
-from megamoe.kernels.portable.hold import VALUES, decode_blocks, decoding
+from megamoe.kernels.portable.decode_tokens import VALUES, decode_blocks, decoding
 from megamoe.kernels.portable.sort import Order
 from megamoe.problem import RECIPES, check_width
 from megamoe.schedule.heuristics.portable import Tile, tiles

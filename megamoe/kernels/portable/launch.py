@@ -13,11 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.device.compat import overlap
-from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.common.compat import overlap
+from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, ORDERED, PLAIN, SCALED, VALUES
-from megamoe.kernels.portable.korder import held_width
+from megamoe.kernels.portable.k_order import held_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
 from megamoe.problem import Options

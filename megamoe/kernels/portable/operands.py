@@ -13,8 +13,8 @@ sums are never stored, and no sum mixes with another.
 import triton
 import triton.language as tl
 
-from megamoe.kernels.device.compat import INTERPRETED, dot
-from megamoe.kernels.device.numbers import (
+from megamoe.kernels.common.compat import INTERPRETED, dot
+from megamoe.kernels.common.numbers import (
     Kind,
     e2m1_to_bf16,
     e2m1_words,
@@ -23,7 +23,7 @@ from megamoe.kernels.device.numbers import (
     e8m0_twice,
     e8m0_value,
 )
-from megamoe.kernels.portable.korder import held_cols, tile_in_order
+from megamoe.kernels.portable.k_order import held_cols, tile_in_order
 
 
 @triton.jit

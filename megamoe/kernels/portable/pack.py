@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import HAS_PTX, INTERPRETED, after_previous, overlap
-from megamoe.kernels.device.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
+from megamoe.kernels.common.compat import HAS_PTX, INTERPRETED, after_previous, overlap
+from megamoe.kernels.common.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
 from megamoe.kernels.portable.grid import is_deep, row_tile, tiles
 from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import after_previous, overlap
+from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.routing.permute import max_tiles
 
 CHUNK = 128  # slots a program ranks against each other

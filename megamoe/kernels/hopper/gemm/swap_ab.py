@@ -13,8 +13,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megamoe.kernels.hopper.epilogue import finish_gated, finish_linear
-from megamoe.kernels.hopper.notes import (
+from megamoe.kernels.hopper.gemm.epilogue import finish_gated, finish_linear
+from megamoe.kernels.hopper.gemm.notes import (
     Notes,
     allocate_notes,
     fetch_notes,
@@ -24,8 +24,8 @@ from megamoe.kernels.hopper.notes import (
     told_tile,
     wait_for_notes,
 )
-from megamoe.kernels.hopper.products import multiply
-from megamoe.kernels.hopper.ring import (
+from megamoe.kernels.hopper.gemm.products import multiply
+from megamoe.kernels.hopper.pipeline import (
     GROUPS,
     advance,
     allow_next_launch,
@@ -36,7 +36,7 @@ from megamoe.kernels.hopper.ring import (
     record,
     wait_for_launch,
 )
-from megamoe.kernels.hopper.stream import EARLY, stream_copy, stream_policy
+from megamoe.kernels.hopper.weights.l2_policy import EARLY, stream_copy, stream_policy
 
 
 @record

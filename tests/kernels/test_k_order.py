@@ -9,12 +9,12 @@ import triton.language as tl
 
 import megamoe as mm
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.device.compat import to_fp32
-from megamoe.kernels.device.numbers import DECODE_ASM, e2m1_words, e4m3_twice, e8m0_twice
+from megamoe.kernels.common.compat import to_fp32
+from megamoe.kernels.common.numbers import DECODE_ASM, e2m1_words, e4m3_twice, e8m0_twice
 from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.acts import ORDERED
 from megamoe.kernels.portable.dispatch import dispatch
-from megamoe.kernels.portable.korder import (
+from megamoe.kernels.portable.k_order import (
     held_width,
     position,
     position_of,

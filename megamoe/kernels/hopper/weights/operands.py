@@ -7,8 +7,8 @@ ring block. PROMOTED sums leave wgmma every 128 of K and are scaled in FP32; the
 
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.device.numbers import Kind
-from megamoe.kernels.hopper.decode import (
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.hopper.weights.decode import (
     PAIR_WORDS,
     e4m3_slab,
     mx_bf16_slab,

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from megamoe.kernels.hopper.stages import change
+from megamoe.kernels.hopper.compiler_hooks import change
 
 EARLY = gl.constexpr(110 << 20)  # bytes of a launch: twice what L2 holds
 MARK = gl.constexpr("mov.b32 $0, 0; // copies from here: L2 policy $1")

@@ -12,7 +12,7 @@ that L1(w) will replace); L1(w) waits for fill(w).
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper.stamps import FILL, FIRST, SECOND
+from megamoe.kernels.hopper.mega.events import FILL, FIRST, SECOND
 from megamoe.schedule.heuristics.hopper_fused import MOST_WAVES
 
 WAVES = gl.constexpr(MOST_WAVES)

@@ -4,8 +4,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.edges import num_parts, num_tiles
-from megamoe.kernels.hopper.meet import (
+from megamoe.kernels.hopper.mega.dispatch import num_parts, num_tiles
+from megamoe.kernels.hopper.mega.events import FILL, FIRST, SECOND
+from megamoe.kernels.hopper.mega.sync import (
     CALL,
     EXIT,
     READY,
@@ -17,9 +18,8 @@ from megamoe.kernels.hopper.meet import (
     wait_for_done,
     wait_until_read,
 )
-from megamoe.kernels.hopper.ring import GROUPS, quotient, tiles_across
-from megamoe.kernels.hopper.stamps import FILL, FIRST, SECOND
-from megamoe.kernels.hopper.waves import num_filled_later, segment, tiles_before
+from megamoe.kernels.hopper.mega.waves import num_filled_later, segment, tiles_before
+from megamoe.kernels.hopper.pipeline import GROUPS, quotient, tiles_across
 
 
 @gluon.jit

@@ -4,10 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from megamoe.kernels.hopper.deal import end_item, tile_at
-from megamoe.kernels.hopper.decode import PAIR_WORDS, e4m3_of_words, read_words
-from megamoe.kernels.hopper.ring import advance
-from megamoe.kernels.hopper.straight_epilogue import MMA, SLABS
+from megamoe.kernels.hopper.gemm.straight_epilogue import MMA, SLABS
+from megamoe.kernels.hopper.gemm.tile_scheduler import end_item, tile_at
+from megamoe.kernels.hopper.pipeline import advance
+from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, e4m3_of_words, read_words
 
 
 @gluon.jit

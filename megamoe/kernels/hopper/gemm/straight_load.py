@@ -4,9 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megamoe.kernels.hopper.ahead import tell_read, tell_rest
-from megamoe.kernels.hopper.deal import HALF, end_item, tile_at
-from megamoe.kernels.hopper.draw import (
+from megamoe.kernels.hopper.gemm.decode_per_wave import tell_read, tell_rest
+from megamoe.kernels.hopper.gemm.draw import (
     arrive_last,
     await_rows,
     draw,
@@ -14,9 +13,10 @@ from megamoe.kernels.hopper.draw import (
     publish_rows,
     rows_counter,
 )
-from megamoe.kernels.hopper.notes import EARLY, fetch_notes, tell_notes, tell_tile
-from megamoe.kernels.hopper.ring import advance, num_items, wait_for_launch
-from megamoe.kernels.hopper.straight_epilogue import ROWS, TOKENS
+from megamoe.kernels.hopper.gemm.notes import EARLY, fetch_notes, tell_notes, tell_tile
+from megamoe.kernels.hopper.gemm.straight_epilogue import ROWS, TOKENS
+from megamoe.kernels.hopper.gemm.tile_scheduler import HALF, end_item, tile_at
+from megamoe.kernels.hopper.pipeline import advance, num_items, wait_for_launch
 
 
 @gluon.jit

@@ -16,7 +16,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper.ring import num_items, place
+from megamoe.kernels.hopper.pipeline import num_items, place
 
 # An item is 8 ints: expert (-1: none), first row, end row, row tile; and for `ahead` its place in
 # the wave (run | runs of the wave << 10 | place << 20), the first slab of the run that has the

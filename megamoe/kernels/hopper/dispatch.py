@@ -11,11 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.columns import token_column
-from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
-from megamoe.kernels.device.numbers import Kind
-from megamoe.kernels.hopper.deal import Hand, first_rows
-from megamoe.kernels.hopper.place import given, legal, note_bad, place, rank, write_tiles
+from megamoe.kernels.common.columns import token_column
+from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.hopper.gemm.tile_scheduler import Hand, first_rows
+from megamoe.kernels.hopper.permute import given, legal, note_bad, place, rank, write_tiles
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.kernels.portable.routing import Routing

@@ -6,7 +6,7 @@ import platform
 import pytest
 import torch
 
-from megamoe.kernels.portable.fill import (
+from megamoe.kernels.portable.graph_io import (
     WORDS,
     Inputs,
     Mail,

@@ -4,11 +4,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.device.numbers import INF_BITS, abs_bits
-from megamoe.kernels.hopper.edges import read_slots
-from megamoe.kernels.hopper.epilogue import times
-from megamoe.kernels.hopper.meet import of_rank
-from megamoe.kernels.hopper.ring import GROUPS, quotient
+from megamoe.kernels.common.numbers import INF_BITS, abs_bits
+from megamoe.kernels.hopper.gemm.epilogue import times
+from megamoe.kernels.hopper.mega.dispatch import read_slots
+from megamoe.kernels.hopper.mega.sync import of_rank
+from megamoe.kernels.hopper.pipeline import GROUPS, quotient
 
 COLS = gl.constexpr(1024)  # of a token, that a warpgroup adds up together
 

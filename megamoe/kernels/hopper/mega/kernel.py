@@ -21,10 +21,18 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.code import fetch_code
-from megamoe.kernels.hopper.combine import combine
-from megamoe.kernels.hopper.crew import Call, Linear, allocate, prepare
-from megamoe.kernels.hopper.edges import (
+from megamoe.kernels.hopper.gemm.notes import fetch_notes, tell_notes
+from megamoe.kernels.hopper.gemm.products import multiply
+from megamoe.kernels.hopper.gemm.swap_ab import (
+    compute,
+    early_steps,
+    finish,
+    first_slab,
+    load_token_tile,
+    load_weight_step,
+)
+from megamoe.kernels.hopper.mega.combine import combine
+from megamoe.kernels.hopper.mega.dispatch import (
     fetch_early,
     fill_pool,
     fill_wave,
@@ -32,21 +40,7 @@ from megamoe.kernels.hopper.edges import (
     wait_for_pool,
     wait_for_wave,
 )
-from megamoe.kernels.hopper.meet import (
-    READY,
-    SECONDS,
-    WAIT_READY,
-    WAIT_WAVE,
-    greet,
-    of_rank,
-    publish_stores,
-    receive,
-    wait_for,
-)
-from megamoe.kernels.hopper.notes import fetch_notes, tell_notes
-from megamoe.kernels.hopper.products import multiply
-from megamoe.kernels.hopper.ring import GROUPS, quotient, tiles_across
-from megamoe.kernels.hopper.stamps import (
+from megamoe.kernels.hopper.mega.events import (
     COMBINE,
     FILL,
     FIRST,
@@ -61,16 +55,22 @@ from megamoe.kernels.hopper.stamps import (
     now,
     stamp,
 )
-from megamoe.kernels.hopper.swapped import (
-    compute,
-    early_steps,
-    finish,
-    first_slab,
-    load_token_tile,
-    load_weight_step,
+from megamoe.kernels.hopper.mega.prefetch_code import fetch_code
+from megamoe.kernels.hopper.mega.scheduler import deal
+from megamoe.kernels.hopper.mega.state import Call, Linear, allocate, prepare
+from megamoe.kernels.hopper.mega.sync import (
+    READY,
+    SECONDS,
+    WAIT_READY,
+    WAIT_WAVE,
+    greet,
+    of_rank,
+    publish_stores,
+    receive,
+    wait_for,
 )
-from megamoe.kernels.hopper.tickets import deal
-from megamoe.kernels.hopper.waves import tiles_of
+from megamoe.kernels.hopper.mega.waves import tiles_of
+from megamoe.kernels.hopper.pipeline import GROUPS, quotient, tiles_across
 
 
 @gluon.jit

@@ -16,8 +16,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megamoe.kernels.device.numbers import abs_bits
-from megamoe.kernels.hopper.ahead import (
+from megamoe.kernels.common.numbers import abs_bits
+from megamoe.kernels.hopper.gemm.decode_per_tile import decode, load_images
+from megamoe.kernels.hopper.gemm.decode_per_wave import (
     LETTER,
     Ahead,
     decode_ahead,
@@ -25,26 +26,14 @@ from megamoe.kernels.hopper.ahead import (
     load_jobs,
     tell_jobs,
 )
-from megamoe.kernels.hopper.deal import HALF, end_item
-from megamoe.kernels.hopper.decode import PAIR_WORDS
-from megamoe.kernels.hopper.images import decode, load_images
-from megamoe.kernels.hopper.meet import publish_stores
-from megamoe.kernels.hopper.notes import (
+from megamoe.kernels.hopper.gemm.notes import (
     Notes,
     allocate_notes,
     have_read,
     told_tile,
     wait_for_notes,
 )
-from megamoe.kernels.hopper.ring import (
-    advance,
-    allow_next_launch,
-    barriers,
-    pin,
-    record,
-    wait_for_launch,
-)
-from megamoe.kernels.hopper.straight_epilogue import (
+from megamoe.kernels.hopper.gemm.straight_epilogue import (
     MMA,
     ROWS,
     SLABS,
@@ -54,7 +43,18 @@ from megamoe.kernels.hopper.straight_epilogue import (
     finish_linear,
     halves,
 )
-from megamoe.kernels.hopper.straight_load import draw_tokens, load_tokens, load_weights
+from megamoe.kernels.hopper.gemm.straight_load import draw_tokens, load_tokens, load_weights
+from megamoe.kernels.hopper.gemm.tile_scheduler import HALF, end_item
+from megamoe.kernels.hopper.mega.sync import publish_stores
+from megamoe.kernels.hopper.pipeline import (
+    advance,
+    allow_next_launch,
+    barriers,
+    pin,
+    record,
+    wait_for_launch,
+)
+from megamoe.kernels.hopper.weights.decode import PAIR_WORDS
 
 
 @record

@@ -16,10 +16,10 @@ from megamoe.kernels.hopper.launch import (
     token_descriptor,
     weight_descriptors,
 )
-from megamoe.kernels.hopper.mega import mega_kernel
-from megamoe.kernels.hopper.operands import WEIGHTS
-from megamoe.kernels.hopper.pack import Packed
+from megamoe.kernels.hopper.mega.kernel import mega_kernel
 from megamoe.kernels.hopper.pool import Pool
+from megamoe.kernels.hopper.weights.operands import WEIGHTS
+from megamoe.kernels.hopper.weights.pack import Packed
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.problem import Options
 from megamoe.schedule.heuristics.hopper_tiles import Swapped

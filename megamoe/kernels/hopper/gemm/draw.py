@@ -8,10 +8,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.ahead import await_word
-from megamoe.kernels.hopper.deal import ITEM
-from megamoe.kernels.hopper.meet import publish_stores
-from megamoe.kernels.hopper.notes import told_tile
+from megamoe.kernels.hopper.gemm.decode_per_wave import await_word
+from megamoe.kernels.hopper.gemm.notes import told_tile
+from megamoe.kernels.hopper.gemm.tile_scheduler import ITEM
+from megamoe.kernels.hopper.mega.sync import publish_stores
 
 TICKETS = gl.constexpr(1)  # words behind the number of tiles: L1's and L2's, and
 GIVEN_UP = gl.constexpr(3)  # whether a wait was given up

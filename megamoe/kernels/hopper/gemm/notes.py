@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.ring import GROUPS, barriers, record
+from megamoe.kernels.hopper.pipeline import GROUPS, barriers, record
 
 WORDS = gl.constexpr(4)  # of a letter: expert, row tile, first row, end row
 EARLY = gl.constexpr(2)  # steps before the last one: notes are fetched

@@ -8,7 +8,7 @@ has an E4M3 conversion it gives the same bytes.
 import triton
 import triton.language as tl
 
-from megamoe.kernels.device.compat import HAS_FP8, HAS_PTX, bf16_mul
+from megamoe.kernels.common.compat import HAS_FP8, HAS_PTX, bf16_mul
 
 INF_BITS = tl.constexpr(0x7F800000)
 

@@ -13,10 +13,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.device.columns import token_column
-from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
-from megamoe.kernels.hopper.epilogue import divide
-from megamoe.kernels.hopper.meet import (
+from megamoe.kernels.common.columns import token_column
+from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.hopper.gemm.epilogue import divide
+from megamoe.kernels.hopper.mega.sync import (
     FILLED,
     POOL,
     WAIT_POOL,
@@ -25,8 +25,8 @@ from megamoe.kernels.hopper.meet import (
     of_rank,
     wait_for,
 )
-from megamoe.kernels.hopper.ring import GROUPS, quotient
-from megamoe.kernels.hopper.waves import WAVES, ring_row, running_sum, write_table
+from megamoe.kernels.hopper.mega.waves import WAVES, ring_row, running_sum, write_table
+from megamoe.kernels.hopper.pipeline import GROUPS, quotient
 
 COLS = gl.constexpr(2048)  # columns of a part of a token
 ALIGN = gl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes

@@ -12,10 +12,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from megamoe.kernels.hopper.deal import end_item, num_waves, place_of, tiles_of_wave
-from megamoe.kernels.hopper.decode import PAIR_WORDS, e4m3_of_words, read_words
-from megamoe.kernels.hopper.ring import advance, quotient, record
-from megamoe.kernels.hopper.straight_epilogue import MMA
+from megamoe.kernels.hopper.gemm.straight_epilogue import MMA
+from megamoe.kernels.hopper.gemm.tile_scheduler import end_item, num_waves, place_of, tiles_of_wave
+from megamoe.kernels.hopper.pipeline import advance, quotient, record
+from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, e4m3_of_words, read_words
 
 # Until the word at $1 is $2 or more, for two seconds at most; then the word at $3 is set, so that
 # all waits end, and the layer's error word at $4 is -1. The fence is for TMA, which reads what

@@ -7,10 +7,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.device.columns import pool_place
-from megamoe.kernels.device.numbers import INF_BITS, abs_bits, e4m3_round
-from megamoe.kernels.hopper.notes import rows_of
-from megamoe.kernels.hopper.ring import GROUPS
+from megamoe.kernels.common.columns import pool_place
+from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.hopper.gemm.notes import rows_of
+from megamoe.kernels.hopper.pipeline import GROUPS
 
 # Signs are the multiplier's business in PTX; `-x` would be an instruction of its own.
 RECIPROCAL = gl.constexpr(

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import after_previous, overlap
-from megamoe.kernels.hopper.deal import Hand, deal_wave, first_above, first_rows
+from megamoe.kernels.common.compat import after_previous, overlap
+from megamoe.kernels.hopper.gemm.tile_scheduler import Hand, deal_wave, first_above, first_rows
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.routing import Routing, legal_or
 from megamoe.kernels.portable.sort import CHUNK, scan_counts

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megamoe.kernels.hopper.ring import GROUPS, advance
+from megamoe.kernels.hopper.pipeline import GROUPS, advance
 
 
 @gluon.jit

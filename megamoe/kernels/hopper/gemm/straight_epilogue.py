@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper.epilogue import divide, e4m3_step, glu, store_turned, times
+from megamoe.kernels.hopper.gemm.epilogue import divide, e4m3_step, glu, store_turned, times
 
 TOKENS = gl.constexpr(128)
 ROWS = gl.constexpr(256)

@@ -9,9 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.device.compat import to_bf16
-from megamoe.kernels.device.numbers import Kind, e2m1_to_bf16, e4m3_value, e8m0_value
-from megamoe.kernels.portable.korder import held_cols, held_width, position_of
+from megamoe.kernels.common.compat import to_bf16
+from megamoe.kernels.common.numbers import Kind, e2m1_to_bf16, e4m3_value, e8m0_value
+from megamoe.kernels.portable.k_order import held_cols, held_width, position_of
 from megamoe.kernels.portable.launch import Arithmetic, Held, as_bytes
 
 VALUES = 4096  # a program decodes

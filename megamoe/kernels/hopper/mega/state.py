@@ -4,10 +4,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from megamoe.kernels.hopper.meet import MAIL
-from megamoe.kernels.hopper.notes import allocate_notes
-from megamoe.kernels.hopper.ring import GROUPS, barriers, record
-from megamoe.kernels.hopper.swapped import Work
+from megamoe.kernels.hopper.gemm.notes import allocate_notes
+from megamoe.kernels.hopper.gemm.swap_ab import Work
+from megamoe.kernels.hopper.mega.sync import MAIL
+from megamoe.kernels.hopper.pipeline import GROUPS, barriers, record
 
 
 @record
