@@ -43,7 +43,7 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     """L2 of the staged layer on rows that wait in its pool; `tile` is the table's unless given."""
     backends.resolve("hopper", "auto", inputs.device)
     from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.gemm.tile_scheduler import deal
+    from megamoe.kernels.hopper.gemm.tile_scheduler import schedule
     from megamoe.kernels.hopper.weights.pack import can_be_placed, pack
 
     row, shape = recipe_named(recipe), inputs.shape
@@ -55,15 +55,15 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     is_global = row.acts.has_global
     ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None
     counts = torch.tensor(shape.rows, dtype=torch.int32, device=inputs.device)
-    hand = launch.hand(x, (w,), chosen)
-    if hand is not None and hand.is_drawn:
-        deal(hand, counts)  # once, like the list of tiles: nobody writes to them
+    work = launch.work_items(x, (w,), chosen)
+    if work is not None and work.is_dynamic:
+        schedule(work, counts)  # once, like the list of tiles: nobody writes to them
 
     def run() -> Tensor:
         y = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16, device=inputs.device)
-        if hand is not None and not hand.is_drawn:
-            deal(hand, counts)  # CTAs count in them
-        items = None if hand is None else hand.items
+        if work is not None and not work.is_dynamic:
+            schedule(work, counts)  # CTAs count in them
+        items = None if work is None else work.items
         launch.linear(x, w, y, chosen, how, options, items=items, acts_factor=ones)
         return y
 
@@ -83,7 +83,7 @@ def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool
     """The rows as `route` would leave them: sorted by group, row i of the result at place i."""
     from megamoe.kernels.common.columns import by_group
     from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.gemm.tile_scheduler import ALIGN
+    from megamoe.kernels.hopper.pool import ROW_ALIGN
 
     rows, k, device = inputs.shape.rows, inputs.shape.k, inputs.device
     x = inputs.rows_as(recipe_named(recipe).acts.name)
@@ -99,7 +99,7 @@ def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool
         places += range(first, end)
         starts = range(first, end, tile.tokens)
         table += [(group, at, min(at + tile.tokens, end), 0) for at in starts]
-        first += align_up(count, ALIGN.value)
+        first += align_up(count, ROW_ALIGN.value)
     at = torch.tensor(places, device=device)
     for t in pool:
         t.view(torch.uint8).zero_()

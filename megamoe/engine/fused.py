@@ -15,10 +15,9 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.gemm import tile_scheduler
 from megamoe.kernels.hopper.mega import launch as mega_launch
-from megamoe.kernels.hopper.mega.waves import TABLE
-from megamoe.kernels.hopper.pool import max_tiles, num_rows
+from megamoe.kernels.hopper.mega.scheduler import WAVE_TABLE
+from megamoe.kernels.hopper.pool import ROW_ALIGN, max_tiles, num_rows
 from megamoe.layout.regions import align_up
 from megamoe.problem import MAX_TOP_K, Options
 from megamoe.schedule.heuristics.hopper_fused import (
@@ -30,7 +29,7 @@ from megamoe.schedule.heuristics.hopper_fused import (
 )
 from megamoe.schedule.heuristics.hopper_tiles import Swapped, tiles
 
-ALIGN = tile_scheduler.ALIGN.value  # rows of the pool at which an expert begins
+ALIGN = ROW_ALIGN.value  # rows of the pool at which an expert begins
 
 
 def tile_of(
@@ -191,7 +190,7 @@ def _run(
         made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, world.local,
         rows=rows,
     )  # fmt: skip
-    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32) + TABLE.value
+    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32) + WAVE_TABLE.value
     private = torch.empty(launch.num_sms(device), words, dtype=torch.int32, device=device)
     kept = mega_launch.State(counters, private, found.report)
     if manner.is_poisoned:

@@ -25,7 +25,7 @@ from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.dispatch import route
-from megamoe.kernels.hopper.gemm.tile_scheduler import Hand
+from megamoe.kernels.hopper.gemm.tile_scheduler import WorkItems
 from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.hopper.weights.pack import (
@@ -227,15 +227,15 @@ def run_pass(
         tile, _ = tiles(weights.recipe, num_slots / weights.num_experts, fits_e4m3=how.is_fp8)
     num_slots += len(x) * extra
     pool = launch.pool(how, num_slots, weights.hidden, experts, tile.tokens, weights.device)
-    hand = launch.hand(pool, (made.w13, made.w2), tile)
+    work = launch.work_items(pool, (made.w13, made.w2), tile)
     _fill(
-        x, weights, how, routing, pool, hand, tile.tokens, rows.shape[1], first_slot, stats, pdl,
+        x, weights, how, routing, pool, work, tile.tokens, rows.shape[1], first_slot, stats, pdl,
         extra,
     )  # fmt: skip
     acts = launch.pool(
         how, num_slots, weights.intermediate, experts, tile.tokens, weights.device, pool
     )
-    first, second = (None, None) if hand is None else hand.each()
+    first, second = (None, None) if work is None else work.each()
     launch.gated(
         pool, made.w13, acts, tile, how, options, items=first, bias=weights.b13,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
@@ -252,7 +252,7 @@ def _fill(
     how: Arithmetic,
     routing: Routing,
     pool: Pool,
-    hand: Hand | None,
+    work: WorkItems | None,
     block: int,
     num_dest: int,
     first_slot: int,
@@ -265,7 +265,7 @@ def _fill(
     if isinstance(x, Quantized):
         x, scale, g, is_ready = _ready(x, how)
     route(
-        x, routing, how.acts, pool, block, weights.num_experts + num_shared, hand=hand,
+        x, routing, how.acts, pool, block, weights.num_experts + num_shared, work=work,
         x_scale=scale, g=g, stats=stats, first_slot=first_slot, num_dest=num_dest,
         num_shared=num_shared, is_ready=is_ready, by_group=how.to_e4m3, pdl=pdl,
     )  # fmt: skip

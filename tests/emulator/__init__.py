@@ -19,9 +19,9 @@ from tests.emulator.running import Emulated
 KERNELS = tuple(
     (module, name, getattr(module, name))
     for module, name in (
-        (launch, "swapped_kernel"), (launch, "straight_kernel"), (mega_launch, "mega_kernel"),
+        (launch, "gemm_swap_ab_kernel"), (launch, "gemm_kernel"), (mega_launch, "mega_kernel"),
         (dispatch, "_pool_kernel"), (permute, "_count_kernel"), (permute, "_place_kernel"),
-        (sort, "_scan_kernel"), (tile_scheduler, "_deal_kernel"), (combine, "_combine_kernel"),
+        (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"), (combine, "_combine_kernel"),
         (portable_dispatch, "_dispatch_kernel"),
     )
 )  # fmt: skip
@@ -30,9 +30,9 @@ KERNELS = tuple(
 def install(monkeypatch, num_sms=3):
     """Let the Hopper backend launch here, on a GPU of so few SMs; -> its kernels by name.
 
-    No launch is young (`l2_policy.EARLY`): where a tile has a window, all weights keep to it.
+    The L2 cache is always warm (`l2_policy`): where a tile has a window, all weights keep to it.
     """
-    monkeypatch.setattr(swap_ab, "EARLY", gl.constexpr(0))
+    monkeypatch.setattr(swap_ab, "L2_WARM_BYTES", gl.constexpr(0))
     found = {name: Emulated(kernel) for _, name, kernel in KERNELS}
     for module, name, _ in KERNELS:
         monkeypatch.setattr(module, name, found[name])

@@ -3,8 +3,8 @@
 import time
 
 import torch
-import triton.language as tl
 
+from megamoe.kernels.hopper import pipeline
 from megamoe.kernels.hopper.gemm import decode_per_wave, epilogue
 from megamoe.kernels.hopper.mega import sync
 from megamoe.kernels.hopper.weights import decode, l2_policy
@@ -89,7 +89,7 @@ def _divide(a, b):
 
 
 def _wait_for(address, want, report, bound_ns):
-    """As `sync._WAIT` does, but that its bound is the emulator's if that is shorter."""
+    """As `pipeline.wait_text` says, but that its bound is the emulator's if that is shorter."""
     launch, begin = HERE.launch, time.monotonic()
     bound = min(int(bound_ns) / 1e9, running.WAIT_S)
     both = torch.stack((address.t, report.t))
@@ -103,7 +103,7 @@ def _wait_for(address, want, report, bound_ns):
 
 
 def _report(report, seen, want, rank, cta, what, where):
-    """As `sync._REPORT`: the first who did not see what it wanted."""
+    """As `sync.REPORT`: the first who did not see what it wanted."""
     launch = HERE.launch
     at = int(report.t) + 4 * torch.arange(7)
     with launch.changed:
@@ -133,12 +133,8 @@ ASSEMBLY = {
     decode.PLACED_TO_BF16.value: _placed_to_bf16,
     decode.MX_TO_BF16.value: _mx_to_bf16,
     decode.NV_TO_BF16.value: _nv_to_bf16,
-    **{
-        text.value: _wait_for
-        for name, text in vars(sync).items()
-        if name.startswith("_WAIT") and isinstance(text, tl.constexpr)
-    },
-    sync._REPORT.value: _report,
+    **{pipeline.wait_text(scope, "eq"): _wait_for for scope in ("gpu", "sys")},
+    sync.REPORT.value: _report,
     l2_policy.MARK.value: lambda policy: Value(0),
     "": lambda x: x,
     "rcp.approx.ftz.f32 $0, $1;": lambda x: Value(1.0 / x.t),

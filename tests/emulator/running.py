@@ -181,8 +181,9 @@ def _convert(value):
 
 
 def _record(cls):
-    def fill(self, *values):
-        for name, value in zip(cls.FIELDS, values, strict=True):
+    def fill(self, **values):
+        assert values.keys() == cls.FIELDS.keys(), values.keys() ^ cls.FIELDS.keys()
+        for name, value in values.items():
             setattr(self, name, value)
 
     return type(cls.__name__, (), {"__init__": fill})

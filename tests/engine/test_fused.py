@@ -12,7 +12,7 @@ from megamoe.engine import faults, fused, manner, op
 from megamoe.engine.faults import COUNTERS, GIVEN_UP, NONE, Faults
 from megamoe.engine.manner import Manner
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RangeError
-from megamoe.kernels.hopper.mega.sync import READY
+from megamoe.kernels.hopper.mega.sync import L1_DONE
 from megamoe.kernels.hopper.pool import max_tiles
 from megamoe.schedule.heuristics import hopper_fused
 from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
@@ -151,7 +151,7 @@ def test_a_request_that_leaves_no_sm_is_refused(gpu):
 
 def test_counters_have_room_for_every_call_and_lines_of_their_own():
     most = max(max_tiles(MOST_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
-    assert READY.value + most <= COUNTERS
+    assert L1_DONE.value + most <= COUNTERS
     found = Faults(CPU, ranks=8)
     assert found.counters.shape == (COUNTERS,) and COUNTERS % 32 == 0
     assert (found.counters.data_ptr() - found.words.data_ptr()) % 128 == 0

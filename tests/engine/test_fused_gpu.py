@@ -328,7 +328,7 @@ def test_a_layer_is_refused_after_a_timeout_until_reset():
 
 
 @pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
-@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "READY"])
+@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "L1_DONE"])
 def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 4, [0])

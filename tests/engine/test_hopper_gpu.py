@@ -377,12 +377,12 @@ def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     routing = Routing(idx, weight, idx.int(), weight.clone(), error_word, None)
     sizes = idx.numel(), E, tile.tokens, device
     pool = launch.pool(made.how, sizes[0], H, *sizes[1:])
-    hand = launch.hand(pool, (made.w13, made.w2), tile)
-    route(x, routing, made.how.acts, pool, tile.tokens, E, hand=hand)
+    work = launch.work_items(pool, (made.w13, made.w2), tile)
+    route(x, routing, made.how.acts, pool, tile.tokens, E, work=work)
     acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
     rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
     launch.linear(
-        acts, made.w2, rows, tile, made.how, Options(), after=made.w13, items=hand.each()[1],
+        acts, made.w2, rows, tile, made.how, Options(), after=made.w13, items=work.each()[1],
         error=error_word,
     )  # fmt: skip
     assert int(error_word) == -1

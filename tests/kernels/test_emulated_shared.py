@@ -42,7 +42,7 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kerne
     inputs = x, idx, gates
     tile = fused.tile_of(x, idx, w, Options(**options), shared, "fused")
     y, stats = fuse(inputs, w, Options(**options), found, tile, shared=shared)
-    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
+    assert kernels["mega_kernel"].launches == 1 and kernels["gemm_swap_ab_kernel"].launches == 0
     word = torch.full((1,), NONE, dtype=torch.int32)
     staged = hopper.moe(*inputs, w, Options(**options), shared, word)
     assert torch.equal(y, staged) and torch.equal(stats, expert_counts(idx, E))
@@ -72,10 +72,10 @@ def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeyp
         return y[: num - 3], stats
 
     found = [staged(some, middle) for some in (inputs, ready) for middle in (4096, 64)]
-    launches = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
+    launches = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
     monkeypatch.setattr(hopper, "can_join", lambda *both: False)
     wanted, stats = staged(inputs, 4096)
-    more = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
+    more = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
     assert (launches, more) == (8, 12)
     assert all(torch.equal(y, wanted) and torch.equal(s, stats) for y, s in found)
 

@@ -121,7 +121,7 @@ def assert_streamed(ptx, is_stream):
 def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, intermediate=I,
              is_placed=True):  # fmt: skip
     """What `launch` would run."""
-    kernel = "straight_kernel" if isinstance(tile, Straight) else "swapped_kernel"
+    kernel = "gemm_kernel" if isinstance(tile, Straight) else "gemm_swap_ab_kernel"
     compiler = Compiler(getattr(launch, kernel))
     monkeypatch.setattr(launch, kernel, compiler)
     monkeypatch.setattr(launch, "num_sms", lambda device: 132)
@@ -216,7 +216,7 @@ def routed(monkeypatch, tile, slots, experts, shared):
     dispatch.route(
         torch.empty(len(idx), H, dtype=torch.bfloat16, device=META),
         Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, 128, experts,
-        hand=launch.hand(pool, weights, tile) if tile else None, by_group=True, pdl=True,
+        work=launch.work_items(pool, weights, tile) if tile else None, by_group=True, pdl=True,
         num_shared=shared,
     )  # fmt: skip
     return made

@@ -1,7 +1,7 @@
 """Dispatch on the device: tokens into the expert-sorted pool that the GEMMs read.
 
 Up to SMALL slots one launch does it all, every program finding the rows of its own slots; above
-that they are written down before (`place`). Nothing is read back.
+that an earlier launch writes them (`permute`). Nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from torch import Tensor
 from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.common.numbers import Kind
-from megamoe.kernels.hopper.gemm.tile_scheduler import Hand, first_rows
-from megamoe.kernels.hopper.permute import given, legal, note_bad, place, rank, write_tiles
+from megamoe.kernels.hopper.gemm.tile_scheduler import WorkItems, expert_rows
+from megamoe.kernels.hopper.permute import (
+    legal,
+    place,
+    rank,
+    report_bad,
+    routing_place,
+    write_tiles,
+)
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.kernels.portable.routing import Routing
@@ -37,7 +44,7 @@ def _pool_kernel(
     """Program (token, block of columns): quantise once, write to each of the token's rows.
 
     IS_SMALL: every program looks at all slots; otherwise `rows` are known. READY tokens come in the
-    pool's own format, with their scales. BY_GROUP: how columns stand in it (`device.columns`).
+    pool's own format, with their scales. BY_GROUP: how columns stand in it (`common.columns`).
     """
     after_previous()
     token = tl.program_id(0)
@@ -54,9 +61,9 @@ def _pool_kernel(
             idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, SHARED, HAS_COUNT
         )
         count = tl.histogram(tl.maximum(experts, 0), E, mask=experts >= 0)
-        first_row = first_rows(count)
+        row_begin = expert_rows(count)
         used = mine >= 0
-        row = tl.gather(first_row, tl.maximum(mine, 0), 0) + rank(experts, other, mine, at)
+        row = tl.gather(row_begin, tl.maximum(mine, 0), 0) + rank(experts, other, mine, at)
     else:
         row = tl.load(rows + at, mask=own, other=-1)
         used = row >= 0
@@ -94,19 +101,19 @@ def _pool_kernel(
         tl.store(dest + row, token * num_dest + first_slot + slot, mask=used)
         tl.store(weight + row, share, mask=used)
         if HAS_G:
-            one = tl.load(g + token * g_stride)
-            tl.store(factor + row, tl.zeros([K_SLOTS], tl.float32) + one, mask=used)
-        to, is_given = given(at, TOP_K, SHARED)
+            token_factor = tl.load(g + token * g_stride)
+            tl.store(factor + row, tl.zeros([K_SLOTS], tl.float32) + token_factor, mask=used)
+        to, is_given = routing_place(at, TOP_K, SHARED)
         tl.store(idx_out + to, mine, mask=own & is_given)
         tl.store(weights_out + to, share, mask=own & is_given)
-        note_bad(bad, to, error)
+        report_bad(bad, to, error)
         if token == 0:
             if HAS_STATS:
                 expert = tl.arange(0, E)
                 inside = expert < num_experts - SHARED
                 seen = tl.load(stats + expert, mask=inside)
                 tl.store(stats + expert, seen + count, mask=inside)
-            write_tiles(count, first_row, tiles, num_tiles, BLOCK)
+            write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
 
 
 def route(
@@ -117,7 +124,7 @@ def route(
     block: int,
     num_experts: int,
     *,
-    hand: Hand | None = None,
+    work: WorkItems | None = None,
     x_scale: Tensor | None = None,
     g: Tensor | None = None,
     stats: Tensor | None = None,
@@ -130,31 +137,31 @@ def route(
 ) -> None:
     """Fill `pool` from tokens x [T, H] and their routing, for tiles of `block` rows.
 
-    Where there is a `hand` it is dealt too. The last `num_shared` experts see every token, with
-    weight 1, in slots behind the routed ones.
+    Writes the work items of `work` too. The last `num_shared` experts see every token, with weight
+    1, in slots after the routed ones.
     """
     num_tokens, hidden = x.shape
     top_k = routing.topk_idx.shape[1] + num_shared
     slots = num_tokens * top_k
-    is_small = slots <= SMALL and hand is None
+    is_small = slots <= SMALL and work is None
     g_stride = 0 if g is None or g.ndim == 0 else 1
     num_dest = num_dest or top_k
-    some = rows = pool.num_tiles
+    unused = rows = pool.num_tiles
     if not is_small:
         rows = place(
-            routing, pool, block, num_experts, hand=hand, g=g, g_stride=g_stride, stats=stats,
+            routing, pool, block, num_experts, work=work, g=g, g_stride=g_stride, stats=stats,
             first_slot=first_slot, num_dest=num_dest, num_shared=num_shared, pdl=pdl,
         )  # fmt: skip
     width = pool.data.shape[1]
     cols, warps = COLS[is_small]
     has_count = is_small and routing.num_valid is not None
     _pool_kernel[(num_tokens, triton.cdiv(width, cols))](
-        _raw(x), some if x_scale is None else x_scale, x.stride(0), some if g is None else g,
+        _raw(x), unused if x_scale is None else x_scale, x.stride(0), unused if g is None else g,
         g_stride, routing.topk_idx, routing.topk_weights,
-        routing.num_valid if has_count else some, routing.error, routing.idx, routing.weights,
-        rows, some if stats is None else stats, _raw(pool.data), pool.scale, pool.dest, pool.weight,
-        pool.factor, pool.tiles, pool.num_tiles, slots, pool.data.shape[0], num_experts, hidden,
-        width, first_slot, num_dest,
+        routing.num_valid if has_count else unused, routing.error, routing.idx, routing.weights,
+        rows, unused if stats is None else stats, _raw(pool.data), pool.scale, pool.dest,
+        pool.weight, pool.factor, pool.tiles, pool.num_tiles, slots, pool.data.shape[0],
+        num_experts, hidden, width, first_slot, num_dest,
         ACTS=acts, READY=is_ready, HAS_G=g is not None, HAS_STATS=is_small and stats is not None,
         HAS_COUNT=has_count, TOP_K=top_k, SHARED=num_shared, K_SLOTS=triton.next_power_of_2(top_k),
         SLOTS=max(triton.next_power_of_2(slots), 16) if is_small else 16, IS_SMALL=is_small,

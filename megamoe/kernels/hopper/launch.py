@@ -14,9 +14,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.common.numbers import Kind
-from megamoe.kernels.hopper.gemm.plain import straight_kernel
-from megamoe.kernels.hopper.gemm.swap_ab import swapped_kernel
-from megamoe.kernels.hopper.gemm.tile_scheduler import HALF, Hand, Width
+from megamoe.kernels.hopper.gemm.plain import gemm_kernel
+from megamoe.kernels.hopper.gemm.swap_ab import gemm_swap_ab_kernel
+from megamoe.kernels.hopper.gemm.tile_scheduler import HALF, LinearTiles, WorkItems
 from megamoe.kernels.hopper.pool import Pool, max_tiles, num_rows
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS
 from megamoe.kernels.hopper.weights.operands import WEIGHTS
@@ -77,13 +77,13 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     )  # fmt: skip
 
 
-def hand(pool: Pool, weights: Sequence[Packed], tile: Tile) -> Hand | None:
+def work_items(pool: Pool, weights: Sequence[Packed], tile: Tile) -> WorkItems | None:
     """Room for the items of one or two linears with these weights, where the tile asks for them."""
     if not isinstance(tile, Straight) or not tile.is_in_waves:
         return None
-    widths = [Width(-(-w.num_rows // 256), w.data.shape[1]) for w in weights]
+    linears = [LinearTiles(-(-w.num_rows // 256), w.data.shape[1]) for w in weights]
     ctas, most = num_sms(pool.tiles.device), len(pool.tiles)
-    return Hand.empty(pool.tiles, widths, ctas, tile.span, most, is_drawn=tile.is_drawn)
+    return WorkItems.empty(pool.tiles, linears, ctas, tile.span, most, is_dynamic=tile.is_drawn)
 
 
 def gated(x: Pool, w: Packed, out: Pool, tile: Tile, how: Arithmetic, options: Options,
@@ -92,7 +92,7 @@ def gated(x: Pool, w: Packed, out: Pool, tile: Tile, how: Arithmetic, options: O
           use_pdl: bool = False) -> None:  # fmt: skip
     """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate].
 
-    items  its own of the `hand` that was dealt
+    items  its own of the work items (`tile_scheduler`)
     error  is set to -1 by a wait that is given up, where CTAs wait for each other
     """
     width = out.data.shape[1]
@@ -123,7 +123,7 @@ def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options
 
 def _run(x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Tile, *rest: Any,
          waits: dict[str, Any], **constants: Any) -> None:  # fmt: skip
-    """The launch that the tile asks for; only `straight` has items and waits between CTAs."""
+    """The launch that the tile asks for; only the plain GEMM has items and waits between CTAs."""
     if isinstance(tile, Straight):
         _straight(x, w, out, out_scale, tile, *rest, **waits, **constants)
     else:
@@ -137,12 +137,12 @@ def _swapped(
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
     data, scale = weight_descriptors(w, tile.depth, tile.rows)
-    some = x.num_tiles
-    swapped_kernel[(num_sms(x.data.device),)](
+    unused = x.num_tiles
+    gemm_swap_ab_kernel[(num_sms(x.data.device),)](
         data, scale, token_descriptor(x.data, tile.tokens),
         scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data,
-        or_some(w.factor, some), or_some(bias, some), or_some(acts_factor, some), x.factor,
-        x.weight, x.dest, out, out_scale, x.tiles, x.num_tiles, rows,
+        or_unused(w.factor, unused), or_unused(bias, unused), or_unused(acts_factor, unused),
+        x.factor, x.weight, x.dest, out, out_scale, x.tiles, x.num_tiles, rows,
         width // 128 // tile.depth, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
         WEIGHTS=WEIGHTS[w.kind], GATED=w.is_gated, PROMOTED=how.is_promoted, FACTOR=w.factor_is,
         HAS_BIAS=bias is not None, TOKENS=tile.tokens, IS_STREAM=tile.is_stream, SLABS=tile.slabs,
@@ -158,8 +158,8 @@ def _straight(
     ACTS: Kind, **constants: Any,
 ) -> None:  # fmt: skip
     rows, width = x.data.shape
-    ctas, some = num_sms(x.data.device), x.num_tiles
-    fp4 = fp4_scale = ring = some
+    ctas, unused = num_sms(x.data.device), x.num_tiles
+    fp4 = fp4_scale = ring = unused
     assert (items is not None) == tile.is_in_waves
     if tile.ahead:
         assert w.scale is not None and tile.ahead % 4 == 0 and width // 256 < ctas
@@ -173,12 +173,13 @@ def _straight(
     else:
         data, scale = weight_descriptors(w, 1, 256)
         constants["CHUNK"] = 0
-    straight_kernel[(ctas,)](
+    gemm_kernel[(ctas,)](
         data, scale, token_descriptor(x.data, HALF.value), scale_descriptor(x.scale, tile.tokens),
-        or_some(w.factor, some), or_some(bias, some), x.weight, x.dest, out, out_scale, x.tiles,
-        x.num_tiles, awaited, or_some(items, some), fp4, fp4_scale, ring, or_some(error, some),
-        rows, width // 128, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
-        DECODED=w.kind == "e4m3_image", DEALT=tile.is_in_waves, DRAWN=tile.is_drawn,
+        or_unused(w.factor, unused), or_unused(bias, unused), x.weight, x.dest, out, out_scale,
+        x.tiles, x.num_tiles, awaited, or_unused(items, unused), fp4, fp4_scale, ring,
+        or_unused(error, unused), rows, width // 128, num_outputs, out_width, *factor_shape(w),
+        clamp, w.num_outputs,
+        DECODED=w.kind == "e4m3_image", HAS_ITEMS=tile.is_in_waves, DYNAMIC=tile.is_drawn,
         DEPTH=tile.ahead, GATED=w.is_gated, HAS_BIAS=bias is not None, STAGES=tile.stages,
         IMAGES=tile.images, SPAN=0 if tile.is_in_waves else tile.span, MATH_REGS=tile.math_regs,
         DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
@@ -194,9 +195,9 @@ def factor_shape(w: Packed) -> tuple[int, int]:
     return w.factor.shape[-2], w.factor.shape[-1]
 
 
-def or_some(t: Tensor | None, some: Tensor) -> Tensor:
+def or_unused(t: Tensor | None, unused: Tensor) -> Tensor:
     """`t`, or any tensor where the kernel does not look."""
-    return some if t is None else t
+    return unused if t is None else t
 
 
 def weight_descriptors(

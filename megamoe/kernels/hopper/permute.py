@@ -1,8 +1,8 @@
-"""Where the row of each slot lies in the expert-sorted pool, and the tiles of the GEMMs.
+"""Permutation: the row of each slot in the expert-sorted pool, and the tile list of the GEMMs.
 
-Rows of one expert lie together in slot order and start at a multiple of ALIGN (TMA reads scales in
-whole 16 bytes). A tile is (expert, first row, end row). Up to MIDDLE slots one launch does it, each
-program counting for itself; above that two more count. Nothing is read back.
+Rows of one expert lie together in slot order and start at a multiple of ROW_ALIGN. Up to MIDDLE
+slots one launch does it, each program counting for itself; above that two more launches count.
+Nothing is read back to the host.
 """
 
 from __future__ import annotations
@@ -12,20 +12,32 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.common.compat import after_previous, overlap
-from megamoe.kernels.hopper.gemm.tile_scheduler import Hand, deal_wave, first_above, first_rows
-from megamoe.kernels.hopper.pool import Pool
+from megamoe.kernels.hopper.gemm.tile_scheduler import (
+    WorkItems,
+    expert_rows,
+    first_above,
+    schedule_wave,
+)
+from megamoe.kernels.hopper.pool import (
+    TILE_EXPERT,
+    TILE_L1_DONE,
+    TILE_ROW_BEGIN,
+    TILE_ROW_END,
+    TILE_WORDS,
+    Pool,
+)
 from megamoe.kernels.portable.routing import Routing, legal_or
 from megamoe.kernels.portable.sort import CHUNK, scan_counts
 
 MIDDLE = 4096  # slots
-LOOK = 2048  # slots that are counted together
+SLOTS_AT_ONCE = 2048  # slots that are counted together
 # Warps, by whether there are shared experts. With more threads than slots in a chunk the compiler
-# finds the experts again in every layout, which spills with shared ones.
+# computes the experts again in every layout, which spills with shared ones.
 WARPS = {False: 8, True: 4}
 
 
 @triton.jit
-def given(at, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+def routing_place(at, TOP_K: tl.constexpr, SHARED: tl.constexpr):
     """(place of slots `at` in the routing as it comes, whether they are there).
 
     The last SHARED of a token's TOP_K slots are those of shared experts.
@@ -42,7 +54,7 @@ def legal(
 
     Shared experts are the last ones; they see padding too, which combine adds up like tokens.
     """
-    source, is_routed = given(at, TOP_K, SHARED)
+    source, is_routed = routing_place(at, TOP_K, SHARED)
     is_read = used & is_routed
     expert = legal_or(tl.load(idx + source, mask=is_read, other=-1), num_experts - SHARED)
     weight = tl.load(weights + source, mask=is_read, other=0.0)
@@ -59,7 +71,7 @@ def legal(
 
 
 @triton.jit
-def note_bad(bad, at, error):
+def report_bad(bad, at, error):
     """The first slot that is neither legal nor masked."""
     first = tl.min(tl.where(bad, at, 2147483647))
     if first < 2147483647:
@@ -74,26 +86,27 @@ def rank(experts, other, mine, slot):
 
 
 @triton.jit
-def write_tiles(count, first_row, tiles, num_tiles, BLOCK: tl.constexpr):
-    """One program: rows per expert to tiles; the words that `draw` counts in are zero."""
-    SOME: tl.constexpr = 128
+def write_tiles(count, row_begin, tiles, num_tiles, BLOCK: tl.constexpr):
+    """One program: int32 [E] rows per expert to the tile list; its counters are zero."""
+    AT_ONCE: tl.constexpr = 128
     blocks = (count + BLOCK - 1) // BLOCK
     last = tl.cumsum(blocks, 0)
     total = tl.sum(blocks, 0)
     word = tl.arange(0, 4)
     tl.store(num_tiles + word, tl.where(word == 0, total, 0))
-    for start in tl.range(0, total, SOME):
-        tile = start + tl.arange(0, SOME)
+    for start in tl.range(0, total, AT_ONCE):
+        tile = start + tl.arange(0, AT_ONCE)
         mask = tile < total
         expert = first_above(last, tl.where(mask, tile, 0))
         number = tile - (tl.gather(last, expert, 0) - tl.gather(blocks, expert, 0))
-        begin = tl.gather(first_row, expert, 0)
+        begin = tl.gather(row_begin, expert, 0)
         row = begin + number * BLOCK
-        tl.store(tiles + tile * 4, expert, mask=mask)
-        tl.store(tiles + tile * 4 + 1, row, mask=mask)
+        at = tiles + tile * TILE_WORDS
+        tl.store(at + TILE_EXPERT, expert, mask=mask)
+        tl.store(at + TILE_ROW_BEGIN, row, mask=mask)
         end = tl.minimum(row + BLOCK, begin + tl.gather(count, expert, 0))
-        tl.store(tiles + tile * 4 + 2, end, mask=mask)
-        tl.store(tiles + tile * 4 + 3, tile * 0, mask=mask)
+        tl.store(at + TILE_ROW_END, end, mask=mask)
+        tl.store(at + TILE_L1_DONE, tile * 0, mask=mask)
 
 
 @triton.jit
@@ -115,19 +128,21 @@ def _count_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["across1", "slabs1", "across2", "slabs2", "first_waves", "ctas", "span"]
-)
+    do_not_specialize=[
+        "l1_n_tiles", "l1_slabs", "l2_n_tiles", "l2_slabs", "l1_waves", "num_ctas", "span",
+    ]
+)  # fmt: skip
 def _place_kernel(
     idx, weights, num_valid, error, idx_out, weights_out, g, g_stride, chunk_counts, counts, stats,
     rows, dest, weight, factor, tiles, num_tiles,
-    num_slots, num_experts, first_slot, num_dest, items, across1, slabs1, across2, slabs2,
-    first_waves, ctas, span,
-    CTAS: tl.constexpr, IS_DRAWN: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
+    num_slots, num_experts, first_slot, num_dest, items, l1_n_tiles, l1_slabs,
+    l2_n_tiles, l2_slabs, l1_waves, num_ctas, span,
+    CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-    IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr, LOOK: tl.constexpr, BLOCK: tl.constexpr,
+    IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """Program: the slots of a chunk, checked, and their rows. Behind those the tiles, the waves."""
+    """A program each: chunks of slots (checked, and their rows), the tile list, waves of items."""
     after_previous()
     chunk = tl.program_id(0)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -142,38 +157,38 @@ def _place_kernel(
         known = is_there & (chunk * CHUNK < num_slots)
         before = tl.load(chunk_counts + chunk * num_experts + expert, mask=known, other=0)
     else:
-        both = tl.zeros([2 * E], tl.int32)  # of slots before the chunk, and of the others
-        for start in tl.range(0, num_slots, LOOK):
-            other = start + tl.arange(0, LOOK)
+        both = tl.zeros([2 * E], tl.int32)  # counts of slots before the chunk, and of the others
+        for start in tl.range(0, num_slots, AT_ONCE):
+            other = start + tl.arange(0, AT_ONCE)
             theirs, _, _ = legal(
                 idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, SHARED,
                 HAS_COUNT,
             )  # fmt: skip
             place = tl.maximum(theirs, 0) + tl.where(other < chunk * CHUNK, 0, E)
             both += tl.histogram(place, 2 * E, mask=theirs >= 0)
-        before, behind = tl.split(tl.permute(tl.reshape(both, (2, E)), (1, 0)))
-        count = before + behind
-    first_row = first_rows(count)
-    number = chunk - tl.cdiv(num_slots, CHUNK)  # of the programs that have no slots
+        before, after = tl.split(tl.permute(tl.reshape(both, (2, E)), (1, 0)))
+        count = before + after
+    row_begin = expert_rows(count)
+    number = chunk - tl.cdiv(num_slots, CHUNK)  # among the programs without slots
     if number > 0:
         if CTAS:
-            deal_wave(
-                number - 1, count, first_row, items, across1, slabs1, across2, slabs2, first_waves,
-                ctas, span, CTAS, IS_DRAWN,
+            schedule_wave(
+                number - 1, count, row_begin, items, (l1_n_tiles, l1_slabs),
+                (l2_n_tiles, l2_slabs), l1_waves, num_ctas, span, CTAS, IS_DYNAMIC,
             )  # fmt: skip
     elif number == 0:
         if HAS_STATS and not IS_COUNTED:
             is_routed = expert < num_experts - SHARED
             seen = tl.load(stats + expert, mask=is_routed)
             tl.store(stats + expert, seen + count, mask=is_routed)
-        write_tiles(count, first_row, tiles, num_tiles, BLOCK)
+        write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
     else:
-        to, is_given = given(at, TOP_K, SHARED)
+        to, is_given = routing_place(at, TOP_K, SHARED)
         tl.store(idx_out + to, mine, mask=inside & is_given)
         tl.store(weights_out + to, share, mask=inside & is_given)
-        note_bad(bad, to, error)
+        report_bad(bad, to, error)
         used = mine >= 0
-        row = tl.gather(first_row + before, tl.maximum(mine, 0), 0) + rank(mine, at, mine, at)
+        row = tl.gather(row_begin + before, tl.maximum(mine, 0), 0) + rank(mine, at, mine, at)
         tl.store(rows + at, tl.where(used, row, -1), mask=inside)
         token = at // TOP_K
         tl.store(dest + row, token * num_dest + first_slot + at % TOP_K, mask=used)
@@ -188,7 +203,7 @@ def place(
     block: int,
     num_experts: int,
     *,
-    hand: Hand | None,
+    work: WorkItems | None,
     g: Tensor | None,
     g_stride: int,
     stats: Tensor | None,
@@ -197,13 +212,12 @@ def place(
     num_shared: int,
     pdl: bool,
 ) -> Tensor:
-    """int32: the row of each slot, -1 of masked ones.
+    """int32 [slots]: the row of each slot, -1 of masked ones.
 
-    Fills all of the pool but tokens and their scales, for tiles of `block` rows. Deals `hand`, if
-    there is one.
+    Fills all of the pool but tokens and their scales, for tiles of `block` rows, and `work`.
     """
     idx, weights, num_valid = routing.topk_idx, routing.topk_weights, routing.num_valid
-    top_k, some = idx.shape[1] + num_shared, pool.num_tiles
+    top_k, unused = idx.shape[1] + num_shared, pool.num_tiles
     slots = len(idx) * top_k
     chunks = triton.cdiv(slots, CHUNK)
     is_counted = slots > MIDDLE
@@ -211,27 +225,28 @@ def place(
         "HAS_COUNT": num_valid is not None, "TOP_K": top_k, "SHARED": num_shared,
         "CHUNK": CHUNK, "E": max(triton.next_power_of_2(num_experts), 2),
     }  # fmt: skip
-    valid = some if num_valid is None else num_valid
-    rows = some.new_empty(slots)
-    counts = chunk_counts = some
+    valid = unused if num_valid is None else num_valid
+    rows = unused.new_empty(slots)
+    counts = chunk_counts = unused
     if is_counted:
-        counts, chunk_counts = some.new_empty(num_experts), some.new_empty(chunks, num_experts)
+        counts, chunk_counts = unused.new_empty(num_experts), unused.new_empty(chunks, num_experts)
         _count_kernel[(chunks,)](
             idx, weights, valid, chunk_counts, slots, num_experts, num_warps=1, **sizes,
             **overlap(pdl),
         )  # fmt: skip
         scan_counts(chunk_counts, counts, stats, pdl=pdl)
-    waves = 0 if hand is None else sum(hand.waves)
+    waves = 0 if work is None else sum(work.waves)
     _place_kernel[(chunks + 1 + waves,)](
-        idx, weights, valid, routing.error, routing.idx, routing.weights, some if g is None else g,
-        g_stride, chunk_counts, counts, some if stats is None else stats, rows, pool.dest,
-        pool.weight, pool.factor, pool.tiles, pool.num_tiles, slots, num_experts, first_slot,
+        idx, weights, valid, routing.error, routing.idx, routing.weights,
+        unused if g is None else g, g_stride, chunk_counts, counts,
+        unused if stats is None else stats, rows, pool.dest, pool.weight,
+        pool.factor, pool.tiles, pool.num_tiles, slots, num_experts, first_slot,
         num_dest,
-        *((some, 0, 0, 0, 0, 0, 0, 0) if hand is None else hand.arguments()),
-        CTAS=0 if hand is None else triton.next_power_of_2(hand.ctas),
-        IS_DRAWN=hand is not None and hand.is_drawn, HAS_G=g is not None,
+        *((unused, 0, 0, 0, 0, 0, 0, 0) if work is None else work.arguments()),
+        CTAS=0 if work is None else triton.next_power_of_2(work.ctas),
+        IS_DYNAMIC=work is not None and work.is_dynamic, HAS_G=g is not None,
         HAS_STATS=stats is not None, IS_COUNTED=is_counted,
-        LOOK=LOOK, BLOCK=block, num_warps=WARPS[num_shared > 0],
+        AT_ONCE=SLOTS_AT_ONCE, BLOCK=block, num_warps=WARPS[num_shared > 0],
         **sizes, **overlap(pdl),
     )  # fmt: skip
     return rows

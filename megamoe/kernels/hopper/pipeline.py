@@ -1,4 +1,4 @@
-"""What every Hopper kernel shares: records, the stage ring's walk, launch order, fences."""
+"""What every Hopper kernel shares: records, the stage ring, barriers, bounded waits, fences."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -8,84 +8,114 @@ from triton.language.core import _aggregate
 from megamoe.schedule.heuristics import hopper_tiles
 
 GROUPS = gl.constexpr(hopper_tiles.GROUPS)  # math warpgroups of a CTA
+FLAT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+# -- records -------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def _fill(self, *values):
-    """Fields in the order of their annotations; compile-time ones are wrapped again."""
-    for name, value in zip(self.FIELDS, values, strict=True):
-        is_constant = self.FIELDS[name] is gl.constexpr
-        setattr(self, name, gl.constexpr(value) if is_constant else value)
+def _set_fields(self, **values):
+    """Every annotated field by its name, in their order; compile-time ones are wrapped again."""
+    assert values.keys() == self.FIELDS.keys(), (
+        f"{type(self).__name__}: missing {sorted(self.FIELDS.keys() - values.keys())}, "
+        f"unknown {sorted(values.keys() - self.FIELDS.keys())}"
+    )
+    for name, kind in self.FIELDS.items():
+        value = values[name]
+        setattr(self, name, gl.constexpr(value) if kind is gl.constexpr else value)
 
 
 def record(cls):
-    """A compile-time struct: annotated fields, filled by position."""
-    cls.__init__ = _fill
-    made = _aggregate(cls)
-    made.FIELDS = dict(cls.__annotations__)
-    return made
+    """A struct of a kernel: annotated fields, each given by keyword."""
+    cls.__init__ = _set_fields
+    aggregate = _aggregate(cls)
+    aggregate.FIELDS = dict(cls.__annotations__)
+    return aggregate
+
+
+@record
+class Tile:
+    """What a CTA computes at a time: up to TOKENS rows of one expert under one n tile."""
+
+    expert: gl.tensor  # -1: there is no tile any more
+    n_tile_idx: gl.tensor
+    row_begin: gl.tensor  # in the pool
+    row_end: gl.tensor
+
+
+# -- the stage ring ------------------------------------------------------------------------------
+
+
+@record
+class Stage:
+    """Where a role stands in a ring of stages: the slot, and the phase of its barriers."""
+
+    idx: gl.tensor
+    phase: gl.tensor
+
+
+@gluon.jit
+def first_stage(PHASE: gl.constexpr):
+    """Slot 0. PHASE: 0 for a role that waits until it is full, 1 until it is empty."""
+    return Stage(idx=gl.to_tensor(0), phase=gl.to_tensor(PHASE))
+
+
+@gluon.jit
+def advance(stage, NUM_STAGES: gl.constexpr):
+    """The next slot of the ring and its phase."""
+    idx = stage.idx + 1
+    wraps = idx == NUM_STAGES
+    return Stage(idx=gl.where(wraps, 0, idx), phase=gl.where(wraps, stage.phase ^ 1, stage.phase))
 
 
 @gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr, LOOP: gl.constexpr = False):
-    """NUM mbarriers of COUNT arrivals.
+    """NUM mbarriers of COUNT arrivals each.
 
-    Make only those that are used: the compiler lays scratch over one that is made and never waited
-    for, and what is then read from that scratch is wrong now and then (docs/fused.md).
+    Allocate only those that are used: the compiler lays scratch over one that is initialised and
+    never waited for, and what is then read from that scratch is sometimes wrong (docs/fused.md).
     """
-    made = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
+    bars = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())
     if LOOP:  # less code, for which a cold launch waits; the compiler would unroll range(NUM)
         for i in range(gl.minimum(gl.program_id(0) + NUM, NUM)):
-            mbarrier.init(made.index(i), count=COUNT)
+            mbarrier.init(bars.index(i), count=COUNT)
     else:
         for i in gl.static_range(NUM):
-            mbarrier.init(made.index(i), count=COUNT)
-    return made
+            mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.constexpr_function
+def scale_width(tokens):
+    """FP32 scales that one copy by TMA brings: its destination is a multiple of 128 bytes."""
+    return max(tokens, 32)
+
+
+# -- arithmetic ----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def advance(idx, phase, STAGES: gl.constexpr):
-    """The next stage of the ring and its phase."""
-    idx += 1
-    wraps = idx == STAGES
-    return gl.where(wraps, 0, idx), gl.where(wraps, phase ^ 1, phase)
-
-
-@gluon.jit
-def tiles_across(p, ROWS: gl.constexpr):
-    """Row tiles of one token tile; L1's rows are twice its outputs."""
-    outputs: gl.constexpr = ROWS // 2 if p.GATED else ROWS
-    return (p.num_outputs + outputs - 1) // outputs
-
-
-@gluon.jit
-def place(p, item, ROWS: gl.constexpr):
-    """(token tile, row tile) of a work item: SPAN token tiles share each tile of weights."""
-    across = tiles_across(p, ROWS)
-    first = item // (p.SPAN * across) * p.SPAN
-    size = gl.minimum(gl.load(p.num_tiles) - first, p.SPAN)
-    inside = item % (p.SPAN * across)
-    return first + inside % size, inside // size
-
-
-@gluon.jit
-def num_items(p, ROWS: gl.constexpr):
-    """Work items of the launch; a CTA takes every num_programs-th."""
-    return gl.load(p.num_tiles) * tiles_across(p, ROWS)
-
-
-@gluon.jit
-def quotient(a, b):
-    """a // b of numbers from 0 to 2**21, in a few instructions."""
-    by = gl.inline_asm_elementwise(
+def fast_div(a, b):
+    """a // b of integers from 0 to 2**21, in a few instructions."""
+    reciprocal = gl.inline_asm_elementwise(
         "rcp.approx.ftz.f32 $0, $1;", "=f,f", [b + 0.0], dtype=gl.float32, is_pure=True, pack=1
     )
-    return ((a + 0.5) * by).to(gl.int32)
+    return ((a + 0.5) * reciprocal).to(gl.int32)
+
+
+@gluon.jit
+def pin(x):
+    """A volatile no-op: the compiler may not move the sum below the next wgmma (it then spills)."""
+    return gl.inline_asm_elementwise("", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+# -- order of launches, stores and waits ---------------------------------------------------------
 
 
 @gluon.jit
 def wait_for_launch():
-    """Until the launches before this one are complete; at once without programmatic launch."""
+    """Wait until earlier launches are complete; no wait without programmatic launch."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -101,6 +131,58 @@ def allow_next_launch():
 
 
 @gluon.jit
-def pin(x):
-    """A volatile no-op: the compiler may not move the sum below the next wgmma (it then spills)."""
-    return gl.inline_asm_elementwise("", "=f,0", [x], dtype=gl.float32, is_pure=False, pack=1)
+def fence_stores():
+    """In every thread that stored, before its stores are published: TMA may then read them."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.b32 $0, 0;", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.constexpr_function
+def wait_text(scope, compare):
+    """PTX of a bounded wait. scope: "gpu" or "sys". compare: "eq", or "ge" for reached.
+
+    Polls the word at $1 until it compares with $2, the word at $3 is not zero, or $4 nanoseconds
+    have passed; $0 is the last value. Acquires, also for copies by TMA that follow. Who waits until
+    a count is reached may wait long, and leaves the memory to others meanwhile.
+    """
+    pause = "\nnanosleep.u32 32;" if compare == "ge" else ""
+    return f"""{{
+.reg .pred p;
+.reg .b32 n, r;
+.reg .b64 begin, now;
+mov.u64 begin, %globaltimer;
+mov.u32 n, 0;
+again:{pause}
+ld.acquire.{scope}.global.u32 $0, [$1];
+setp.{compare}.s32 p, $0, $2;
+@p bra done;
+add.u32 n, n, 1;
+and.b32 r, n, 15;
+setp.ne.u32 p, r, 0;
+@p bra again;
+ld.relaxed.gpu.global.u32 r, [$3];
+setp.ne.u32 p, r, 0;
+@p bra done;
+mov.u64 now, %globaltimer;
+sub.u64 now, now, begin;
+setp.lt.u64 p, now, $4;
+@p bra again;
+done:
+bar.warp.sync 0xffffffff;
+fence.proxy.async.global;
+}}"""
+
+
+@gluon.jit
+def bounded_wait(counter, want, report, bound_ns, SCOPE: gl.constexpr, COMPARE: gl.constexpr):
+    """Wait until the words at `counter` compare with `want`; -> the values that were seen.
+
+    All threads of a role call it. The wait ends early when the word at `report` is not zero, and
+    after `bound_ns`: the caller compares what was seen and writes its report.
+    """
+    TEXT: gl.constexpr = wait_text(SCOPE, COMPARE)
+    return gl.inline_asm_elementwise(
+        TEXT, "=&r,l,r,l,l", [counter.to(gl.int64), want, report.to(gl.int64), bound_ns],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

@@ -11,7 +11,7 @@ from megamoe.kernels.hopper.launch import (
     Arithmetic,
     factor_shape,
     num_sms,
-    or_some,
+    or_unused,
     scale_descriptor,
     token_descriptor,
     weight_descriptors,
@@ -26,7 +26,7 @@ from megamoe.schedule.heuristics.hopper_tiles import Swapped
 
 
 class State(NamedTuple):
-    """Where the CTAs meet (`meet`), and what each keeps for itself."""
+    """Counters that CTAs share (`sync`), and the tile list of each."""
 
     counters: Tensor  # int32 [words]: zero before a launch, and again after it
     private: Tensor  # int32 [CTAs, words]: the list of tiles of each CTA
@@ -82,7 +82,7 @@ def fused(
 
     The last `num_shared` of them see every token; then there is one rank.
     """
-    device, some = tokens.x.device, kept.report
+    device, unused = tokens.x.device, kept.report
     num_tokens, hidden = tokens.x.shape
     top_k = tokens.idx.shape[1] + num_shared
     slots = world.num * num_tokens * top_k
@@ -95,23 +95,24 @@ def fused(
         outputs = acts.data.shape[1] if w.is_gated else w.num_outputs
         steps = x.data.shape[1] // 128 // tile.depth
         parts += [
-            data, scale, token_descriptor(x.data, tile.tokens), x_scale, or_some(w.factor, some),
-            or_some(bias, some), steps, outputs, w.num_outputs, *factor_shape(w),
+            data, scale, token_descriptor(x.data, tile.tokens), x_scale,
+            or_unused(w.factor, unused), or_unused(bias, unused), steps, outputs, w.num_outputs,
+            *factor_shape(w),
         ]  # fmt: skip
     g = tokens.g
     grid = (num_sms(device) - reserve_sms) // world.local * world.local
     mega_kernel[(grid,)](
-        tokens.x, tokens.x.stride(0), or_some(g, some), 0 if g is None or g.ndim == 0 else 1,
-        tokens.idx, tokens.weights, or_some(tokens.num_valid, some), tokens.error,
-        or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
+        tokens.x, tokens.x.stride(0), or_unused(g, unused), 0 if g is None or g.ndim == 0 else 1,
+        tokens.idx, tokens.weights, or_unused(tokens.num_valid, unused), tokens.error,
+        or_unused(tokens.stats, unused), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
         pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
-        or_some(world.signals, some), or_some(world.peers, some), kept.report,
-        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first,
+        or_unused(world.signals, unused), or_unused(world.peers, unused), kept.report,
+        or_unused(trace, unused), int(timeout_s * 1e9), ahead, absent, world.first,
         tokens.first * tokens.idx.shape[1], slots, num_tokens, num_experts,
         pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
         kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],
-        float(options.limit), or_some(acts_factor, some), *parts,
-        WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, LAST=PLAIN, PROMOTED=how.is_promoted,
+        float(options.limit), or_unused(acts_factor, unused), *parts,
+        WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, L2_ACTS=PLAIN, PROMOTED=how.is_promoted,
         FACTOR=w13.factor_is, HAS_BIAS=biases[0] is not None,
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=world.num,

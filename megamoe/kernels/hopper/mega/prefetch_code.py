@@ -1,9 +1,9 @@
-"""A fused launch has its own code brought into L2 as it begins, and kept there.
+"""A fused launch prefetches its own code into the L2 cache as it begins, and keeps it there.
 
-Behind other kernels none of it is in a cache, and every role waits for instructions from memory,
-behind the weights. A kernel's address is no value in PTX: its symbol is 0. So code asks for the
-address of a variable, and a stage of the compiler (`located`) has the loader write that of the
-kernel there. Without it, and where the driver does not load what the stage wrote, what lies behind
+After other kernels none of it is in a cache, and every role waits for instructions from memory,
+which queue after the weights. A kernel's address is no value in PTX: its symbol is 0. So code asks
+for the address of a variable, and a stage of the compiler (`located`) has the loader write that of
+the kernel there. Without it, and where the driver does not load what the stage wrote, what follows
 the variable is fetched, and nothing is gained.
 """
 
@@ -31,10 +31,10 @@ def code_address():
 
 
 @gluon.jit
-def fetch_code():
-    """The launch's first warpgroup: have the kernel's code brought into L2.
+def prefetch_code():
+    """The launch's first warpgroup: bring the kernel's code into the L2 cache.
 
-    Shorter code is fetched with what lies behind it: a branch here would cost code everywhere.
+    Shorter code is fetched with what follows it: a branch here would cost code everywhere.
     """
     at = (gl.program_id(0) % PARTS * 128 + gl.arange(0, 128, _FLAT)) * LINE
     gl.inline_asm_elementwise(

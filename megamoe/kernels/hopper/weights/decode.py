@@ -39,6 +39,11 @@ lop3.b32 {high}, {high}, m, 0x80808080, 0xF8;
 
 
 PAIR_WORDS = gl.constexpr(32)  # of a slab: its exponents of four bits
+# wgmma's A of E4M3 [64, 128], for which images are made; the MMA is the plain GEMM's.
+PLAIN_MMA = gl.constexpr(
+    gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
+)
+E4M3_OPERAND = gl.constexpr(gl.DotOperandLayout(0, PLAIN_MMA.value, 4))
 TO_E4M3 = gl.constexpr(_to_e4m3(1))
 FOUR_TO_E4M3 = gl.constexpr(_to_e4m3(4))  # of a row, which share a scale
 

@@ -13,7 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from megamoe.kernels.hopper.compiler_hooks import change
 
-EARLY = gl.constexpr(110 << 20)  # bytes of a launch: twice what L2 holds
+L2_WARM_BYTES = gl.constexpr(110 << 20)  # of a launch: twice what the L2 cache holds
 MARK = gl.constexpr("mov.b32 $0, 0; // copies from here: L2 policy $1")
 UNMARK = gl.constexpr("mov.b32 $0, 0; // copies from here: no L2 policy")
 FIRST_OUT = gl.constexpr("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;")

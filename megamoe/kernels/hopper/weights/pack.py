@@ -20,7 +20,7 @@ from megamoe.layout.tiles import RegisterImage, word_bit
 
 WIDTH = 256  # both widths are padded to this: a tile of rows, two K blocks
 MIN_RELATIVE, MAX_RELATIVE = -5, 6  # exponents that E2M1 may be shifted by within E4M3
-PLACED_BY, MOST_PLACED = 126, 128  # what is added to E8M0 codes of placed images; the largest code
+PLACED_BY, MAX_PLACED = 126, 128  # what is added to E8M0 codes of placed images; the largest code
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +136,7 @@ def can_be_placed(w: Quantized) -> bool:
     """Whether no MXFP4 group that counts has a scale above 2: placed bits leave no room for it."""
     if w.spec.element.bits != 4 or w.spec.scale is not Scale.E8M0:
         return False
-    return not bool(((_bytes(w.scale) > MOST_PLACED) & _nonzero_groups(w.data)).any())
+    return not bool(((_bytes(w.scale) > MAX_PLACED) & _nonzero_groups(w.data)).any())
 
 
 def rebased(codes: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

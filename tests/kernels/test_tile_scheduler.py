@@ -1,11 +1,11 @@
-"""The deal of `straight`'s tiles: each once, runs of shared weights whole, half tiles even."""
+"""Work items of the plain GEMM: each tile once, runs of shared weights whole, half tiles even."""
 
 import random
 
 import pytest
 import torch
 
-from megamoe.kernels.hopper.gemm.tile_scheduler import ITEM, Hand, Width, deal
+from megamoe.kernels.hopper.gemm.tile_scheduler import ITEM_WORDS, LinearTiles, WorkItems, schedule
 from tests.kernels.support import DEVICE, MARKS
 
 pytestmark = MARKS
@@ -24,23 +24,23 @@ def tiles_of(counts):
     return found
 
 
-def dealt(counts, across, ctas, span):
+def scheduled(counts, num_n_tiles, ctas, span):
     """The tiles, and the waves of items."""
     tiles = tiles_of(counts)
     rows = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
 
-    def hand(*widths):
-        made = Hand.empty(rows, widths, ctas, span, len(tiles) + 5)
-        deal(made, rows)
+    def work_items(*widths):
+        made = WorkItems.empty(rows, widths, ctas, span, len(tiles) + 5)
+        schedule(made, rows)
         return made.each()
 
-    widths = Width(across, SLABS), Width(2 * across, 2 * SLABS)
-    items, others = hand(*widths)
+    widths = LinearTiles(num_n_tiles, SLABS), LinearTiles(2 * num_n_tiles, 2 * SLABS)
+    items, others = work_items(*widths)
     for both, width in ((items, widths[0]), (others, widths[1])):
-        (alone,) = hand(width)
+        (alone,) = work_items(width)
         assert torch.equal(both[:, :5], alone[:, :5])
-    items = items.view(-1, ctas, ITEM.value).cpu()
-    waves = -(-len(tiles) * across // ctas)
+    items = items.view(-1, ctas, ITEM_WORDS.value).cpu()
+    waves = -(-len(tiles) * num_n_tiles // ctas)
     assert (items[:waves, :, 6:] == 0).all()  # counters
     return tiles, items[:waves].tolist()
 
@@ -59,31 +59,31 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("counts", "across", "ctas", "span"), CASES)
-def test_every_tile_is_dealt_once_and_runs_share_their_weights(counts, across, ctas, span):
-    tiles, waves = dealt(counts, across, ctas, span)
+@pytest.mark.parametrize(("counts", "num_n_tiles", "ctas", "span"), CASES)
+def test_every_tile_is_scheduled_once_and_runs_share_their_weights(counts, num_n_tiles, ctas, span):
+    tiles, waves = scheduled(counts, num_n_tiles, ctas, span)
     seen = []
     for number, wave in enumerate(waves):
         used = [item for item in wave if item[0] >= 0]
-        assert len(used) == min(ctas, len(tiles) * across - number * ctas)
+        assert len(used) == min(ctas, len(tiles) * num_n_tiles - number * ctas)
         used.sort(key=lambda item: unpacked(item)[2])
         places = [unpacked(item) for item in used]
         assert [place for _, _, place in places] == list(range(len(used)))
         runs = [run for run, _, _ in places]
         assert runs == sorted(runs) and set(runs) == set(range(places[0][1]))
         for item, (run, num_runs, _) in zip(used, places, strict=True):
-            expert, row_tile = item[0], item[3]
-            assert num_runs == places[0][1] and 0 <= row_tile < across
-            assert wave[run][5] == expert * SLABS + row_tile * 4
+            expert, n_tile_idx = item[0], item[3]
+            assert num_runs == places[0][1] and 0 <= n_tile_idx < num_n_tiles
+            assert wave[run][5] == expert * SLABS + n_tile_idx * 4
         seen += [tuple(item[:4]) for item in used]
-    assert sorted(seen) == sorted((*tile, j) for tile in tiles for j in range(across))
+    assert sorted(seen) == sorted((*tile, j) for tile in tiles for j in range(num_n_tiles))
 
 
 def test_half_tiles_spread_evenly():
     """Every CTA gets as many of the tiles that take half the time, give or take one."""
     picker = random.Random(0)
     counts = [picker.randint(120, 400) for _ in range(16)]
-    _, waves = dealt(counts, 16, 32, 24)
+    _, waves = scheduled(counts, 16, 32, 24)
     halves = [0] * 32
     for wave in waves:
         for cta, item in enumerate(wave):
@@ -91,13 +91,15 @@ def test_half_tiles_spread_evenly():
     assert max(halves) - min(halves) <= 1 and sum(halves) > 32
 
 
-@pytest.mark.parametrize(("counts", "across", "ctas", "span"), CASES)
-def test_items_that_are_drawn_stay_in_their_order_and_name_their_tile(counts, across, ctas, span):
+@pytest.mark.parametrize(("counts", "num_n_tiles", "ctas", "span"), CASES)
+def test_dynamic_items_keep_their_order_and_name_their_tile(counts, num_n_tiles, ctas, span):
     tiles = tiles_of(counts)
     rows = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-    hand = Hand.empty(rows, [Width(across, SLABS)], ctas, span, len(tiles) + 1, is_drawn=True)
-    deal(hand, rows)
-    items = hand.items[: len(tiles) * across].tolist()
+    work = WorkItems.empty(
+        rows, [LinearTiles(num_n_tiles, SLABS)], ctas, span, len(tiles) + 1, is_dynamic=True
+    )
+    schedule(work, rows)
+    items = work.items[: len(tiles) * num_n_tiles].tolist()
     assert [unpacked(item)[2] for item in items] == [i % ctas for i in range(len(items))]
     assert all(tuple(item[:3]) == tiles[item[6]] for item in items)
     assert len({(item[6], item[3]) for item in items}) == len(items)

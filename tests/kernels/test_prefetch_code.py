@@ -8,7 +8,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.hopper.mega import prefetch_code
-from megamoe.kernels.hopper.mega.prefetch_code import code_address, fetch_code
+from megamoe.kernels.hopper.mega.prefetch_code import code_address
+from megamoe.kernels.hopper.mega.prefetch_code import prefetch_code as prefetch
 from tests.kernels.compiling import FUNCTION, Stand, addresses, code_of, compile_kernel
 from tests.kernels.support import INTERPRETED
 
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 
 @gluon.jit
 def own_kernel(out, READ: gl.constexpr):
-    fetch_code()
+    prefetch()
     at = code_address()
     gl.store(out, at)
     if READ:
