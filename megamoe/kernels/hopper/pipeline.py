@@ -143,24 +143,26 @@ def wait_text(scope, compare):
     """PTX of a bounded wait. scope: "gpu" or "sys". compare: "eq", or "ge" for reached.
 
     Polls the word at $1 until it compares with $2, the word at $3 is not zero, or $4 nanoseconds
-    have passed; $0 is the last value. Acquires, also for copies by TMA that follow. Who waits until
-    a count is reached may wait long, and leaves the memory to others meanwhile.
+    have passed; $0 is the last value. Acquires, also for copies by TMA that follow. A short wait
+    looks at the report and the clock at every 16th poll; one until a count is reached may be long,
+    and pauses between polls instead.
     """
-    pause = "\nnanosleep.u32 32;" if compare == "ge" else ""
+    poll = """add.u32 n, n, 1;
+and.b32 r, n, 15;
+setp.ne.u32 p, r, 0;
+@p bra again;"""
+    pause = "nanosleep.u32 32;"
     return f"""{{
 .reg .pred p;
 .reg .b32 n, r;
 .reg .b64 begin, now;
 mov.u64 begin, %globaltimer;
 mov.u32 n, 0;
-again:{pause}
+again:
 ld.acquire.{scope}.global.u32 $0, [$1];
 setp.{compare}.s32 p, $0, $2;
 @p bra done;
-add.u32 n, n, 1;
-and.b32 r, n, 15;
-setp.ne.u32 p, r, 0;
-@p bra again;
+{pause if compare == "ge" else poll}
 ld.relaxed.gpu.global.u32 r, [$3];
 setp.ne.u32 p, r, 0;
 @p bra done;

@@ -26,7 +26,13 @@ from megamoe.kernels.hopper.gemm.tile_scheduler import (
     place_of,
     tiles_of_wave,
 )
-from megamoe.kernels.hopper.pipeline import advance, fast_div, first_stage, record
+from megamoe.kernels.hopper.pipeline import (
+    advance,
+    bounded_wait,
+    fast_div,
+    first_stage,
+    record,
+)
 from megamoe.kernels.hopper.weights.decode import (
     E4M3_OPERAND,
     PAIR_WORDS,
@@ -34,34 +40,17 @@ from megamoe.kernels.hopper.weights.decode import (
     read_words,
 )
 
-# Waits until the word at $1 is $2 or more, for two seconds at most; then the word at $3 is set, so
-# that all waits end, and the layer's error word at $4 is -1. The fence is for TMA, which reads what
-# others wrote with plain stores.
-AWAIT = gl.constexpr("""{
+BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs, before it is given up
+
+# Unless $1 >= $2: the word at $3 is set, so that all waits end, and the layer's error word at $4
+# becomes -1.
+GIVE_UP = gl.constexpr("""{
 .reg .pred p;
-.reg .b32 v, e;
-.reg .b64 began, now;
-ld.acquire.gpu.global.b32 v, [$1];
-setp.ge.s32 p, v, $2;
-@p bra DONE;
-mov.u64 began, %globaltimer;
-AGAIN:
-nanosleep.u32 32;
-ld.acquire.gpu.global.b32 v, [$1];
-setp.ge.s32 p, v, $2;
-@p bra DONE;
-ld.relaxed.gpu.global.b32 e, [$3];
-setp.ne.s32 p, e, 0;
-@p bra DONE;
-mov.u64 now, %globaltimer;
-sub.u64 now, now, began;
-setp.lt.u64 p, now, 2000000000;
-@p bra AGAIN;
+setp.ge.s32 p, $1, $2;
+@p bra done;
 st.relaxed.gpu.global.b32 [$3], 1;
 red.relaxed.gpu.global.min.s32 [$4], -1;
-DONE:
-bar.warp.sync 0xffffffff;
-fence.proxy.async.global;
+done:
 mov.b32 $0, 0;
 }""")
 # 64 rows x 128 of K: eight threads have a row, so that a store of a warp is whole lines.
@@ -99,9 +88,17 @@ class DecodePerWave:
 
 @gluon.jit
 def wait_until_reached(gemm, counter, value, given_up):
-    """Wait until the words at `counter` are `value` or more; all threads of a role call it."""
-    given = [counter.to(gl.int64), value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)]
-    gl.inline_asm_elementwise(AWAIT, "=r,l,r,l,l", given, dtype=gl.int32, is_pure=False, pack=1)
+    """Wait until the words at `counter` are `value` or more; all threads of a role call it.
+
+    After BOUND_NS it gives up: `given_up` and the layer's error word are set.
+    """
+    bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
+    seen = bounded_wait(counter, value, given_up, bound_ns, "gpu", "ge")
+    gl.inline_asm_elementwise(
+        GIVE_UP, "=r,r,r,l,l",
+        [seen, value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
