@@ -156,14 +156,15 @@ def fetch_operands(gemm, num_done, tile):
         _fetch_weight_rows(gemm, expert, n_tile_idx)
     row = row_begin + gl.arange(0, ops.weight.shape[0], _LANES)
     if gemm.GATED and ops.FACTOR == "expert":
-        at = gemm.row_factor + row
-        async_copy.async_copy_global_to_shared(ops.token_factor, at, mask=row < row_end)
+        async_copy.async_copy_global_to_shared(
+            ops.token_factor, gemm.row_factor + row, mask=row < row_end
+        )
     if gemm.WEIGHTED and (gemm.GATED or gemm.HAS_BIAS):
-        at = gemm.row_weight + row
-        async_copy.async_copy_global_to_shared(ops.weight, at, mask=row < row_end)
+        async_copy.async_copy_global_to_shared(
+            ops.weight, gemm.row_weight + row, mask=row < row_end
+        )
     if not gemm.GATED:
-        at = gemm.row_dest + row
-        async_copy.async_copy_global_to_shared(ops.dest, at, mask=row < row_end)
+        async_copy.async_copy_global_to_shared(ops.dest, gemm.row_dest + row, mask=row < row_end)
     async_copy.commit_group()
 
 

@@ -175,15 +175,12 @@ def _load_weight_tile(gemm, tile, stage):
         full = gemm.full.index(stage.idx)
         mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
         mbarrier.expect(full, ROWS * 128)
-        to = gemm.w_bufs.index(stage.idx)
         if gemm.GATED:
-            tma.async_copy_global_to_shared(
-                gemm.w, [tile.expert, tile.n_tile_idx * 16, 0, 0, k * 128], full, to
-            )
+            at = [tile.expert, tile.n_tile_idx * 16, 0, 0, k * 128]
+            tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(stage.idx))
         else:
-            tma.async_copy_global_to_shared(
-                gemm.w, [tile.expert, tile.n_tile_idx * ROWS, k * 128], full, to
-            )
+            at = [tile.expert, tile.n_tile_idx * ROWS, k * 128]
+            tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(stage.idx))
         stage = advance(stage, gemm.STAGES)
     return stage
 
@@ -438,8 +435,9 @@ def _finish_gated(gemm, act, bits, tile, START: gl.constexpr, WG: gl.constexpr):
     codes = divide(act, gl.expand_dims(scale, 1), gl.expand_dims(inverse, 1)).to(gl.float8e4nv)
     if WG == 0:
         row = tile.row_begin + START + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        at = gemm.out_scale + tile.n_tile_idx * gemm.pool_rows + row
-        gl.store(at, scale, mask=row < tile.row_end)
+        gl.store(
+            gemm.out_scale + tile.n_tile_idx * gemm.pool_rows + row, scale, mask=row < tile.row_end
+        )
     col = tile.n_tile_idx * 128 + WG * 64
     store_transposed(gemm, codes, tile, START, col, gemm.out_width, gemm.DECODED, WG)
 
