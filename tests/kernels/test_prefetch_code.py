@@ -7,6 +7,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.hopper.compiler_hooks import ours
 from megamoe.kernels.hopper.mega import prefetch_code
 from megamoe.kernels.hopper.mega.prefetch_code import code_address
 from megamoe.kernels.hopper.mega.prefetch_code import prefetch_code as prefetch
@@ -16,6 +17,7 @@ from tests.kernels.support import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
 
+@ours
 @gluon.jit
 def own_kernel(out, READ: gl.constexpr):
     prefetch()

@@ -55,6 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megamoe.kernels.hopper.compiler_hooks import ours
 from megamoe.kernels.hopper.gemm.epilogue import (
     EpilogueOperands,
     allocate_operands,
@@ -523,6 +524,7 @@ def math(gemm, WG: gl.constexpr):
         num_done += 1
 
 
+@ours
 @gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
 def gemm_swap_ab_kernel(
     w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest, out,

@@ -59,6 +59,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megamoe.kernels.hopper.compiler_hooks import ours
 from megamoe.kernels.hopper.gemm.epilogue import fetch_operands, publish_operands
 from megamoe.kernels.hopper.gemm.swap_ab import (
     compute,
@@ -311,6 +312,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
         stamp(cta.args, MATH, n, COMBINE, 0, begin)
 
 
+@ours
 @gluon.jit(
     do_not_specialize=[
         "g_stride", "bound_ns", "early_steps", "absent_rank", "first_rank", "first_slot",
