@@ -17,9 +17,15 @@ from megamoe.engine import faults, staged
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.acts import CODES
-from megamoe.kernels.portable.decode_tokens import hold
+from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
-from megamoe.kernels.portable.graph_io import Inputs, Mail, fill, give, take
+from megamoe.kernels.portable.graph_io import (
+    Inputs,
+    ReplayArgs,
+    copy_inputs,
+    copy_output,
+    read_args,
+)
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
@@ -65,7 +71,7 @@ def alone(recipe: str) -> None:
         order = Order.empty(29, 4, tile.block_m, DEVICE)
         sort_slots(idx.to(DEVICE), order)
         rows = order.permuted_idx_to_expanded_idx.numel()
-        held = hold(mm.quantize(normal(rows, H), "bf16"), how)
+        held = decode_tokens(mm.quantize(normal(rows, H), "bf16"), how)
         total = torch.zeros(29, I, device=DEVICE)
         launch.linear(held, w, order, total, tile, how, store="atomic")
         assert total.isfinite().all()
@@ -90,8 +96,8 @@ def quantisers() -> None:
 
 
 def graphs() -> None:
-    """Notes taken round a ring, inputs from odd places, an output or none."""
-    mail, held = Mail.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
+    """Arguments read round a ring, inputs from odd places, an output or none."""
+    mail, held = ReplayArgs.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
     for step, num in enumerate((8, 5, 1, 3)):
         x, y = normal(num, H + step)[:, step:], torch.empty(num, H, device=DEVICE).bfloat16()
         idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K))
@@ -99,9 +105,9 @@ def graphs() -> None:
         to = 0 if step == 2 else y.data_ptr()
         note = x.data_ptr(), ids.data_ptr(), weight.data_ptr(), to, H + step, num, not step % 2, 0
         mail.slots[step % 2] = torch.tensor(note)
-        take(mail)
-        fill(mail.now, held)
-        give(mail.now, held.x)
+        read_args(mail)
+        copy_inputs(mail.now, held)
+        copy_output(mail.now, held.x)
         assert to == 0 or torch.equal(y, x)
 
 

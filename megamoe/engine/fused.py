@@ -110,7 +110,7 @@ def moe(
     shared     experts that see every token with weight 1, if `can_join` finds them alike
     num_valid  int32 [1] on the device: tokens from there on are padding
     found      whose counters and report the launch uses; None: those of the stream
-    trace      room for stamps (`kernels/hopper/stamps.py`)
+    trace      room for stamps (`kernels/hopper/mega/events.py`)
     absent     a rank that never says it is done, for tests of the bound
     """
     found = faults.of_stream(weights.device) if found is None else found

@@ -1,8 +1,8 @@
 """What the roles of a fused launch stamped, as a value and as a file. Standard library only.
 
-`kernels/hopper/stamps.py` writes them: int32 [CTAs, ROLES, EVENTS, 4], each event (kind, ticket,
-begin, end) with the low 32 bits of the GPU's nanoseconds; a kind of 0 is no event. A test holds the
-numbers here against those of the kernel.
+`kernels/hopper/mega/events.py` writes them: int32 [CTAs, ROLES, EVENTS, 4], each event (kind,
+ticket, begin, end) with the low 32 bits of the GPU's nanoseconds; a kind of 0 is no event. A test
+holds the numbers here against those of the kernel.
 """
 
 from __future__ import annotations

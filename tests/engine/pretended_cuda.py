@@ -80,15 +80,15 @@ class Cuda:
 
     # -- the kernels around a call, on real addresses ------------------------------------------
 
-    def take(self, mail):
+    def read_args(self, mail):
         def call():
-            at = int(mail.turn)
+            at = int(mail.next_slot)
             mail.now.copy_(mail.slots[at])
-            mail.turn.fill_((at + 1) % len(mail.slots))
+            mail.next_slot.fill_((at + 1) % len(mail.slots))
 
         self.do(call)
 
-    def fill(self, now, into):
+    def copy_inputs(self, now, into):
         def call():
             x, idx, weights, _, stride, num, is_long, _ = now.tolist()
             into.count.fill_(num)
@@ -101,7 +101,7 @@ class Cuda:
 
         self.do(call)
 
-    def give(self, now, y):
+    def copy_output(self, now, y):
         def call():
             _, _, _, to, _, num, _, _ = now.tolist()
             if to:
@@ -169,7 +169,7 @@ def install(monkeypatch):
         torch._C, "_cuda_getCurrentRawStream", lambda index: hash(fake.now), raising=False
     )
     monkeypatch.setattr(graphs, "launch", fake.launch)
-    for name in ("take", "fill", "give"):
+    for name in ("read_args", "copy_inputs", "copy_output"):
         monkeypatch.setattr(graph_io, name, getattr(fake, name))
     monkeypatch.setattr(layer, "choose", lambda *wanted: "portable")
 

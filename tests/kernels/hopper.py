@@ -21,6 +21,6 @@ def shipped_fused(recipe, *, fits=True):
 
 def tile_name(tile):
     if isinstance(tile, Straight):
-        how = "-dealt" * tile.is_dealt + "-drawn" * tile.is_drawn
-        return "straight" + how + (f"-ahead{tile.ahead}" if tile.ahead else "")
-    return f"swapped{tile.tokens}"
+        how = "-static" * tile.is_dealt + "-dynamic" * tile.is_drawn
+        return "plain" + how + (f"-per_wave{tile.ahead}" if tile.ahead else "")
+    return f"swap_ab{tile.tokens}"

@@ -7,7 +7,7 @@ import torch
 
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, PLAIN
-from megamoe.kernels.portable.decode_tokens import HELD, VALUES
+from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS, VALUES
 from megamoe.kernels.portable.dispatch import _dispatch_kernel
 from megamoe.kernels.portable.grouped import _prepare_kernel
 from megamoe.kernels.portable.launch import arithmetic
@@ -136,7 +136,7 @@ def preparation(name):
         _prepare_kernel,
         (ints, Stand(F32), Stand(F32), ints, ints, ints, ints, ints, data, some, Stand(BF16),
          1024, 8, 24, 4096, 4096),
-        {"FORMAT": None if name is None else HELD[name], "VALUES": VALUES,
+        {"FORMAT": None if name is None else TOKEN_FORMATS[name], "VALUES": VALUES,
          "HAS_GLOBAL": name == "nvfp4", "SORTED": True, "TILE_M": 64, "GROUPS": 8, "CHUNK": 256},
     )  # fmt: skip
 
@@ -167,7 +167,7 @@ def dispatcher(name):
 
 def quantisers():
     """(name, kernel, arguments, constants) of all of these."""
-    for name in (*HELD, None):
+    for name in (*TOKEN_FORMATS, None):
         yield (f"prepare-{name}", *preparation(name))
     for name in CODES:
         yield (f"dispatch-{name}", *dispatcher(name))
@@ -175,7 +175,7 @@ def quantisers():
             yield (f"pack-{name}", *packer(name))
 
 
-@pytest.mark.parametrize("name", [*HELD, None])
+@pytest.mark.parametrize("name", [*TOKEN_FORMATS, None])
 def test_its_preparation_compiles(name):
     kernel, args, constants = preparation(name)
     assert resources(compile_kernel(kernel, args, 90, **constants))["stack"] == 0

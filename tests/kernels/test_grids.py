@@ -67,6 +67,6 @@ def test_rows_on_their_way_to_an_fp8_combine_may_be_many(grids):
 def test_the_inputs_and_the_output_of_a_graph_may_be_many(grids):
     held = graph_io.Inputs.empty(T, H, TOP_K, META)
     now = empty(graph_io.WORDS, dtype=torch.int64)
-    graph_io.fill(now, held)
-    graph_io.give(now, empty(T, H))
-    assert grids == {"_fill_kernel": (T, 7), "_give_kernel": (T, 7)} and fits(grids)
+    graph_io.copy_inputs(now, held)
+    graph_io.copy_output(now, empty(T, H))
+    assert grids == {"_copy_inputs_kernel": (T, 7), "_copy_output_kernel": (T, 7)} and fits(grids)

@@ -15,9 +15,9 @@ from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.acts import ORDERED
 from megamoe.kernels.portable.dispatch import dispatch
 from megamoe.kernels.portable.k_order import (
-    held_width,
     position,
     position_of,
+    stored_width,
     tile_in_order,
     tile_positions,
 )
@@ -35,7 +35,7 @@ def test_a_lane_holds_its_columns_in_one_piece():
         own = [16 * s + 2 * lane + i for s in range(8) for i in (0, 1, 8, 9)]
         assert sorted(held[own].tolist()) == list(range(32 * lane, 32 * lane + 32))
     assert position(1000) == 7 * 128 + position(104)
-    assert [held_width(w) for w in (32, 128, 160, 2880)] == [128, 128, 256, 2944]
+    assert [stored_width(w) for w in (32, 128, 160, 2880)] == [128, 128, 256, 2944]
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def test_tiles_are_reordered_as_columns_are(first_col, cols):
 @pytest.mark.parametrize("width", [32, 160, 1024, 2880])
 def test_dispatch_holds_tokens_in_order_and_zeros_behind(width):
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
-    held = launch.arithmetic("w4a16").hold(5, width, torch.device(DEVICE)).data
+    held = launch.arithmetic("w4a16").allocate(5, width, torch.device(DEVICE)).data
     held.fill_(float("nan"))
     dispatch(x, held, None, ORDERED)
     wanted = torch.zeros_like(held)

@@ -1,9 +1,10 @@
 """Where the columns of a pooled row stand, if a thread's FP4 weights shall share a scale.
 
 Of a K block of 128, wgmma (E4M3) gives thread t of four the places 32 step + 16 half + 4 t + v, so
-with columns in their own order it meets all four groups of 32 in every row. A product does not
-care for the order: the image of the weights and the pool put column 32 t + 8 step + 4 half + v
-there. A thread then needs one scale of a row and block: 60 instructions to decode them, not 80.
+with columns in their own order it has values of all four groups of 32 in every row. A product is
+the same in any order that both operands share: the image of the weights and the pool put column
+32 t + 8 step + 4 half + v there. A thread then needs one scale of a row and block: 60 instructions
+to decode them, not 80.
 """
 
 import triton

@@ -26,7 +26,7 @@ def HAS_PTX():
 
 @constexpr_function
 def HAS_PDL():
-    """Whether a launch can be told to start while the one before it ends."""
+    """Whether a launch may start while the one before it ends."""
     target = current_target()
     is_cuda = not INTERPRETED.value and target is not None and target.backend == "cuda"
     return is_cuda and target.arch >= 90
@@ -89,7 +89,7 @@ def to_bf16(x):
 
 
 @triton.jit
-def quotient(x, y):
+def div_rn(x, y):
     """x / y correctly rounded, y > 0.
 
     A product with the rounded reciprocal and one exact correction give the IEEE quotient

@@ -76,7 +76,7 @@ def _pool_kernel(
     place_of = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
     source = tl.load(x + token.to(tl.int64) * x_stride + place_of, mask=place_of < hidden, other=0)
     if READY or ACTS.HOLD == "plain":
-        held = source
+        values = source
         if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
             blocks = tl.cdiv(hidden, 128)
             known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
@@ -88,15 +88,15 @@ def _pool_kernel(
         tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
         ratio, stored, step = quantise_blocks(tile, by, ACTS)
         if ACTS.HOLD == "values":
-            held = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
+            values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
         else:
             if ACTS.HOLD == "scaled":
-                held = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
+                values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
             else:
-                held = tl.reshape(ACTS.code(ratio), (COLS,))
+                values = tl.reshape(ACTS.code(ratio), (COLS,))
             wide = tl.broadcast_to(stored, scale_place.shape)
             tl.store(scale + scale_place, wide, mask=scale_mask)
-    tl.store(data + place, tl.broadcast_to(held[None, :], place.shape), mask=mask)
+    tl.store(data + place, tl.broadcast_to(values[None, :], place.shape), mask=mask)
     if IS_SMALL and part == 0:
         tl.store(dest + row, token * num_dest + first_slot + slot, mask=used)
         tl.store(weight + row, share, mask=used)
@@ -111,8 +111,8 @@ def _pool_kernel(
             if HAS_STATS:
                 expert = tl.arange(0, E)
                 inside = expert < num_experts - SHARED
-                seen = tl.load(stats + expert, mask=inside)
-                tl.store(stats + expert, seen + count, mask=inside)
+                total = tl.load(stats + expert, mask=inside)
+                tl.store(stats + expert, total + count, mask=inside)
             write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
 
 

@@ -179,8 +179,8 @@ def _place_kernel(
     elif number == 0:
         if HAS_STATS and not IS_COUNTED:
             is_routed = expert < num_experts - SHARED
-            seen = tl.load(stats + expert, mask=is_routed)
-            tl.store(stats + expert, seen + count, mask=is_routed)
+            total = tl.load(stats + expert, mask=is_routed)
+            tl.store(stats + expert, total + count, mask=is_routed)
         write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
     else:
         to, is_given = routing_place(at, TOP_K, SHARED)

@@ -11,8 +11,8 @@ from torch import Tensor
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import to_bf16
 from megamoe.kernels.common.numbers import Kind, e2m1_to_bf16, e4m3_value, e8m0_value
-from megamoe.kernels.portable.k_order import held_cols, held_width, position_of
-from megamoe.kernels.portable.launch import Arithmetic, Held, as_bytes
+from megamoe.kernels.portable.k_order import position_of, stored_cols, stored_width
+from megamoe.kernels.portable.launch import Activations, Arithmetic, as_bytes
 
 VALUES = 4096  # a program decodes
 
@@ -41,8 +41,8 @@ def _store_plain(out, col, value, factor, mask):
     tl.store(out + position_of(col), value, mask=mask)
 
 
-# BF16 of code * scale; FP8 1x128 keeps its scales apart, so that any block will do.
-HELD = {
+# BF16 of code * scale; FP8 1x128 has its scales apart, so that any block will do.
+TOKEN_FORMATS = {
     "mxfp4": Kind("mxfp4", SCALED=True, GROUP=32, UNITS=16, scale=_e8m0, store=_store_pairs),
     "nvfp4": Kind("nvfp4", SCALED=True, GROUP=16, UNITS=8, scale=e4m3_value, store=_store_pairs),
     "mxfp8": Kind("mxfp8", SCALED=True, GROUP=32, UNITS=32, scale=_e8m0, store=_store_bytes),
@@ -65,20 +65,20 @@ def decode_blocks(
     if FORMAT.SCALED:
         factor = FORMAT.scale(tl.load(scale + block, mask=inside, other=0))[:, None]
     per_row = width // FORMAT.GROUP
-    first = (block // per_row * held_cols(width))[:, None]
+    first = (block // per_row * stored_cols(width))[:, None]
     col = (block % per_row)[:, None] * FORMAT.UNITS + unit
     FORMAT.store(out + first, col, code, factor, inside[:, None])
 
 
 @triton.jit
-def _hold_kernel(data, scale, out, num_blocks, width, FORMAT: tl.constexpr, VALUES: tl.constexpr):
+def _decode_kernel(data, scale, out, num_blocks, width, FORMAT: tl.constexpr, VALUES: tl.constexpr):
     decode_blocks(data, scale, out, tl.program_id(0), num_blocks, width, FORMAT, VALUES)
 
 
 class Decoding(NamedTuple):
-    """What is left to do before `held` holds the values of some rows: nothing, or blocks."""
+    """What is left to do before `activations` have the values of all rows: nothing, or blocks."""
 
-    held: Held
+    activations: Activations
     format: Kind | None
     data: Tensor
     scale: Tensor
@@ -95,22 +95,22 @@ def decoding(x: Quantized, how: Arithmetic) -> Decoding:
     """Room for rows [T, k], and what must be decoded into it."""
     data, scale = x.data.contiguous(), x.scale
     if not how.is_ordered:
-        return Decoding(Held(data, scale), None, data, data, data, 0)
-    kind, scale = HELD[x.format], data if scale is None else scale.contiguous()
+        return Decoding(Activations(data, scale), None, data, data, data, 0)
+    kind, scale = TOKEN_FORMATS[x.format], data if scale is None else scale.contiguous()
     empty = torch.zeros if x.shape[1] % 128 else torch.empty
-    out = empty(x.shape[0], held_width(x.shape[1]), dtype=torch.bfloat16, device=x.device)
+    out = empty(x.shape[0], stored_width(x.shape[1]), dtype=torch.bfloat16, device=x.device)
     return Decoding(
-        Held(out, scale if how.has_scale else None), kind, as_bytes(data), as_bytes(scale), out,
-        math.prod(x.shape) // kind.GROUP.value,
+        Activations(out, scale if how.has_scale else None), kind, as_bytes(data), as_bytes(scale),
+        out, math.prod(x.shape) // kind.GROUP.value,
     )  # fmt: skip
 
 
-def hold(x: Quantized, how: Arithmetic) -> Held:
+def decode_tokens(x: Quantized, how: Arithmetic) -> Activations:
     """Rows [T, k] as the GEMM loads them; NVFP4's global scale is left to the sums."""
     todo = decoding(x, how)
     if todo.num_programs:
-        _hold_kernel[(todo.num_programs,)](
+        _decode_kernel[(todo.num_programs,)](
             todo.data, todo.scale, todo.out, todo.num_blocks, x.shape[1],
             FORMAT=todo.format, VALUES=VALUES, num_warps=4,
         )  # fmt: skip
-    return todo.held
+    return todo.activations

@@ -85,12 +85,12 @@ def dispatch(
             block=(rows, cols), num_warps=num_warps, pdl=pdl,
         )  # fmt: skip
         return
-    some = next(t for t in (x, routing and routing.idx) if t is not None)
-    tensors, constants = routing_arguments(routing, some)
+    unused = next(t for t in (x, routing and routing.idx) if t is not None)
+    tensors, constants = routing_arguments(routing, unused)
     num_tiles = triton.cdiv(num_tokens, rows)
     _dispatch_kernel[tiles(num_tiles, triton.cdiv(hidden, cols))](
-        some, 0 if x is None else x.stride(0), some if g is None else g,
-        some if out is None else out, some if out_scale is None else out_scale, *tensors,
+        unused, 0 if x is None else x.stride(0), unused if g is None else g,
+        unused if out is None else out, unused if out_scale is None else out_scale, *tensors,
         num_tokens, hidden, num_experts, ACTS=acts, HAS_TOKENS=x is not None, HAS_G=g is not None,
         ROWS=rows, COLS=cols, IS_DEEP=is_deep(num_tiles), num_warps=num_warps,
         **constants, **overlap(pdl),

@@ -1,7 +1,7 @@
 """Around a captured call: what it is about, its inputs into the graph's buffers, its output out.
 
-A graph takes no arguments. It begins with `take`, which reads a slot of host memory, and addresses
-are cast to pointers here: one graph serves inputs wherever they lie.
+A graph takes no arguments. It begins with `read_args`, which reads a slot of host memory, and
+addresses are cast to pointers here: one graph serves inputs wherever they lie.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COLS = 1024  # columns of a program
+COPY_COLS = 1024  # columns of a program
 WORDS = 8  # of a slot: those below, and one that is free
 
 # Addresses of the inputs and of the result (0: it stays where it is), elements from row to row of
@@ -21,21 +21,21 @@ WORDS = 8  # of a slot: those below, and one that is free
 X, IDX, WEIGHTS, Y, X_STRIDE, NUM_TOKENS, IS_LONG = map(tl.constexpr, range(7))
 
 
-class Mail(NamedTuple):
-    """Slots that the host writes and the GPU takes in turn."""
+class ReplayArgs(NamedTuple):
+    """Slots that the host writes and the GPU reads one after the other."""
 
     slots: Tensor  # int64 [S, WORDS]: host memory that the GPU reads at the same address
-    turn: Tensor  # int64 [1]: the slot that is taken next
-    now: Tensor  # int64 [WORDS]: the one that was taken last
+    next_slot: Tensor  # int64 [1]: the slot that is read next
+    now: Tensor  # int64 [WORDS]: the one that was read last
 
     @classmethod
-    def empty(cls, num_slots: int, device: torch.device) -> Mail:
-        """Slots that say: no token, no result."""
+    def empty(cls, num_slots: int, device: torch.device) -> ReplayArgs:
+        """Slots of no token and no result."""
         slots = torch.zeros(
             num_slots, WORDS, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda"
         )
-        turn, now = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, WORDS))
-        return cls(slots, turn, now)
+        next_slot, now = (torch.zeros(n, dtype=torch.int64, device=device) for n in (1, WORDS))
+        return cls(slots, next_slot, now)
 
 
 class Inputs(NamedTuple):
@@ -58,19 +58,19 @@ class Inputs(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["slots"])
-def _take_kernel(slots: tl.int64, turn, now, SLOTS: tl.constexpr, WORDS: tl.constexpr):
-    at = tl.load(turn)
+def _read_args_kernel(slots: tl.int64, next_slot, now, SLOTS: tl.constexpr, WORDS: tl.constexpr):
+    at = tl.load(next_slot)
     word = tl.arange(0, WORDS)
     # volatile: the host wrote since the last look, which may still lie in a cache
     where = slots.to(tl.int64).to(tl.pointer_type(tl.int64))  # the interpreter may hold 32 bits
-    mail = tl.load(where + at * WORDS + word, volatile=True)
-    tl.store(now + word, mail)
-    tl.debug_barrier()  # all threads have read whose turn it is
-    tl.store(turn, (at + 1) % SLOTS)
+    words = tl.load(where + at * WORDS + word, volatile=True)
+    tl.store(now + word, words)
+    tl.debug_barrier()  # all threads have read which slot is next
+    tl.store(next_slot, (at + 1) % SLOTS)
 
 
 @triton.jit(do_not_specialize=["hidden"])
-def _fill_kernel(
+def _copy_inputs_kernel(
     now, x_out, idx_out, weights_out, count, hidden,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _fill_kernel(
             else:
                 short = tl.load(idx.to(tl.pointer_type(tl.int32)) + at, mask=used, other=-1)
                 given = short.to(tl.int64)
-            # an id that 32 bits do not hold is a fault, which is told later
+            # an id that 32 bits do not hold is a fault, which is reported later
             expert = tl.where((given < -1) | (given > 2147483647), -2, given)
             tl.store(idx_out + at, expert.to(tl.int32), mask=used)
             weights = tl.load(now + WEIGHTS).to(tl.pointer_type(tl.float32))
@@ -103,7 +103,7 @@ def _fill_kernel(
 
 
 @triton.jit
-def _give_kernel(now, y, hidden, COLS: tl.constexpr):
+def _copy_output_kernel(now, y, hidden, COLS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     out = tl.load(now + Y)
     if (token < tl.load(now + NUM_TOKENS)) & (out != 0):
@@ -114,25 +114,27 @@ def _give_kernel(now, y, hidden, COLS: tl.constexpr):
         tl.store(to + at, tl.load(y + at, mask=inside), mask=inside)
 
 
-def take(mail: Mail) -> None:
-    """Copy the next slot to `now`; the turn is then the following one's."""
-    address, num = mail.slots.data_ptr(), len(mail.slots)
-    _take_kernel[(1,)](address, mail.turn, mail.now, SLOTS=num, WORDS=WORDS, num_warps=1)
+def read_args(args: ReplayArgs) -> None:
+    """Copy the next slot to `now`; the one after it is then the next."""
+    address, num = args.slots.data_ptr(), len(args.slots)
+    _read_args_kernel[(1,)](address, args.next_slot, args.now, SLOTS=num, WORDS=WORDS, num_warps=1)
 
 
-def fill(now: Tensor, into: Inputs) -> None:
+def copy_inputs(now: Tensor, into: Inputs) -> None:
     """Copy T tokens, int32 or int64 ids and weights to the first T rows, and T to the count."""
     num_tokens, hidden = into.x.shape
     top_k = into.topk_idx.shape[1]
-    cols = min(triton.next_power_of_2(hidden), COLS)
-    _fill_kernel[(num_tokens, triton.cdiv(hidden, cols))](
+    cols = min(triton.next_power_of_2(hidden), COPY_COLS)
+    _copy_inputs_kernel[(num_tokens, triton.cdiv(hidden, cols))](
         now, *into, hidden, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), COLS=cols,
         num_warps=4,
     )  # fmt: skip
 
 
-def give(now: Tensor, y: Tensor) -> None:
+def copy_output(now: Tensor, y: Tensor) -> None:
     """Copy the first T rows of the graph's output to where the call wants them, if it does."""
     num_tokens, hidden = y.shape
-    cols = min(triton.next_power_of_2(hidden), COLS)
-    _give_kernel[(num_tokens, triton.cdiv(hidden, cols))](now, y, hidden, COLS=cols, num_warps=4)
+    cols = min(triton.next_power_of_2(hidden), COPY_COLS)
+    _copy_output_kernel[(num_tokens, triton.cdiv(hidden, cols))](
+        now, y, hidden, COLS=cols, num_warps=4
+    )

@@ -95,7 +95,7 @@ def grouped_gemm(
     x          [M, k], sorted by group; NVFP4 with one global scale
     w          [G, n, k]; NVFP4 with one global scale, or one per group
     counts     int32 [G] on the device: rows of each group, M in all (not checked: never read back)
-    schedule   "static": one program a tile; "dynamic": programs draw tiles until none is left
+    schedule   "static": one program a tile; "dynamic": programs take tiles until none is left
     sort_by_m  large groups first, so that the last tiles to run are short ones
     tile       the planner's unless given
     returns    bf16 [M, n]; every schedule, order and tile gives the same bits
@@ -125,7 +125,7 @@ def grouped_gemm(
     )  # fmt: skip
     dynamic = schedule == "dynamic"
     launch.linear(
-        todo.held, _per_group(w), order, y.view(num_rows, 1, n), tile, how, store="slots",
+        todo.activations, _per_group(w), order, y.view(num_rows, 1, n), tile, how, store="slots",
         x_global=spread, gather=True, ticket=ticket if dynamic else None,
         num_programs=PROGRAMS_PER_SM * _num_sms(device),
     )  # fmt: skip

@@ -7,7 +7,7 @@ MXFP4. Tokens and acts then lie in the order in which those columns come:
 
   position 32 i + 16 z + 8 h + 2 t + b   of a block holds   column 32 t + 8 i + 4 b + 2 z + h
 
-where i is the lane's word of eight codes and b, z, h count the codes within it. Rows are held in
+where i is the lane's word of eight codes and b, z, h count the codes within it. Rows are stored in
 whole blocks; what lies past their end is zero.
 """
 
@@ -18,7 +18,7 @@ BLOCK = tl.constexpr(128)
 
 
 def position(column):
-    """Where a column is held; of ints, torch and Triton tensors."""
+    """Where a column is stored; of ints, torch and Triton tensors."""
     inside = ((column & 24) << 2) | ((column & 3) << 3) | ((column & 96) >> 4)
     return (column & -128) | inside | ((column & 4) >> 2)
 
@@ -26,17 +26,17 @@ def position(column):
 position_of = triton.jit(position)
 
 
-def held_width(width):
-    """Columns of a held row: whole blocks."""
+def stored_width(width):
+    """Columns of a stored row: whole blocks."""
     return (width + 127) // 128 * 128
 
 
-held_cols = triton.jit(held_width)
+stored_cols = triton.jit(stored_width)
 
 
 @triton.jit
 def tile_in_order(x):
-    """A tile [r, c] of whole blocks as it is held, or of half a block: see `tile_positions`."""
+    """A tile [r, c] of whole blocks as it is stored, or of half a block: see `tile_positions`."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     LANES: tl.constexpr = C // 32 if C < BLOCK else 4
@@ -46,7 +46,7 @@ def tile_in_order(x):
 
 @triton.jit
 def tile_positions(first_col, COLS: tl.constexpr):
-    """Where the columns of `tile_in_order` are held, for a tile that begins at `first_col`."""
+    """Where the columns of `tile_in_order` are stored, for a tile that begins at `first_col`."""
     RUN: tl.constexpr = COLS // 16 if COLS < BLOCK else 8  # neighbours, of each eight positions
     j = tl.arange(0, COLS)
     if RUN == 8:

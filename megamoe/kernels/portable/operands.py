@@ -23,7 +23,7 @@ from megamoe.kernels.common.numbers import (
     e8m0_twice,
     e8m0_value,
 )
-from megamoe.kernels.portable.k_order import held_cols, tile_in_order
+from megamoe.kernels.portable.k_order import stored_cols, tile_in_order
 
 
 @triton.jit
@@ -151,13 +151,13 @@ def _scaled_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
 @triton.jit
 def _ordered_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
     """In the order of korder.py, zero past the end of K."""
-    return _token_tile(x, row, k0, held_cols(K), BLOCK_K, BLOCK_K == 128), 1.0
+    return _token_tile(x, row, k0, stored_cols(K), BLOCK_K, BLOCK_K == 128), 1.0
 
 
 @triton.jit
 def _ordered_scaled_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
     scale = _token_scale(x_scale, row, valid, k0, K)
-    return _token_tile(x, row, k0, held_cols(K), BLOCK_K, BLOCK_K == 128), scale
+    return _token_tile(x, row, k0, stored_cols(K), BLOCK_K, BLOCK_K == 128), scale
 
 
 @triton.jit

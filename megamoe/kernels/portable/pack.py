@@ -55,7 +55,7 @@ def _inverse(y):
 def _ratio(x, step, inverse, CAP: tl.constexpr, HOW: tl.constexpr):
     """|x / step|, at most CAP, as IEEE rounds it.
 
-    "shift": step is a power of two, and nothing exceeds CAP; "correct": see `compat.quotient`, but
+    "shift": step is a power of two, and nothing exceeds CAP; "correct": see `compat.div_rn`, but
     an overflow gives NaN, which `minimum` drops; "divide": any step.
     """
     if HOW == "shift":

@@ -72,8 +72,8 @@ def _scan_kernel(
     total = tl.sum(own, 0)
     tl.store(counts + expert, total)
     if HAS_STATS:
-        is_told = expert < num_stats
-        tl.store(stats + expert, tl.load(stats + expert, mask=is_told) + total, mask=is_told)
+        is_counted = expert < num_stats
+        tl.store(stats + expert, tl.load(stats + expert, mask=is_counted) + total, mask=is_counted)
 
 
 @triton.jit

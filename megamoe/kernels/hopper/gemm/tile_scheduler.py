@@ -263,10 +263,10 @@ def num_work_items(gemm, ROWS: gl.constexpr):
 @gluon.jit
 def tile_in_list(gemm, item, ROWS: gl.constexpr):
     """(index in the tile list, n tile) of an item: SPAN tiles share a sweep over the n tiles."""
-    across = num_n_tiles(gemm, ROWS)
-    first = item // (gemm.SPAN * across) * gemm.SPAN
+    n_tiles = num_n_tiles(gemm, ROWS)
+    first = item // (gemm.SPAN * n_tiles) * gemm.SPAN
     size = gl.minimum(gl.load(gemm.num_tiles) - first, gemm.SPAN)
-    inside = item % (gemm.SPAN * across)
+    inside = item % (gemm.SPAN * n_tiles)
     return first + inside % size, inside // size
 
 

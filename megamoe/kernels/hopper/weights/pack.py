@@ -90,7 +90,7 @@ def pack(w: Quantized, *, to_e4m3: bool, is_placed: bool = False) -> Packed:
 
 
 def joined(first: Packed, second: Packed) -> Packed:
-    """Images of more experts, which come behind those of `first`."""
+    """Images of more experts, after those of `first`."""
     assert first.scale is not None and second.scale is not None
     factor = None
     if first.factor is not None and second.factor is not None:
@@ -190,10 +190,12 @@ def _image(codes: Tensor, mma: str, is_placed: bool = False) -> Tensor:
     Expert by expert, so that little memory is needed beside the result.
     """
     experts, rows, half = codes.shape
-    made = torch.empty(experts, rows // 64, half // 16, 256, dtype=torch.int32, device=codes.device)
+    image = torch.empty(
+        experts, rows // 64, half // 16, 256, dtype=torch.int32, device=codes.device
+    )
     index = torch.tensor(_order(mma), device=codes.device)
-    for one, out in zip(codes, made, strict=True):
-        nibbles = torch.stack((one & 15, one >> 4), -1).flatten(1)  # rows, k
+    for one_codes, out in zip(codes, image, strict=True):
+        nibbles = torch.stack((one_codes & 15, one_codes >> 4), -1).flatten(1)  # rows, k
         # slab, warp, upper, g, K block, column of 128
         n = nibbles.view(rows // 64, 4, 2, 8, half // 64, 128)
         n = n.index_select(-1, index).unflatten(-1, (4, 4, 2, 4)).int()  # step, t, half, v
@@ -204,7 +206,7 @@ def _image(codes: Tensor, mma: str, is_placed: bool = False) -> Tensor:
             word |= sign[..., *at] << word_bit(*at, 3, is_placed)
         # stored: slab, K block, upper, warp, g, t, step
         out.copy_(word.permute(0, 4, 2, 1, 3, 6, 5).reshape(out.shape))
-    return made
+    return image
 
 
 def _scale_image(scale: Tensor, per_block: int) -> Tensor:
