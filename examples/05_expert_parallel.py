@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import megamoe as mm
+from megamoe.balance.placement import propose
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.placement import propose
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 256, 128, 4
 

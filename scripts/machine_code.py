@@ -27,6 +27,7 @@ import torch
 from megamoe.kernels.portable import combine, sort
 from tests.kernels import test_compile, test_fused_compile, test_hopper_compile
 from tests.kernels.compiling import compile_kernel
+from tests.kernels.steps import combine_step, sort_steps
 
 META = torch.device("meta")
 ALLOCATED = 2  # a section flag: it is loaded
@@ -62,10 +63,11 @@ def fingerprint(kernel: Any) -> str:
 def tile_key(tile: Any) -> str:
     """A tile by its sizes, whatever its class and fields are called."""
     if hasattr(tile, "slabs"):
-        sizes = tile.tokens, 64 * tile.slabs, tile.depth, tile.stages
-        return "swap_ab-" + "x".join(map(str, sizes)) + f"-span{tile.span}"
-    how = [name for name in ("is_dealt", "is_drawn") if getattr(tile, name)]
-    return "-".join(["plain", str(tile.stages), str(tile.images), f"ahead{tile.ahead}", *how])
+        sizes = tile.block_m, 64 * tile.slabs, tile.k_blocks, tile.num_stages
+        return "swap_ab-" + "x".join(map(str, sizes)) + f"-span{tile.group_m}"
+    how = {"strided": [], "static": ["is_dealt"], "dynamic": ["is_drawn"]}[tile.schedule]
+    sizes = tile.num_stages, tile.num_image_stages
+    return "-".join(["plain", *map(str, sizes), f"ahead{tile.decode_ahead}", *how])
 
 
 def staged() -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -129,7 +131,8 @@ def portable() -> Iterator[tuple[str, Callable[..., Any]]]:
             rows = torch.empty(64, 6 + extra, 2048, dtype=torch.bfloat16, device=META)
             idx = torch.empty(64, 6, dtype=torch.int32, device=META)
             y, gates = rows[:, 0], torch.empty(64, 6, device=META)
-            combine.combine(rows, None, idx, gates, y, weighted=weighted, pdl=True)
+            step = combine_step(64, 2048)
+            combine.combine(rows, None, idx, gates, y, step=step, weighted=weighted, pdl=True)
             return [compiler.made]
 
         return compiled
@@ -138,7 +141,8 @@ def portable() -> Iterator[tuple[str, Callable[..., Any]]]:
         compiler = test_hopper_compile.Compiler(sort._scan_kernel)
         patch.setattr(sort, "_scan_kernel", compiler)
         ints = torch.empty(32, 8, dtype=torch.int32, device=META)
-        sort.scan_counts(ints, ints[0], ints[0].long(), pdl=True)
+        step = sort_steps(32 * 128, 8, 64)["scan"]
+        sort.scan_counts(ints, ints[0], ints[0].long(), step, pdl=True)
         return [compiler.made]
 
     for weighted, extra in ((False, 0), (True, 0), (True, 1)):

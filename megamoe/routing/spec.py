@@ -58,3 +58,9 @@ class Router:
             got=self.scale,
             kind=RangeError,
         )
+
+
+def max_tiles(num_rows: int, num_experts: int, tile_m: int) -> int:
+    """Most tiles that `num_rows` routed slots can fill: each expert may leave one unfilled."""
+    touched = min(num_rows, num_experts)
+    return touched + (num_rows - touched) // tile_m

@@ -5,9 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate
 
-from megamoe.schedule.heuristics import hopper_tiles
+from megamoe.planner.launches import WARPGROUPS
 
-GROUPS = gl.constexpr(hopper_tiles.GROUPS)  # math warpgroups of a CTA
+GROUPS = gl.constexpr(WARPGROUPS)  # math warpgroups of a CTA
 FLAT_SHARED = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.layout.regions import align_up
+from megamoe.planner.tables import hopper as tables
 
-ROW_ALIGN = tl.constexpr(8)  # an expert's first row: TMA reads scales in whole 16 bytes
+ROW_ALIGN = tl.constexpr(tables.ROW_ALIGN)  # an expert's first row
 
 # An entry of the tile list: int32 [TILE_WORDS].
 TILE_WORDS = tl.constexpr(4)
@@ -30,13 +30,3 @@ class Pool(NamedTuple):
     factor: Tensor  # FP32 [R]: NVFP4's global scale of the token
     tiles: Tensor  # int32 [max_tiles, TILE_WORDS]: the tile list
     num_tiles: Tensor  # int32 [4]: its length, and the counters of dynamic scheduling
-
-
-def num_rows(slots: int, experts: int) -> int:
-    """Rows of a pool that any routing fits, gaps before experts included."""
-    return align_up(slots + min(slots, experts) * (ROW_ALIGN.value - 1), ROW_ALIGN.value)
-
-
-def max_tiles(slots: int, experts: int, block: int) -> int:
-    """Tiles of `block` rows that any routing can ask for."""
-    return max(min(slots, slots // block + experts), 1)

@@ -13,8 +13,9 @@ from megamoe.kernels.common.compat import to_bf16
 from megamoe.kernels.common.numbers import Kind, e2m1_to_bf16, e4m3_value, e8m0_value
 from megamoe.kernels.portable.k_order import position_of, stored_cols, stored_width
 from megamoe.kernels.portable.launch import Activations, Arithmetic, as_bytes
+from megamoe.planner.tables.portable import DECODE_VALUES
 
-VALUES = 4096  # a program decodes
+VALUES = DECODE_VALUES
 
 
 @triton.jit

@@ -44,6 +44,7 @@ from megamoe.kernels.hopper.pool import (
     TILE_ROW_END,
     TILE_WORDS,
 )
+from megamoe.planner.tables.hopper import MAX_CTAS
 
 ITEM_WORDS = tl.constexpr(8)
 ITEM_EXPERT = tl.constexpr(0)
@@ -55,7 +56,6 @@ ITEM_SLAB = tl.constexpr(5)
 ITEM_STORED = tl.constexpr(6)
 ITEM_TILE = tl.constexpr(6)
 ITEM_READ = tl.constexpr(7)
-MAX_CTAS = 1 << 10  # a run and a place have ten bits
 
 # The tile of the plain GEMM.
 TOKENS = tl.constexpr(128)  # rows of the pool
@@ -104,7 +104,7 @@ class WorkItems:
         is_dynamic: bool = False,
     ) -> WorkItems:
         """Room for up to `max_tiles` tiles of tokens, on the device of `like`."""
-        assert ctas < MAX_CTAS
+        assert ctas <= MAX_CTAS
         waves = [triton.cdiv(max_tiles * linear.num_n_tiles, ctas) for linear in linears]
         items = like.new_empty(sum(waves) * ctas, ITEM_WORDS.value)
         return WorkItems(items, linears, waves, ctas, span, is_dynamic)

@@ -7,20 +7,22 @@ Without TRACE nothing of this is compiled.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-EVENTS = gl.constexpr(128)
-ROLES = gl.constexpr(4)
-MATH = gl.constexpr(0)  # the first warpgroup
-LOAD_WEIGHTS = gl.constexpr(1)
-LOAD_TOKENS = gl.constexpr(2)
-PUBLISH = gl.constexpr(3)
+from megamoe.layout import stamps
 
-ROUTE = gl.constexpr(1)
-FILL = gl.constexpr(2)
-L1 = gl.constexpr(3)
-L2 = gl.constexpr(4)
-END = gl.constexpr(5)  # the wait for all CTAs
-COMBINE = gl.constexpr(6)
-WAIT = gl.constexpr(7)
+EVENTS = gl.constexpr(stamps.EVENTS)
+ROLES = gl.constexpr(stamps.ROLES)
+MATH = gl.constexpr(stamps.MATH)  # the first warpgroup
+LOAD_WEIGHTS = gl.constexpr(stamps.LOAD_WEIGHTS)
+LOAD_TOKENS = gl.constexpr(stamps.LOAD_TOKENS)
+PUBLISH = gl.constexpr(stamps.PUBLISH)
+
+ROUTE = gl.constexpr(stamps.ROUTE)
+FILL = gl.constexpr(stamps.FILL)
+L1 = gl.constexpr(stamps.FIRST)
+L2 = gl.constexpr(stamps.SECOND)
+END = gl.constexpr(stamps.MEET)  # the wait for all CTAs
+COMBINE = gl.constexpr(stamps.COMBINE)
+WAIT = gl.constexpr(stamps.WAIT)
 
 
 @gluon.jit

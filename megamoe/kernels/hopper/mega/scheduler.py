@@ -39,7 +39,7 @@ from megamoe.kernels.hopper.mega.sync import (
 )
 from megamoe.kernels.hopper.pipeline import GROUPS, Tile, fast_div, record
 from megamoe.kernels.hopper.pool import TILE_WAVE, TILE_WORDS
-from megamoe.schedule.heuristics.hopper_fused import MOST_WAVES as MAX_WAVES
+from megamoe.planner.tables.hopper import MAX_WAVES
 
 WAVES = gl.constexpr(MAX_WAVES)
 WAVE_TABLE = gl.constexpr(64)  # words after a CTA's tile list
