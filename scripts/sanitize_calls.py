@@ -19,9 +19,15 @@ from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.acts import CODES
+from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
-from megamoe.kernels.portable.fill import Inputs, Mail, fill, give, take
-from megamoe.kernels.portable.hold import hold
+from megamoe.kernels.portable.graph_io import (
+    Inputs,
+    ReplayArgs,
+    copy_inputs,
+    copy_output,
+    read_args,
+)
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner import portable as portable_plan
 from megamoe.planner.launches import Pass
@@ -73,7 +79,7 @@ def alone(recipe: str) -> None:
         steps = Pass("routed", 29, 4, tuple(portable_plan.sort(29, 4, tile.block_m)))
         sort_slots(idx.to(DEVICE), order, steps)
         rows = order.permuted_idx_to_expanded_idx.numel()
-        held = hold(mm.quantize(normal(rows, H), "bf16"), how)
+        held = decode_tokens(mm.quantize(normal(rows, H), "bf16"), how)
         total = torch.zeros(29, I, device=DEVICE)
         step = portable_plan.grouped(tile, 29, 4, I, None)
         launch.linear(held, w, order, total, step, how, store="atomic")
@@ -100,8 +106,8 @@ def quantisers() -> None:
 
 
 def graphs() -> None:
-    """Notes taken round a ring, inputs from odd places, an output or none."""
-    mail, held = Mail.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
+    """Arguments read round a ring, inputs from odd places, an output or none."""
+    mail, held = ReplayArgs.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
     for step, num in enumerate((8, 5, 1, 3)):
         x, y = normal(num, H + step)[:, step:], torch.empty(num, H, device=DEVICE).bfloat16()
         idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K))
@@ -109,9 +115,9 @@ def graphs() -> None:
         to = 0 if step == 2 else y.data_ptr()
         note = x.data_ptr(), ids.data_ptr(), weight.data_ptr(), to, H + step, num, not step % 2, 0
         mail.slots[step % 2] = torch.tensor(note)
-        take(mail)
-        fill(mail.now, held)
-        give(mail.now, held.x)
+        read_args(mail)
+        copy_inputs(mail.now, held)
+        copy_output(mail.now, held.x)
         assert to == 0 or torch.equal(y, x)
 
 

@@ -45,8 +45,8 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     """L2 of the staged layer on rows that wait in its pool; `tile` is the table's unless given."""
     backends.resolve("hopper", "auto", inputs.device)
     from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.deal import deal
-    from megamoe.kernels.hopper.pack import can_be_placed, pack
+    from megamoe.kernels.hopper.gemm.tile_scheduler import schedule
+    from megamoe.kernels.hopper.weights.pack import can_be_placed, pack
 
     row, shape = recipe_named(recipe), inputs.shape
     chosen = tile or tile_for(recipe, shape)
@@ -58,15 +58,15 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None
     counts = torch.tensor(shape.rows, dtype=torch.int32, device=inputs.device)
     step = l2_launch(chosen, shape.k, hardware_of(inputs.device).num_sms)
-    hand = launch.hand(x, (w,), step)
-    if hand is not None and hand.is_drawn:
-        deal(hand, counts)  # once, like the list of tiles: nobody writes to them
+    work = launch.work_items(x, (w,), step)
+    if work is not None and work.is_dynamic:
+        schedule(work, counts)  # once, like the list of tiles: nobody writes to them
 
     def run() -> Tensor:
         y = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16, device=inputs.device)
-        if hand is not None and not hand.is_drawn:
-            deal(hand, counts)  # CTAs count in them
-        items = None if hand is None else hand.items
+        if work is not None and not work.is_dynamic:
+            schedule(work, counts)  # CTAs count in them
+        items = None if work is None else work.items
         launch.linear(x, w, y, step, how, options, items=items, acts_factor=ones)
         return y
 
@@ -89,7 +89,7 @@ def l2_launch(tile: Tile, depth: int, num_sms: int) -> Launch:
 
 def pooled(inputs: GemmInputs, recipe: str, tile: Tile, how: Arithmetic) -> Pool:
     """The rows as `route` would leave them: sorted by group, row i of the result at place i."""
-    from megamoe.kernels.device.columns import by_group
+    from megamoe.kernels.common.columns import by_group
     from megamoe.kernels.hopper import launch
 
     rows, k, device = inputs.shape.rows, inputs.shape.k, inputs.device

@@ -11,8 +11,9 @@ from megamoe.engine.hopper import num_of, prepared, with_shared
 from megamoe.engine.manner import bound_s
 from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
-from megamoe.kernels.hopper import launch, mega_launch
-from megamoe.kernels.hopper.waves import TABLE
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.mega.scheduler import WAVE_TABLE
 from megamoe.layout.regions import align_up
 from megamoe.planner.hopper import max_tiles
 from megamoe.planner.launches import Launch, Mega
@@ -107,7 +108,7 @@ def _run(
         made.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
         rows=config.pool_rows,
     )  # fmt: skip
-    words = align_up(4 * max_tiles(slots, experts, block_m), 32) + TABLE.value
+    words = align_up(4 * max_tiles(slots, experts, block_m), 32) + WAVE_TABLE.value
     private = torch.empty(step.num_ctas, words, dtype=torch.int32, device=device)
     kept = mega_launch.State(counters, private, found.report)
     if is_poisoned:

@@ -79,7 +79,7 @@ class FusedGroup:
 
     def __init__(self, layer: MoE, meeting: Rendezvous) -> None:
         from megamoe.distributed.symmetric import share
-        from megamoe.kernels.hopper.mega_launch import World
+        from megamoe.kernels.hopper.mega.launch import World
 
         weights, most = layer.weights, layer.max_tokens_per_rank
         assert most is not None

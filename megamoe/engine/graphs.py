@@ -29,7 +29,7 @@ from megamoe.planner.plan import Plan
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
-    from megamoe.kernels.portable.fill import Inputs, Mail
+    from megamoe.kernels.portable.graph_io import Inputs, ReplayArgs
 
 STEP = 256  # buckets above this are its multiples
 MOST_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
@@ -85,7 +85,7 @@ class Parts(NamedTuple):
 class Captured:
     """One bucket: the mail and the inputs that its graph reads, the graph, and its output."""
 
-    def __init__(self, mail: Mail, inputs: Inputs, graph: Any, y: Tensor) -> None:
+    def __init__(self, mail: ReplayArgs, inputs: Inputs, graph: Any, y: Tensor) -> None:
         self.mail, self.inputs, self.graph, self.y = mail, inputs, graph, y
         self._rows: dict[int, Tensor] = {}
 
@@ -233,7 +233,7 @@ class Gpu:
 
     def capture(self, bucket: int, parts: Parts) -> Captured:
         """Make the call once, on no token, so that all is compiled and packed; then capture it."""
-        from megamoe.kernels.portable.fill import Inputs
+        from megamoe.kernels.portable.graph_io import Inputs
 
         self.follow()
         with torch.inference_mode(False), torch.no_grad():
@@ -250,12 +250,12 @@ class Gpu:
         return Captured(self.mailbox.mail, inputs, graph, y)
 
 
-def _launch_all(parts: Parts, inputs: Inputs, mail: Mail) -> Tensor:
+def _launch_all(parts: Parts, inputs: Inputs, mail: ReplayArgs) -> Tensor:
     """A note's call: its inputs in, the layer's launches, its output out."""
-    from megamoe.kernels.portable.fill import fill, give, take
+    from megamoe.kernels.portable.graph_io import copy_inputs, copy_output, read_args
 
-    take(mail)
-    fill(mail.now, inputs)
+    read_args(mail)
+    copy_inputs(mail.now, inputs)
     y = parts.launch(inputs)
-    give(mail.now, y)
+    copy_output(mail.now, y)
     return y

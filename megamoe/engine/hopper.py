@@ -26,8 +26,9 @@ from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.hopper.launch import Arithmetic
-from megamoe.kernels.hopper.pack import (
+from megamoe.kernels.hopper.weights.pack import (
     Packed,
     can_be_placed,
     fits_bf16,
@@ -35,8 +36,7 @@ from megamoe.kernels.hopper.pack import (
     pack,
     parted,
 )
-from megamoe.kernels.hopper.pack import fits_e4m3 as pack_fits_e4m3
-from megamoe.kernels.hopper.route import route
+from megamoe.kernels.hopper.weights.pack import fits_e4m3 as pack_fits_e4m3
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch
@@ -248,17 +248,17 @@ def run_pass(
     l1, l2 = steps["l1"], steps["l2"]
     block_m = tile_in(l1).block_m
     pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
-    hand = launch.hand(pool, (made.w13, made.w2), l1)
+    work = launch.work_items(pool, (made.w13, made.w2), l1)
     scale, g, is_ready = None, weights.x_global, False
     if isinstance(x, Quantized):
         x, scale, g, is_ready = _ready(x, how)
     route(
-        x, routing, how.acts, pool, steps, hand=hand, x_scale=scale, g=g, stats=stats,
+        x, routing, how.acts, pool, steps, work=work, x_scale=scale, g=g, stats=stats,
         first_slot=first_slot, num_dest=rows.shape[1], num_shared=num_of(shared),
         is_ready=is_ready, by_group=how.to_e4m3, pdl=pdl,
     )  # fmt: skip
     acts = launch.pool(how, num_slots, weights.intermediate, experts, block_m, weights.device, pool)
-    first, second = (None, None) if hand is None else hand.each()
+    first, second = (None, None) if work is None else work.each()
     launch.gated(
         pool, made.w13, acts, l1, how, options, items=first, bias=weights.b13,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,

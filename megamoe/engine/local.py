@@ -73,7 +73,7 @@ class LocalRanks:
     ) -> list[Tensor]:
         """One call on every rank: bf16 [T_r, H] each -> bf16 [T_r, H] each; T_r may differ."""
         from megamoe.engine import fused
-        from megamoe.kernels.hopper.mega_launch import World
+        from megamoe.kernels.hopper.mega.launch import World
 
         counts = self._check(x, topk_idx, topk_weights)
         self._faults.raise_if_seen()

@@ -15,23 +15,25 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from megamoe.kernels.portable.fill import Mail
+    from megamoe.kernels.portable.graph_io import ReplayArgs
 
 SLOTS = 256  # replays that may be under way
 HALF = SLOTS // 2
 
-_WORDS, _SIZE = struct.Struct("7q"), 64  # as in kernels/portable/fill.py
-_LEFT: dict[torch.device, list[Mail]] = {}  # of mailboxes that went: the GPU may still read it
+_WORDS, _SIZE = struct.Struct("7q"), 64  # as in kernels/portable/graph_io.py
+_LEFT: dict[
+    torch.device, list[ReplayArgs]
+] = {}  # of mailboxes that went: the GPU may still read it
 
 
 class Mailbox:
-    """The host's side of a `Mail`."""
+    """The host's side of a `ReplayArgs`."""
 
     def __init__(self, device: torch.device) -> None:
-        from megamoe.kernels.portable.fill import Mail
+        from megamoe.kernels.portable.graph_io import ReplayArgs
 
         self.device = device
-        self.mail: Mail = Mail.empty(SLOTS, device)
+        self.mail: ReplayArgs = ReplayArgs.empty(SLOTS, device)
         self._bytes = memoryview(self.mail.slots.numpy()).cast("B")
         self._at = 0
         self._taken = [torch.cuda.Event() for _ in range(2)]  # of each half
@@ -60,6 +62,6 @@ def finish(device: torch.device) -> None:
     left.clear()
 
 
-def _leave(device: torch.device, mail: Mail) -> None:
+def _leave(device: torch.device, mail: ReplayArgs) -> None:
     """Keep it for a while; no wait, since this may run inside somebody's capture."""
     _LEFT.setdefault(device, []).append(mail)

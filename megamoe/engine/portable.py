@@ -15,9 +15,9 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
+from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import Routing, dispatch
-from megamoe.kernels.portable.hold import hold
-from megamoe.kernels.portable.launch import Held
+from megamoe.kernels.portable.launch import Activations
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner.launches import Pass, PortableGemm
 from megamoe.planner.numerics import numerics
@@ -89,7 +89,7 @@ class ExpertPass:
         assert isinstance(l1.config, PortableGemm)
         order = Order.empty(idx.numel(), w.num_experts, l1.config.block_m, w.device)
         sort_slots(idx, order, steps, stats, pdl=self.pdl)
-        acts = how.hold(order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device)
+        acts = how.allocate(order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device)
         launch.gated(
             tokens, w.w13, order, weight, acts, l1, how, self.options, top_k=top_k,
             x_global=x_global, acts_global=w.acts_global, bias=w.b13, pdl=self.pdl,
@@ -100,12 +100,12 @@ class ExpertPass:
             weight_bias=self.options.weight_at == "l1", x_global=w.acts_global, pdl=self.pdl,
         )  # fmt: skip
 
-    def _tokens(self, routing: Routing | None, steps: Pass) -> tuple[Held, Tensor | None]:
+    def _tokens(self, routing: Routing | None, steps: Pass) -> tuple[Activations, Tensor | None]:
         """Tokens as the GEMM loads them, and NVFP4's global scale of each; checks the routing."""
         x, w, how = self.x, self.weights, self.how
         step = steps.find("dispatch")
         if isinstance(x, Quantized):
-            held, g = hold(x, how), x.global_scale
+            held, g = decode_tokens(x, how), x.global_scale
             if routing is not None:
                 assert step is not None
                 dispatch(
@@ -113,7 +113,7 @@ class ExpertPass:
                     step=step, pdl=self.pdl,
                 )  # fmt: skip
         else:
-            held, g = how.hold(*x.shape, w.device), w.x_global
+            held, g = how.allocate(*x.shape, w.device), w.x_global
             assert step is not None
             dispatch(
                 x, launch.as_bytes(held.data), held.scale, how.acts, g=g, routing=routing,

@@ -515,7 +515,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
 def gemm_launch(name: str, tile: Tile, depth: int, num_sms: int, why: str) -> Launch:
     """One linear over K of `depth` columns: a persistent launch on all SMs."""
     if isinstance(tile, GemmSwapAb):
-        return Launch(name, "swapped_kernel", (num_sms,), tile, why)
+        return Launch(name, "gemm_swap_ab_kernel", (num_sms,), tile, why)
     if tile.decode_ahead:
         wide = align_up(depth, tables.WIDTH)
         require(
@@ -525,7 +525,7 @@ def gemm_launch(name: str, tile: Tile, depth: int, num_sms: int, why: str) -> La
             kind=CapacityError,
         )
         tile = replace(tile, decode_chunk=2 if wide % 512 else 4)
-    return Launch(name, "straight_kernel", (num_sms,), tile, why)
+    return Launch(name, "gemm_kernel", (num_sms,), tile, why)
 
 
 def waves_of(sizes: Sizes, tile: Tile, num_sms: int) -> tuple[int, int]:

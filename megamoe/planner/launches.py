@@ -59,7 +59,7 @@ class GemmSwapAb:
         return K_BLOCK * self.k_blocks
 
     def constants(self) -> Constants:
-        """Of `swapped_kernel`."""
+        """Of `gemm_swap_ab_kernel`."""
         return {
             "TOKENS": self.block_m, "IS_STREAM": self.evict_first, "SLABS": self.slabs,
             "DEPTH": self.k_blocks, "STAGES": self.num_stages, "SPAN": self.group_m,
@@ -106,9 +106,9 @@ class Gemm:
         return self.schedule != "strided" or self.decode_ahead > 0
 
     def constants(self) -> Constants:
-        """Of `straight_kernel`."""
+        """Of `gemm_kernel`."""
         made: Constants = {
-            "DEALT": self.has_items, "DRAWN": self.schedule == "dynamic",
+            "HAS_ITEMS": self.has_items, "DYNAMIC": self.schedule == "dynamic",
             "DEPTH": self.decode_ahead, "CHUNK": self.decode_chunk if self.decode_ahead else 0,
             "STAGES": self.num_stages, "IMAGES": self.num_image_stages,
             "SPAN": 0 if self.has_items else self.group_m, "MATH_REGS": self.math_regs,
@@ -200,9 +200,9 @@ class Place:
     def constants(self) -> Constants:
         """Of Hopper's `_place_kernel`."""
         return {
-            "BLOCK": self.block_m, "CHUNK": self.chunk, "LOOK": self.look,
+            "BLOCK": self.block_m, "CHUNK": self.chunk, "AT_ONCE": self.look,
             "IS_COUNTED": self.is_counted, "E": self.max_experts, "CTAS": self.max_ctas,
-            "IS_DRAWN": self.is_dynamic, "num_warps": self.num_warps,
+            "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
         }  # fmt: skip
 
     def __str__(self) -> str:

@@ -18,7 +18,7 @@ TRANSPOSE_FROM = 64  # tokens of a tile from which rows are transposed in shared
 
 
 def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
-    """Of `swapped_kernel`, and of the fused kernel beside its routing."""
+    """Of `gemm_swap_ab_kernel`, and of the fused kernel beside its routing."""
     m, k = tile.block_m, tile.k_blocks
     slabs = WARPGROUPS * tile.slabs
     weights = recipe_named(recipe).weights
@@ -48,7 +48,7 @@ def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
 
 
 def gemm(recipe: str, tile: Gemm) -> SharedMemory:
-    """Of `straight_kernel`; `num_image_stages` more of FP4 images where it decodes."""
+    """Of `gemm_kernel`; `num_image_stages` more of FP4 images where it decodes."""
     is_fp4 = recipe_named(recipe).weights.element.bits == 4
     image = 256 * K_BLOCK // 2 + 256 * K_BLOCK // 64  # two exponents share a byte
     if tile.decode_ahead:

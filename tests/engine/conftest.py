@@ -13,7 +13,7 @@ from tests.pretending import pretend_h200
 def gpu(monkeypatch):
     """A CPU that the hopper backend takes for its own."""
     from megamoe.engine import hopper
-    from megamoe.kernels.hopper import mega_launch
+    from megamoe.kernels.hopper.mega import launch as mega_launch
 
     fake = Launches()
     fake.weights = weights()

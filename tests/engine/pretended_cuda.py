@@ -10,7 +10,7 @@ import torch
 from megamoe import reference
 from megamoe.engine import graphs, layer, planning
 from megamoe.engine.functional import run
-from megamoe.kernels.portable import fill as filling
+from megamoe.kernels.portable import graph_io
 from megamoe.routing.permute import expert_counts
 from tests.engine.pretended import E, H, K
 from tests.pretending import pretend_h200
@@ -83,15 +83,15 @@ class Cuda:
 
     # -- the kernels around a call, on real addresses ------------------------------------------
 
-    def take(self, mail):
+    def read_args(self, mail):
         def call():
-            at = int(mail.turn)
+            at = int(mail.next_slot)
             mail.now.copy_(mail.slots[at])
-            mail.turn.fill_((at + 1) % len(mail.slots))
+            mail.next_slot.fill_((at + 1) % len(mail.slots))
 
         self.do(call)
 
-    def fill(self, now, into):
+    def copy_inputs(self, now, into):
         def call():
             x, idx, weights, _, stride, num, is_long, _ = now.tolist()
             into.count.fill_(num)
@@ -104,7 +104,7 @@ class Cuda:
 
         self.do(call)
 
-    def give(self, now, y):
+    def copy_output(self, now, y):
         def call():
             _, _, _, to, _, num, _, _ = now.tolist()
             if to:
@@ -172,8 +172,8 @@ def install(monkeypatch):
         torch._C, "_cuda_getCurrentRawStream", lambda index: hash(fake.now), raising=False
     )
     monkeypatch.setattr(graphs, "launch", fake.launch)
-    for name in ("take", "fill", "give"):
-        monkeypatch.setattr(filling, name, getattr(fake, name))
+    for name in ("read_args", "copy_inputs", "copy_output"):
+        monkeypatch.setattr(graph_io, name, getattr(fake, name))
     monkeypatch.setattr(layer, "choose", lambda *wanted: ("portable", planning.Traits()))
     pretend_h200(monkeypatch)
 

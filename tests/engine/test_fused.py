@@ -11,7 +11,7 @@ import megamoe as mm
 from megamoe.engine import faults, manner, op
 from megamoe.engine.faults import COUNTERS, GIVEN_UP, NONE, Faults
 from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, RangeError
-from megamoe.kernels.hopper.meet import READY
+from megamoe.kernels.hopper.mega.sync import L1_DONE
 from megamoe.planner.hopper import check_grid, max_tiles
 from megamoe.planner.tables import hopper as tables
 from megamoe.planner.tables.hopper import MAX_SLOTS
@@ -156,7 +156,7 @@ def test_a_request_that_leaves_no_sm_is_refused(gpu):
 
 def test_counters_have_room_for_every_call_and_lines_of_their_own():
     most = max(max_tiles(MAX_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
-    assert READY.value + most <= COUNTERS
+    assert L1_DONE.value + most <= COUNTERS
     found = Faults(CPU, ranks=8)
     assert found.counters.shape == (COUNTERS,) and COUNTERS % 32 == 0
     assert (found.counters.data_ptr() - found.words.data_ptr()) % 128 == 0
@@ -322,7 +322,7 @@ def test_a_compiled_model_runs_fused(gpu):
 
 
 def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
-    from megamoe.kernels.portable.fill import Inputs
+    from megamoe.kernels.portable.graph_io import Inputs
 
     one = make(gpu, cuda_graphs=True)
     inputs = Inputs.empty(16, H, K, CPU)

@@ -18,7 +18,7 @@ from megamoe.engine.faults import Faults
 from megamoe.engine.local import LocalRanks
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.hopper import meet
+from megamoe.kernels.hopper.mega import sync
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
@@ -328,12 +328,12 @@ def test_a_layer_is_refused_after_a_timeout_until_reset():
 
 
 @pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
-@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "READY"])
+@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "L1_DONE"])
 def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 4, [0])
     assert same_bits(one(*inputs), wanted)
-    one._faults.counters[getattr(meet, word).value] = value
+    one._faults.counters[getattr(sync, word).value] = value
     try:
         for _ in range(2):  # what one call leaves uncleaned, the next one meets
             y = one(*inputs)

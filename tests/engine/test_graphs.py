@@ -16,7 +16,7 @@ from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.routing.permute import expert_counts
 
 pytest.importorskip("triton")
-from megamoe.kernels.portable import fill as filling
+from megamoe.kernels.portable import graph_io
 from tests.engine.pretended import E, H, K, tokens, weights
 from tests.engine.pretended_cuda import Graph
 
@@ -253,7 +253,7 @@ def test_a_capture_that_fails_leaves_the_others_in_turn(cuda, monkeypatch):
     one = make()
     one(*tokens(4))
     with monkeypatch.context() as patch:
-        patch.setattr(filling, "give", lambda now, y: 1 / 0)
+        patch.setattr(graph_io, "copy_output", lambda now, y: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             one(*tokens(9))
         cuda.capturing = None

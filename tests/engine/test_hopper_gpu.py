@@ -11,7 +11,7 @@ from megamoe.engine import hopper, planning
 from megamoe.engine.faults import NONE, Faults
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.route import route
+from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import hopper as planner
 from megamoe.planner.launches import Gemm
@@ -386,13 +386,13 @@ def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     sizes = idx.numel(), E, tile.block_m, device
     pool = launch.pool(made.how, sizes[0], H, *sizes[1:])
     (steps,) = pretending.plan_of(inputs, w, tile=tile, mode="staged").passes
-    hand = launch.hand(pool, (made.w13, made.w2), steps["l1"])
-    route(x, routing, made.how.acts, pool, steps, hand=hand)
+    work = launch.work_items(pool, (made.w13, made.w2), steps["l1"])
+    route(x, routing, made.how.acts, pool, steps, work=work)
     acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
     rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
     launch.linear(
         acts, made.w2, rows, steps["l2"], made.how, Options(), after=made.w13,
-        items=hand.each()[1],
+        items=work.each()[1],
         error=error_word,
     )  # fmt: skip
     assert int(error_word) == -1

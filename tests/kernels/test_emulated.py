@@ -14,7 +14,9 @@ from megamoe.engine import backends, fused, planning, rooms
 from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.local import LocalRanks
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import edges, meet, mega_launch
+from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.mega import sync
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import RECIPES, Options
@@ -47,7 +49,7 @@ def test_tokens_are_divided_by_their_scale_as_by_a_division(exponent):
     x = (torch.arange(128, 256)[:, None] * parts).flatten() * 2.0**exponent
     step = amax / torch.tensor(448.0)
     x = x.bfloat16().float().expand(len(amax), -1)
-    got = running.translated(edges._ratio)(Value(x), Value(step)).t
+    got = running.translated(mega_dispatch._exact_ratio)(Value(x), Value(step)).t
     inside = x <= amax[:, None]
     assert inside.sum() > 300_000
     assert torch.equal(got[inside], (x / step[:, None])[inside])
@@ -164,7 +166,7 @@ def test_a_fused_call_is_the_layer_and_has_the_bits_of_staged(recipe, kernels):
     idx[3] = idx[3, 0]  # the same expert twice
     inputs = x, idx.to(ids), gates
     y, stats = fuse(inputs, w, Options(**options))
-    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
+    assert kernels["mega_kernel"].launches == 1 and kernels["gemm_swap_ab_kernel"].launches == 0
     assert_agrees(y, inputs, w, **options)
     assert torch.equal(stats, expert_counts(idx, E))
     assert torch.equal(y, stage(inputs, w, options=Options(**options)))
@@ -321,10 +323,10 @@ def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
 
 
 @pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
-@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "READY"])
+@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "L1_DONE"])
 def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
-    found.counters.view(-1)[getattr(meet, word).value] = value
+    found.counters.view(-1)[getattr(sync, word).value] = value
     try:
         assert_agrees(fuse(inputs, w, found=found, timeout_s=SOON)[0], inputs, w)
     except MegaMoETimeout:

@@ -39,7 +39,7 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kerne
     idx[4], idx[5, 0] = -1, idx[5, 1]
     inputs = x, idx, gates
     y, stats = fuse(inputs, w, Options(**options), found, shared=shared)
-    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
+    assert kernels["mega_kernel"].launches == 1 and kernels["gemm_swap_ab_kernel"].launches == 0
     staged = pretending.staged(inputs, w, Options(**options), shared)
     assert torch.equal(y, staged) and torch.equal(stats, expert_counts(idx, E))
     if "combine" not in options:
@@ -68,10 +68,10 @@ def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeyp
         return y[: num - 3], stats
 
     found = [staged(some, middle) for some in (inputs, ready) for middle in (4096, 64)]
-    launches = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
+    launches = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
     monkeypatch.setattr(hopper, "why_apart", lambda *both: "asked for")
     wanted, stats = staged(inputs, 4096)
-    more = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
+    more = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
     assert (launches, more) == (8, 12)
     assert all(torch.equal(y, wanted) and torch.equal(s, stats) for y, s in found)
 

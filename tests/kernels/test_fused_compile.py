@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe.kernels.hopper import launch, mega_launch
-from megamoe.kernels.hopper.pack import pack
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.planner.hopper import as_fused, pick, routing_bytes, slot_size, weights_ahead
 from megamoe.planner.launches import Launch, Mega, next_power_of_2
 from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES
@@ -32,6 +33,7 @@ RING = {
 }  # fmt: skip
 SHARED = {"slots": 448, "experts": 33, "shared": 1}
 SHARED_RING = {**SHARED, "wave_rows": 64}
+TRACED = {**DECODE, "trace": True}
 LATE = {"slots": 128, "experts": 8, "ids": torch.int64, "options": Options(weight_at="combine")}
 # As many slots as the tile meets: the routing takes the most shared memory.
 LARGEST = {"slots": 4096, "experts": 256}
@@ -49,7 +51,7 @@ def cases():
         yield "w4a8_block", False, tile, TABLE
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
-        ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING),
+        ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING), ("w4a8_block", TRACED),
         ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
@@ -62,7 +64,7 @@ def name(case):
     what = {
         id(BUSY): "busy", id(RANKS): "ranks", id(APART): "apart", id(LATE): "late", id(DECODE): "",
         id(RING): "ring", id(SHARED): "shared", id(TABLE): "table",
-        id(SHARED_RING): "shared-ring",
+        id(SHARED_RING): "shared-ring", id(TRACED): "traced",
     }  # fmt: skip
     size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
     wide = "" if fits else "wide"
@@ -112,6 +114,7 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     mega_launch.fused(
         tokens, pool, acts, w13, w2, step, how, more.get("options", Options()), kept,
         num_experts=experts, num_shared=shared, world=world, biases=biases, acts_factor=g,
+        trace=new(132, 4, 128, 4, dtype=torch.int32) if "trace" in more else None,
     )  # fmt: skip
     return compiler.made
 

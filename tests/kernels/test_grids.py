@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 import megamoe as mm
 from megamoe.engine import portable
 from megamoe.engine.call import Call
-from megamoe.kernels.portable import fill as filling
+from megamoe.kernels.portable import graph_io
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.dispatch import dispatch
 from megamoe.planner.call import CallSpec
@@ -73,8 +73,8 @@ def test_rows_on_their_way_to_an_fp8_combine_may_be_many(grids):
 
 
 def test_the_inputs_and_the_output_of_a_graph_may_be_many(grids):
-    held = filling.Inputs.empty(T, H, TOP_K, META)
-    now = empty(filling.WORDS, dtype=torch.int64)
-    filling.fill(now, held)
-    filling.give(now, empty(T, H))
-    assert grids == {"_fill_kernel": (T, 7), "_give_kernel": (T, 7)} and fits(grids)
+    held = graph_io.Inputs.empty(T, H, TOP_K, META)
+    now = empty(graph_io.WORDS, dtype=torch.int64)
+    graph_io.copy_inputs(now, held)
+    graph_io.copy_output(now, empty(T, H))
+    assert grids == {"_copy_inputs_kernel": (T, 7), "_copy_output_kernel": (T, 7)} and fits(grids)

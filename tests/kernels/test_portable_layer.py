@@ -11,8 +11,8 @@ from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
+from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import dispatch
-from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner.launches import PortableGemm
 from megamoe.planner.portable import pick
@@ -139,7 +139,7 @@ def test_the_plain_grouped_gemm_and_the_atomic_finalise(recipe):
     rows = order.permuted_idx_to_expanded_idx[:live].long().clamp(0, idx.numel() - 1)
     acts = torch.randn(T, I, generator=torch.Generator().manual_seed(1)).to(DEVICE).bfloat16()
     q = mm.quantize(acts, recipe_named(recipe).acts.name, **_globals(recipe))
-    held = launch.Held(*(None if t is None else t[rows // K] for t in hold(q, how)))
+    held = launch.Activations(*(None if t is None else t[rows // K] for t in decode_tokens(q, how)))
     out = torch.full((live, H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     ones = torch.ones(E, device=DEVICE) if recipe == "nvfp4" else None
     launch.linear(held, w.w2, order, out, step, how, x_global=ones)
@@ -169,14 +169,14 @@ def test_the_raster_changes_no_bit(group_m):
     w = experts("w4a16", 3, I, H)
     x, idx, weight = tokens(T, 3, 2, H)
     how = launch.arithmetic("w4a16")
-    held = how.hold(T, H, torch.device(DEVICE))
+    held = how.allocate(T, H, torch.device(DEVICE))
     dispatch(x, held.data, None, how.acts, step=rows_step(T, H, how.acts))
     outs = []
     for tile in (PortableGemm(16, 64, 128, 4, 2, group_m), PortableGemm(16, 64, 128, 4, 2, 1)):
         order = Order.empty(idx.numel(), 3, 16, torch.device(DEVICE))
         sort_slots(idx.int(), order, sort_steps(idx.numel(), 3, 16))
         step = gemm_step(tile, idx.numel(), 3, I, is_ordered=True)
-        acts = how.hold(order.permuted_idx_to_expanded_idx.numel(), I, torch.device(DEVICE))
+        acts = how.allocate(order.permuted_idx_to_expanded_idx.numel(), I, torch.device(DEVICE))
         acts.data.zero_()
         launch.gated(held, w.w13, order, weight, acts, step, how, Options(), top_k=2)
         outs.append(acts.data)
@@ -195,10 +195,12 @@ def test_gather_equals_a_permuted_copy():
     rows = order.permuted_idx_to_expanded_idx.long().clamp(0, idx.numel() - 1) // K
     outs = []
     for gather in (True, False):
-        held = launch.Held(q.data, q.scale)
+        held = launch.Activations(q.data, q.scale)
         if not gather:
-            held = launch.Held(q.data.view(torch.uint8)[rows].view(q.data.dtype), q.scale[rows])
-        acts = how.hold(count, I, torch.device(DEVICE))
+            held = launch.Activations(
+                q.data.view(torch.uint8)[rows].view(q.data.dtype), q.scale[rows]
+            )
+        acts = how.allocate(count, I, torch.device(DEVICE))
         acts.data.view(torch.uint8).zero_()
         launch.gated(held, w.w13, order, weight, acts, step, how, Options(), top_k=K, gather=gather)
         outs.append(acts.data.view(torch.uint8))

@@ -17,7 +17,8 @@ from megamoe.engine.fused import over
 from megamoe.engine.planning import Ranks, Traits, plan_for
 from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
 from megamoe.formats.spec import format_named, recipe_named
-from megamoe.kernels.hopper import mega_launch, pack
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.hopper import passes_of
 from megamoe.planner.launches import Launch
 from megamoe.problem import RECIPES, Options
@@ -83,7 +84,7 @@ def status():
 
 def assert_planned(launched, steps):
     """Every launch is the planned one, in order; `decode` of quantised tokens aside."""
-    ran = [one for one in launched if one[0] != "_hold_kernel"]
+    ran = [one for one in launched if one[0] != "_decode_kernel"]
     assert [kernel for kernel, _, _ in ran] == [step.kernel for step in steps]
     for (kernel, grid, constants), step in zip(ran, steps, strict=True):
         assert isinstance(step, Launch)

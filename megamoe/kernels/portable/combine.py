@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
+from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.portable.acts import combine_value
 from megamoe.kernels.portable.grid import row_tile
 from megamoe.planner.launches import Launch

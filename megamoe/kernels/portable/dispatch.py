@@ -15,8 +15,8 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import format_named
-from megamoe.kernels.device.compat import after_previous, overlap
-from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.common.compat import after_previous, overlap
+from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable.acts import CODES, store_acts
 from megamoe.kernels.portable.grid import row_tile
 from megamoe.kernels.portable.pack import can_pack, pack
@@ -82,12 +82,12 @@ def dispatch(
             pdl=pdl,
         )  # fmt: skip
         return
-    some = next(t for t in (x, routing and routing.idx) if t is not None)
+    unused = next(t for t in (x, routing and routing.idx) if t is not None)
     config = replace(config, group=0)  # rows that lie at odd places are not read as words
-    tensors, constants = routing_arguments(routing, some)
+    tensors, constants = routing_arguments(routing, unused)
     _dispatch_kernel[step.grid](
-        some, 0 if x is None else x.stride(0), some if g is None else g,
-        some if out is None else out, some if out_scale is None else out_scale, *tensors,
+        unused, 0 if x is None else x.stride(0), unused if g is None else g,
+        unused if out is None else out, unused if out_scale is None else out_scale, *tensors,
         num_tokens, hidden, num_experts, ACTS=acts, HAS_TOKENS=x is not None, HAS_G=g is not None,
         **config.constants(), **constants, **overlap(pdl),
     )  # fmt: skip

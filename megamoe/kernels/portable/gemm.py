@@ -8,7 +8,7 @@ where it belongs. Formats come in as `Kind`s (operands.py, acts.py).
 import triton
 import triton.language as tl
 
-from megamoe.kernels.device.compat import after_previous, to_bf16
+from megamoe.kernels.common.compat import after_previous, to_bf16
 from megamoe.kernels.portable.acts import store_acts
 from megamoe.kernels.portable.operands import add_product, second_scale
 

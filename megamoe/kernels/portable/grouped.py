@@ -17,7 +17,7 @@ from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
-from megamoe.kernels.portable.hold import VALUES, decode_blocks, decoding
+from megamoe.kernels.portable.decode_tokens import VALUES, decode_blocks, decoding
 from megamoe.kernels.portable.sort import Order
 from megamoe.planner.launches import PortableGemm
 from megamoe.planner.portable import grouped, pick
@@ -95,7 +95,7 @@ def grouped_gemm(
     x          [M, k], sorted by group; NVFP4 with one global scale
     w          [G, n, k]; NVFP4 with one global scale, or one per group
     counts     int32 [G] on the device: rows of each group, M in all (not checked: never read back)
-    schedule   "static": one program a tile; "dynamic": programs draw tiles until none is left
+    schedule   "static": one program a tile; "dynamic": programs take tiles until none is left
     sort_by_m  large groups first, so that the last tiles to run are short ones
     tile       the planner's unless given
     returns    bf16 [M, n]; every schedule, order and tile gives the same bits
@@ -126,7 +126,7 @@ def grouped_gemm(
     dynamic = schedule == "dynamic"
     step = grouped(tile, num_rows, num_groups, n, _num_sms(device) if dynamic else None)
     launch.linear(
-        todo.held, _per_group(w), order, y.view(num_rows, 1, n), step, how, store="slots",
+        todo.activations, _per_group(w), order, y.view(num_rows, 1, n), step, how, store="slots",
         x_global=spread, gather=True, ticket=ticket if dynamic else None,
     )  # fmt: skip
     return y

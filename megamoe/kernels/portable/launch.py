@@ -13,11 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.device.compat import overlap
-from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.common.compat import overlap
+from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, ORDERED, PLAIN, SCALED, VALUES
-from megamoe.kernels.portable.korder import held_width
+from megamoe.kernels.portable.k_order import stored_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
 from megamoe.planner.launches import Launch, PortableGemm
@@ -25,7 +25,7 @@ from megamoe.planner.numerics import Numerics, numerics
 from megamoe.problem import Options
 
 
-class Held(NamedTuple):
+class Activations(NamedTuple):
     """Activations in memory as the GEMM loads them."""
 
     data: Tensor
@@ -39,7 +39,7 @@ class Arithmetic:
     weights: Kind
     tokens: Kind
     acts: Kind
-    data_dtype: torch.dtype = torch.bfloat16  # of held activations; bytes hold two codes
+    data_dtype: torch.dtype = torch.bfloat16  # of stored activations; bytes hold two codes
     group: int = 0  # columns of one of their scales; 0: they have none
     scale_dtype: torch.dtype = torch.float32
 
@@ -50,7 +50,7 @@ class Arithmetic:
 
     @property
     def has_scale(self) -> bool:
-        """Whether held activations have scales beside them."""
+        """Whether stored activations have scales beside them."""
         return self.group > 0
 
     @property
@@ -58,16 +58,16 @@ class Arithmetic:
         """Whether the MMA takes codes and scales of both operands."""
         return bool(self.tokens.CODED.value)
 
-    def hold(self, rows: int, width: int, device: torch.device) -> Held:
+    def allocate(self, rows: int, width: int, device: torch.device) -> Activations:
         """Room for activations [rows, width]."""
         cols = width // 2 if self.data_dtype == torch.uint8 else width
-        cols = held_width(width) if self.is_ordered else cols
+        cols = stored_width(width) if self.is_ordered else cols
         data = torch.empty(rows, cols, dtype=self.data_dtype, device=device)
         scale = None
         if self.has_scale:
             shape = rows, triton.cdiv(width, self.group)
             scale = torch.empty(shape, dtype=self.scale_dtype, device=device)
-        return Held(data, scale)
+        return Activations(data, scale)
 
 
 _F8, _U8 = torch.float8_e4m3fn, torch.uint8
@@ -118,11 +118,11 @@ def arithmetic_on(device: torch.device, recipe: str) -> Arithmetic:
 
 
 def gated(
-    x: Held,
+    x: Activations,
     w13: Quantized,
     order: Order,
     topk_weights: Tensor,
-    out: Held,
+    out: Activations,
     step: Launch,
     how: Arithmetic,
     options: Options,
@@ -143,11 +143,12 @@ def gated(
         got=f"block_n {tile.block_n}",
         kind=RangeError,
     )
-    some = x.data
+    unused = x.data
     gemm._gated_kernel[step.grid](
-        x.data, _token_scales(x, how), _rows(w13, tile, how), _scales(w13, how), _halves(w13, some),
-        _or(x_global, some), _or(bias, some), topk_weights, as_bytes(out.data),
-        _or(out.scale, some), _or(acts_global, some), order.permuted_idx_to_expanded_idx,
+        x.data, _token_scales(x, how), _rows(w13, tile, how), _scales(w13, how),
+        _halves(w13, unused), _or(x_global, unused), _or(bias, unused), topk_weights,
+        as_bytes(out.data),
+        _or(out.scale, unused), _or(acts_global, unused), order.permuted_idx_to_expanded_idx,
         order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
         hidden, intermediate, float(options.limit),
         TOKENS=how.tokens, WEIGHTS=how.weights, ACTS=how.acts,
@@ -159,7 +160,7 @@ def gated(
 
 
 def linear(
-    x: Held,
+    x: Activations,
     w: Quantized,
     order: Order,
     out: Tensor,
@@ -187,7 +188,7 @@ def linear(
     weighted   with "atomic": multiply by the topk weight here
     x_global   FP32, one per expert
     gather     x holds tokens, not permuted rows
-    ticket     int32 zero: the grid's programs draw their tiles from it, instead of one a program
+    ticket     int32 zero: the grid's programs take their tiles from it, instead of one a program
     pdl        place programs while the launch before ends
     """
     num_cols, width = w.shape[1:]
@@ -204,13 +205,14 @@ def linear(
         got=store,
         kind=RangeError,
     )
-    some = x.data
+    unused = x.data
     gemm._linear_kernel[step.grid](
         x.data, _token_scales(x, how), _rows(w, tile, how), _scales(w, how),
-        _or(w.global_scale, some), _or(x_global, some), _or(bias, some), _or(topk_weights, some),
-        as_bytes(out), _or(out_scale, some), order.permuted_idx_to_expanded_idx,
-        order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
-        _or(ticket, some), width, num_cols, first_slot, out.shape[1] if store == "slots" else 1,
+        _or(w.global_scale, unused), _or(x_global, unused), _or(bias, unused),
+        _or(topk_weights, unused), as_bytes(out), _or(out_scale, unused),
+        order.permuted_idx_to_expanded_idx, order.tile_idx_to_group_idx,
+        order.tile_idx_to_mn_limit, order.num_non_exiting_tiles, _or(ticket, unused), width,
+        num_cols, first_slot, out.shape[1] if store == "slots" else 1,
         TOKENS=how.tokens, WEIGHTS=how.weights,
         ACTS=PLAIN if out_scale is None else CODES["fp8_combine"], STORE=store, WEIGHTED=weighted,
         WEIGHT_BIAS=weight_bias, HAS_BIAS=bias is not None, HAS_GLOBAL=w.global_scale is not None,
@@ -275,7 +277,7 @@ def _scales(w: Quantized, how: Arithmetic) -> Tensor | tuple[Tensor, Tensor | in
     return raw, _shifts(w.device)
 
 
-def _token_scales(x: Held, how: Arithmetic) -> Tensor | tuple[Tensor, int]:
+def _token_scales(x: Activations, how: Arithmetic) -> Tensor | tuple[Tensor, int]:
     """The scales of activations, as `_scales` gives those of weights."""
     if x.scale is None:
         return x.data
@@ -294,9 +296,9 @@ def _shifts(device: torch.device) -> Tensor:
 _SHIFTS: dict[torch.device, Tensor] = {}
 
 
-def _or(t: Tensor | None, some: Tensor) -> Tensor:
+def _or(t: Tensor | None, unused: Tensor) -> Tensor:
     """`t`, or any tensor where the kernel does not look."""
-    return some if t is None else t
+    return unused if t is None else t
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -304,9 +306,9 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
 
 
-def _halves(w13: Quantized, some: Tensor) -> Tensor:
+def _halves(w13: Quantized, unused: Tensor) -> Tensor:
     """The global scales of gate and up of every expert, [E, 2]."""
     g = w13.global_scale
     if g is None:
-        return some
+        return unused
     return g if g.ndim == 2 else g[:, None].expand(-1, 2).contiguous()

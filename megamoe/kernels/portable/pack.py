@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import HAS_PTX, INTERPRETED, after_previous, overlap
-from megamoe.kernels.device.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
+from megamoe.kernels.common.compat import HAS_PTX, INTERPRETED, after_previous, overlap
+from megamoe.kernels.common.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
 from megamoe.kernels.portable.grid import row_tile
 from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 from megamoe.planner.launches import Launch, Quantize
@@ -56,7 +56,7 @@ def _inverse(y):
 def _ratio(x, step, inverse, CAP: tl.constexpr, HOW: tl.constexpr):
     """|x / step|, at most CAP, as IEEE rounds it.
 
-    "shift": step is a power of two, and nothing exceeds CAP; "correct": see `compat.quotient`, but
+    "shift": step is a power of two, and nothing exceeds CAP; "correct": see `compat.div_rn`, but
     an overflow gives NaN, which `minimum` drops; "divide": any step.
     """
     if HOW == "shift":

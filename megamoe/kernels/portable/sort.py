@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import after_previous, overlap
+from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.planner.launches import Launch, Pass
 from megamoe.planner.tables.portable import CHUNK
 from megamoe.routing.spec import max_tiles
@@ -72,8 +72,8 @@ def _scan_kernel(
     total = tl.sum(own, 0)
     tl.store(counts + expert, total)
     if HAS_STATS:
-        is_told = expert < num_stats
-        tl.store(stats + expert, tl.load(stats + expert, mask=is_told) + total, mask=is_told)
+        is_counted = expert < num_stats
+        tl.store(stats + expert, tl.load(stats + expert, mask=is_counted) + total, mask=is_counted)
 
 
 @triton.jit
