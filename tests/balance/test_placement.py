@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from megamoe.errors import FileError, MegaMoEError
 from megamoe.balance.placement import Placement, propose
 from megamoe.balance.statistics import Statistics
+from megamoe.errors import FileError, MegaMoEError
 
 LOADS = [1000, 10, 20, 30, 500, 10, 10, 20]
 
