@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 import megamoe as mm
-from megamoe.routing.samplers import sample_routing
 from megamoe.balance.placement import propose
+from megamoe.routing.samplers import sample_routing
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 256, 128, 4
 

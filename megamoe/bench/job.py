@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megamoe import reference
+from megamoe.bench.ranks import run_ranks
 from megamoe.bench.workloads import Model
-from megamoe.studies.deep_gemm.local_world import LocalWorld
 from megamoe.engine.backends import resolve
 from megamoe.engine.functional import moe
 from megamoe.engine.weights import ExpertWeights
@@ -144,12 +144,12 @@ def run(
 
 
 def _backend(backend: str, num_ranks: int, device: torch.device) -> str:
-    """The backend's name; several ranks run the protocol with the reference's arithmetic."""
+    """The backend's name; several ranks are processes with the reference's arithmetic."""
     wanted = "reference" if num_ranks > 1 and backend == "auto" else backend
     chosen = resolve(wanted, "auto", device).name
     require(
         num_ranks == 1 or chosen == "reference",
-        "several ranks in one process run on the reference backend",
+        "several ranks of one machine run on the reference backend",
         got=chosen,
         fix="use --backend reference or --ranks 1",
         kind=NotAvailable,
@@ -173,7 +173,7 @@ def _layer(
     backend: str,
     progress: Progress,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The computation itself: one rank through the public call, several through `LocalWorld`.
+    """The computation itself: one rank through the public call, several as processes.
 
     Also the rows that each expert received, where the ranks counted them.
     """
@@ -186,13 +186,9 @@ def _layer(
                 weight_at=o.weight_at, combine=o.combine, shared=shared, backend=backend,
             )
         ], None  # fmt: skip
-    owners = [weights.for_rank(rank, num_ranks) for rank in range(num_ranks)]
-    xs, idx, weight = (list(parts) for parts in zip(*tokens, strict=True))
-    outputs, received = LocalWorld(num_ranks).run(
-        xs, idx, weight, owners, layer.options, shared,
-        progress=lambda done, of: progress("layer", done, of),
-    )  # fmt: skip
-    return outputs, torch.cat(received)
+    return run_ranks(
+        tokens, weights, shared, layer.options, lambda done, of: progress("layer", done, of)
+    )
 
 
 def _one_by_one(

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import MegaMoETimeout, RangeError, require
-from megamoe.studies.deep_gemm.heuristics.hopper_fused import COUNTERS, MOST_RANKS
+from megamoe.planner.tables.hopper import COUNTERS, MAX_RANKS
 
 NONE = 2**31 - 1
 
 # The words: the first bad slot of each rank, the report, and in lines of their own the counters.
-REPORT, TOLD, FIRST_COUNTER = MOST_RANKS, MOST_RANKS + 8, 32
+REPORT, TOLD, FIRST_COUNTER = MAX_RANKS, MAX_RANKS + 8, 32
 REPLAYS = 32  # that share a copy
 _CLEAN = memoryview(array("i", [NONE] * REPORT + [0] * (TOLD - REPORT)))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megamoe.engine.call import Call
 from megamoe.engine.faults import REPLAYS, Faults
 from megamoe.engine.functional import Looks, launch
 from megamoe.engine.mailbox import Mailbox, finish
@@ -23,6 +24,7 @@ from megamoe.engine.manner import Manner
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.layout.regions import align_up
+from megamoe.planner.plan import Plan
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
@@ -55,13 +57,16 @@ class Parts(NamedTuple):
     stats: Tensor
     top_k: int
     manner: Manner
+    plan: Callable[[int], Plan]
 
     def launch(self, inputs: Inputs) -> Tensor:
         """The call on a graph's inputs."""
-        return launch(
-            self.backend, inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights,
-            self.options, self.shared, self.found, self.stats, inputs.count, manner=self.manner,
+        call = Call(
+            inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights, self.options,
+            self.shared, self.found, self.stats, inputs.count, self.manner.timeout_s,
+            self.manner.is_poisoned,
         )  # fmt: skip
+        return launch(call, self.plan(len(inputs.x)))
 
     def tensors(self) -> list[Tensor]:
         """Those of the experts, where writes to them are counted."""
@@ -164,7 +169,7 @@ class Graphs:
 
     def prepare(self, num_tokens: int, parts: Parts) -> Captured:
         """The graph that serves so many tokens, captured now if it was not before."""
-        if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
+        if self._parts is None or not all(map(is_, parts[:-1], self._parts)) or self._is_written():
             self.drop()
             self._gpu = Gpu(parts.weights.device)
             self._parts, self._tensors = parts, parts.tensors()

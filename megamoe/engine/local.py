@@ -15,11 +15,15 @@ from torch import Tensor
 from megamoe.engine import backends, rooms
 from megamoe.engine.faults import Faults
 from megamoe.engine.functional import check_tokens
-from megamoe.engine.manner import MOST_S, Manner, check_grid
+from megamoe.engine.manner import MAX_S, Manner
+from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import CapacityError, DTypeError, ShapeError, require
+from megamoe.errors import DTypeError, ShapeError, require
+from megamoe.planner.hopper import check_grid
+from megamoe.planner.overrides import checked
+from megamoe.planner.plan import Plan
+from megamoe.planner.tables.hopper import MAX_RANKS
 from megamoe.problem import Options
-from megamoe.studies.deep_gemm.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
 
 
 class LocalRanks:
@@ -35,15 +39,16 @@ class LocalRanks:
         num_ranks: int,
         options: Options | None = None,
         *,
-        timeout_s: float = MOST_S,
+        timeout_s: float = MAX_S,
         reserve_sms: int = 0,
         debug_poison: bool = False,
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
-        self._manner = Manner("fused", False, timeout_s, reserve_sms, debug_poison)
+        self._manner = Manner(timeout_s, debug_poison)
+        self._given = checked({"backend": "hopper", "mode": "fused", "reserve_sms": reserve_sms})
         require(
-            1 <= num_ranks <= MOST_RANKS,
-            f"one launch runs 1 to {MOST_RANKS} ranks",
+            1 <= num_ranks <= MAX_RANKS,
+            f"one launch runs 1 to {MAX_RANKS} ranks",
             got=num_ranks,
             kind=ShapeError,
         )
@@ -55,11 +60,8 @@ class LocalRanks:
         )
         device = weights.device
         backends.resolve("hopper", "fused", device)
-        self._manner.check(weights, None)
-
-        from megamoe.kernels.hopper import launch  # loads only where it can run
-
-        check_grid(launch.num_sms(device), self._manner, num_ranks)
+        self._manner.check()
+        check_grid(hardware_of(device).num_sms, reserve_sms, num_ranks)
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
         self._faults = Faults(device, ranks=num_ranks)
         self._top_k = 1
@@ -79,16 +81,8 @@ class LocalRanks:
         if most == 0:
             return [torch.empty_like(t) for t in x]
         self._top_k = topk_idx[0].shape[1]
-        slots = self.num_ranks * most * self._top_k
-        tile = fused.tile_for(self.weights, slots, ranks=self.num_ranks, local=self.num_ranks)
-        require(
-            tile is not None,
-            f"one launch takes {MOST_SLOTS} slots at most, and few of them an expert",
-            got=f"{slots}, {slots / self.weights.num_experts:.1f} an expert",
-            fix="split the batch",
-            kind=CapacityError,
-        )
-        assert tile is not None
+        step = self.plan(most, self._top_k).mega
+        assert step is not None
         self._make_rooms(most)
         num = self.num_ranks
         self._faults.in_turn()  # before the rooms are written to
@@ -97,11 +91,19 @@ class LocalRanks:
                 room.put(*one)
             y = fused.over(
                 self._rooms[0], most, self.weights, self.options,
-                World(num, num, 0, self._peers), self._faults.word, self.stats, tile=tile,
-                found=self._faults, manner=self._manner,
+                World(num, num, 0, self._peers), self.stats, step=step, found=self._faults,
+                timeout_s=self._manner.timeout_s, is_poisoned=self._manner.is_poisoned,
             )  # fmt: skip
         self._faults.follow(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
+
+    def plan(self, num_tokens: int, top_k: int) -> Plan:
+        """What a call with so many tokens on the fullest rank launches."""
+        return plan_for(
+            self.weights, self.options, traits_of("hopper", self.weights, None),
+            num_tokens=num_tokens, top_k=top_k, overrides=self._given,
+            ranks=Ranks(self.num_ranks, self.weights.num_experts, self.num_ranks),
+        )  # fmt: skip
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import Workspace
-from megamoe.studies.deep_gemm.heuristics.hopper_fused import COUNTERS
+from megamoe.planner.tables.hopper import COUNTERS
 
 DTYPES = {"i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "bf16": torch.bfloat16}
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from megamoe.errors import CapacityError, require
 
-Value = int | str | None
+Value = int | str | bool | None
 
 MIN_STAGES, MAX_STAGES = 2, 32  # A026: below two nothing overlaps
 WARPS_PER_GROUP = 4  # registers are given per warpgroup

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from megamoe.formats.spec import BF16, FP8_COMBINE, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.rows import stored_bytes
-from megamoe.problem import Problem
 from megamoe.planner.load import rows_per_rank, touched_experts
+from megamoe.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)

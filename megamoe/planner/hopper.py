@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from megamoe.errors import CapacityError, DTypeError, MegaMoEError, NotAvailable, require
 from megamoe.formats.spec import recipe_named
@@ -15,7 +15,6 @@ from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import SharedMemory, Value
 from megamoe.planner.launches import (
     SCHEDULES,
-    Combine,
     Count,
     Gemm,
     GemmSwapAb,
@@ -34,6 +33,9 @@ from megamoe.planner.portable import combine, quantize_rows
 from megamoe.planner.tables import hopper as tables
 from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import MAX_TOP_K
+
+if TYPE_CHECKING:
+    from megamoe.planner.plan import Plan
 
 KERNELS = ("swap_ab", "gemm")
 BLOCK_MS = (8, 16, 32, 64, 128)
@@ -241,9 +243,7 @@ def as_fused(tile: Tile, routing_bytes: int = 0) -> GemmSwapAb | None:
     if tile.block_m >= 64:
         return None
     stages = tile.num_stages - (routing_bytes > tables.ROUTING_BYTES)
-    return replace(
-        tile, num_stages=stages, math_regs=tables.MATH_REGS, load_regs=tables.LOAD_REGS
-    )
+    return replace(tile, num_stages=stages, math_regs=tables.MATH_REGS, load_regs=tables.LOAD_REGS)
 
 
 def slot_size(num_slots: int) -> int:
@@ -323,6 +323,15 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
         why = f"a fused launch takes few rows an expert; {load:.1f} want {tile}"
         return Refusal(why, CapacityError)
     return None
+
+
+def max_fused_tokens(call: CallSpec) -> int:
+    """Tokens of the largest call of one rank that a fused launch takes."""
+    p = call.problem
+    slots = p.top_k + call.joined
+    most = max(tables.MAX_SLOTS // slots, 1)
+    _, each = passes(p.recipe, most, p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3)
+    return each
 
 
 def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[Tile, str]:
@@ -498,20 +507,25 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
     grid = (sizes.num_tokens, ceil_div(width, cols))
     small = f"up to {tables.SMALL_SLOTS} slots in one launch" if is_small else "rows are placed"
     launches.append(Launch("permute", "_pool_kernel", grid, permute, small))
-    kernel = "straight_kernel" if isinstance(tile, Gemm) else "swapped_kernel"
     for name, depth in (("l1", sizes.hidden), ("l2", sizes.intermediate)):
-        config = tile
-        if isinstance(tile, Gemm) and tile.decode_ahead:
-            wide = align_up(depth, tables.WIDTH)
-            require(
-                wide // 256 < num_sms,
-                f"decode_ahead needs fewer than {num_sms * 256} columns of K",
-                got=depth,
-                kind=CapacityError,
-            )
-            config = replace(tile, decode_chunk=2 if wide % 512 else 4)
-        launches.append(Launch(name, kernel, (num_sms,), config, why))
+        launches.append(gemm_launch(name, tile, depth, num_sms, why))
     return Pass(experts, slots, sizes.num_experts, tuple(launches))
+
+
+def gemm_launch(name: str, tile: Tile, depth: int, num_sms: int, why: str) -> Launch:
+    """One linear over K of `depth` columns: a persistent launch on all SMs."""
+    if isinstance(tile, GemmSwapAb):
+        return Launch(name, "swapped_kernel", (num_sms,), tile, why)
+    if tile.decode_ahead:
+        wide = align_up(depth, tables.WIDTH)
+        require(
+            wide // 256 < num_sms,
+            f"decode_ahead needs fewer than {num_sms * 256} columns of K",
+            got=depth,
+            kind=CapacityError,
+        )
+        tile = replace(tile, decode_chunk=2 if wide % 512 else 4)
+    return Launch(name, "straight_kernel", (num_sms,), tile, why)
 
 
 def waves_of(sizes: Sizes, tile: Tile, num_sms: int) -> tuple[int, int]:
@@ -570,7 +584,9 @@ def finish(call: CallSpec, num_tokens: int) -> list[Launch]:
     p, slots = call.problem, call.problem.top_k + call.num_shared
     found = []
     if call.combine == "fp8":
-        found.append(quantize_rows("rows_to_fp8", num_tokens * slots, p.hidden, "codes-fp8_combine"))
+        found.append(
+            quantize_rows("rows_to_fp8", num_tokens * slots, p.hidden, "codes-fp8_combine")
+        )
     found.append(combine(num_tokens, p.hidden))
     return found
 
@@ -584,3 +600,10 @@ def shared_memory(call: CallSpec, tile: Tile) -> SharedMemory:
     return smem.gemm_swap_ab(recipe, how, tile)
 
 
+def with_tile(plan: Plan, tile: Tile) -> Plan:
+    """A staged plan of routed experts with another tile in both linears, as sweeps try them."""
+    call, p = plan.call, plan.problem
+    sizes = Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
+    one = staged_pass(sizes, tile, plan.hardware.num_sms, "given", "routed")
+    rest = tuple(finish(call, p.num_tokens))
+    return replace(plan, mode="staged", passes=(one,), mega=None, rest=rest)

@@ -268,13 +268,16 @@ class Quantize:
     cols: int
     num_warps: int
     is_deep: bool  # more row tiles than the grid's second axis holds
+    group: int = 0  # FP4: values under a scale, in the kernel that packs words; 0: the general one
 
     def constants(self) -> Constants:
-        """Of `_dispatch_kernel`."""
-        return {
-            "ROWS": self.rows, "COLS": self.cols, "IS_DEEP": self.is_deep,
-            "num_warps": self.num_warps,
+        """Of `_dispatch_kernel`, or of `_pack_kernel` where there are groups."""
+        made: Constants = {
+            "ROWS": self.rows, "IS_DEEP": self.is_deep, "num_warps": self.num_warps,
         }  # fmt: skip
+        if self.group:
+            return {**made, "BLOCKS": self.cols // self.group}
+        return {**made, "COLS": self.cols}
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols} values a program, {self.num_warps} warps"

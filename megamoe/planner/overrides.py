@@ -15,6 +15,7 @@ OVERRIDES: dict[str, tuple[type, str]] = {
     "mode":         (str, "auto, staged or fused"),
     "reserve_sms":  (int, "SMs that fused launches leave to others"),
     "pool_rows":    (int, "fused: rows of the pool; a call with more runs in waves"),
+    "overlap_launches": (bool, "staged: each launch is placed while the one before it ends"),
     "kernel":       (str, "hopper: swap_ab (weights are the MMA's M) or gemm (tokens are)"),
     "block_m":      (int, "tokens of a tile"),
     "block_n":      (int, "weight rows of a tile"),
@@ -26,7 +27,13 @@ OVERRIDES: dict[str, tuple[type, str]] = {
     "num_warps":    (int, "portable: warps of a program"),
 }
 # fmt: on
-ROUTES = ("backend", "mode", "reserve_sms", "pool_rows")  # arguments of MoE by their own names
+ROUTES = (
+    "backend",
+    "mode",
+    "reserve_sms",
+    "pool_rows",
+    "overlap_launches",
+)  # arguments of MoE by their own names
 TILE = tuple(name for name in OVERRIDES if name not in ROUTES)
 
 Overrides = tuple[tuple[str, Value], ...]
@@ -50,17 +57,17 @@ def checked(given: Mapping[str, Value], *, legal: tuple[str, ...] | None = None)
         if value is None:
             continue
         kind, meaning = OVERRIDES[name]
-        word = "an integer" if kind is int else "a word"
+        word = {int: "an integer", str: "a word", bool: "True or False"}[kind]
         require(
-            isinstance(value, kind) and not isinstance(value, bool),
+            type(value) is kind,
             f"{name} ({meaning}) must be {word}",
             got=repr(value),
             kind=DTypeError,
         )
         if kind is int:
             require(
-                isinstance(value, int) and value >= (0 if name in ("reserve_sms",) else 1),
-                f"{name} must be positive",
+                isinstance(value, int) and value >= (name != "reserve_sms"),
+                f"{name} must {'not be negative' if name == 'reserve_sms' else 'be positive'}",
                 got=value,
                 kind=RangeError,
             )

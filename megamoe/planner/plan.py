@@ -108,6 +108,12 @@ class Plan:
         return config
 
     @property
+    def overlaps(self) -> bool:
+        """Whether staged launches are placed while the one before ends: on Hopper, unless told."""
+        given = dict(self.overrides).get("overlap_launches")
+        return self.backend == "hopper" if given is None else bool(given)
+
+    @property
     def num_sms(self) -> int:
         """SMs that the GEMMs run on."""
         return self.mega.num_ctas if self.mega is not None else self.hardware.num_sms
@@ -248,9 +254,7 @@ def reasons_on(arch: str) -> dict[str, str]:
     }
 
 
-def plan(
-    problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Value
-) -> Plan:
+def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Value) -> Plan:
     """How a call runs on a machine: exactly what `moe` and `MoE` launch there.
 
     problem    a Problem, or a CallSpec with traits of weights and tokens (`layer.plan` has them)
@@ -307,6 +311,13 @@ def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: 
     return portable.rows_pass(call, num_rows, hw.arch, dict(given))
 
 
+def shared_plan(made: Plan) -> Pass:
+    """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
+    if made.backend == "hopper":
+        return hopper.shared_pass(made.call, made.hardware.num_sms)
+    return portable.shared_pass(made.call, made.hardware.arch)
+
+
 def _over_group(
     call: CallSpec, backend: str, hw: Hardware, given: Mapping[str, Value]
 ) -> tuple[tuple[Pass, ...], tuple[Launch, ...]]:
@@ -329,9 +340,7 @@ def _over_group(
     return tuple(found), tuple(rest)
 
 
-def _mode(
-    call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str
-) -> tuple[str, str]:
+def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str) -> tuple[str, str]:
     if backend == "reference":
         mode = "staged" if wanted == "auto" else wanted
         return mode, "computed by the oracle: the same result, no launches"

@@ -42,7 +42,7 @@ def pick(
 
 
 def row_grid(row_tiles: int, col_tiles: int) -> tuple[int, int, int]:
-    """The grid of so many tiles; the third axis has what the second lacks (`kernels.portable.grid`).
+    """The grid of so many tiles; the third axis has what the second lacks.
 
     >>> row_grid(100, 7), row_grid(65_536, 7)
     ((7, 100, 1), (7, 65535, 2))
@@ -55,9 +55,11 @@ def quantize_rows(name: str, num_rows: int, width: int, kind: str) -> Launch:
     (rows, cols), warps = tables.QUANTIZE_AS.get(kind, tables.QUANTIZE)
     cols = min(cols, next_power_of_2(width, 128))
     tiles = ceil_div(num_rows, rows)
-    config = Quantize(rows, cols, warps, is_deep=tiles > GRID_AXIS)
+    group = tables.PACKED.get(kind, 0) if width > 1 else 0
+    config = Quantize(rows, cols, warps, tiles > GRID_AXIS, group)
     why = "block of a sweep over formats"
-    return Launch(name, "_dispatch_kernel", row_grid(tiles, ceil_div(width, cols)), config, why)
+    kernel = "_pack_kernel" if group else "_dispatch_kernel"
+    return Launch(name, kernel, row_grid(tiles, ceil_div(width, cols)), config, why)
 
 
 def combine(num_tokens: int, hidden: int) -> Launch:
@@ -148,6 +150,18 @@ def sort(num_slots: int, num_experts: int, block_m: int) -> list[Launch]:
     ]
 
 
+def grouped(
+    tile: PortableGemm, num_rows: int, num_groups: int, num_cols: int, num_sms: int | None
+) -> Launch:
+    """One linear over rows that are sorted by group; with `num_sms` programs draw their tiles."""
+    tiles = max(max_tiles(num_rows, num_groups, tile.block_m), 1)
+    grid = tiles * ceil_div(num_cols, tile.block_n)
+    why = "one program a tile"
+    if num_sms is not None:
+        grid, why = min(grid, tables.PROGRAMS_PER_SM * num_sms), "programs draw their tiles"
+    return Launch("linear", "_linear_kernel", (grid,), tile, why)
+
+
 def staged_pass(
     recipe: str,
     how: Numerics,
@@ -222,6 +236,4 @@ def rows_pass(call: CallSpec, num_rows: int, arch: str, given: Mapping[str, Valu
     how = numerics("portable", p.recipe, arch=arch)
     sizes = (num_rows, 1, p.num_local_experts, p.hidden, p.intermediate)
     is_plain = p.recipe in ("bf16", "w4a16")
-    return staged_pass(
-        p.recipe, how, sizes, given, "routed", quantizes=is_plain, has_routing=False
-    )
+    return staged_pass(p.recipe, how, sizes, given, "routed", quantizes=is_plain, has_routing=False)

@@ -9,6 +9,7 @@ from megamoe.bench.layer import Settings
 from megamoe.errors import NotAvailable, RangeError
 from megamoe.trace.beside import Pair
 from megamoe.trace.stamps import FIRST, MATH, SECOND, Recording
+from tests.pretending import pretend_h200
 from tests.trace.support import buffer
 
 CELL = Cell(Shape("small", 256, 320, 8, 2), 8)
@@ -19,21 +20,19 @@ NUM_CTAS = 6
 def pretended(monkeypatch):
     """A fused call that writes stamps of `CELL`; -> how often it ran with them and without."""
     fused = pytest.importorskip("megamoe.engine.fused")
-    from megamoe.kernels.hopper import launch as kernels
-
     ran = {True: 0, False: 0}
 
-    def moe(x, topk_idx, topk_weights, weights, options, error, *, tile, found, trace=None):
+    def run(call, step, *, trace=None):
         ran[trace is not None] += 1
-        assert tile.slabs == 2 and error is found.word and error.dtype == torch.int32
+        assert step.config.tile.slabs == 2
         if trace is not None:
-            events = _events(topk_idx, tile.tokens, ran[True])
+            events = _events(call.topk_idx, step.config.tile.block_m, ran[True])
             trace.copy_(torch.tensor(buffer(NUM_CTAS, events), dtype=torch.int32))
-        return x.clone()
+        return call.x.clone()
 
     monkeypatch.setattr(tracing, "check_device", lambda device: None)
-    monkeypatch.setattr(fused, "moe", moe)
-    monkeypatch.setattr(kernels, "num_sms", lambda device: NUM_CTAS)
+    monkeypatch.setattr(fused, "run", run)
+    pretend_h200(monkeypatch, NUM_CTAS)
     return ran
 
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megamoe as mm
 from megamoe import reference
-from megamoe.engine.parallel import ReferenceCalc
+from megamoe.engine.parallel import ReferenceCompute
 from megamoe.errors import CapacityError, MegaMoEError, RangeError, RankError
 from tests.distributed.ranks import die, launch
 from tests.distributed.test_group import COUNTS, E, H, K, experts, inputs, results
@@ -204,7 +204,7 @@ def killed_in_a_call(rank, step):
     layer = build(rank)
     call(layer, rank)
     if rank == 1:
-        setattr(ReferenceCalc, step, lambda *args: die())
+        setattr(ReferenceCompute, step, lambda *args: die())
     return raised(call, layer, rank)
 
 
@@ -282,7 +282,7 @@ def fails_in_a_call(rank):
         def rows(*args):
             raise RuntimeError("out of memory, for example")
 
-        ReferenceCalc.rows = rows
+        ReferenceCompute.rows = rows
         try:
             call(layer, rank)
         except RuntimeError as error:

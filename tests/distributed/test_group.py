@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import megamoe as mm
 from megamoe import reference
+from megamoe.balance.placement import Placement, propose
 from megamoe.distributed.placement import Places, replica_hash
 from megamoe.distributed.wire import Wire
 from megamoe.engine.warm import row_counts
@@ -15,7 +16,6 @@ from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
-from megamoe.balance.placement import Placement, propose
 from tests.distributed.ranks import launch
 
 H, I, E, K = 96, 64, 8, 3

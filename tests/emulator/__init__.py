@@ -12,6 +12,7 @@ from megamoe.kernels.hopper import deal, launch, mega_launch, place, route, swap
 from megamoe.kernels.portable import combine, dispatch, sort
 from tests.emulator import language  # noqa: F401  what kernels get
 from tests.emulator.running import Emulated
+from tests.pretending import pretend_h200
 
 KERNELS = tuple(
     (module, name, getattr(module, name))
@@ -33,6 +34,5 @@ def install(monkeypatch, num_sms=3):
     found = {name: Emulated(kernel) for _, name, kernel in KERNELS}
     for module, name, _ in KERNELS:
         monkeypatch.setattr(module, name, found[name])
-    for module in (launch, mega_launch):
-        monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
+    pretend_h200(monkeypatch, num_sms)
     return found

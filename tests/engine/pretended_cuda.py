@@ -3,15 +3,17 @@
 import ctypes
 import types
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from megamoe import reference
-from megamoe.engine import graphs, layer
+from megamoe.engine import graphs, layer, planning
 from megamoe.engine.functional import run
 from megamoe.kernels.portable import fill as filling
 from megamoe.routing.permute import expert_counts
 from tests.engine.pretended import E, H, K
+from tests.pretending import pretend_h200
 
 
 class Cuda:
@@ -59,8 +61,9 @@ class Cuda:
         else:
             self.capturing.calls.append(call)
 
-    def launch(self, backend, x, idx, weights, experts, options, shared, found, stats, num, manner):
+    def launch(self, given, plan):
         """`functional.launch` with the oracle's arithmetic, now or at the replay."""
+        x, idx, weights, experts, options, shared, found, stats, num, *_ = given
         y = torch.full_like(x, float("nan"))
 
         def call():
@@ -171,11 +174,12 @@ def install(monkeypatch):
     monkeypatch.setattr(graphs, "launch", fake.launch)
     for name in ("take", "fill", "give"):
         monkeypatch.setattr(filling, name, getattr(fake, name))
-    monkeypatch.setattr(layer, "choose", lambda *wanted: "portable")
+    monkeypatch.setattr(layer, "choose", lambda *wanted: ("portable", planning.Traits()))
+    pretend_h200(monkeypatch)
 
-    def eager(backend, *call, manner):
+    def eager(call, plan):
         fake.log.append("eager")
-        return run("reference", *call)
+        return run(call, replace(plan, backend="reference"))
 
     monkeypatch.setattr(layer, "run", eager)
     return fake

@@ -12,8 +12,8 @@ from megamoe.kernels.portable.grouped import _prepare_kernel
 from megamoe.kernels.portable.hold import HELD, VALUES
 from megamoe.kernels.portable.launch import arithmetic
 from megamoe.kernels.portable.pack import _pack_kernel
+from megamoe.planner.portable import pick as tiles
 from megamoe.problem import RECIPES
-from megamoe.studies.deep_gemm.heuristics.portable import tiles
 from tests.kernels.compiling import Stand, advice, compile_kernel, main_loop, resources
 from tests.kernels.support import INTERPRETED
 

@@ -10,22 +10,22 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, fused, hopper, rooms
+from megamoe.engine import backends, fused, planning, rooms
 from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.manner import Manner
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import edges, meet, mega_launch, place, route
-from megamoe.kernels.hopper.pool import num_rows
+from megamoe.kernels.hopper import edges, meet, mega_launch
+from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.tables import hopper as tables
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
-from megamoe.studies.deep_gemm.heuristics.hopper_fused import as_fused
-from tests import emulator
+from tests import emulator, pretending
 from tests.emulator import language, running
 from tests.emulator.values import Value
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED, error, tolerance
+from tests.pretending import plan_of
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
@@ -73,20 +73,16 @@ def tokens(num, num_experts=E, seed=0, hidden=H, **routing):
 def fuse(inputs, w, options=None, found=None, tile=None, **rest):
     """One fused call, checked for faults; and the tokens that each expert got."""
     found = found or Faults(CPU)
-    tile = tile or fused.tile_for(w, inputs[1].numel())
     stats = torch.zeros(w.num_experts, dtype=torch.int64)
-    y = fused.moe(
-        *inputs, w, options or Options(), found.word, stats, tile=tile, found=found,
-        **{"manner": Manner("fused", timeout_s=30.0), **rest},
-    )  # fmt: skip
+    y = pretending.fuse(inputs, w, options, found, tile, stats=stats, **rest)
     found.check(K)
     return y, stats
 
 
 def stage(inputs, w, tile=None, options=None):
-    word = torch.full((1,), NONE, dtype=torch.int32)
-    y = hopper.moe(*inputs, w, options or Options(), None, word, tile=tile)
-    assert int(word) == NONE
+    found = Faults(CPU)
+    y = pretending.staged(inputs, w, options, tile=tile, found=found)
+    assert int(found.word) == NONE
     return y
 
 
@@ -115,7 +111,7 @@ TILED = [
 
 @pytest.mark.parametrize(("recipe", "tile"), TILED)
 def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe, tile):
-    inputs = loads(0, 1, tile.tokens + 1, tile.tokens // 2)
+    inputs = loads(0, 1, tile.block_m + 1, tile.block_m // 2)
     w = weights_of(recipe)
     assert_agrees(stage(inputs, w, tile), inputs, w)
 
@@ -140,8 +136,8 @@ def test_rows_are_the_same_however_they_are_found(recipe, monkeypatch):
     w, inputs = weights_of(recipe), tokens(150, masked_ratio=0.2, skew="zipf")
     found = []
     for small, middle in ((1024, 4096), (64, 4096), (64, 128)):
-        monkeypatch.setattr(route, "SMALL", small)
-        monkeypatch.setattr(place, "MIDDLE", middle)
+        monkeypatch.setattr(tables, "SMALL_SLOTS", small)
+        monkeypatch.setattr(tables, "MIDDLE_SLOTS", middle)
         found += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
     assert all(torch.equal(found[0], y) for y in found)
 
@@ -190,7 +186,7 @@ def test_fp8_rows_are_combined_as_in_staged(hidden):
 
 @pytest.mark.parametrize("tile", shipped_fused("w4a8_block"), ids=tile_name)
 def test_a_fused_tile_takes_experts_in_several_passes(tile):
-    w, inputs = weights_of("w4a8_block"), loads(0, tile.tokens + 3, 2 * tile.tokens, 1)
+    w, inputs = weights_of("w4a8_block"), loads(0, tile.block_m + 3, 2 * tile.block_m, 1)
     y, _ = fuse(inputs, w, tile=as_fused(tile))
     assert_agrees(y, inputs, w)
 
@@ -238,9 +234,8 @@ def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypat
     w, inputs, found = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), Faults(CPU)
     tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(96, 6) // part
     wanted, stats = fuse(inputs, w, tile=tile)
-    manner = Manner("fused", timeout_s=30.0, pool_rows=rows)
-    assert fused.ring(num_rows(96, 6), rows, 8)[1] > 0
-    y, again = fuse(inputs, w, tile=tile, found=found, manner=manner)
+    assert ring(num_rows(96, 6), rows, 8)[1] > 0
+    y, again = fuse(inputs, w, tile=tile, found=found, pool_rows=rows)
     assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
 
 
@@ -262,12 +257,15 @@ class Processes:
         room.put(*part)
         peers = torch.tensor([m.data_ptr() - self.memory[rank].data_ptr() for m in self.memory])
         world = mega_launch.World(self.num, 1, rank, peers, room.signals)
-        tile = fused.tile_for(w, self.num * self.most * K, ranks=self.num)
         stats = torch.zeros(w.num_experts, dtype=torch.int64)
-        manner = Manner("fused", timeout_s=self.timeout_s, reserve_sms=2)
+        all_of_them = w.num_experts * self.num
+        ranks = planning.Ranks(self.num, all_of_them, max_tokens=self.most)
+        some = part[0][:0].new_empty(self.most, H), part[1], part[2]
+        plan = plan_of(some, w, mode="fused", reserve_sms=2, ranks=ranks)
+        assert plan.num_passes == 1
         y = fused.over(
-            room, self.most, w, Options(), world, found.word, stats, tile=tile, found=found,
-            manner=manner, number=number,
+            room, self.most, w, Options(), world, stats, step=plan.mega, found=found,
+            timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
         return y[: max(left, 0)], stats
@@ -313,13 +311,11 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
 
 # -- faults --------------------------------------------------------------------------------------
 
-HASTY = Manner("fused", timeout_s=SOON)
-
 
 def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
     w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
     with pytest.raises(MegaMoETimeout, match="the end of all ranks"):
-        fuse(inputs, w, found=found, manner=Manner("fused", timeout_s=LATER), absent=0)
+        fuse(inputs, w, found=found, timeout_s=LATER, absent=0)
     found.reset()
     assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
 
@@ -330,7 +326,7 @@ def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
     found.counters.view(-1)[getattr(meet, word).value] = value
     try:
-        assert_agrees(fuse(inputs, w, found=found, manner=HASTY)[0], inputs, w)
+        assert_agrees(fuse(inputs, w, found=found, timeout_s=SOON)[0], inputs, w)
     except MegaMoETimeout:
         found.reset()
         assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
@@ -343,10 +339,8 @@ def test_the_emulator_sees_what_it_must(kernels, monkeypatch):
     """Rows that no allocation holds, a wait that nobody ends, bytes that do not add up."""
     w, inputs, found = weights_of("w8a8"), tokens(5), Faults(CPU)
     with pytest.raises(IndexError, match="no allocation holds 8 bytes"):
-        fused.moe(
-            *inputs, w, Options(), found.word, torch.zeros(E - 1, dtype=torch.int64), found=found,
-            tile=fused.tile_for(w, 10),
-        )  # fmt: skip
+        short = torch.zeros(E - 1, dtype=torch.int64)
+        pretending.fuse(inputs, w, found=found, stats=short)
     monkeypatch.setattr(running, "WAIT_S", LATER)
     arrive, expect = language.arrive, language.expect
     for name, planted, seen in (

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe.engine.fused import routing_bytes
 from megamoe.kernels.hopper import launch, mega_launch
 from megamoe.kernels.hopper.pack import pack
+from megamoe.planner.hopper import as_fused, pick, routing_bytes, slot_size, weights_ahead
+from megamoe.planner.launches import Launch, Mega, next_power_of_2
+from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES
 from megamoe.problem import RECIPES, Options
-from megamoe.studies.deep_gemm.heuristics.hopper_fused import COUNTERS, ROUTING_BYTES, as_fused
-from megamoe.planner.tables.hopper import tiles
 from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
@@ -53,7 +53,7 @@ def cases():
         ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
-    middle = tiles("nvfp4", 2048 / 256)[0]
+    middle = pick("nvfp4", 2048 / 256)[0]
     yield "nvfp4", True, middle, {"slots": 2048, "experts": 256}
 
 
@@ -66,20 +66,25 @@ def name(case):
     }  # fmt: skip
     size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
     wide = "" if fits else "wide"
-    return "-".join(filter(None, (recipe, wide, tile_name(tile), f"x{tile.depth}", size)))
+    return "-".join(filter(None, (recipe, wide, tile_name(tile), f"x{tile.k_blocks}", size)))
 
 
 def compiled(monkeypatch, recipe, fits, tile, more):
     """What `mega_launch` would run."""
     compiler = Compiler(mega_launch.mega_kernel)
     monkeypatch.setattr(mega_launch, "mega_kernel", compiler)
-    monkeypatch.setattr(mega_launch, "num_sms", lambda device: 132)
     slots, experts, ranks = more["slots"], more["experts"], more.get("ranks", 1)
     local = more.get("local", ranks)
     tile = as_fused(tile, routing_bytes(slots, experts))
+    config = Mega(
+        tile, slot_size(slots), next_power_of_2(experts, 32),
+        next_power_of_2(K + more.get("shared", 0)), weights_ahead(tile), slots,
+        more.get("wave_rows", 0),
+    )  # fmt: skip
+    step = Launch("mega", "mega_kernel", (132,), config, "test")
     how = launch.arithmetic(recipe, fits_e4m3=fits)
-    pool = launch.pool(how, slots, H, experts, tile.tokens, META, ranks=local, is_far=ranks > 1)
-    acts = launch.pool(how, slots, I, experts, tile.tokens, META, pool, local)
+    pool = launch.pool(how, slots, H, experts, tile.block_m, META, ranks=local, is_far=ranks > 1)
+    acts = launch.pool(how, slots, I, experts, tile.block_m, META, pool, local)
 
     def new(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device=META)
@@ -105,9 +110,8 @@ def compiled(monkeypatch, recipe, fits, tile, more):
         world = mega_launch.World(ranks, local, 0, peers, signals)
     biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
     mega_launch.fused(
-        tokens, pool, acts, w13, w2, tile, how, more.get("options", Options()), kept,
+        tokens, pool, acts, w13, w2, step, how, more.get("options", Options()), kept,
         num_experts=experts, num_shared=shared, world=world, biases=biases, acts_factor=g,
-        wave_rows=more.get("wave_rows", 0),
     )  # fmt: skip
     return compiler.made
 
@@ -120,7 +124,7 @@ def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeyp
     element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
     ptx = kernel.asm["ptx"]
     found = set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx))
-    assert found == {f"m64n{tile.tokens}k{depth}.f32.{element}.{element}"}
+    assert found == {f"m64n{tile.block_m}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx and "trap" not in ptx
     assert_streamed(ptx, True)
     assert list(addresses(kernel)) == [(FUNCTION, 0)]  # the launch fetches its own code

@@ -9,8 +9,8 @@ from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.hold import HELD, hold
 from megamoe.kernels.portable.korder import position
+from megamoe.planner.launches import PortableGemm as Tile
 from megamoe.problem import RECIPES
-from megamoe.studies.deep_gemm.heuristics.portable import Tile
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, tolerance
 
 pytestmark = MARKS

@@ -17,11 +17,15 @@ from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch, place, route
 from megamoe.kernels.hopper.pack import pack
 from megamoe.kernels.portable.routing import Routing
+from megamoe.planner import smem
+from megamoe.planner.hopper import gemm_launch, pick
+from megamoe.planner.launches import Gemm
+from megamoe.planner.numerics import numerics
+from megamoe.planner.tables import hopper as tables
 from megamoe.problem import RECIPES, Options
-from megamoe.studies.deep_gemm.heuristics import hopper_tiles
-from megamoe.planner.tables.hopper import Straight
 from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.hopper import shipped, tile_name
+from tests.kernels.steps import hopper_steps
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -29,10 +33,10 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 META = torch.device("meta")  # sizes without memory: enough for a launcher
 E, I, H = 2, 1024, 2048
 SHARED_LIMIT = 232448  # bytes that a CTA of sm_90 may have
-AHEAD = Straight(3, 3, span=24, math_regs=216, decode_regs=56, load_regs=24, ahead=16)
+AHEAD = Gemm(3, 3, 24, math_regs=216, decode_regs=56, load_regs=24, decode_ahead=16)
 OFFERED = {  # by recipe: tiles that are not in the table, to be timed beside those that are
-    "w4a8_block": (AHEAD, Straight(3, 3, 24, 216, 56, 24, is_dealt=True)),
-    "w8a8": (Straight(4, is_dealt=True), Straight(4, is_drawn=True)),
+    "w4a8_block": (AHEAD, Gemm(3, 3, 24, 216, 56, 24, schedule="static")),
+    "w8a8": (Gemm(4, schedule="static"), Gemm(4, schedule="dynamic")),
 }
 
 
@@ -43,11 +47,18 @@ def widest(recipe, *, fits=True):
 
 
 def is_ahead(tile):
-    return getattr(tile, "ahead", 0) > 0
+    return getattr(tile, "decode_ahead", 0) > 0
 
 
 def is_in_waves(tile):
-    return isinstance(tile, Straight) and tile.is_in_waves
+    return isinstance(tile, Gemm) and tile.has_items
+
+
+def planned_bytes(recipe, fits, tile):
+    """The planner's sum of shared memory."""
+    if isinstance(tile, Gemm):
+        return smem.gemm(recipe, tile).num_bytes
+    return smem.gemm_swap_ab(recipe, numerics("hopper", recipe, fits_e4m3=fits), tile).num_bytes
 
 
 def cases():
@@ -116,14 +127,14 @@ def assert_streamed(ptx, is_stream):
 def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, intermediate=I,
              is_placed=True):  # fmt: skip
     """What `launch` would run."""
-    kernel = "straight_kernel" if isinstance(tile, Straight) else "swapped_kernel"
+    kernel = gemm_launch("l1", tile, hidden, 132, "test").kernel
     compiler = Compiler(getattr(launch, kernel))
     monkeypatch.setattr(launch, kernel, compiler)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     H, I = hidden, intermediate
+    l1, l2 = (gemm_launch(n, tile, k, 132, "test") for n, k in (("l1", H), ("l2", I)))
     how = launch.arithmetic(recipe, fits_e4m3=fits)
-    x = launch.pool(how, 512, H, E, tile.tokens, META)
-    acts = launch.pool(how, 512, I, E, tile.tokens, META, x)
+    x = launch.pool(how, 512, H, E, tile.block_m, META)
+    acts = launch.pool(how, 512, I, E, tile.block_m, META, x)
     options = Options(activation or "swiglu")
     some = torch.empty(E, 2, I, device=META)
     rest = {
@@ -134,11 +145,11 @@ def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, i
     }
     if linear == "l1":
         w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3, is_placed=is_placed)
-        launch.gated(x, w, acts, tile, how, options, **rest)
+        launch.gated(x, w, acts, l1, how, options, **rest)
     else:
         w = pack(matrix(recipe, E, H, I), to_e4m3=how.to_e4m3, is_placed=is_placed)
         rows = torch.empty(512, H, dtype=torch.bfloat16, device=META)
-        launch.linear(acts, w, rows, tile, how, options, **rest)
+        launch.linear(acts, w, rows, l2, how, options, **rest)
     return compiler.made
 
 
@@ -158,12 +169,12 @@ def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
     is_fp8 = launch.arithmetic(recipe, fits_e4m3=fits).is_fp8
     element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
     found = set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx))
-    num = tile.tokens  # of `straight` too: 128 weight rows
+    num = tile.block_m  # of `straight` too: 128 weight rows
     assert found == {f"m64n{num}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx
-    assert_streamed(ptx, getattr(tile, "is_stream", False))
+    assert_streamed(ptx, getattr(tile, "evict_first", False))
     used = resources(kernel)
-    assert used["shared"] <= SHARED_LIMIT
+    assert used["shared"] <= planned_bytes(recipe, fits, tile) <= SHARED_LIMIT
     assert used["stack"] == 0
 
 
@@ -171,7 +182,7 @@ def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
 @pytest.mark.parametrize("depth", [8, 64])
 def test_decoding_ahead_waits_for_a_bounded_time_and_needs_all_ctas(linear, depth, monkeypatch):
     """Widths of an odd number of 256: K blocks are decoded by two."""
-    tile = replace(AHEAD, ahead=depth)
+    tile = replace(AHEAD, decode_ahead=depth)
     kernel = compiled(
         monkeypatch, "w4a8_block", True, tile, linear, "", hidden=2304, intermediate=1280
     )
@@ -184,7 +195,7 @@ def test_decoding_ahead_waits_for_a_bounded_time_and_needs_all_ctas(linear, dept
 
 
 ROUTED = [
-    *((tile, slots, experts, 0) for tile in (None, Straight(4, is_drawn=True), AHEAD)
+    *((tile, slots, experts, 0) for tile in (None, Gemm(4, schedule="dynamic"), AHEAD)
       for slots in (512, 4096, 65536) for experts in (8, 48, 256)),
     *((tile, slots, experts, 1) for tile in (None, AHEAD) for slots in (448, 4096, 65536)
       for experts in (33, 257)),
@@ -203,7 +214,6 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypa
         for name in vars(module).keys() & kernels.keys():
             monkeypatch.setattr(module, name, kernels[name])
     monkeypatch.setattr(place, "scan_counts", lambda *args, **options: None)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     how = launch.arithmetic("w4a8_block")
     pool = launch.pool(how, slots, H, experts, 128, META)
     weights = [pack(matrix("w4a8_block", E, *sizes), to_e4m3=True) for sizes in ((2, I, H), (H, I))]
@@ -212,15 +222,16 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypa
         torch.empty(idx.shape, device=META),
         torch.empty(1, dtype=torch.int32, device=META),
     )
+    x = torch.empty(len(idx), H, dtype=torch.bfloat16, device=META)
+    plain = Gemm(3, 3, 8, 216, 56, 24)
+    steps = hopper_steps(x, idx, tile or plain, experts, num_shared=shared, intermediate=I)
     route.route(
-        torch.empty(len(idx), H, dtype=torch.bfloat16, device=META),
-        Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, 128, experts,
-        hand=launch.hand(pool, weights, tile) if tile else None, by_group=True, pdl=True,
-        num_shared=shared,
+        x, Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, steps,
+        hand=launch.hand(pool, weights, steps["l1"]), by_group=True, pdl=True, num_shared=shared,
     )  # fmt: skip
-    is_small = slots <= route.SMALL and tile is None
+    is_small = slots <= tables.SMALL_SLOTS and tile is None
     assert (kernels["_place_kernel"].made is None) == is_small
-    assert (kernels["_count_kernel"].made is not None) == (slots > place.MIDDLE)
+    assert (kernels["_count_kernel"].made is not None) == (slots > tables.MIDDLE_SLOTS)
     for compiler in kernels.values():
         assert compiler.made is None or resources(compiler.made)["stack"] == 0
 
@@ -229,5 +240,5 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypa
 def test_every_load_has_a_tile(recipe):
     for fits in (True, False):
         for rows in (0.0, 0.001, 1, 5, 30, 100, 1e6):
-            tile, why = hopper_tiles.tiles(recipe, rows, fits_e4m3=fits)
-            assert tile.stages >= 1 and tile.tokens % 8 == 0 and why
+            tile, _ = pick(recipe, rows, fits_e4m3=fits)
+            assert tile.num_stages >= 2 and tile.block_m % 8 == 0

@@ -8,11 +8,13 @@ import torch
 import megamoe as mm
 from megamoe.engine.faults import NONE
 from megamoe.formats.quantize import dequantize
-from megamoe.kernels.hopper import launch, place
-from megamoe.kernels.hopper import route as routing
-from megamoe.kernels.hopper.pool import max_tiles, num_rows
+from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.route import route
 from megamoe.kernels.portable.dispatch import Routing
+from megamoe.planner.hopper import max_tiles, num_rows
+from megamoe.planner.launches import GemmSwapAb
+from megamoe.planner.tables import hopper as tables
+from tests.kernels.steps import hopper_steps
 from tests.kernels.support import DEVICE, MARKS
 
 pytestmark = MARKS
@@ -33,9 +35,9 @@ FORMATS = {  # recipe, whether its weights fit E4M3: how tokens are held
 @pytest.fixture(autouse=True)
 def _large_begins_early(monkeypatch):
     """The interpreter is slow: the paths for more slots are taken from 65 and 161 on."""
-    monkeypatch.setattr(routing, "SMALL", 64)
-    monkeypatch.setattr(place, "MIDDLE", 160)
-    monkeypatch.setattr(place, "LOOK", 64)
+    monkeypatch.setattr(tables, "SMALL_SLOTS", 64)
+    monkeypatch.setattr(tables, "MIDDLE_SLOTS", 160)
+    monkeypatch.setattr(tables, "LOOK", 64)
 
 
 class Routed:
@@ -63,8 +65,10 @@ class Routed:
             idx, weight, self.idx, self.weight, self.error,
             None if count is None else count.to(device),
         )  # fmt: skip
+        tile = GemmSwapAb(block, 2, 1, 2)
+        steps = hopper_steps(x, idx, tile, num_experts)
         route(
-            x, given, self.how.acts, self.pool, block, num_experts, stats=self.stats,
+            x, given, self.how.acts, self.pool, steps, stats=self.stats,
             first_slot=first_slot, num_dest=num_dest, by_group=self.how.to_e4m3, **rest,
         )  # fmt: skip
         self.block, self.num_experts, top_k = block, num_experts, idx.shape[1]

@@ -21,6 +21,7 @@ from megamoe.kernels.portable.korder import (
     tile_in_order,
     tile_positions,
 )
+from tests.kernels.steps import rows_step
 from tests.kernels.support import DEVICE, MARKS, error, tolerance
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -68,7 +69,7 @@ def test_dispatch_holds_tokens_in_order_and_zeros_behind(width):
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
     held = launch.arithmetic("w4a16").hold(5, width, torch.device(DEVICE)).data
     held.fill_(float("nan"))
-    dispatch(x, held, None, ORDERED)
+    dispatch(x, held, None, ORDERED, step=rows_step(5, width, ORDERED))
     wanted = torch.zeros_like(held)
     wanted[:, position(torch.arange(width))] = x
     assert torch.equal(held, wanted)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from megamoe.errors import MegaMoEError
 from megamoe.routing.permute import expert_counts, permute
-from megamoe.routing.spec import max_tiles
 from megamoe.routing.samplers import SKEWS, sample_routing
+from megamoe.routing.spec import max_tiles
 
 
 def test_a_worked_example():

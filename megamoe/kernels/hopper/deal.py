@@ -17,14 +17,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.hopper.ring import num_items, place
+from megamoe.planner.tables.hopper import MAX_CTAS, ROW_ALIGN
 
 # An item is 8 ints: expert (-1: none), first row, end row, row tile; and for `ahead` its place in
 # the wave (run | runs of the wave << 10 | place << 20), the first slab of the run that has the
 # item's number in the wave, and two counters. Item 0's last counter is not one: it tells that a
 # wait was given up. Of items that are drawn the first counter is the number of the tile of tokens.
 ITEM = tl.constexpr(8)
-ALIGN = tl.constexpr(8)  # rows: where an expert's first may lie
-MOST_CTAS = 1 << 10
+ALIGN = tl.constexpr(ROW_ALIGN)  # rows: where an expert's first may lie
 BLOCK = tl.constexpr(128)  # rows of a tile
 HALF = tl.constexpr(64)  # rows that a wgmma takes; a tile may have no more
 
@@ -62,7 +62,7 @@ class Hand:
         is_drawn: bool = False,
     ) -> Hand:
         """Room for up to `max_tiles` tiles of tokens, where `some` is."""
-        assert ctas < MOST_CTAS
+        assert ctas <= MAX_CTAS
         waves = [triton.cdiv(max_tiles * width.across, ctas) for width in widths]
         items = some.new_empty(sum(waves) * ctas, ITEM.value)
         return Hand(items, widths, waves, ctas, span, is_drawn)

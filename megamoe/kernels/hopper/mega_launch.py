@@ -1,16 +1,14 @@
-"""Launcher of the fused layer. Tiles come from the caller; nothing is chosen here."""
+"""Launcher of the fused layer. Configurations come from the plan; nothing is chosen here."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 
 from megamoe.kernels.hopper.launch import (
     Arithmetic,
     factor_shape,
-    num_sms,
     or_some,
     scale_descriptor,
     token_descriptor,
@@ -21,8 +19,8 @@ from megamoe.kernels.hopper.operands import WEIGHTS
 from megamoe.kernels.hopper.pack import Packed
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLAIN
+from megamoe.planner.launches import Launch, Mega
 from megamoe.problem import Options
-from megamoe.planner.tables.hopper import Swapped
 
 
 class State(NamedTuple):
@@ -62,27 +60,20 @@ class Tokens(NamedTuple):
     first: int = 0  # number of the first token, for who is told of a bad slot
 
 
-def num_slots(slots: int) -> int:
-    """Slots to the next size that kernels are made for."""
-    return next(size for size in (128, 512, 1024, 2048, 4096) if slots <= size)
-
-
-def _power_of_2(n: int, least: int) -> int:
-    return int(max(triton.next_power_of_2(n), least))
-
-
 def fused(
-    tokens: Tokens, pool: Pool, acts: Pool, w13: Packed, w2: Packed, tile: Swapped, how: Arithmetic,
+    tokens: Tokens, pool: Pool, acts: Pool, w13: Packed, w2: Packed, step: Launch, how: Arithmetic,
     options: Options, kept: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    acts_factor: Tensor | None = None, timeout_s: float = 10.0, reserve_sms: int = 0,
-    trace: Tensor | None = None, ahead: int = 0, absent: int = -1, wave_rows: int = 0,
+    acts_factor: Tensor | None = None, timeout_s: float = 10.0, trace: Tensor | None = None,
+    absent: int = -1,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each.
 
     The last `num_shared` of them see every token; then there is one rank.
     """
-    device, some = tokens.x.device, kept.report
+    config, some = step.config, kept.report
+    assert isinstance(config, Mega)
+    tile = config.tile
     num_tokens, hidden = tokens.x.shape
     top_k = tokens.idx.shape[1] + num_shared
     slots = world.num * num_tokens * top_k
@@ -90,36 +81,31 @@ def fused(
     assert pool.data.numel() < 2**31, "a place in the pool has 32 bits"
     parts = []
     for x, w, bias in ((pool, w13, biases[0]), (acts, w2, biases[1])):
-        data, scale = weight_descriptors(w, tile.depth, tile.rows)
-        x_scale = scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data
+        data, scale = weight_descriptors(w, tile.k_blocks, tile.block_n)
+        x_scale = scale_descriptor(x.scale, tile.block_m) if how.is_promoted else data
         outputs = acts.data.shape[1] if w.is_gated else w.num_outputs
-        steps = x.data.shape[1] // 128 // tile.depth
+        steps = x.data.shape[1] // tile.block_k
         parts += [
-            data, scale, token_descriptor(x.data, tile.tokens), x_scale, or_some(w.factor, some),
+            data, scale, token_descriptor(x.data, tile.block_m), x_scale, or_some(w.factor, some),
             or_some(bias, some), steps, outputs, w.num_outputs, *factor_shape(w),
         ]  # fmt: skip
     g = tokens.g
-    grid = (num_sms(device) - reserve_sms) // world.local * world.local
-    mega_kernel[(grid,)](
+    mega_kernel[step.grid](
         tokens.x, tokens.x.stride(0), or_some(g, some), 0 if g is None or g.ndim == 0 else 1,
         tokens.idx, tokens.weights, or_some(tokens.num_valid, some), tokens.error,
         or_some(tokens.stats, some), tokens.y, pool.data, pool.scale, pool.dest, pool.weight,
         pool.factor, acts.data, acts.scale, tokens.rows, kept.private, kept.counters,
         or_some(world.signals, some), or_some(world.peers, some), kept.report,
-        or_some(trace, some), int(timeout_s * 1e9), ahead, absent, world.first,
+        or_some(trace, some), int(timeout_s * 1e9), config.weights_ahead, absent, world.first,
         tokens.first * tokens.idx.shape[1], slots, num_tokens, num_experts,
-        pool.data.shape[0] // world.local, pool.data.shape[0], wave_rows,
+        pool.data.shape[0] // world.local, pool.data.shape[0], config.wave_rows,
         kept.private.stride(0), kept.counters.shape[0], hidden, pool.data.shape[1],
         float(options.limit), or_some(acts_factor, some), *parts,
         WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, LAST=PLAIN, PROMOTED=how.is_promoted,
         FACTOR=w13.factor_is, HAS_BIAS=biases[0] is not None,
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None, RANKS=world.num,
-        LOCAL=world.local, EXPERTS=_power_of_2(num_experts, 32), SLOTS=num_slots(slots),
-        TOP_K=top_k, SHARED=num_shared, K_SLOTS=_power_of_2(top_k, 1), TOKENS=tile.tokens,
-        SLABS=tile.slabs, DEPTH=tile.depth, STAGES=tile.stages, WINDOW=tile.window,
-        MATH_REGS=tile.math_regs, LOAD_REGS=tile.load_regs, TRACE=trace is not None,
-        RING=wave_rows > 0,
+        LOCAL=world.local, TOP_K=top_k, SHARED=num_shared, TRACE=trace is not None,
         ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
-        num_warps=4, launch_cooperative_grid=True,
+        **config.constants(),
     )  # fmt: skip

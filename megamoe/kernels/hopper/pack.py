@@ -17,8 +17,8 @@ from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale
 from megamoe.layout.regions import align_up
 from megamoe.layout.tiles import RegisterImage, word_bit
+from megamoe.planner.tables.hopper import WIDTH
 
-WIDTH = 256  # both widths are padded to this: a tile of rows, two K blocks
 MIN_RELATIVE, MAX_RELATIVE = -5, 6  # exponents that E2M1 may be shifted by within E4M3
 PLACED_BY, MOST_PLACED = 126, 128  # what is added to E8M0 codes of placed images; the largest code
 

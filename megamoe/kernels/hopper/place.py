@@ -1,8 +1,8 @@
 """Where the row of each slot lies in the expert-sorted pool, and the tiles of the GEMMs.
 
 Rows of one expert lie together in slot order and start at a multiple of ALIGN (TMA reads scales in
-whole 16 bytes). A tile is (expert, first row, end row). Up to MIDDLE slots one launch does it, each
-program counting for itself; above that two more count. Nothing is read back.
+whole 16 bytes). A tile is (expert, first row, end row). One launch does it, each program counting
+for itself, or two more count before it, as the plan says. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -15,13 +15,8 @@ from megamoe.kernels.device.compat import after_previous, overlap
 from megamoe.kernels.hopper.deal import Hand, deal_wave, first_above, first_rows
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.routing import Routing, legal_or
-from megamoe.kernels.portable.sort import CHUNK, scan_counts
-
-MIDDLE = 4096  # slots
-LOOK = 2048  # slots that are counted together
-# Warps, by whether there are shared experts. With more threads than slots in a chunk the compiler
-# finds the experts again in every layout, which spills with shared ones.
-WARPS = {False: 8, True: 4}
+from megamoe.kernels.portable.sort import scan_counts
+from megamoe.planner.launches import Pass, Place
 
 
 @triton.jit
@@ -185,8 +180,7 @@ def _place_kernel(
 def place(
     routing: Routing,
     pool: Pool,
-    block: int,
-    num_experts: int,
+    steps: Pass,
     *,
     hand: Hand | None,
     g: Tensor | None,
@@ -199,39 +193,35 @@ def place(
 ) -> Tensor:
     """int32: the row of each slot, -1 of masked ones.
 
-    Fills all of the pool but tokens and their scales, for tiles of `block` rows. Deals `hand`, if
-    there is one.
+    Fills all of the pool but tokens and their scales, in the plan's `steps`. Deals `hand`, if there
+    is one.
     """
     idx, weights, num_valid = routing.topk_idx, routing.topk_weights, routing.num_valid
     top_k, some = idx.shape[1] + num_shared, pool.num_tiles
-    slots = len(idx) * top_k
-    chunks = triton.cdiv(slots, CHUNK)
-    is_counted = slots > MIDDLE
-    sizes = {
-        "HAS_COUNT": num_valid is not None, "TOP_K": top_k, "SHARED": num_shared,
-        "CHUNK": CHUNK, "E": max(triton.next_power_of_2(num_experts), 2),
-    }  # fmt: skip
+    slots, num_experts = len(idx) * top_k, steps.num_experts
+    step, count = steps["place"], steps.find("count")
+    config = step.config
+    assert isinstance(config, Place) and (count is not None) == config.is_counted
+    assert (hand is not None) == (config.max_ctas > 0)
+    sizes = {"HAS_COUNT": num_valid is not None, "TOP_K": top_k, "SHARED": num_shared}
     valid = some if num_valid is None else num_valid
     rows = some.new_empty(slots)
     counts = chunk_counts = some
-    if is_counted:
-        counts, chunk_counts = some.new_empty(num_experts), some.new_empty(chunks, num_experts)
-        _count_kernel[(chunks,)](
-            idx, weights, valid, chunk_counts, slots, num_experts, num_warps=1, **sizes,
-            **overlap(pdl),
+    if count is not None:
+        counts = some.new_empty(num_experts)
+        chunk_counts = some.new_empty(*count.grid, num_experts)
+        _count_kernel[count.grid](
+            idx, weights, valid, chunk_counts, slots, num_experts, **count.config.constants(),
+            **sizes, **overlap(pdl),
         )  # fmt: skip
-        scan_counts(chunk_counts, counts, stats, pdl=pdl)
-    waves = 0 if hand is None else sum(hand.waves)
-    _place_kernel[(chunks + 1 + waves,)](
+        scan_counts(chunk_counts, counts, stats, steps["scan"], pdl=pdl)
+    _place_kernel[step.grid](
         idx, weights, valid, routing.error, routing.idx, routing.weights, some if g is None else g,
         g_stride, chunk_counts, counts, some if stats is None else stats, rows, pool.dest,
         pool.weight, pool.factor, pool.tiles, pool.num_tiles, slots, num_experts, first_slot,
         num_dest,
         *((some, 0, 0, 0, 0, 0, 0, 0) if hand is None else hand.arguments()),
-        CTAS=0 if hand is None else triton.next_power_of_2(hand.ctas),
-        IS_DRAWN=hand is not None and hand.is_drawn, HAS_G=g is not None,
-        HAS_STATS=stats is not None, IS_COUNTED=is_counted,
-        LOOK=LOOK, BLOCK=block, num_warps=WARPS[num_shared > 0],
-        **sizes, **overlap(pdl),
+        HAS_G=g is not None, HAS_STATS=stats is not None, **config.constants(), **sizes,
+        **overlap(pdl),
     )  # fmt: skip
     return rows

@@ -5,9 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate
 
-from megamoe.studies.deep_gemm.heuristics import hopper_tiles
+from megamoe.planner.launches import WARPGROUPS
 
-GROUPS = gl.constexpr(hopper_tiles.GROUPS)  # math warpgroups of a CTA
+GROUPS = gl.constexpr(WARPGROUPS)  # math warpgroups of a CTA
 
 
 @gluon.constexpr_function

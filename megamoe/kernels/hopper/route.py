@@ -1,7 +1,7 @@
 """Dispatch on the device: tokens into the expert-sorted pool that the GEMMs read.
 
-Up to SMALL slots one launch does it all, every program finding the rows of its own slots; above
-that they are written down before (`place`). Nothing is read back.
+A small call is one launch, every program finding the rows of its own slots; otherwise they are
+written down before (`place`), as the plan says. Nothing is read back.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from megamoe.kernels.hopper.place import given, legal, note_bad, place, rank, wr
 from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.kernels.portable.routing import Routing
-
-SMALL = 1024  # slots
-COLS = {True: (1024, 4), False: (2048, 4)}  # whether small: columns and warps of a program
+from megamoe.planner.launches import Pass, Permute
 
 
 @triton.jit
@@ -114,8 +112,7 @@ def route(
     routing: Routing,
     acts: Kind,
     pool: Pool,
-    block: int,
-    num_experts: int,
+    steps: Pass,
     *,
     hand: Hand | None = None,
     x_scale: Tensor | None = None,
@@ -128,27 +125,28 @@ def route(
     by_group: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Fill `pool` from tokens x [T, H] and their routing, for tiles of `block` rows.
+    """Fill `pool` from tokens x [T, H] and their routing, in the plan's `steps`.
 
     Where there is a `hand` it is dealt too. The last `num_shared` experts see every token, with
     weight 1, in slots behind the routed ones.
     """
     num_tokens, hidden = x.shape
     top_k = routing.topk_idx.shape[1] + num_shared
-    slots = num_tokens * top_k
-    is_small = slots <= SMALL and hand is None
+    slots, num_experts = num_tokens * top_k, steps.num_experts
+    config = steps["permute"].config
+    assert isinstance(config, Permute) and slots == steps.num_slots
+    is_small = config.is_small
     g_stride = 0 if g is None or g.ndim == 0 else 1
     num_dest = num_dest or top_k
     some = rows = pool.num_tiles
     if not is_small:
         rows = place(
-            routing, pool, block, num_experts, hand=hand, g=g, g_stride=g_stride, stats=stats,
+            routing, pool, steps, hand=hand, g=g, g_stride=g_stride, stats=stats,
             first_slot=first_slot, num_dest=num_dest, num_shared=num_shared, pdl=pdl,
         )  # fmt: skip
     width = pool.data.shape[1]
-    cols, warps = COLS[is_small]
     has_count = is_small and routing.num_valid is not None
-    _pool_kernel[(num_tokens, triton.cdiv(width, cols))](
+    _pool_kernel[steps["permute"].grid](
         _raw(x), some if x_scale is None else x_scale, x.stride(0), some if g is None else g,
         g_stride, routing.topk_idx, routing.topk_weights,
         routing.num_valid if has_count else some, routing.error, routing.idx, routing.weights,
@@ -156,10 +154,8 @@ def route(
         pool.factor, pool.tiles, pool.num_tiles, slots, pool.data.shape[0], num_experts, hidden,
         width, first_slot, num_dest,
         ACTS=acts, READY=is_ready, HAS_G=g is not None, HAS_STATS=is_small and stats is not None,
-        HAS_COUNT=has_count, TOP_K=top_k, SHARED=num_shared, K_SLOTS=triton.next_power_of_2(top_k),
-        SLOTS=max(triton.next_power_of_2(slots), 16) if is_small else 16, IS_SMALL=is_small,
-        BLOCK=block, COLS=cols, E=max(triton.next_power_of_2(num_experts), 2), BY_GROUP=by_group,
-        num_warps=warps, **overlap(pdl),
+        HAS_COUNT=has_count, TOP_K=top_k, SHARED=num_shared, BY_GROUP=by_group,
+        **config.constants(), **overlap(pdl),
     )  # fmt: skip
 
 

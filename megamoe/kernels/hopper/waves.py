@@ -13,9 +13,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.hopper.stamps import FILL, FIRST, SECOND
-from megamoe.studies.deep_gemm.heuristics.hopper_fused import MOST_WAVES
+from megamoe.planner.tables.hopper import MAX_WAVES
 
-WAVES = gl.constexpr(MOST_WAVES)
+WAVES = gl.constexpr(MAX_WAVES)
 TABLE = gl.constexpr(64)  # words behind a CTA's list: tiles before each wave
 
 

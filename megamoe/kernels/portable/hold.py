@@ -13,8 +13,9 @@ from megamoe.kernels.device.compat import to_bf16
 from megamoe.kernels.device.numbers import Kind, e2m1_to_bf16, e4m3_value, e8m0_value
 from megamoe.kernels.portable.korder import held_cols, held_width, position_of
 from megamoe.kernels.portable.launch import Arithmetic, Held, as_bytes
+from megamoe.planner.tables.portable import DECODE_VALUES
 
-VALUES = 4096  # a program decodes
+VALUES = DECODE_VALUES
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Launchers of the grouped GEMMs. Tiles come from the caller; nothing is chosen here."""
+"""Launchers of the grouped GEMMs. Configurations come from the plan; nothing is chosen here."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from megamoe.kernels.portable.acts import CODES, ORDERED, PLAIN, SCALED, VALUES
 from megamoe.kernels.portable.korder import held_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
+from megamoe.planner.launches import Launch, PortableGemm
+from megamoe.planner.numerics import Numerics, numerics
 from megamoe.problem import Options
-from megamoe.studies.deep_gemm.heuristics.portable import Tile
 
 
 class Held(NamedTuple):
@@ -100,12 +101,20 @@ def arithmetic(recipe: str, *, has_fp8: bool = True, has_mx: bool = False) -> Ar
 
 
 @functools.cache
+def arithmetic_of(recipe: str, how: Numerics) -> Arithmetic:
+    """The row of `planner.numerics` as the kernels take it."""
+    is_native = how.acts == "codes" and how.promotion == 0
+    return arithmetic(recipe, has_fp8=how.mma == "fp8" or recipe != "w8a8", has_mx=is_native)
+
+
+@functools.cache
 def arithmetic_on(device: torch.device, recipe: str) -> Arithmetic:
     """The one of this device; the interpreter multiplies FP8."""
-    if device.type == "cpu":
-        return arithmetic(recipe)
-    major, minor = torch.cuda.get_device_capability(device)
-    return arithmetic(recipe, has_fp8=(major, minor) >= (8, 9), has_mx=major == 10)
+    arch = "cpu"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = f"sm_{major}{minor}"
+    return arithmetic_of(recipe, numerics("portable", recipe, arch=arch))
 
 
 def gated(
@@ -114,7 +123,7 @@ def gated(
     order: Order,
     topk_weights: Tensor,
     out: Held,
-    tile: Tile,
+    step: Launch,
     how: Arithmetic,
     options: Options,
     *,
@@ -127,17 +136,15 @@ def gated(
 ) -> None:
     """L1, activation, weight and quantisation: x [T, H] (or permuted rows) -> out [rows, I]."""
     intermediate, hidden = w13.shape[2:]
-    _check_tile(tile, how, order)
+    tile = _tile(step, how, order)
     require(
         128 % tile.block_n == 0 or not how.is_ordered,
         "acts are written in blocks of 128 columns",
         got=f"block_n {tile.block_n}",
         kind=RangeError,
     )
-    tiles = order.tile_idx_to_group_idx.numel()
     some = x.data
-    num_cols = held_width(intermediate) if how.is_ordered else intermediate
-    gemm._gated_kernel[(tiles * triton.cdiv(num_cols, tile.block_n),)](
+    gemm._gated_kernel[step.grid](
         x.data, _token_scales(x, how), _rows(w13, tile, how), _scales(w13, how), _halves(w13, some),
         _or(x_global, some), _or(bias, some), topk_weights, as_bytes(out.data),
         _or(out.scale, some), _or(acts_global, some), order.permuted_idx_to_expanded_idx,
@@ -147,9 +154,7 @@ def gated(
         ACTIVATION=options.activation, FAST_MATH=options.fast_math,
         WEIGHTED=options.weight_at == "l1", HAS_BIAS=bias is not None,
         HAS_GLOBAL=w13.global_scale is not None, GATHER=gather, TOP_K=top_k,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **overlap(pdl),
+        **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
 
@@ -158,7 +163,7 @@ def linear(
     w: Quantized,
     order: Order,
     out: Tensor,
-    tile: Tile,
+    step: Launch,
     how: Arithmetic,
     *,
     top_k: int = 1,
@@ -172,7 +177,6 @@ def linear(
     x_global: Tensor | None = None,
     gather: bool = False,
     ticket: Tensor | None = None,
-    num_programs: int = 0,
     pdl: bool = False,
 ) -> None:
     """One linear over permuted rows: the plain grouped GEMM ("rows"), or L2 finalising.
@@ -183,11 +187,11 @@ def linear(
     weighted   with "atomic": multiply by the topk weight here
     x_global   FP32, one per expert
     gather     x holds tokens, not permuted rows
-    ticket     int32 zero: `num_programs` draw their tiles from it, instead of one program a tile
+    ticket     int32 zero: the grid's programs draw their tiles from it, instead of one a program
     pdl        place programs while the launch before ends
     """
     num_cols, width = w.shape[1:]
-    _check_tile(tile, how, order)
+    tile = _tile(step, how, order)
     require(
         out_scale is None or tile.block_n % 128 == 0,
         "one scale of FP8 combine is one block of 128 columns",
@@ -200,11 +204,8 @@ def linear(
         got=store,
         kind=RangeError,
     )
-    tiles = order.tile_idx_to_group_idx.numel()
     some = x.data
-    grid = tiles * triton.cdiv(num_cols, tile.block_n)
-    grid = grid if ticket is None else min(grid, num_programs)
-    gemm._linear_kernel[(grid,)](
+    gemm._linear_kernel[step.grid](
         x.data, _token_scales(x, how), _rows(w, tile, how), _scales(w, how),
         _or(w.global_scale, some), _or(x_global, some), _or(bias, some), _or(topk_weights, some),
         as_bytes(out), _or(out_scale, some), order.permuted_idx_to_expanded_idx,
@@ -213,13 +214,14 @@ def linear(
         TOKENS=how.tokens, WEIGHTS=how.weights,
         ACTS=PLAIN if out_scale is None else CODES["fp8_combine"], STORE=store, WEIGHTED=weighted,
         WEIGHT_BIAS=weight_bias, HAS_BIAS=bias is not None, HAS_GLOBAL=w.global_scale is not None,
-        GATHER=gather, TOP_K=top_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DYNAMIC=ticket is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(pdl),
+        GATHER=gather, TOP_K=top_k, DYNAMIC=ticket is not None, **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
 
-def _check_tile(tile: Tile, how: Arithmetic, order: Order) -> None:
+def _tile(step: Launch, how: Arithmetic, order: Order) -> PortableGemm:
+    """The step's tile, held to what the kernels can do (`planner.portable.check` says why)."""
+    tile = step.config
+    assert isinstance(tile, PortableGemm)
     require(
         tile.block_m == order.tile_m,
         "the token tile must be the one the slots were sorted for",
@@ -244,9 +246,10 @@ def _check_tile(tile: Tile, how: Arithmetic, order: Order) -> None:
         got=f"block_n {tile.block_n}",
         kind=RangeError,
     )
+    return tile
 
 
-def _rows(w: Quantized, tile: Tile, how: Arithmetic) -> TensorDescriptor:
+def _rows(w: Quantized, tile: PortableGemm, how: Arithmetic) -> TensorDescriptor:
     """A descriptor over the rows of all experts: of elements, bytes or words of eight codes."""
     flat, depth = w.data.flatten(0, -2), tile.block_k
     if how.weights.WORDS.value:

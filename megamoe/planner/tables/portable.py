@@ -8,10 +8,13 @@ INF = float("inf")
 
 CHUNK = 128  # slots a program ranks against each other
 COMBINE_COLS, COMBINE_WARPS = 2048, 4
+PROGRAMS_PER_SM = 4  # that draw tiles: more than fit find none left and end at once
+DECODE_VALUES = 4096  # that a program decodes
 
 # kind of activations -> (rows and columns of a program, warps) where they are not QUANTIZE's: from
 # a sweep on one H200 at 8192 x 7168 (docs/measurements/portable.md).
 QUANTIZE = ((2, 1024), 2)
+PACKED = {"codes-nvfp4": 16, "codes-mxfp4": 32}  # values of a scale, where words are packed
 QUANTIZE_AS = {"codes-nvfp4": ((4, 512), 1), "codes-mxfp4": ((2, 1024), 1)}
 
 # (recipes, mean rows per expert up to, tile of L1, tile of L2, why). The first row that fits wins;

@@ -1,4 +1,4 @@
-"""Staged mode of the portable backend: the layer as launches on one stream.
+"""The portable backend: the layer as launches on one stream, in plain Triton.
 
 dispatch (quantise, check, pad) -> sort -> L1 with activation -> L2 to (token, slot) -> combine.
 No host synchronisation and shapes that depend on sizes alone, so a call can be captured in a CUDA
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megamoe.engine.call import Call
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable import launch
@@ -18,48 +19,40 @@ from megamoe.kernels.portable.dispatch import Routing, dispatch
 from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.launch import Held
 from megamoe.kernels.portable.sort import Order, sort_slots
+from megamoe.planner.launches import Pass, PortableGemm
+from megamoe.planner.numerics import numerics
+from megamoe.planner.plan import Plan
 from megamoe.problem import Options
-from megamoe.studies.deep_gemm.heuristics.portable import tiles
 
 
-def moe(
-    x: Tensor | Quantized,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    options: Options,
-    shared: ExpertWeights | None,
-    error: Tensor,
-    stats: Tensor | None = None,
-    num_valid: Tensor | None = None,
-    *,
-    pdl: bool = False,
-) -> Tensor:
-    """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to.
-
-    With `pdl` each launch is placed while the one before it ends: the same bits.
-    """
-    num_tokens, hidden = x.shape
-    top_k = topk_idx.shape[1]
-    device = weights.device
-    extra = 0 if shared is None else shared.num_experts
+def run(call: Call, plan: Plan) -> Tensor:
+    """The launches of a plan: bf16 [T, H] -> bf16 [T, H]."""
+    device, hidden, top_k = call.weights.device, call.weights.hidden, call.top_k
+    num_tokens = call.num_tokens
+    extra = 0 if call.shared is None else call.shared.num_experts
     y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device)
     if num_tokens == 0:
         return y
     idx = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     weight = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
-    routing = Routing(topk_idx, topk_weights, idx, weight, error, num_valid)
-    rows, row_scale = slots(num_tokens, top_k + extra, hidden, options, device)
-    pass_one = Pass(x, weights, options, rows, row_scale, pdl)
-    pass_one.run(idx, weight, first_slot=0, routing=routing, stats=stats)
-    if shared is not None:
+    inputs = call.topk_idx, call.topk_weights
+    routing = Routing(*inputs, idx, weight, call.found.word, call.num_valid)
+    rows, row_scale = slots(num_tokens, top_k + extra, hidden, call.options, device)
+    first, *others = plan.passes
+    one = ExpertPass(call.x, call.weights, call.options, rows, row_scale, plan)
+    one.run(idx, weight, first, first_slot=0, routing=routing, stats=call.stats)
+    for steps in others:
+        assert call.shared is not None
         every, ones = all_experts(num_tokens, extra, device)
-        Pass(x, shared, options, rows, row_scale, pdl).run(every, ones, first_slot=top_k)
-    combine(rows, row_scale, idx, weight, y, weighted=options.weight_at == "combine", pdl=pdl)
+        shared = ExpertPass(call.x, call.shared, call.options, rows, row_scale, plan)
+        shared.run(every, ones, steps, first_slot=top_k)
+    (last,) = plan.rest
+    weighted = call.options.weight_at == "combine"
+    combine(rows, row_scale, idx, weight, y, step=last, weighted=weighted, pdl=plan.overlaps)
     return y
 
 
-class Pass:
+class ExpertPass:
     """The routed experts, or the shared ones, over all tokens: their rows go to their slots."""
 
     def __init__(
@@ -69,16 +62,20 @@ class Pass:
         options: Options,
         rows: Tensor,
         row_scale: Tensor | None,
-        pdl: bool = False,
+        plan: Plan,
     ) -> None:
         self.x, self.weights, self.options = x, weights, options
-        self.rows, self.row_scale, self.pdl = rows, row_scale, pdl
-        self.how = launch.arithmetic_on(weights.device, weights.recipe)
+        self.rows, self.row_scale, self.pdl = rows, row_scale, plan.overlaps
+        how = plan.numerics
+        if weights.recipe != plan.problem.recipe:  # shared experts
+            how = numerics("portable", weights.recipe, arch=plan.hardware.arch)
+        self.how = launch.arithmetic_of(weights.recipe, how)
 
     def run(
         self,
         idx: Tensor,
         weight: Tensor,
+        steps: Pass,
         *,
         first_slot: int,
         routing: Routing | None = None,
@@ -86,38 +83,41 @@ class Pass:
     ) -> None:
         """Dispatch, sort, L1 and L2 of these slots."""
         w, how = self.weights, self.how
-        num_tokens, top_k = idx.shape
-        tokens, x_global = self._tokens(routing)
-        load = num_tokens * top_k / w.num_experts
-        tile1, tile2, _ = tiles(w.recipe, load, is_native=how.is_native)
-        order = Order.empty(idx.numel(), w.num_experts, tile1.block_m, w.device)
-        sort_slots(idx, order, stats, pdl=self.pdl)
+        top_k = idx.shape[1]
+        tokens, x_global = self._tokens(routing, steps)
+        l1, l2 = steps["l1"], steps["l2"]
+        assert isinstance(l1.config, PortableGemm)
+        order = Order.empty(idx.numel(), w.num_experts, l1.config.block_m, w.device)
+        sort_slots(idx, order, steps, stats, pdl=self.pdl)
         acts = how.hold(order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device)
         launch.gated(
-            tokens, w.w13, order, weight, acts, tile1, how, self.options, top_k=top_k,
+            tokens, w.w13, order, weight, acts, l1, how, self.options, top_k=top_k,
             x_global=x_global, acts_global=w.acts_global, bias=w.b13, pdl=self.pdl,
         )  # fmt: skip
         launch.linear(
-            acts, w.w2, order, self.rows, tile2, how, top_k=top_k, store="slots",
+            acts, w.w2, order, self.rows, l2, how, top_k=top_k, store="slots",
             out_scale=self.row_scale, first_slot=first_slot, topk_weights=weight, bias=w.b2,
             weight_bias=self.options.weight_at == "l1", x_global=w.acts_global, pdl=self.pdl,
         )  # fmt: skip
 
-    def _tokens(self, routing: Routing | None) -> tuple[Held, Tensor | None]:
+    def _tokens(self, routing: Routing | None, steps: Pass) -> tuple[Held, Tensor | None]:
         """Tokens as the GEMM loads them, and NVFP4's global scale of each; checks the routing."""
         x, w, how = self.x, self.weights, self.how
+        step = steps.find("dispatch")
         if isinstance(x, Quantized):
             held, g = hold(x, how), x.global_scale
             if routing is not None:
+                assert step is not None
                 dispatch(
                     None, None, None, how.acts, routing=routing, num_experts=w.num_experts,
-                    pdl=self.pdl,
+                    step=step, pdl=self.pdl,
                 )  # fmt: skip
         else:
             held, g = how.hold(*x.shape, w.device), w.x_global
+            assert step is not None
             dispatch(
                 x, launch.as_bytes(held.data), held.scale, how.acts, g=g, routing=routing,
-                num_experts=w.num_experts, pdl=self.pdl,
+                num_experts=w.num_experts, step=step, pdl=self.pdl,
             )  # fmt: skip
         return held, None if g is None else g.expand(x.shape[0]).contiguous()
 
