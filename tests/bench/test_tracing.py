@@ -6,7 +6,7 @@ import torch
 from megamoe.bench import tracing
 from megamoe.bench.cells import Cell, Shape
 from megamoe.bench.layer import Settings
-from megamoe.errors import NotAvailable, RangeError
+from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.trace.beside import Pair
 from megamoe.trace.stamps import FIRST, MATH, SECOND, Recording
 from tests.pretending import pretend_h200
@@ -69,7 +69,7 @@ def test_a_recording_is_whole_and_can_be_read(pretended):
 
 def test_batches_that_do_not_fuse_are_refused(pretended):
     many = Cell(CELL.shape, 512)
-    with pytest.raises(NotAvailable, match=r"few rows an expert; got small/512, 128\.0 rows"):
+    with pytest.raises(CapacityError, match=r"few rows an expert; 128\.0 want gemm 128x256"):
         tracing.record(many, "w4a8_block", Settings(device="cpu"))
 
 

@@ -20,7 +20,7 @@ from tests.kernels.support import INTERPRETED
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no limit, nor launches")
 
 META = torch.device("meta")  # sizes without memory: enough for a launcher
-T, E, I, H, TOP_K = 1_000_000, 4, 256, 7168, 8
+T, E, I, H, TOP_K = 1_000_000, 8, 256, 7168, 8
 LONGEST = 65_535
 
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import faults, staged
+from megamoe.engine import faults, portable
+from megamoe.engine.call import Call
+from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
@@ -109,7 +111,10 @@ def test_rows_behind_the_valid_ones_are_padding(recipe):
     x[5:], idx[5:], weight[5:] = float("nan"), E + 7, float("inf")
     found = faults.Faults(torch.device(DEVICE))
     count = torch.tensor([5], dtype=torch.int32, device=DEVICE)
-    y = staged.moe(x, idx, weight, w, Options(), None, found.word, None, count)
+    plan = plan_for(
+        w, Options(), Traits(), num_tokens=len(x), top_k=K, overrides=(("backend", "portable"),)
+    )
+    y = portable.run(Call(x, idx, weight, w, Options(), None, found, None, count), plan)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
     found.check(K)
 
