@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 # Where each public name lives. `import megamoe` costs nothing: torch loads with the first use.
 _HOME = {
+    "Checkpoint": "engine.loader",
     "ExpertWeights": "engine.weights",
     "Hardware": "hardware",
     "MegaMoEError": "errors",

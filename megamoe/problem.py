@@ -83,8 +83,8 @@ class Options:
         one_of(self.weight_at, ("l1", "combine"), "weight_at")
         one_of(self.combine, ("bf16", "fp8"), "combine")
         require(
-            self.clamp is None or self.clamp > 0,
-            "clamp must be positive, or None",
+            self.clamp is None or self.clamp >= 0,
+            "clamp must not be negative, or None",
             got=self.clamp,
             kind=RangeError,
         )

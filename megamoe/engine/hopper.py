@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.engine.call import Call
+from megamoe.engine.fingerprint import Seal
 from megamoe.engine.planning import why_unlike
 from megamoe.engine.portable import all_experts
 from megamoe.engine.weights import ExpertWeights
@@ -53,8 +54,8 @@ class Prepared:
     how: Arithmetic
 
 
-# By the bytes of a matrix: what was made from them, and the versions of bytes and scales it was
-# made from. Entries go when the weights go: images hold nothing of the original.
+# By the bytes of a matrix: what was made from them, and the seal of the bytes and scales it was
+# made from (decision 0026). Entries go when the weights go: images hold nothing of the original.
 _MADE = WeakIdKeyDictionary()
 
 
@@ -75,7 +76,7 @@ def prepared(weights: ExpertWeights) -> Prepared:
 
 
 def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
-    """Both as the experts of one launch (`can_join`): the shared ones are the last.
+    """Both as the experts of one launch (`why_apart` is empty); the shared ones are the last.
 
     Where nothing was made of one of them alone, it is a part of what is made here.
     """
@@ -151,18 +152,24 @@ def _known(
 ) -> Any:
     """find(w), found once for these bytes and scales, and the other's, as they are now."""
     parts = tuple(t for q in (w, other) if q is not None for t in q.tensors().values())
-    now = tuple(map(_version, parts))
     made = _MADE.setdefault(w.data, {})
-    refs, seen, found = made.get(what, ((), None, None))
-    if seen != now or any(ref() is not t for ref, t in zip(refs, parts, strict=True)):
+    refs, seal, found = made.get(what, ((), None, None))
+    is_new = seal is None or any(ref() is not t for ref, t in zip(refs, parts, strict=True))
+    if is_new or not seal.holds(parts):
         found = find(w)
-        made[what] = tuple(map(weakref.ref, parts)), now, found
+        made[what] = tuple(map(weakref.ref, parts)), Seal(parts), found
     return found
 
 
-def _version(t: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count."""
-    return -1 if t.is_inference() else t._version
+def verify(*both: ExpertWeights | None) -> None:
+    """Refuse experts that were written to, uncounted, after something was made of them."""
+    for w in (
+        part for weights in both if weights is not None for part in (weights.w13, weights.w2)
+    ):
+        for refs, seal, _ in _MADE.get(w.data, {}).values():
+            parts = [ref() for ref in refs]
+            if all(t is not None for t in parts):
+                seal.verify(parts)
 
 
 def run(call: Call, plan: Plan) -> Tensor:

@@ -125,6 +125,17 @@ class Quantized:
         return replace(self, shape=shape, **picked)
 
 
+def empty(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Quantized:
+    """Uninitialised values, to be filled; global scales are 1, one per leading index."""
+    dtype = DATA_DTYPE[fmt.element.name]
+    data = torch.empty(data_shape(shape, fmt), dtype=dtype, device=device)
+    if fmt.scale is Scale.NONE:
+        return Quantized(data, None, fmt.name, shape)
+    scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=device)
+    g = torch.ones(shape[:1], device=device) if fmt.has_global else None
+    return Quantized(data, scale, fmt.name, shape, g)
+
+
 def check_shape(shape: tuple[int, ...], fmt: Format) -> None:
     """Require a shape that `fmt` can store."""
     rank = 2 if fmt.block[0] > 1 else 1

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from megamoe.errors import NotAvailable, RangeError, ShapeError
+from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError
 from megamoe.formats.spec import recipe_named
 from megamoe.integrations import transformers as ours
 from tests.integrations.models import CONFIGS, VERSION, experts, logits, model, prompt
@@ -124,7 +124,41 @@ def replace_data(module):
     module.down_proj.data = module.down_proj.data * 2.0
 
 
-@pytest.mark.parametrize("change", [change_in_place, replace_parameter, replace_data])
+def change_through_data(module):
+    module.down_proj.data.mul_(2.0)
+
+
+def change_in_inference_mode(module):
+    with torch.inference_mode():
+        module.down_proj.data.mul_(2.0)
+
+
+CHANGES = [change_in_place, replace_parameter, replace_data, change_through_data,
+           change_in_inference_mode]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])  # shared with the model, and copied
+def test_bf16_experts_follow_every_change(change, family):
+    module, forward = experts(model(family, torch.bfloat16))[0], ours.experts_forward()
+    with torch.no_grad():
+        for name, t in module.named_parameters():
+            if "bias" in name:
+                t.zero_()
+    before = call(forward, module)
+    change(module)
+    assert torch.equal(call(forward, module), before * 2) and bool(before.any())
+
+
+def test_a_model_made_under_inference_mode_follows_too():
+    with torch.inference_mode():
+        module, forward = experts(model("qwen3"))[0], ours.experts_forward("w4a16")
+        before = call(forward, module)
+        module.down_proj.mul_(2.0)
+        assert torch.equal(call(forward, module), before * 2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_experts_are_made_once_and_anew_when_a_parameter_changes(change, monkeypatch):
     made = []
     monkeypatch.setattr(
@@ -193,6 +227,14 @@ def test_a_gate_is_known_by_what_it_computes():
         ours.gate_of(Stub(late_clamp, limit=2.0))
 
 
+def quantised(dtype):
+    module = experts(model("qwen3"))[0]
+    for name in ("gate_up_proj", "down_proj"):
+        t = getattr(module, name).detach().to(dtype)
+        setattr(module, name, torch.nn.Parameter(t, requires_grad=False))
+    return lambda: call(ours.experts_forward(), module)
+
+
 def without_gate():
     module = experts(model("qwen3"))[0]
     module.has_gate = False
@@ -216,6 +258,8 @@ def with_gradient():
     [
         (lambda: ours.register(recipe="w5a5"), RangeError, "recipe must be one of"),
         (lambda: ours.register(backend="metal"), RangeError, "backend must be one of"),
+        (lambda: quantised(torch.float8_e4m3fn)(), DTypeError, "scales would be left out"),
+        (lambda: quantised(torch.int8)(), DTypeError, "quantised"),
         (without_gate, NotAvailable, "must have a gate"),
         (other_activation, NotAvailable, "must be SwiGLU"),
         (with_gradient, NotAvailable, "torch.no_grad"),
