@@ -11,7 +11,14 @@ RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4")
 
 WIDTH_MULTIPLE = 32  # hidden and intermediate: one MX group is the smallest unit of every format
 MAX_TOP_K = 32  # A009: one warp lane per slot
-OWN_CLAMP = {"swiglu": float("inf"), "gpt_oss": 7.0}  # what `clamp=None` means
+# The activations, and what `clamp=None` means for each; docs/numerics.md has their formulas.
+OWN_CLAMP = {
+    "swiglu": float("inf"),
+    "gpt_oss": 7.0,
+    "situ": float("inf"),  # Kimi K3
+    "geglu": float("inf"),
+    "geglu_tanh": float("inf"),  # Gemma
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +79,7 @@ class Problem:
 class Options:
     """The choices of the layer that change its result, apart from the recipe."""
 
-    activation: str = "swiglu"  # silu(gate) * up;  "gpt_oss": gate * sigmoid(1.702 gate) * (up + 1)
+    activation: str = "swiglu"  # one of OWN_CLAMP
     clamp: float | None = None  # gate from above, up on both sides; None is the activation's own
     weight_at: str = "l1"  # the topk weight multiplies the activation's output, or at "combine"
     combine: str = "bf16"  # rows on their way to combine; "fp8" has one E8M0 scale per 128 columns

@@ -55,19 +55,26 @@ def moe(
     options, manner = Options(activation, clamp, weight_at, combine, fast_math), Manner(mode)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    chosen = choose(backend, mode, weights, shared)
+    chosen = choose(backend, mode, weights, shared, activation)
     manner.check(weights, shared)
     with torch.no_grad():
         return run(chosen, x, topk_idx, topk_weights, weights, options, shared, manner=manner)
 
 
-def choose(backend: str, mode: str, weights: ExpertWeights, shared: ExpertWeights | None) -> str:
-    """The backend for these experts; `auto` passes over one that cannot hold them exactly."""
+def choose(
+    backend: str,
+    mode: str,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: str = "swiglu",
+) -> str:
+    """The backend for these experts; `auto` passes over one that cannot hold or compute them."""
     name = backends.resolve(backend, mode, weights.device).name
     if name == "hopper" and backend == "auto":
         from megamoe.engine import hopper
 
         reasons = [hopper.why_not(w) for w in (weights, shared) if w is not None]
+        reasons += [] if activation in hopper.ACTIVATIONS else [f"activation {activation}"]
         if any(reasons):
             require(
                 mode != "fused",

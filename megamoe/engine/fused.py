@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import faults
-from megamoe.engine.hopper import can_be_e4m3, can_join, num_of, prepared, with_shared
+from megamoe.engine.hopper import (
+    can_be_e4m3,
+    can_join,
+    check_activation,
+    num_of,
+    prepared,
+    with_shared,
+)
 from megamoe.engine.manner import AUTO, Manner, bound_s
 from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
@@ -176,6 +183,7 @@ def _run(
     trace: Tensor | None = None,
     absent: int = -1,
 ) -> Tensor:
+    check_activation(options)
     device, extra = weights.device, num_of(shared)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)

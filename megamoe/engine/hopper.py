@@ -54,6 +54,8 @@ class Prepared:
     how: Arithmetic
 
 
+ACTIVATIONS = ("swiglu", "gpt_oss")
+
 # By the bytes of a matrix: what was made from them, and the seal of the bytes and scales it was
 # made from (decision 0026). Entries go when the weights go: images hold nothing of the original.
 _MADE = WeakIdKeyDictionary()
@@ -107,6 +109,17 @@ def can_join(weights: ExpertWeights, shared: ExpertWeights) -> bool:
     if why_apart(weights, shared) or why_not(weights) or why_not(shared):
         return False
     return can_be_e4m3(weights) == can_be_e4m3(shared)
+
+
+def check_activation(options: Options) -> None:
+    """Refuse an activation that the kernels would take for another."""
+    require(
+        options.activation in ACTIVATIONS,
+        f"the hopper backend computes {' and '.join(ACTIVATIONS)}",
+        got=options.activation,
+        fix='use backend="portable"',
+        kind=NotAvailable,
+    )
 
 
 def why_not(weights: ExpertWeights) -> str:
@@ -226,6 +239,7 @@ def run_pass(
 
     Shared experts that are given (`can_join`) have the slots behind these.
     """
+    check_activation(options)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
     extra = num_of(shared)
     how, experts = made.how, weights.num_experts + extra

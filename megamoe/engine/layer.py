@@ -340,7 +340,7 @@ class MoE(nn.Module):
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
         self._manner.check(weights, shared)
-        name = choose(*self._wanted, weights, shared)
+        name = choose(*self._wanted, weights, shared, self.options.activation)
         if self._has_group:
             name = parallel.backend_over_group(*self._wanted, name)
         self._backend = name

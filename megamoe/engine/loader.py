@@ -38,7 +38,11 @@ INPUTS = {"input_scale": "multiply", "input_global_scale": "divide"}
 LEFT_OUT = ("weight_shape",)  # says nothing that the tensors do not
 # Where the experts of a layer are one tensor: values and scales of gate and up, and of down.
 FUSED = {"_blocks": "_scales", "": "_scale_inv", ".weight": ".weight_scale_inv"}
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "swigluoai": "gpt_oss"}
+ACTIVATIONS = {
+    "silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "swigluoai": "gpt_oss",
+    "situ": "situ", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh",
+}  # fmt: skip
+SITU = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}  # what is built
 GPT_OSS = ("gpt_oss",)  # model types with gpt-oss's gate, interleaved rows, transposed floats
 COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 TOP_KS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
@@ -76,10 +80,7 @@ class Picked:
 
 
 class Checkpoint:
-    """A folder with config.json and safetensors files; opening it reads no tensor.
-
-    >>> # found = mm.Checkpoint(folder); print(found.picked(3)); weights = found.experts(3)
-    """
+    """A folder with config.json and safetensors files; opening it reads no tensor."""
 
     def __init__(self, folder: str | Path) -> None:
         self.shards = Shards(folder)
@@ -192,6 +193,11 @@ class Checkpoint:
             kind=NotAvailable,
         )
         activation = "gpt_oss" if self._is_gpt_oss else ACTIVATIONS[str(name)]
+        given = {key: self.config.get(key) for key in SITU}
+        require(
+            activation != "situ" or given == SITU,
+            f"SiTU must have {SITU}", got=given, kind=NotAvailable,
+        )  # fmt: skip
         clamp = self.config.get("swiglu_limit")
         return activation, None if clamp is None else float(clamp)
 
@@ -234,8 +240,7 @@ class Checkpoint:
             )
             return gate, up, down
         both = self._fused(prefix, names, expert, "gate_up_proj")
-        gate, up = both.halves(gate_up)
-        return gate, up, self._fused(prefix, names, expert, "down_proj")
+        return *both.halves(gate_up), self._fused(prefix, names, expert, "down_proj")
 
     def _linear(self, prefix: str, known: set[str], expert: int, role: str) -> Stored:
         linear = next((n for n in LINEARS[role] if f"{expert}.{n}.weight" in known

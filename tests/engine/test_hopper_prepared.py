@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends
+from megamoe.engine import backends, fused
 from megamoe.engine.functional import choose
-from megamoe.engine.hopper import can_join, prepared, with_shared
+from megamoe.engine.hopper import can_join, check_activation, prepared, run_pass, with_shared
 from megamoe.errors import NotAvailable
-from megamoe.problem import RECIPES
+from megamoe.problem import RECIPES, Options
 
 E, I, H = 2, 96, 64
 
@@ -146,6 +146,23 @@ def test_one_scale_above_2_chooses_another_decoder_for_the_layer(recipe):
 def test_scales_of_2_to_the_minus_127_are_refused(recipe):
     with pytest.raises(NotAvailable, match=r"2\*\*-126"):
         prepared(spread(experts(recipe), 0))
+
+
+@pytest.mark.parametrize("activation", ["situ", "geglu", "geglu_tanh"])
+def test_activations_that_the_kernels_lack_are_not_taken_for_another(activation, monkeypatch):
+    taken = next(b for b in backends.BACKENDS if b.name == "hopper")
+    monkeypatch.setattr(backends, "resolve", lambda backend, mode, device: taken)
+    w = experts("w4a16")
+    assert choose("auto", "auto", w, None, activation) == "portable"
+    with pytest.raises(NotAvailable, match=f"mode fused.*{activation}"):
+        choose("auto", "fused", w, None, activation)
+    with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
+        check_activation(Options(activation))
+    none = [None] * 4
+    with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
+        run_pass(*none[:1], w, Options(activation), *none[:2], 0, None, pdl=False)
+    with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
+        fused._run(None, None, w, Options(activation), None, tile=None, found=None, manner=None)
 
 
 def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch):
