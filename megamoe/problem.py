@@ -11,7 +11,14 @@ RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4")
 
 WIDTH_MULTIPLE = 32  # hidden and intermediate: one MX group is the smallest unit of every format
 MAX_TOP_K = 32  # A009: one warp lane per slot
-OWN_CLAMP = {"swiglu": float("inf"), "gpt_oss": 7.0}  # what `clamp=None` means
+# The activations, and what `clamp=None` means for each; docs/numerics.md has their formulas.
+OWN_CLAMP = {
+    "swiglu": float("inf"),
+    "gpt_oss": 7.0,
+    "situ": float("inf"),  # Kimi K3
+    "geglu": float("inf"),
+    "geglu_tanh": float("inf"),  # Gemma
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +88,9 @@ class Problem:
 class Options:
     """The choices of the layer that change its result, apart from the recipe.
 
-    activation  "swiglu": silu(gate) * up; "gpt_oss": gate * sigmoid(1.702 gate) * (up + 1)
+    activation  "swiglu": silu(gate) * up; "gpt_oss": gate * sigmoid(1.702 gate) * (up + 1);
+                "situ", "geglu", "geglu_tanh" on the reference and portable backends
+                (docs/numerics.md has the formulas)
     clamp       limit of gate from above and of up on both sides, before the activation; None is
                 the activation's own: none for "swiglu", 7.0 for "gpt_oss"
     weight_at   where a token's routing weight multiplies: "l1", the activation's output, or

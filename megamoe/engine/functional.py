@@ -65,7 +65,7 @@ def moe(
     options = Options(activation, clamp, weight_at, combine, fast_math)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    name, traits = choose(backend, mode, weights, shared)
+    name, traits = choose(backend, mode, weights, shared, activation)
     given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
     is_layerless_capture = name != "reference" and faults.is_capturing(weights.device)
     plan = plan_for(
@@ -81,17 +81,21 @@ def moe(
 
 
 def choose(
-    backend: str, mode: str, weights: ExpertWeights, shared: ExpertWeights | None
+    backend: str,
+    mode: str,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: str = "swiglu",
 ) -> tuple[str, Traits]:
     """(the backend for these experts, their traits); one that `auto` passes over is logged."""
     name = backends.resolve(backend, mode, weights.device).name
-    traits = traits_of(name, weights, shared)
+    traits = traits_of(name, weights, shared, activation)
     if traits.not_hopper:
         name, why = choose_backend(
             backend, mode, backends.reasons_on(weights.device), traits.not_hopper
         )
         log_once(f"backend {name} instead of hopper: {why}")
-        traits = traits_of(name, weights, shared)
+        traits = traits_of(name, weights, shared, activation)
     return name, traits
 
 

@@ -42,6 +42,7 @@ from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch
 from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Pass
 from megamoe.planner.plan import Plan
+from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import Options
 
 
@@ -113,6 +114,17 @@ def why_apart(weights: ExpertWeights, shared: ExpertWeights) -> str:
 def fits_e4m3(weights: ExpertWeights) -> bool:
     """Whether the layer multiplies in FP8, where its recipe does."""
     return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
+
+
+def check_activation(options: Options) -> None:
+    """Refuse an activation that the kernels would take for another."""
+    require(
+        options.activation in ACTIVATIONS,
+        f"the hopper backend computes {' and '.join(ACTIVATIONS)}",
+        got=options.activation,
+        fix='use backend="portable"',
+        kind=NotAvailable,
+    )
 
 
 def why_not(weights: ExpertWeights) -> str:
@@ -243,6 +255,7 @@ def run_pass(
 
     Shared experts that are given (`why_apart` is empty) have the slots after the routed ones.
     """
+    check_activation(options)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
     how, experts, num_slots = made.how, steps.num_experts, steps.num_slots
     l1, l2 = steps["l1"], steps["l2"]

@@ -423,7 +423,7 @@ class MoE(nn.Module):
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
         self._manner.check()
-        name, traits = choose(*self._wanted, weights, shared)
+        name, traits = choose(*self._wanted, weights, shared, self.options.activation)
         self._backend, self._why_backend = name, ""
         if name == "portable" and weights.device.type == "cuda" and self._wanted[0] == "auto":
             better = [w for w in backends.reasons_on(weights.device).values() if w]

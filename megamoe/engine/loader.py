@@ -9,14 +9,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megamoe.engine import checkpoint, stored
+from megamoe.engine import checkpoint, model_config, stored
 from megamoe.engine.shards import Shards, read_json
 from megamoe.engine.stored import KINDS, Stored
 from megamoe.errors import FileError, NotAvailable, RangeError, ShapeError, require
@@ -38,8 +38,6 @@ INPUTS = {"input_scale": "multiply", "input_global_scale": "divide"}
 LEFT_OUT = ("weight_shape",)  # says nothing that the tensors do not
 # Where the experts of a layer are one tensor: values and scales of gate and up, and of down.
 FUSED = {"_blocks": "_scales", "": "_scale_inv", ".weight": ".weight_scale_inv"}
-ACTIVATIONS = {"silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "swigluoai": "gpt_oss"}
-GPT_OSS = ("gpt_oss",)  # model types with gpt-oss's gate, interleaved rows, transposed floats
 COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 TOP_KS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
 
@@ -76,10 +74,7 @@ class Picked:
 
 
 class Checkpoint:
-    """A folder with config.json and safetensors files; opening it reads no tensor.
-
-    >>> # found = mm.Checkpoint(folder); print(found.picked(3)); weights = found.experts(3)
-    """
+    """A folder with config.json and safetensors files; opening it reads no tensor."""
 
     def __init__(self, folder: str | Path) -> None:
         self.shards = Shards(folder)
@@ -116,8 +111,14 @@ class Checkpoint:
         ((prefix, names),) = prefixes.items()
         is_fused = not any(name[0].isdigit() for name in names)
         _refuse_unknown(prefix, names, is_fused)
-        activation, clamp = self._activation()
-        gate_up = "interleaved" if is_fused and self._is_gpt_oss else "split"
+        activation, clamp = model_config.activation_of(self.config)
+        require(
+            not is_fused or model_config.is_gpt_oss(self.config) or activation != "gpt_oss",
+            "one tensor of gate and up must have a known order of rows",
+            got=f"{prefix}* of {self.config.get('model_type')}, with gpt-oss's gate",
+            kind=NotAvailable,
+        )
+        gate_up = "interleaved" if is_fused and model_config.is_gpt_oss(self.config) else "split"
         gate, _, down = self._matrices(prefix, names, 0, gate_up)
         intermediate, hidden = gate.shape
         require(
@@ -179,22 +180,6 @@ class Checkpoint:
 
     # -- config ----------------------------------------------------------------------------------
 
-    @property
-    def _is_gpt_oss(self) -> bool:
-        return self.config.get("model_type") in GPT_OSS
-
-    def _activation(self) -> tuple[str, float | None]:
-        name = self.config.get("hidden_act", self.config.get("hidden_activation"))
-        require(
-            name in ACTIVATIONS,
-            f"config.json must name one of the activations {', '.join(ACTIVATIONS)}",
-            got=f"hidden_act {name!r}",
-            kind=NotAvailable,
-        )
-        activation = "gpt_oss" if self._is_gpt_oss else ACTIVATIONS[str(name)]
-        clamp = self.config.get("swiglu_limit")
-        return activation, None if clamp is None else float(clamp)
-
     def _recipe(self, kind: str) -> str:
         is_v4 = str(self.config.get("model_type", "")).startswith("deepseek_v4")
         return "w4a8" if kind == "mxfp4" and is_v4 else KINDS[kind].recipe
@@ -234,8 +219,7 @@ class Checkpoint:
             )
             return gate, up, down
         both = self._fused(prefix, names, expert, "gate_up_proj")
-        gate, up = both.halves(gate_up)
-        return gate, up, self._fused(prefix, names, expert, "down_proj")
+        return *both.halves(gate_up), self._fused(prefix, names, expert, "down_proj")
 
     def _linear(self, prefix: str, known: set[str], expert: int, role: str) -> Stored:
         linear = next((n for n in LINEARS[role] if f"{expert}.{n}.weight" in known
@@ -254,7 +238,7 @@ class Checkpoint:
         name, g = part(tuple(GLOBALS))
         one = stored.read(prefix + head[:-1], data, part(SCALES)[1], _factor(g, GLOBALS.get(name)))
         name, given = part(tuple(INPUTS))
-        return _with_input(one, _factor(given, INPUTS.get(name)))
+        return replace(one, input_scale=_factor(given, INPUTS.get(name)))
 
     def _fused(self, prefix: str, names: list[str], expert: int, linear: str) -> Stored:
         """One expert out of a tensor of all of them."""
@@ -265,7 +249,7 @@ class Checkpoint:
                 if linear + scales in names:
                     scale = self.shards.read(prefix + linear + scales, expert)
                 data = data.flatten(1) if values == "_blocks" else data
-                if values != "_blocks" and self._is_gpt_oss:
+                if values != "_blocks" and model_config.is_gpt_oss(self.config):
                     data = data.T.contiguous()
                 return stored.read(prefix + linear, data, scale, None)
         self.shards.entry(prefix + linear)  # refuses by name
@@ -366,12 +350,6 @@ def _factor(value: Tensor | None, direction: str | None) -> Tensor | None:
     require(value.numel() == 1, "a global scale must be one number", got=value.numel(),
             kind=ShapeError)  # fmt: skip
     return value[0].reciprocal() if direction == "divide" else value[0]
-
-
-def _with_input(one: Stored, scale: Tensor | None) -> Stored:
-    return one if scale is None else Stored(
-        one.kind, one.data, one.scale, one.global_scale, scale
-    )  # fmt: skip
 
 
 def _refuse_unknown(prefix: str, names: list[str], is_fused: bool) -> None:

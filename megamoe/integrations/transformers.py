@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from megamoe.engine import backends, checkpoint
 from megamoe.engine.fingerprint import Seal
+from megamoe.engine.gates import gated
 from megamoe.engine.layer import MoE
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
@@ -31,7 +32,6 @@ PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias"
               "gate_up_proj_scale_inv", "down_proj_scale_inv")  # fmt: skip
 FP8_BLOCK = 128
 LIMITS = ("limit", "swiglu_limit")  # where models keep their clamp
-GPT_OSS_ALPHA = 1.702
 
 
 class Gate(NamedTuple):
@@ -246,7 +246,7 @@ def gate_of(module: nn.Module) -> Gate:
         found = [g for g in candidates if torch.allclose(theirs, _apply(g, probe), 1e-5, 1e-5)]
     require(
         bool(found),
-        "the experts' gate must be SwiGLU or gpt-oss's, with or without a clamp",
+        f"the experts' gate must be one of {', '.join(OWN_CLAMP)}, with or without a clamp",
         got=f"another one in {type(module).__name__}",
         fix='use experts_implementation="eager" for this model',
         kind=NotAvailable,
@@ -257,11 +257,7 @@ def gate_of(module: nn.Module) -> Gate:
 def _apply(gate: Gate, x: Tensor) -> Tensor:
     """Our activation on [rows, gate and up], as numerics.md has it."""
     split = x.chunk(2, dim=-1) if gate.gate_up == "split" else (x[..., ::2], x[..., 1::2])
-    limit = OWN_CLAMP[gate.activation] if gate.clamp is None else gate.clamp
-    g, up = split[0].clamp(max=limit), split[1].clamp(-limit, limit)
-    if gate.activation == "swiglu":
-        return nn.functional.silu(g) * up
-    return g * torch.sigmoid(GPT_OSS_ALPHA * g) * (up + 1)
+    return gated(gate.activation, gate.clamp, *split)
 
 
 def _check_module(module: nn.Module) -> None:

@@ -150,14 +150,19 @@ def plain_bytes(words):
     return words.clone(memory_format=torch.contiguous_format).view(torch.uint8)
 
 
-@pytest.mark.parametrize("how", ["swigluoai", "alpha and beta"])
-def test_gpt_oss_is_known_under_both_names(how):
+@pytest.mark.parametrize(
+    ("options", "activation"),
+    [
+        ({"activation": "swigluoai"}, "gpt_oss"),
+        ({"activation_alpha": 1.702, "activation_beta": 1.0}, "gpt_oss"),
+        ({"activation": "situ"}, "situ"),  # SGLang's kernel has Kimi K3's factors
+        ({"activation": "situ", "activation_alpha": 4.0, "activation_beta": 25.0}, "situ"),
+    ],
+)
+def test_other_activations_are_known_under_all_their_names(options, activation):
     case = Case("fp8xfp4", 9)
     buffer = case.buffer()
     case.fill(buffer)
-    options = {"activation": "swigluoai"}
-    if how == "alpha and beta":
-        options = {"activation_alpha": 1.702, "activation_beta": 1.0}
     weights = mm.ExpertWeights.from_quantized(
         case.plain[0][0].view(torch.uint8), plain_bytes(case.plain[0][1]),
         case.plain[1][0].view(torch.uint8), plain_bytes(case.plain[1][1]),
@@ -165,7 +170,7 @@ def test_gpt_oss_is_known_under_both_names(how):
     )  # fmt: skip
     for clamp, ours in ((7.0, 7.0), (None, float("inf"))):
         wanted = mm.moe(
-            buffer.tokens(9), case.idx, case.weight, weights, activation="gpt_oss", clamp=ours
+            buffer.tokens(9), case.idx, case.weight, weights, activation=activation, clamp=ours
         )
         assert torch.equal(case.run(buffer, clamp=clamp, **options), wanted)
 
@@ -459,8 +464,9 @@ def fp4_weights_to_nvfp4_buffer():
 @pytest.mark.parametrize(
     ("use", "kind", "says"),
     [
-        (lambda: make(activation="situ"), NotAvailable, "swiglu or swigluoai; got 'situ'"),
-        (lambda: call(activation="situ"), NotAvailable, "got 'situ'"),
+        (lambda: make(activation="gelu"), NotAvailable, "swigluoai or situ; got 'gelu'"),
+        (lambda: call(activation="gelu"), NotAvailable, "got 'gelu'"),
+        (lambda: call(activation="situ", activation_alpha=2.0), NotAvailable, "4 and 25 for situ"),
         (lambda: call(activation_alpha=1.5), NotAvailable, "activation_alpha"),
         (lambda: make(mma_type="fp8xfp8"), NotAvailable, "MXFP8 weights"),
         (lambda: make(mma_type="nvfp4", num_shared_experts=1), NotAvailable, "shared experts run beside"),

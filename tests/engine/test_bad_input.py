@@ -103,7 +103,7 @@ CASES = [
     ("NaN weight", lambda: call(weight=at(WT, 1, 1, math.nan)), RangeError, "nan at token 1, slot 1"),
     ("infinite weight", lambda: call(weight=at(WT, 4, 0, math.inf)), RangeError, "inf at token 4, slot 0"),
     # options
-    ("activation", lambda: call(activation="relu"), RangeError, "swiglu, gpt_oss; got 'relu'"),
+    ("activation", lambda: call(activation="relu"), RangeError, "swiglu, gpt_oss, situ, geglu, geglu_tanh; got 'relu'"),
     ("clamp", lambda: call(clamp=-1.0), RangeError, "clamp must not be negative"),
     ("NaN clamp", lambda: call(clamp=math.nan), RangeError, "clamp must not be negative"),
     ("weight_at", lambda: call(weight_at="l2"), RangeError, "l1, combine"),

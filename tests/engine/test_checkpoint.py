@@ -244,6 +244,17 @@ def test_a_loaded_layer_runs(tmp_path):
     assert torch.equal(y, mm.moe(x, idx, weight, made("w4a8"), **options))
 
 
+SITU = {"hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [(SITU, "situ"), ({"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, "gpt_oss"), ({"hidden_act": "gelu"}, "geglu"), ({"hidden_act": "gelu_pytorch_tanh"}, "geglu_tanh")],
+)  # fmt: skip
+def test_activations_are_those_of_the_config(config, activation, tmp_path):
+    assert mm.Checkpoint(write(tmp_path, bf16(), config)).picked(3).activation == activation
+
+
 MEMORY = """
 import resource, sys, torch
 import megamoe as mm
@@ -308,8 +319,11 @@ REFUSED = [
     ("INT4", int4, {}, NotAvailable, "torch.int32", 3),
     ("other blocks", lambda: change(fp8("weight_scale_inv"), "0.gate_proj.weight_scale_inv", half_scales), {}, DTypeError, "scales torch.float32", 3),
     ("FP4 with float scales", lambda: change(mxfp4(), "0.gate_proj.weight_scale", lambda t: t.float()), {}, DTypeError, "MXFP4", 3),
-    ("an activation", lambda: bf16(), {"hidden_act": "gelu"}, NotAvailable, "hidden_act 'gelu'", 3),
-    ("SiTU", lambda: bf16(), {"hidden_act": "situ"}, NotAvailable, "situ", 3),
+    ("an activation", lambda: bf16(), {"hidden_act": "relu2"}, NotAvailable, "hidden_act 'relu2'", 3),
+    ("another alpha", lambda: bf16(), {"swiglu_alpha": 1.5}, NotAvailable, "swiglu_alpha be 1.702", 3),
+    ("a softcap", lambda: bf16(), {"mlp_gate_softcap": 10.0}, NotAvailable, "softcap", 3),
+    ("rows in an unknown order", lambda: gpt_oss(True), OSS | {"model_type": "other", "swiglu_alpha": 1.702}, NotAvailable, "order of rows", 3),
+    ("another SiTU", lambda: bf16(), {"hidden_act": "situ", "activation_situ_beta": 1.0}, NotAvailable, "SiTU must have", 3),
     ("two prefixes", lambda: bf16() | bf16(prefix="draft.layers.3.mlp.experts."), {}, FileError, "one prefix", 3),
     ("mixed formats", lambda: mxfp4() | {n: t for n, t in bf16().items() if "0.up_proj" in n}, {}, DTypeError, "must be one of", 3),
     ("NaN", lambda: change(bf16(), "1.down_proj.weight", lambda t: t * torch.nan), {}, RangeError, "NaN or Inf in expert 1", 3),

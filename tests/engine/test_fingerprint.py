@@ -137,3 +137,17 @@ def test_an_alias_has_the_strides_of_what_it_stands_for():
         t = torch.arange(24.0).view(4, 6).t()[1:, ::2]
     alias = counted(t)
     assert torch.equal(alias, t) and alias.stride() == t.stride() and not alias.is_inference()
+
+
+@pytest.mark.gpu
+def test_images_on_a_gpu_follow_counted_writes_and_refuse_others():
+    w, other = experts().to("cuda"), experts(seed=1).to("cuda")
+    prepared(w)
+    with torch.inference_mode():
+        w.w2.data.copy_(other.w2.data)
+        w.w2.scale.copy_(other.w2.scale)
+    assert torch.equal(prepared(w).w2.data, prepared(other).w2.data)
+    w.w13.data.data[1].copy_(other.w13.data[1])
+    with pytest.raises(RangeError, match="change where torch counts it"):
+        for _ in range(LOOK_EVERY + 1):
+            prepared(w)

@@ -34,9 +34,14 @@ MMA = {
 }
 # fmt: on
 
-# Upstream's activations in our words. Its "situ" is not built.
-ACTIVATIONS = {"swiglu": "swiglu", "swigluoai": "gpt_oss"}
-GPT_OSS = (1.702, 1.0)  # alpha and beta of gate * sigmoid(alpha * gate) * (up + beta)
+# Upstream's activations in our words.
+ACTIVATIONS = {"swiglu": "swiglu", "swigluoai": "gpt_oss", "situ": "situ"}
+# By activation_alpha and activation_beta, where a call gives them: gate * sigmoid(alpha gate) *
+# (up + beta), and SiTU's alpha tanh(gate / alpha) * sigmoid(gate) * beta tanh(up / beta).
+FACTORS = {
+    ("swiglu", 1.702, 1.0): "gpt_oss",
+    ("situ", 4.0, 25.0): "situ",
+}
 
 
 def activation_of(name: str, alpha: float = 1.0, beta: float = 0.0) -> str:
@@ -51,12 +56,13 @@ def activation_of(name: str, alpha: float = 1.0, beta: float = 0.0) -> str:
     if (alpha, beta) == (1.0, 0.0):
         return ACTIVATIONS[name]
     require(
-        name == "swiglu" and (alpha, beta) == GPT_OSS,
-        f"activation_alpha and activation_beta must be 1 and 0, or {GPT_OSS[0]} and {GPT_OSS[1]:g}",
-        got=f"{alpha} and {beta} for {name}",
+        (name, alpha, beta) in FACTORS,
+        "activation_alpha and activation_beta must be left out, or "
+        + ", ".join(f"{a:g} and {b:g} for {one}" for one, a, b in FACTORS),
+        got=f"{alpha:g} and {beta:g} for {name}",
         kind=NotAvailable,
     )
-    return "gpt_oss"
+    return FACTORS[name, alpha, beta]
 
 
 def mma_named(mma_type: object) -> Mma:

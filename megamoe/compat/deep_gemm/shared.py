@@ -14,12 +14,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.compat.deep_gemm.prepared import SCALE_ROWS, Weights, codes, split
 from megamoe.engine.fingerprint import Seal
+from megamoe.engine.gates import gated
 from megamoe.errors import DTypeError, ShapeError, require
 from megamoe.formats.quantize import dequantize, quantize
 from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options
-
-GPT_OSS_ALPHA = 1.702
 
 
 class _Kept(NamedTuple):
@@ -41,11 +40,7 @@ def shared_rows(
     kept = _prepared(l1, l2, width)
     tokens = (x if isinstance(x, Tensor) else dequantize(x)).bfloat16()
     gate, up = (tokens @ kept.w13.mT).float().chunk(2, dim=1)
-    gate, up = gate.clamp(max=options.limit), up.clamp(-options.limit, options.limit)
-    if options.activation == "gpt_oss":
-        acts = gate * torch.sigmoid(GPT_OSS_ALPHA * gate) * (up + 1)
-    else:
-        acts = torch.nn.functional.silu(gate) * up
+    acts = gated(options.activation, options.clamp, gate, up)
     if not isinstance(x, Tensor):
         acts = dequantize(quantize(acts, x.format))
     return (acts.bfloat16() @ kept.w2.mT).float()
