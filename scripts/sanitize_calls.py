@@ -13,7 +13,7 @@ import torch
 import triton
 
 import megamoe as mm
-from megamoe.engine import faults, portable
+from megamoe.engine import portable, status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.spec import recipe_named
@@ -46,7 +46,7 @@ def normal(*shape: int) -> torch.Tensor:
 def layer(recipe: str) -> None:
     """Both tiers of the staged layer, FP8 combine, padding rows, quantised tokens."""
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
-    found = faults.Faults(DEVICE)
+    found = status.DeviceStatus(DEVICE)
     for num in BATCHES:
         x = normal(num, H)
         idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
@@ -95,7 +95,8 @@ def quantisers() -> None:
         idx, weight = (t.to(DEVICE) for t in sample_routing(7, E, K, masked_ratio=0.2))
         routing = Routing(
             idx, weight, torch.empty_like(idx, dtype=torch.int32), torch.empty_like(weight),
-            faults.Faults(DEVICE).word, torch.tensor([5], dtype=torch.int32, device=DEVICE),
+            status.DeviceStatus(DEVICE).bad_slot,
+            torch.tensor([5], dtype=torch.int32, device=DEVICE),
         )  # fmt: skip
         raw = [t if t is None else t.view(torch.uint8) for t in (q.data, q.scale)]
         by = torch.ones((), device=DEVICE) if name == "nvfp4" else None

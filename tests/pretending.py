@@ -6,8 +6,8 @@ import torch
 
 from megamoe.engine import fused, hopper, local, planning
 from megamoe.engine.call import Call
-from megamoe.engine.faults import Faults
 from megamoe.engine.planning import Ranks, plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.hardware import H200
 from megamoe.planner.hopper import with_tile
 from megamoe.planner.overrides import checked
@@ -44,7 +44,7 @@ def plan_of(inputs, w, options=None, shared=None, tile=None, **given):
 def staged(inputs, w, options=None, shared=None, tile=None, found=None, stats=None, count=None):
     """One staged call."""
     plan = plan_of(inputs, w, options, shared, tile, mode="staged")
-    found = found or Faults(CPU)
+    found = found or DeviceStatus(CPU)
     return hopper.run(Call(*inputs, w, options or Options(), shared, found, stats, count), plan)
 
 
@@ -55,7 +55,7 @@ def fuse(
     """One fused call."""
     plan = plan_of(inputs, w, options, shared, tile, mode="fused", **given)
     call = Call(
-        *inputs, w, options or Options(), shared, found or Faults(CPU), stats, num_valid, timeout_s,
+        *inputs, w, options or Options(), shared, found or DeviceStatus(CPU), stats, num_valid, timeout_s,
         is_poisoned,
     )  # fmt: skip
     return fused.run(call, plan.mega, trace=trace, absent=absent)

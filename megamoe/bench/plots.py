@@ -15,7 +15,7 @@ from megamoe.errors import NotAvailable
 from megamoe.files import writable_folder, write_atomic
 
 SIZE = (11.0, 5.5)
-MOST_SERIES = 4  # bars of ours in a cell; of more, the fastest alone is drawn
+MAX_SERIES = 4  # bars of ours in a cell; of more, the fastest alone is drawn
 PEER = "best recorded peer"
 COLORS = ("#3f8fd2", "#a3cdf0", "#1b9e77", "#a6d8c3")
 # column of a row -> what the legend calls it, dashes, color
@@ -68,7 +68,7 @@ def ours_in(report: Report) -> dict[str, dict[str, Row]]:
     for r in report.rows:
         if r.ours and r.status == OK and r.us is not None:
             found.setdefault(r.label, {})[r.cell] = r
-    if len(found) > MOST_SERIES:
+    if len(found) > MAX_SERIES:
         found = {"ours, fastest recipe": report.best_of_ours()}
     return found
 

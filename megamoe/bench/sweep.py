@@ -23,8 +23,8 @@ from megamoe.bench.layer import Progress, Settings, measure
 from megamoe.bench.record import OK, WRONG, Report, Row
 from megamoe.engine import backends
 from megamoe.engine.call import Call
-from megamoe.engine.faults import Faults
 from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
@@ -156,7 +156,7 @@ def layer_call(
 ) -> Callable[[], Tensor]:
     from megamoe.engine import hopper
 
-    call = Call(*inputs, weights, options, None, Faults(weights.device))
+    call = Call(*inputs, weights, options, None, DeviceStatus(weights.device))
     traits = traits_of("hopper", weights, None)
     overrides = (("backend", "hopper"), ("mode", "staged"))
     num_tokens, top_k = inputs[1].shape

@@ -16,8 +16,8 @@ from megamoe.bench.provenance import provenance
 from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.engine.call import Call
-from megamoe.engine.faults import Faults
 from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
 from megamoe.formats.spec import recipe_named
@@ -54,7 +54,7 @@ def record(
     times = timer.time({"plain": plain, "traced": traced})
     progress("trace", 3, len(steps))
     found = call.recording(_stamped(timer, traced, stamps), times["plain"].us, times["traced"].us)
-    call.faults.check(cell.shape.top_k)
+    call.status.check(cell.shape.top_k)
     progress("trace", 4, len(steps))
     return found, is_same
 
@@ -83,9 +83,9 @@ class _Call:
             weights, options, traits_of("hopper", weights, None), num_tokens=job.cell.num_tokens,
             top_k=shape.top_k, overrides=(("backend", "hopper"), ("mode", "fused")),
         )  # fmt: skip
-        self.faults = Faults(job.device)  # its counters, too: graphs of both builds share them
+        self.status = DeviceStatus(job.device)  # its counters too: both builds share them
         inputs = job.x, job.topk_idx, job.topk_weights
-        self.call = Call(*inputs, weights, options, None, self.faults)
+        self.call = Call(*inputs, weights, options, None, self.status)
 
     def __call__(self, stamps: Tensor | None = None) -> Tensor:
         return self._fused.run(self.call, self.step, trace=stamps)
@@ -96,7 +96,7 @@ class _Call:
         return self.plan.launch("mega")
 
     def buffer(self) -> Tensor:
-        """Room for the stamps of every CTA, all zero."""
+        """SymmBuffer for the stamps of every CTA, all zero."""
         from megamoe.kernels.hopper.mega.events import EVENTS, ROLES
 
         shape = self.step.num_ctas, ROLES.value, EVENTS.value, 4

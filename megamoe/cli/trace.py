@@ -21,7 +21,7 @@ from megamoe.cli.bench import Device, Eager, Flush, Repeats, Rounds, one_line_a_
 from megamoe.cli.shared import Bars, Json, device_named, writable_folder, write_atomic
 from megamoe.errors import FileError, RangeError, require
 from megamoe.formats.spec import RECIPES
-from megamoe.trace.beside import MOST_OVERHEAD, Pair, timelines_json
+from megamoe.trace.beside import MAX_OVERHEAD, Pair, timelines_json
 from megamoe.trace.perfetto import perfetto
 from megamoe.trace.stamps import Recording
 from megamoe.trace.text import MARGIN, gantt
@@ -141,10 +141,10 @@ def _print(pair: Pair, is_same: bool, folder: str) -> None:
         table.add_row(row.name, *cells, row.about)
     out.print(table)
     if found.plain_us is not None and found.traced_us is not None and found.overhead is not None:
-        verdict = "within" if found.overhead < MOST_OVERHEAD else "[red]beyond[/]"
+        verdict = "within" if found.overhead < MAX_OVERHEAD else "[red]beyond[/]"
         out.print(
             f"stamping: {found.plain_us:,.1f} us without, {found.traced_us:,.1f} us with, "
-            f"{found.overhead:+.1%}: {verdict} the bar of {MOST_OVERHEAD:.0%}",
+            f"{found.overhead:+.1%}: {verdict} the bar of {MAX_OVERHEAD:.0%}",
             highlight=False,
         )
     width = max(20, min(out.width, 140) - MARGIN)

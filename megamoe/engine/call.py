@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options
@@ -15,7 +15,7 @@ from megamoe.problem import Options
 class Call(NamedTuple):
     """What a backend computes, and where it reports.
 
-    found      status words of the device: bad slots, timeouts, counters of fused launches
+    status     words of the device: bad slots, timeouts, counters of fused launches
     stats      int64 [E], added to: tokens each expert received
     num_valid  int32 [1] on the device: tokens from there on are padding
     timeout_s  bound of every wait in a fused launch
@@ -28,7 +28,7 @@ class Call(NamedTuple):
     weights: ExpertWeights
     options: Options
     shared: ExpertWeights | None
-    found: Faults
+    status: DeviceStatus
     stats: Tensor | None = None
     num_valid: Tensor | None = None
     timeout_s: float = 60.0

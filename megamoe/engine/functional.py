@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe import reference
-from megamoe.engine import backends, faults
+from megamoe.engine import backends, status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, log_once, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
@@ -67,12 +67,12 @@ def moe(
     check_shared(shared, x, weights)
     name, traits = choose(backend, mode, weights, shared, activation)
     given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
-    is_layerless_capture = name != "reference" and faults.is_capturing(weights.device)
+    is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
     plan = plan_for(
         weights, options, traits, num_tokens=x.shape[0], top_k=topk_idx.shape[1],
         overrides=given, is_quantized=not isinstance(x, Tensor), is_captured=is_layerless_capture,
     )  # fmt: skip
-    found = None if name == "reference" else faults.of_stream(weights.device)
+    found = None if name == "reference" else status.of_stream(weights.device)
     with torch.no_grad():
         return run(
             Call(x, topk_idx, topk_weights, weights, options, shared, found),
@@ -111,7 +111,7 @@ def run(call: Call, plan: Plan) -> Tensor:
         if call.stats is not None:
             call.stats.add_(expert_counts(call.topk_idx, call.weights.num_experts))
         return y
-    call.found.raise_if_seen()
+    call.status.raise_if_seen()
     return launch(call, plan)
 
 
@@ -124,14 +124,14 @@ def launch(call: Call, plan: Plan) -> Tensor:
     if call.num_tokens == 0:
         return torch.empty(call.x.shape, dtype=torch.bfloat16, device=call.weights.device)
     y = compute.run(call, plan)
-    call.found.follow(call.top_k)
+    call.status.copy_to_host_async(call.top_k)
     return y
 
 
-Looks = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
 
-def looks_of(x: object, topk_idx: object, topk_weights: object) -> Looks | None:
+def signature_of(x: object, topk_idx: object, topk_weights: object) -> Signature | None:
     """All that `check_tokens` sees of three tensors; None if one is something else.
 
     A call that looks like one that passed would pass as well. Flat, since it is made in every call.

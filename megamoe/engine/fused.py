@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.engine import faults
 from megamoe.engine.call import Call
 from megamoe.engine.hopper import check_activation, num_of, prepared, with_shared
-from megamoe.engine.manner import bound_s
-from megamoe.engine.rooms import Room
+from megamoe.engine.launch_options import bound_s
+from megamoe.engine.status import DeviceStatus
+from megamoe.engine.symm_buffer import SymmBuffer
 from megamoe.engine.weights import ExpertWeights
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.mega import launch as mega_launch
@@ -26,7 +26,7 @@ def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = 
     trace   room for stamps (`kernels/hopper/stamps.py`)
     absent  a rank that never says it is done, for tests of the bound
     """
-    weights, found = call.weights, call.found
+    weights, status = call.weights, call.status
     num = call.topk_idx.numel() + call.num_tokens * num_of(call.shared)
     assert isinstance(call.x, Tensor)
     rows, y = (
@@ -35,17 +35,17 @@ def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = 
     )
     tokens = mega_launch.Tokens(
         call.x, call.topk_idx, call.topk_weights, call.num_valid, weights.x_global, rows, y,
-        found.word, call.stats,
+        status.bad_slot, call.stats,
     )  # fmt: skip
     return _run(
-        tokens, found.counters, weights, call.options, mega_launch.ONE, call.shared, step=step,
-        found=found, timeout_s=call.timeout_s, is_poisoned=call.is_poisoned, trace=trace,
+        tokens, status.counters, weights, call.options, mega_launch.ONE, call.shared, step=step,
+        status=status, timeout_s=call.timeout_s, is_poisoned=call.is_poisoned, trace=trace,
         absent=absent,
     )  # fmt: skip
 
 
 def over(
-    room: Room,
+    room: SymmBuffer,
     num_tokens: int,
     weights: ExpertWeights,
     options: Options,
@@ -53,7 +53,7 @@ def over(
     stats: Tensor,
     *,
     step: Launch,
-    found: faults.Faults,
+    status: DeviceStatus,
     timeout_s: float,
     is_poisoned: bool = False,
     number: int = 0,
@@ -72,10 +72,11 @@ def over(
     y = room.tokens.new_empty(world.local * num_tokens, room.tokens.shape[1])
     tokens = mega_launch.Tokens(
         room.tokens[first:end], room.topk_idx[first:end], room.topk_weights[first:end],
-        room.num_valid[number : number + 1], weights.x_global, rows, y, found.word, stats, first,
+        room.num_valid[number : number + 1], weights.x_global, rows, y, status.bad_slot,
+        stats, first,
     )  # fmt: skip
     return _run(
-        tokens, room.counters, weights, options, world, step=step, found=found,
+        tokens, room.counters, weights, options, world, step=step, status=status,
         timeout_s=timeout_s, is_poisoned=is_poisoned, absent=absent,
     )  # fmt: skip
 
@@ -89,7 +90,7 @@ def _run(
     shared: ExpertWeights | None = None,
     *,
     step: Launch,
-    found: faults.Faults,
+    status: DeviceStatus,
     timeout_s: float,
     is_poisoned: bool,
     trace: Tensor | None = None,
@@ -111,10 +112,10 @@ def _run(
     )  # fmt: skip
     words = align_up(4 * max_tiles(slots, experts, block_m), 32) + WAVE_TABLE.value
     private = torch.empty(step.num_ctas, words, dtype=torch.int32, device=device)
-    kept = mega_launch.State(counters, private, found.report)
+    kept = mega_launch.State(counters, private, status.report)
     if is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
-    found.in_turn()
+    status.order_after_last()
     mega_launch.fused(
         tokens, pool, acts, made.w13, made.w2, step, made.how, options, kept, num_experts=experts,
         num_shared=extra, world=world, biases=(weights.b13, weights.b2),

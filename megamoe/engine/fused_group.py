@@ -15,8 +15,8 @@ from torch import Tensor
 
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
-from megamoe.engine import rooms
-from megamoe.engine.manner import MAX_S
+from megamoe.engine import symm_buffer
+from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.planning import log_once
 from megamoe.errors import (
     CapacityError,
@@ -87,9 +87,9 @@ class FusedGroup:
         self.num_tokens = most
         self.num_passes, self._each = passes_of(plan.call)
         room = self.num_passes * self._each
-        where = rooms.layout(room, weights.hidden, layer.top_k, self.num_passes)
+        where = symm_buffer.layout(room, weights.hidden, layer.top_k, self.num_passes)
         self._shared = share(meeting, where.num_bytes, weights.device)
-        self.room = rooms.room_in(self._shared.own, where)
+        self.room = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         self._world = World(meeting.num_ranks, 1, meeting.rank, peers, self.room.signals)
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
@@ -124,9 +124,9 @@ class FusedGroup:
         check: Callable[[], None],
     ) -> Tensor:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
-        found = layer._faults
+        found = layer._status
         found.remedy = RESTART  # no rank knows how far its peers came
-        found.in_turn()  # before the room is written to
+        found.order_after_last()  # before the room is written to
         refusal: Exception | None = None
         try:
             found.raise_if_seen()
@@ -139,8 +139,8 @@ class FusedGroup:
         except Exception as error:
             refusal = error
             self.room.num_valid.zero_()
-        y = self._launch(layer, stats, layer._manner.timeout_s)
-        found.follow(layer.top_k)
+        y = self._launch(layer, stats, layer._launch.timeout_s)
+        found.copy_to_host_async(layer.top_k)
         if refusal is not None:
             raise refusal
         return y[: len(x)]
@@ -149,7 +149,7 @@ class FusedGroup:
         """Compile, in a call without tokens that all ranks make; nobody's first call is late."""
         self.room.num_valid.zero_()
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S)
-        layer._faults.check(layer.top_k)
+        layer._status.check(layer.top_k)
 
     def _launch(self, layer: MoE, stats: Tensor, timeout_s: float) -> Tensor:
         from megamoe.engine import fused, hopper
@@ -165,8 +165,8 @@ class FusedGroup:
         parts = [
             fused.over(
                 self.room, self._each, layer.weights, layer.options, self._world, stats,
-                step=self.plan.mega, found=layer._faults, timeout_s=timeout_s,
-                is_poisoned=layer._manner.is_poisoned, number=number,
+                step=self.plan.mega, status=layer._status, timeout_s=timeout_s,
+                is_poisoned=layer._launch.is_poisoned, number=number,
             )
             for number in range(self.num_passes)
         ]  # fmt: skip

@@ -1,6 +1,6 @@
 """Calls of a layer as CUDA graphs: one per bucket of token counts, captured when it is first met.
 
-A replay is one launch. The graph takes a note from the layer's mailbox, which says where the
+A replay is one launch. The graph takes a note from the layer's replay_queue, which says where the
 inputs lie and where the output goes; it copies the former into buffers of its own and the latter
 out of them. The bits are those of an eager call: rows behind the tokens are padding, and no bit
 depends on the tile that a bucket's size chooses.
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from megamoe.engine.call import Call
-from megamoe.engine.faults import REPLAYS, Faults
 from megamoe.engine.fingerprint import LOOK_EVERY
-from megamoe.engine.functional import Looks, launch
-from megamoe.engine.mailbox import Mailbox, finish
-from megamoe.engine.manner import Manner
+from megamoe.engine.functional import Signature, launch
+from megamoe.engine.launch_options import LaunchOptions
+from megamoe.engine.replay_queue import ReplayQueue, finish
+from megamoe.engine.status import REPLAYS, DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.layout.regions import align_up
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from megamoe.kernels.portable.graph_io import Inputs, ReplayArgs
 
 STEP = 256  # buckets above this are its multiples
-MOST_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
-MOST_MET = 4096  # looks of calls that are remembered
+MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
+MAX_MET = 4096  # looks of calls that are remembered
 
 
-def bucket_of(num_tokens: int, most: int = MOST_TOKENS) -> int:
+def bucket_of(num_tokens: int, most: int = MAX_TOKENS) -> int:
     """The tokens of the graph that serves a call: a power of two up to STEP, then its multiples.
 
     >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, most=100)
@@ -54,18 +54,18 @@ class Parts(NamedTuple):
     weights: ExpertWeights
     options: Options
     shared: ExpertWeights | None
-    found: Faults
+    status: DeviceStatus
     stats: Tensor
     top_k: int
-    manner: Manner
+    launch_options: LaunchOptions
     plan: Callable[[int], Plan]
 
     def launch(self, inputs: Inputs) -> Tensor:
         """The call on a graph's inputs."""
         call = Call(
             inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights, self.options,
-            self.shared, self.found, self.stats, inputs.count, self.manner.timeout_s,
-            self.manner.is_poisoned,
+            self.shared, self.status, self.stats, inputs.count, self.launch_options.timeout_s,
+            self.launch_options.is_poisoned,
         )  # fmt: skip
         return launch(call, self.plan(len(inputs.x)))
 
@@ -113,9 +113,9 @@ class Graphs:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        self.most = MOST_TOKENS if most is None else min(most, MOST_TOKENS)
+        self.most = MAX_TOKENS if most is None else min(most, MAX_TOKENS)
         self._held: dict[int, Captured] = {}
-        self._met: dict[Looks, Ready] = {}
+        self._met: dict[Signature, Ready] = {}
         self._parts: Parts | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
@@ -130,7 +130,7 @@ class Graphs:
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
         return is_plain and not torch.cuda.is_current_stream_capturing()
 
-    def find(self, looks: Looks | None) -> Ready | None:
+    def find(self, looks: Signature | None) -> Ready | None:
         """What a call like one before needs, if it may be replayed; its parts are not compared."""
         one = self._met.get(looks)  # type: ignore[arg-type]
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
@@ -141,17 +141,17 @@ class Graphs:
         return one
 
     def __call__(
-        self, looks: Looks, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
+        self, looks: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
         *, copy: bool = True,
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
-        parts.found.raise_if_seen()
+        parts.status.raise_if_seen()
         num_tokens = x.shape[0]
         held = self.prepare(num_tokens, parts)
         assert self._gpu is not None
         words = x.stride(0), num_tokens, topk_idx.dtype == torch.int64
         one = Ready(parts, self._gpu, held.graph.replay, held.rows(num_tokens), words)
-        if len(self._met) < MOST_MET:
+        if len(self._met) < MAX_MET:
             self._met[looks] = one
         return self.replay(one, x, topk_idx, topk_weights, copy)
 
@@ -163,7 +163,7 @@ class Graphs:
         copy  False: the result is the graph's own, and the bucket's next call overwrites it
         """
         parts, gpu, launch, y, words = one
-        parts.found.raise_if_seen()
+        parts.status.raise_if_seen()
         to = 0
         if copy:
             y = torch.empty_like(y)
@@ -172,11 +172,11 @@ class Graphs:
         try:
             with gpu.lock:  # another thread's launch would take this note
                 gpu.follow()
-                gpu.mailbox.send(note, launch)
+                gpu.replay_queue.send(note, launch)
         except BaseException:
             self.drop()
             raise
-        parts.found.follow(parts.top_k, every=REPLAYS)
+        parts.status.copy_to_host_async(parts.top_k, every=REPLAYS)
         return y
 
     def prepare(self, num_tokens: int, parts: Parts) -> Captured:
@@ -209,7 +209,7 @@ class Graphs:
 class Gpu:
     """What graphs need of a GPU: a stream to capture on, memory that they share, and order.
 
-    One mailbox for all of a layer's graphs: whichever is replayed takes the next note.
+    One replay_queue for all of a layer's graphs: whichever is replayed takes the next note.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -220,8 +220,8 @@ class Gpu:
         self._handle = self._last.cuda_stream
         self.lock = threading.Lock()
         with torch.inference_mode(False):
-            self.mailbox = Mailbox(device)
-            self._empty = Mailbox(device)  # for calls that only warm up
+            self.replay_queue = ReplayQueue(device)
+            self._empty = ReplayQueue(device)  # for calls that only warm up
 
     def follow(self) -> None:
         """Let the current stream wait for the one of the call before."""
@@ -246,8 +246,8 @@ class Gpu:
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads may allocate meanwhile
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                y = _launch_all(parts, inputs, self.mailbox.mail)
-        return Captured(self.mailbox.mail, inputs, graph, y)
+                y = _launch_all(parts, inputs, self.replay_queue.mail)
+        return Captured(self.replay_queue.mail, inputs, graph, y)
 
 
 def _launch_all(parts: Parts, inputs: Inputs, mail: ReplayArgs) -> Tensor:

@@ -205,7 +205,7 @@ def staged(call: Call, plan: Plan) -> Tensor:
         return y
     idx = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     weight = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
-    error = call.found.word
+    error = call.status.bad_slot
     routing = Routing(call.topk_idx, call.topk_weights, idx, weight, error, call.num_valid)
     rows = torch.empty(num_tokens, top_k + extra, hidden, dtype=torch.bfloat16, device=device)
     first, *others = plan.passes

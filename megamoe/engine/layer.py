@@ -11,13 +11,20 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, faults, fused_group, parallel
-from megamoe.engine.across import across_op, handle_of
+from megamoe.engine import backends, fused_group, parallel, status
 from megamoe.engine.call import Call
-from megamoe.engine.functional import Looks, check_shared, check_tokens, choose, looks_of, run
+from megamoe.engine.expert_module import ExpertModule
+from megamoe.engine.functional import (
+    Signature,
+    check_shared,
+    check_tokens,
+    choose,
+    run,
+    signature_of,
+)
 from megamoe.engine.graphs import Graphs, Parts
-from megamoe.engine.held import Held
-from megamoe.engine.manner import Manner
+from megamoe.engine.group_op import group_moe_op, handle_of
+from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.op import describe, moe_op
 from megamoe.engine.planning import ONE_RANK, Ranks, Traits, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
@@ -33,7 +40,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
 
 
-MOST_PASSED = 4096  # shapes of calls that are remembered as checked
+MAX_PASSED = 4096  # shapes of calls that are remembered as checked
 
 
 class MoE(nn.Module):
@@ -111,7 +118,7 @@ class MoE(nn.Module):
                 "overlap_launches": overlap_launches,
             }
         ) + checked(overrides or {}, legal=TILE)
-        self._manner = Manner(timeout_s, debug_poison)
+        self._launch = LaunchOptions(timeout_s, debug_poison)
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
@@ -171,14 +178,14 @@ class MoE(nn.Module):
         if self._has_group:
             physical = weights.num_experts * num_ranks
             self._ranks = Ranks(num_ranks, physical, 1, not placement.is_contiguous, limit)
-        self.experts = Held(weights)
-        self.shared = None if shared is None else Held(shared)
+        self.experts = ExpertModule(weights)
+        self.shared = None if shared is None else ExpertModule(shared)
         self.register_buffer(
             "stats",
             torch.zeros(weights.num_experts, dtype=torch.int64, device=weights.device),
             persistent=False,
         )
-        self._settle()
+        self._refresh()
         return placement
 
     @property
@@ -264,16 +271,16 @@ class MoE(nn.Module):
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
             if self._world is not None:
-                return across_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
+                return group_moe_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
             tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
             return moe_op(
-                x, topk_idx, topk_weights, tensors, self.stats, self._faults.words, self._what
+                x, topk_idx, topk_weights, tensors, self.stats, self._status.storage, self._what
             )
         graphs = self._graphs  # none over a group
-        looks = looks_of(x, topk_idx, topk_weights)
+        looks = signature_of(x, topk_idx, topk_weights)
         if graphs is not None:
             one = graphs.find(looks)
-            if one is not None and self._has(one.parts):
+            if one is not None and self._is_current(one.parts):
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
         elif self._world is not None:
             return self._across(x, topk_idx, topk_weights, self.stats, self._sent)
@@ -290,12 +297,12 @@ class MoE(nn.Module):
     def _call(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> Call:
         weights, shared = self._parts()
         return Call(
-            x, topk_idx, topk_weights, weights, self.options, shared, self._faults, self.stats,
-            None, self._manner.timeout_s, self._manner.is_poisoned,
+            x, topk_idx, topk_weights, weights, self.options, shared, self._status, self.stats,
+            None, self._launch.timeout_s, self._launch.is_poisoned,
         )  # fmt: skip
 
     def _check_once(
-        self, looks: Looks | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+        self, looks: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> None:
         """The checks at the door; a call that looks like one that passed is not checked again."""
         if looks in self._passed:
@@ -309,7 +316,7 @@ class MoE(nn.Module):
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
-        if looks is not None and len(self._passed) < MOST_PASSED:
+        if looks is not None and len(self._passed) < MAX_PASSED:
             self._passed.add(looks)
 
     def _across(
@@ -345,7 +352,7 @@ class MoE(nn.Module):
             return self._plan(num_tokens, traits, is_quantized=is_quantized)
 
         make = parallel.COMPUTE[self._backend]
-        return make(weights, shared, self.options, self.num_experts, stats, plan, self._faults)
+        return make(weights, shared, self.options, self.num_experts, stats, plan, self._status)
 
     def _parts(self) -> tuple[ExpertWeights, ExpertWeights | None]:
         return self.experts.weights, None if self.shared is None else self.shared.weights
@@ -353,24 +360,24 @@ class MoE(nn.Module):
     def _captured_parts(self) -> Parts:
         weights, shared = self._parts()
         return Parts(
-            self._backend, weights, self.options, shared, self._faults, self.stats, self.top_k,
-            self._manner, self._plan_captured,
+            self._backend, weights, self.options, shared, self._status, self.stats, self.top_k,
+            self._launch, self._plan_captured,
         )  # fmt: skip
 
     def _plan_captured(self, num_tokens: int) -> Plan:
         return self.plan(num_tokens)
 
-    def _has(self, parts: Parts) -> bool:
+    def _is_current(self, parts: Parts) -> bool:
         """Whether `_captured_parts` are these; a module's own look-ups would take 4 us."""
-        backend, weights, options, shared, found, stats, top_k, manner, _ = parts
+        backend, weights, options, shared, found, stats, top_k, launch_options, _ = parts
         mine = self.__dict__
         other = mine["_modules"].get("shared")
         return (
             mine["_modules"]["experts"]._weights is weights
             and (None if other is None else other.weights) is shared
             and mine["_buffers"]["stats"] is stats
-            and (mine["options"] is options and mine["top_k"] is top_k and mine["_faults"] is found)
-            and (mine["_manner"] is manner and mine["_backend"] is backend)
+            and (mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is found)
+            and (mine["_launch"] is launch_options and mine["_backend"] is backend)
         )
 
     def _check(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> None:
@@ -401,7 +408,7 @@ class MoE(nn.Module):
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
-        self._faults.check(self.top_k)
+        self._status.check(self.top_k)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -412,17 +419,17 @@ class MoE(nn.Module):
             fix="build the layer anew on all ranks",
             kind=NotAvailable,
         )
-        self._faults.reset()
+        self._status.reset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._world is not None:  # a copy is another layer to a compiled model
             self._handle = handle_of(self)
 
-    def _settle(self) -> None:
+    def _refresh(self) -> None:
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
-        self._manner.check()
+        self._launch.check()
         name, traits = choose(*self._wanted, weights, shared, self.options.activation)
         self._backend, self._why_backend = name, ""
         if name == "portable" and weights.device.type == "cuda" and self._wanted[0] == "auto":
@@ -430,9 +437,9 @@ class MoE(nn.Module):
             self._why_backend = traits.not_hopper or (better[0] if better else "")
         self._check_plan(traits)
         if self._fused_group is None:  # otherwise a cast would forget a timeout
-            self._faults = faults.Faults(weights.device)
-        self._what = describe(weights, shared, self.options, name, self._manner, self._overrides())
-        self._passed: set[Looks] = set()
+            self._status = status.DeviceStatus(weights.device)
+        self._what = describe(weights, shared, self.options, name, self._launch, self._overrides())
+        self._passed: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
 
@@ -456,7 +463,7 @@ class MoE(nn.Module):
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
         super()._apply(fn, recurse)
-        self._settle()
+        self._refresh()
         return self
 
     def extra_repr(self) -> str:

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megamoe.engine import backends, rooms
-from megamoe.engine.faults import Faults
+from megamoe.engine import backends, symm_buffer
 from megamoe.engine.functional import check_tokens
-from megamoe.engine.manner import MAX_S, Manner
+from megamoe.engine.launch_options import MAX_S, LaunchOptions
 from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, ShapeError, require
 from megamoe.planner.hopper import check_grid
@@ -44,7 +44,7 @@ class LocalRanks:
         debug_poison: bool = False,
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
-        self._manner = Manner(timeout_s, debug_poison)
+        self._launch = LaunchOptions(timeout_s, debug_poison)
         self._given = checked({"backend": "hopper", "mode": "fused", "reserve_sms": reserve_sms})
         require(
             1 <= num_ranks <= MAX_RANKS,
@@ -60,12 +60,12 @@ class LocalRanks:
         )
         device = weights.device
         backends.resolve("hopper", "fused", device)
-        self._manner.check()
+        self._launch.check()
         check_grid(hardware_of(device).num_sms, reserve_sms, num_ranks)
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
-        self._faults = Faults(device, ranks=num_ranks)
+        self._status = DeviceStatus(device, ranks=num_ranks)
         self._top_k = 1
-        self._rooms: list[rooms.Room] = []
+        self._rooms: list[symm_buffer.SymmBuffer] = []
         self._peers = torch.empty(0)
 
     def __call__(
@@ -76,7 +76,7 @@ class LocalRanks:
         from megamoe.kernels.hopper.mega.launch import World
 
         counts = self._check(x, topk_idx, topk_weights)
-        self._faults.raise_if_seen()
+        self._status.raise_if_seen()
         most = max(counts)
         if most == 0:
             return [torch.empty_like(t) for t in x]
@@ -85,16 +85,16 @@ class LocalRanks:
         assert step is not None
         self._make_rooms(most)
         num = self.num_ranks
-        self._faults.in_turn()  # before the rooms are written to
+        self._status.order_after_last()  # before the rooms are written to
         with torch.no_grad():
             for room, *one in zip(self._rooms, x, topk_idx, topk_weights, strict=True):
                 room.put(*one)
             y = fused.over(
                 self._rooms[0], most, self.weights, self.options,
-                World(num, num, 0, self._peers), self.stats, step=step, found=self._faults,
-                timeout_s=self._manner.timeout_s, is_poisoned=self._manner.is_poisoned,
+                World(num, num, 0, self._peers), self.stats, step=step, status=self._status,
+                timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
             )  # fmt: skip
-        self._faults.follow(self._top_k)
+        self._status.copy_to_host_async(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:
@@ -107,11 +107,11 @@ class LocalRanks:
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
-        self._faults.check(self._top_k)
+        self._status.check(self._top_k)
 
     def reset(self) -> None:
         """Wait for the GPU and make the ranks usable after a timeout."""
-        self._faults.reset()
+        self._status.reset()
         self._rooms = []
 
     def _make_rooms(self, num_tokens: int) -> None:
@@ -121,7 +121,7 @@ class LocalRanks:
             had, top_k = self._rooms[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
-        where = rooms.layout(num_tokens, hidden, self._top_k)
+        where = symm_buffer.layout(num_tokens, hidden, self._top_k)
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)
@@ -129,7 +129,7 @@ class LocalRanks:
             ]
             first = memory[0].data_ptr()
             self._peers = torch.tensor([m.data_ptr() - first for m in memory], device=device)
-        self._rooms = [rooms.room_in(m, where) for m in memory]
+        self._rooms = [symm_buffer.symm_buffer_in(m, where) for m in memory]
 
     def _check(
         self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]

@@ -16,8 +16,8 @@ from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.distributed.wire import Wire
 from megamoe.engine import fused_group
-from megamoe.engine.faults import Faults
 from megamoe.engine.functional import check_values
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantize import dequantize, quantize
@@ -50,7 +50,7 @@ class RankCompute(ABC):
         num_experts: int,
         stats: Tensor,
         plan: Planned,
-        status: Faults,
+        status: DeviceStatus,
     ) -> None:
         self.weights, self.shared, self.options = weights, shared, options
         self.num_experts, self.stats = num_experts, stats
@@ -240,7 +240,7 @@ class HopperCompute(KernelCompute):
         num, hidden = len(idx), self.weights.hidden
         room = torch.empty(num, 1, hidden, dtype=torch.bfloat16, device=idx.device)
         checked = torch.empty_like(idx), torch.empty_like(weight)
-        routing = Routing(idx, weight, *checked, self.status.word, None)
+        routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
         hopper.run_pass(
             x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
         )
@@ -269,7 +269,7 @@ class HopperCompute(KernelCompute):
         num, hidden = self.shared.num_experts, self.weights.hidden
         own = torch.empty(len(x), num, hidden, dtype=torch.bfloat16, device=room.device)
         hopper.shared_rows(
-            x, self.shared, self.options, self.status.word, own, shared_plan(plan), 0, pdl=False
+            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
         )
         rows, row_scale = self._as_wire(own)
         room[:, first_slot:] = rows.view(room.dtype)

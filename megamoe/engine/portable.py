@@ -36,7 +36,7 @@ def run(call: Call, plan: Plan) -> Tensor:
     idx = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     weight = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
     inputs = call.topk_idx, call.topk_weights
-    routing = Routing(*inputs, idx, weight, call.found.word, call.num_valid)
+    routing = Routing(*inputs, idx, weight, call.status.bad_slot, call.num_valid)
     rows, row_scale = slots(num_tokens, top_k + extra, hidden, call.options, device)
     first, *others = plan.passes
     one = ExpertPass(call.x, call.weights, call.options, rows, row_scale, plan)
@@ -131,7 +131,7 @@ def all_experts(num_tokens: int, num: int, device: torch.device) -> tuple[Tensor
 def slots(
     num_tokens: int, num_slots: int, hidden: int, options: Options, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Room for the rows on their way to combine, and their scales where they are FP8."""
+    """SymmBuffer for the rows on their way to combine, and their scales where they are FP8."""
     if options.combine == "bf16":
         return torch.empty(num_tokens, num_slots, hidden, dtype=torch.bfloat16, device=device), None
     rows = torch.empty(num_tokens, num_slots, hidden, dtype=torch.uint8, device=device)

@@ -17,7 +17,7 @@ DTYPES = {
     "I8": torch.int8, "I32": torch.int32, "I64": torch.int64, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E8M0": torch.float8_e8m0fnu, "F64": torch.float64, "BOOL": torch.bool,
 }  # fmt: skip
-MOST_HEADER = 100 << 20  # the format's own limit
+MAX_HEADER = 100 << 20  # the format's own limit
 INDEX = "model.safetensors.index.json"
 
 
@@ -112,7 +112,7 @@ def _header(path: Path) -> dict[str, Entry]:
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        _check_whole(8 + length <= size and length <= MOST_HEADER, path, "its header ends early")
+        _check_whole(8 + length <= size and length <= MAX_HEADER, path, "its header ends early")
         try:
             header = json.loads(file.read(length))
         except ValueError as error:

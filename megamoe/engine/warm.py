@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megamoe.engine.faults import Faults
 from megamoe.engine.functional import run
 from megamoe.engine.layer import MoE
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import RangeError, require
 
 
@@ -50,7 +50,7 @@ def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
         idx = (slot % weights.num_experts).view(num, top_k)
         gates = torch.ones(num, top_k, device=device)
         if layer._world is None:
-            call = layer._call(x, idx, gates)._replace(found=Faults(device), stats=stats)
+            call = layer._call(x, idx, gates)._replace(status=DeviceStatus(device), stats=stats)
             run(call, layer.plan(num))
             if layer._graphs is not None and layer._graphs.serves(x):
                 layer._graphs.prepare(num, layer._captured_parts())

@@ -20,7 +20,7 @@ from megamoe.trace.html import Fact, page
 from megamoe.trace.measured import Figures, figures, timeline
 from megamoe.trace.stamps import Recording
 
-MOST_OVERHEAD = 0.10  # what stamping may cost
+MAX_OVERHEAD = 0.10  # what stamping may cost
 
 
 class Row(NamedTuple):
@@ -95,7 +95,7 @@ class Pair(NamedTuple):
             ]  # fmt: skip
         if found.overhead is not None:
             rows.append(Row("stamping", found.overhead, None, "%",
-                            f"of the call; the bar is {MOST_OVERHEAD:.0%}"))  # fmt: skip
+                            f"of the call; the bar is {MAX_OVERHEAD:.0%}"))  # fmt: skip
         return tuple(rows)
 
     def text(self) -> str:
@@ -151,7 +151,7 @@ class Pair(NamedTuple):
             fact("first block", "until the first block"),
             fact("L1 beside L2", "L1 beside L2"),
             fact("tail", "tail"),
-            fact("stamping", "cost of stamping", f"of the call; the bar is {MOST_OVERHEAD:.0%}"),
+            fact("stamping", "cost of stamping", f"of the call; the bar is {MAX_OVERHEAD:.0%}"),
         )
         return tuple(one for one in wanted if one is not None)
 

@@ -8,7 +8,7 @@ import torch
 
 from megamoe.compat import deep_gemm
 from megamoe.compat.deep_gemm import prepared
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -216,7 +216,7 @@ def test_a_callers_default_device_changes_nothing():
         l1, l2 = deep_gemm.transform_weights_for_mega_moe(*case.plain)
         case.fill(buffer)
         deep_gemm.fp8_fp4_mega_moe(y, l1, l2, buffer)
-        Faults(torch.device("cpu")).raise_if_seen()
+        DeviceStatus(torch.device("cpu")).raise_if_seen()
     assert torch.equal(y, wanted)
 
 

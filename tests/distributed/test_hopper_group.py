@@ -1,4 +1,4 @@
-"""Staged expert parallelism on emulated Hopper kernels: two gloo processes, the bits of one rank."""
+"""Staged expert parallelism on emulated Hopper kernels: two processes, the bits of one rank."""
 
 import pytest
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megamoe.engine import backends, faults
+from megamoe.engine import backends
 from tests.engine.pretended import Launches, weights
 from tests.pretending import pretend_h200
 
@@ -25,7 +25,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(mega_launch, "fused", fake.fused)
     monkeypatch.setattr(hopper, "staged", fake.staged)
     pretend_h200(monkeypatch)
-    monkeypatch.setattr(faults, "_BY_STREAM", {})
+    monkeypatch.setattr(status, "_BY_STREAM", {})
     return fake
 
 

@@ -70,11 +70,11 @@ class Cuda:
             bad = (idx < -1) | (idx >= E) | ((idx >= 0) & ~weights.isfinite())
             bad &= torch.arange(len(x))[:, None] < num
             if bad.any():
-                found.word.fill_(int(bad.flatten().nonzero()[0]))
+                found.bad_slot.fill_(int(bad.flatten().nonzero()[0]))
             legal = idx.masked_fill(bad | (torch.arange(len(x))[:, None] >= num), -1)
             y.copy_(reference.moe(x, legal, weights, experts, options, shared))
             stats.add_(expert_counts(legal, E))
-            found.follow(K)
+            found.copy_to_host_async(K)
 
         if self.capturing is None:
             self.log.append(f"launch {len(x)}")

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import faults, manner, op
-from megamoe.engine.faults import COUNTERS, GIVEN_UP, NONE, Faults
+from megamoe.engine import launch_options, op, status
+from megamoe.engine.status import COUNTERS, GIVEN_UP, NONE, DeviceStatus
 from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, RangeError
 from megamoe.kernels.hopper.mega.sync import L1_DONE
 from megamoe.planner.hopper import check_grid, max_tiles
@@ -133,11 +133,11 @@ def test_the_launch_gets_what_the_layer_was_told(gpu):
 
 
 def test_a_wait_may_take_longer_under_the_sanitizer(monkeypatch):
-    assert manner.is_watched({"PATH": "x", "NV_SANITIZER_INJECTION_PORT_BASE": "49152"})
-    assert not manner.is_watched({"PATH": "x"})
-    assert manner.bound_s(300) == 60 and manner.bound_s(3) == 3
-    monkeypatch.setattr(manner, "_SLOWER", manner.SLOWER)
-    assert manner.bound_s(3) == 60
+    assert launch_options.is_watched({"PATH": "x", "NV_SANITIZER_INJECTION_PORT_BASE": "49152"})
+    assert not launch_options.is_watched({"PATH": "x"})
+    assert launch_options.bound_s(300) == 60 and launch_options.bound_s(3) == 3
+    monkeypatch.setattr(launch_options, "_SLOWER", launch_options.SLOWER)
+    assert launch_options.bound_s(3) == 60
 
 
 def test_a_request_that_leaves_no_sm_is_refused(gpu):
@@ -157,10 +157,10 @@ def test_a_request_that_leaves_no_sm_is_refused(gpu):
 def test_counters_have_room_for_every_call_and_lines_of_their_own():
     most = max(max_tiles(MAX_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
     assert L1_DONE.value + most <= COUNTERS
-    found = Faults(CPU, ranks=8)
+    found = DeviceStatus(CPU, ranks=8)
     assert found.counters.shape == (COUNTERS,) and COUNTERS % 32 == 0
-    assert (found.counters.data_ptr() - found.words.data_ptr()) % 128 == 0
-    assert not found.counters.any() and not found.report.any() and (found.word == NONE).all()
+    assert (found.counters.data_ptr() - found.storage.data_ptr()) % 128 == 0
+    assert not found.counters.any() and not found.report.any() and (found.bad_slot == NONE).all()
 
 
 def test_every_layer_has_counters_of_its_own_for_all_sizes(gpu):
@@ -169,9 +169,9 @@ def test_every_layer_has_counters_of_its_own_for_all_sizes(gpu):
         layer(*tokens(3))
         layer(*tokens(30))
     where = [call["kept"].counters.data_ptr() for call in gpu.calls]
-    assert where[:4] == [one._faults.counters.data_ptr()] * 4 and len(set(where)) == 4
+    assert where[:4] == [one._status.counters.data_ptr()] * 4 and len(set(where)) == 4
     reports = [call["kept"].report.data_ptr() for call in gpu.calls]
-    assert reports[0] == one._faults.words[8:].data_ptr()
+    assert reports[0] == one._status.storage[8:].data_ptr()
 
 
 def test_calls_without_a_layer_have_counters_by_stream(monkeypatch):
@@ -185,24 +185,24 @@ def test_calls_without_a_layer_have_counters_by_stream(monkeypatch):
         made.append(now[0])
         return object()
 
-    monkeypatch.setattr(faults, "_BY_STREAM", {})
-    monkeypatch.setattr(faults, "Faults", make_one)
+    monkeypatch.setattr(status, "_BY_STREAM", {})
+    monkeypatch.setattr(status, "DeviceStatus", make_one)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
     cuda = torch.device("cuda", 0)
-    first = faults.of_stream(cuda)
-    assert faults.of_stream(cuda) is first and made == ["a", "a"]  # and one for captures
+    first = status.of_stream(cuda)
+    assert status.of_stream(cuda) is first and made == ["a", "a"]  # and one for captures
     now[0] = "b"
-    second = faults.of_stream(cuda)
+    second = status.of_stream(cuda)
     assert second is not first
     is_capturing[0] = True
-    captured = faults.of_stream(cuda)
+    captured = status.of_stream(cuda)
     now[0] = "c"
-    assert faults.of_stream(cuda) is captured and captured not in (first, second)
+    assert status.of_stream(cuda) is captured and captured not in (first, second)
 
 
 def test_a_captured_call_without_a_layer_is_staged(gpu, monkeypatch):
-    monkeypatch.setattr(faults, "is_capturing", lambda device: True)
+    monkeypatch.setattr(status, "is_capturing", lambda device: True)
     mm.moe(*tokens(), gpu.weights, backend="hopper")
     with pytest.raises(NotAvailable, match="no counters of its own"):
         mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused")
@@ -219,12 +219,12 @@ def test_another_stream_waits_for_the_last_fused_call(monkeypatch):
             log.append((self.name, other.name))
 
     log, streams = [], [Stream("a"), Stream("b")]
-    found = Faults(CPU)
-    monkeypatch.setattr(faults, "is_capturing", lambda device: False)
+    found = DeviceStatus(CPU)
+    monkeypatch.setattr(status, "is_capturing", lambda device: False)
     monkeypatch.setattr(found, "words", type("Words", (), {"device": torch.device("cuda")}))
     for at in (0, 0, 1, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=at: streams[at])
-        found.in_turn()
+        found.order_after_last()
     assert log == [("b", "a"), ("a", "b")]
 
 
@@ -245,9 +245,9 @@ def test_a_timeout_is_raised_on_every_call_until_reset(gpu, report, rank, text):
         with pytest.raises(MegaMoETimeout, match=rf"{text}.*call layer.reset\(\)") as seen:
             call()
         assert (seen.value.rank, seen.value.expected, seen.value.seen) == (rank, *report[5:7])
-    one._faults.counters[7] = 3
+    one._status.counters[7] = 3
     one.reset()
-    assert not one._faults.counters.any() and len(gpu.log) == 1
+    assert not one._status.counters.any() and len(gpu.log) == 1
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
     one.check()
 
@@ -272,15 +272,15 @@ def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monke
         torch.Tensor, "copy_", lambda to, *a, **k: (copies.append(to), true_copy(to, *a, **k))[1]
     )
     one(x, idx, weight)
-    assert [len(to) for to in copies if to is one._faults._seen] == [16]
+    assert [len(to) for to in copies if to is one._status._seen] == [16]
     with pytest.raises(RangeError, match="token 3, slot 1 of an earlier"):
         one(*tokens())
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
 
 
 def test_a_staged_launch_that_gave_up_is_told_once():
-    found = Faults(CPU)
-    found.word.fill_(GIVEN_UP)
+    found = DeviceStatus(CPU)
+    found.bad_slot.fill_(GIVEN_UP)
     with pytest.raises(MegaMoETimeout, match="weights that other CTAs decode"):
         found.check(K)
     found.check(K)
@@ -304,11 +304,11 @@ def test_poison_fills_all_memory_before_the_launch(gpu):
 def test_the_operator_knows_the_mode_and_uses_the_layers_words(gpu):
     one = make(gpu, reserve_sms=2)
     _, options, backend, how, _ = op._parse(one._what)
-    assert (backend, how, options) == ("hopper", one._manner, one.options)
+    assert (backend, how, options) == ("hopper", one._launch, one.options)
     inputs = tokens()
-    y = op.moe_op(*inputs, list(one.experts.buffers()), one.stats, one._faults.words, one._what)
+    y = op.moe_op(*inputs, list(one.experts.buffers()), one.stats, one._status.storage, one._what)
     assert torch.equal(y, wanted(inputs, gpu)) and gpu.log == ["fused"]
-    assert gpu.calls[0]["kept"].counters.data_ptr() == one._faults.counters.data_ptr()
+    assert gpu.calls[0]["kept"].counters.data_ptr() == one._status.counters.data_ptr()
     assert gpu.calls[0]["step"].grid == (130,)
 
 
@@ -331,7 +331,7 @@ def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
     inputs.count.fill_(9)
     y = one._captured_parts().launch(inputs)
     assert torch.equal(y[:9], wanted(tokens(9), gpu)) and not y[9:].any()
-    assert gpu.calls[0]["kept"].counters.data_ptr() == one._faults.counters.data_ptr()
+    assert gpu.calls[0]["kept"].counters.data_ptr() == one._status.counters.data_ptr()
 
 
 def test_warming_up_runs_the_layers_mode(gpu):

@@ -14,8 +14,8 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import fused
-from megamoe.engine.faults import Faults
 from megamoe.engine.local import LocalRanks
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.hopper.mega import sync
@@ -94,7 +94,7 @@ class Crowd:
             self.x[:, :128] *= 2.0**13
         parts = [self._kind(kind, seed) for seed, kind in enumerate(KINDS)]
         self.idx, self.gates = (torch.cat(each).to(CUDA) for each in zip(*parts, strict=True))
-        found = Faults(CUDA)
+        found = DeviceStatus(CUDA)
         inputs = self.x, self.idx, self.gates
         self.y = pretending.staged(
             inputs, self.weights, self.options, tile=tiles_of(recipe)[0], found=found
@@ -141,7 +141,7 @@ def layer(**options):
 )
 def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
     is_counted = HOW[recipe][2]
-    rng, found = random.Random(tile), Faults(CUDA)
+    rng, found = random.Random(tile), DeviceStatus(CUDA)
     for shape in SHAPES:
         crowd = Crowd(recipe, shape)
         for seed in range(CASES):
@@ -207,7 +207,7 @@ def test_calls_beyond_fused_are_staged_by_auto_refused_by_fused_and_streams_take
 
 @pytest.mark.parametrize("part", [2, 4])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(part):
-    found, tile, most = Faults(CUDA), as_fused(tiles_of(BASE)[0]), num_rows(64 * K, E)
+    found, tile, most = DeviceStatus(CUDA), as_fused(tiles_of(BASE)[0]), num_rows(64 * K, E)
     assert ring(most, most // part, tile.block_m)[1] > 0
     for seed in range(40):
         inputs, wanted = base().pick(64, seed)
@@ -300,7 +300,7 @@ def test_a_compiled_layer_has_the_bits_of_eager_calls():
             inputs, wanted = base().pick(16, seed)
             assert same_bits(compiled(*inputs), wanted)
     one.check()
-    assert int(one.stats.sum()) > 0 and not one._faults.counters.any()
+    assert int(one.stats.sum()) > 0 and not one._status.counters.any()
 
 
 # -- faults --------------------------------------------------------------------------------------
@@ -311,11 +311,11 @@ SOON = 0.5  # seconds
 def test_a_layer_is_refused_after_a_timeout_until_reset():
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 1)
-    found = one._faults
+    found = one._status
     pretending.fuse(
         inputs, one.weights, one.options, found, stats=one.stats, timeout_s=SOON, absent=0
     )
-    found.follow(K)
+    found.copy_to_host_async(K)
     torch.cuda.synchronize()
     for call in (lambda: one(*inputs), one.check, lambda: one(*inputs)):
         with pytest.raises(MegaMoETimeout, match=r"the end of all ranks.*layer.reset\(\)") as seen:
@@ -333,7 +333,7 @@ def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 4, [0])
     assert same_bits(one(*inputs), wanted)
-    one._faults.counters[getattr(sync, word).value] = value
+    one._status.counters[getattr(sync, word).value] = value
     try:
         for _ in range(2):  # what one call leaves uncleaned, the next one meets
             y = one(*inputs)

@@ -8,7 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.distributed import symmetric
 from megamoe.distributed.rendezvous import RESTART
-from megamoe.engine import fused_group, parallel, rooms
+from megamoe.engine import fused_group, parallel, symm_buffer
 from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.planning import Ranks
 from megamoe.errors import (
@@ -89,7 +89,7 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
 def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     layers = [join(gpu, peers, rank, most=100) for rank in range(2)]
     num = layers[0]._fused_group.num_passes
-    room = rooms.layout(num * -(-100 // num), H, K, num)
+    room = symm_buffer.layout(num * -(-100 // num), H, K, num)
     assert num > 1 and layers[0]._fused_group.num_bytes == room.num_bytes
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
@@ -188,9 +188,9 @@ def test_ranks_on_other_hosts_are_named():
 
 
 def test_a_room_holds_what_its_layout_says():
-    where = rooms.layout(5, 64, 3)
+    where = symm_buffer.layout(5, 64, 3)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
-    room = rooms.room_in(memory, where)
+    room = symm_buffer.symm_buffer_in(memory, where)
     x, idx, gates = torch.ones(2, 64).bfloat16(), torch.full((2, 3), 9), torch.full((2, 3), 0.5)
     room.put(x, idx.int(), gates)
     assert int(room.num_valid) == 2 and room.tokens.shape == (5, 64) and room.rows.shape == (15, 64)

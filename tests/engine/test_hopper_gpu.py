@@ -8,7 +8,7 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import hopper, planning
-from megamoe.engine.faults import NONE, Faults
+from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.dispatch import route
@@ -258,7 +258,7 @@ def test_rows_behind_the_valid_ones_are_padding(recipe, num):
     x, idx, weight = tokens(num)
     wanted = moe(x[:5], idx[:5], weight[:5], w)
     x[5:], idx[5:], weight[5:] = float("nan"), E + 7, float("inf")
-    found = Faults(torch.device("cuda"))
+    found = DeviceStatus(torch.device("cuda"))
     count = torch.tensor([5], dtype=torch.int32, device="cuda")
     y = pretending.staged((x, idx, weight), w, found=found, count=count)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
@@ -307,7 +307,7 @@ def test_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         new = tokens(count, seed=batch, skew=skew, masked_ratio=0.1)
         x[batch, :count], idx[batch, :count], weight[batch, :count] = new
         wanted[batch, :count] = moe(*new, w)
-    found = Faults(torch.device("cuda"))
+    found = DeviceStatus(torch.device("cuda"))
     held = x[0].clone(), idx[0].clone(), weight[0].clone(), counts[:1].cuda()
 
     def call():
@@ -354,7 +354,7 @@ def test_20000_launches_of_each_kernel_show_no_mismatch(recipe, tile, monkeypatc
     force(monkeypatch, tile)
     intermediate, hidden, num = 512, 2048, 32 * tile.block_m
     w = plain(recipe, intermediate, hidden)
-    found = Faults(torch.device("cuda"))
+    found = DeviceStatus(torch.device("cuda"))
     batches = [
         tokens(num, seed=i, hidden=hidden, skew=skew, masked_ratio=0.05)
         for i, skew in enumerate(("uniform", "zipf", "hot_expert", "dirichlet"))

@@ -5,7 +5,7 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import hopper
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
 from megamoe.planner.hopper import pick, tile_of
 from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import Options
@@ -49,6 +49,6 @@ def test_a_given_tile_is_used_and_shared_experts_of_their_own_launches_keep_thei
     wide = tile_of("w4a8_block", Shape(64, 2, 2))
     given = {"block_m": 64, "block_k": 256}
     plan = pretending.plan_of(inputs, w, shared=others, mode="staged", **given)
-    call = hopper.Call(*inputs, w, Options(), others, Faults(x.device))
+    call = hopper.Call(*inputs, w, Options(), others, DeviceStatus(x.device))
     hopper.run(call, plan)
     assert taken == [64, wide, wide, *more]

@@ -5,7 +5,7 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import hopper
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
 from tests import pretending
 from tests.engine.test_fused_gpu import BASE, HOW, Crowd, same_bits
 from tests.engine.test_hopper_gpu import IS_OTHER, E, K, assert_agrees, plain, tokens
@@ -40,7 +40,11 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
 
 @pytest.mark.parametrize("num", [40, 700, 5000])
 def test_shared_experts_in_the_same_launches_have_the_bits_of_a_pass_of_their_own(num, monkeypatch):
-    w, shared, found = plain("w4a8_block"), plain("w4a8_block")[3:5], Faults(torch.device("cuda"))
+    w, shared, found = (
+        plain("w4a8_block"),
+        plain("w4a8_block")[3:5],
+        DeviceStatus(torch.device("cuda")),
+    )
     inputs = tokens(num, masked_ratio=0.1, skew="zipf")
 
     def staged():

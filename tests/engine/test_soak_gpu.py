@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
 from megamoe.planner.hopper import as_fused, tile_of
 from megamoe.planner.tables.hopper import Shape
 from megamoe.routing.samplers import sample_routing
@@ -37,7 +37,7 @@ def count_wrong(num, batches, weights, options=None, stats=None, tile=None):
 
     tile  None: the table's
     """
-    found, wrong = Faults(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
+    found, wrong = DeviceStatus(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
     for step in range(num):
         inputs, wanted = batches[step * 5 % len(batches)]
         y = pretending.fuse(inputs, weights, options, found, tile, stats=stats)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, fused, planning, rooms
-from megamoe.engine.faults import NONE, Faults
+from megamoe.engine import backends, fused, planning, symm_buffer
 from megamoe.engine.local import LocalRanks
+from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper.mega import launch as mega_launch
@@ -74,7 +74,7 @@ def tokens(num, num_experts=E, seed=0, hidden=H, **routing):
 
 def fuse(inputs, w, options=None, found=None, tile=None, **rest):
     """One fused call, checked for faults; and the tokens that each expert got."""
-    found = found or Faults(CPU)
+    found = found or DeviceStatus(CPU)
     stats = torch.zeros(w.num_experts, dtype=torch.int64)
     y = pretending.fuse(inputs, w, options, found, tile, stats=stats, **rest)
     found.check(K)
@@ -82,9 +82,9 @@ def fuse(inputs, w, options=None, found=None, tile=None, **rest):
 
 
 def stage(inputs, w, tile=None, options=None):
-    found = Faults(CPU)
+    found = DeviceStatus(CPU)
     y = pretending.staged(inputs, w, options, tile=tile, found=found)
-    assert int(found.word) == NONE
+    assert int(found.bad_slot) == NONE
     return y
 
 
@@ -196,13 +196,13 @@ def test_a_fused_tile_takes_experts_in_several_passes(tile):
 def test_rows_behind_the_count_are_padding_whatever_they_hold():
     w, (x, idx, gates) = weights_of("w4a8_block"), tokens(9)
     x[4:], idx[5:], gates[6:] = float("nan"), 77, float("inf")
-    found = Faults(CPU)
+    found = DeviceStatus(CPU)
     y, stats = fuse((x, idx, gates), w, found=found, num_valid=torch.tensor([4], dtype=torch.int32))
     assert torch.equal(y[:4], fuse((x[:4], idx[:4], gates[:4]), w)[0]) and int(stats.sum()) == 8
 
 
 def test_counters_serve_call_after_call_and_a_bad_slot_is_masked():
-    w, found = weights_of("w4a8_block"), Faults(CPU)
+    w, found = weights_of("w4a8_block"), DeviceStatus(CPU)
     for seed in range(3):
         inputs = tokens(3 + seed, seed=seed, skew="zipf")
         y, _ = fuse(inputs, w, found=found)
@@ -233,7 +233,7 @@ def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
 @pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
     emulator.install(monkeypatch, num_sms)
-    w, inputs, found = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), Faults(CPU)
+    w, inputs, found = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), DeviceStatus(CPU)
     tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(96, 6) // part
     wanted, stats = fuse(inputs, w, tile=tile)
     assert ring(num_rows(96, 6), rows, 8)[1] > 0
@@ -245,10 +245,10 @@ class Processes:
     """Ranks as launches of their own, at the same time."""
 
     def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0, passes=1):
-        where = rooms.layout(passes * most, H, K, passes)
+        where = symm_buffer.layout(passes * most, H, K, passes)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
-        self.rooms = [rooms.room_in(m, where) for m in self.memory]
-        self.found = [Faults(CPU) for _ in range(num_ranks)]
+        self.rooms = [symm_buffer.symm_buffer_in(m, where) for m in self.memory]
+        self.found = [DeviceStatus(CPU) for _ in range(num_ranks)]
         self.num, self.most, self.timeout_s = num_ranks, most, timeout_s
         kernels["mega_kernel"].hold = self.memory
         per_rank = w.num_experts // num_ranks
@@ -266,7 +266,7 @@ class Processes:
         plan = plan_of(some, w, mode="fused", reserve_sms=2, ranks=ranks)
         assert plan.num_passes == 1
         y = fused.over(
-            room, self.most, w, Options(), world, stats, step=plan.mega, found=found,
+            room, self.most, w, Options(), world, stats, step=plan.mega, status=found,
             timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
@@ -299,7 +299,7 @@ def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels
     idx[3, 1] = -1
     y = torch.cat([got[number][rank][0] for rank in range(2) for number in range(2)])
     assert torch.equal(y, fuse((x, idx, gates), w)[0])
-    assert ranks.found[0].word.item() == 3 * K + 1 and ranks.found[1].word.item() == NONE
+    assert ranks.found[0].bad_slot.item() == 3 * K + 1 and ranks.found[1].bad_slot.item() == NONE
 
 
 def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
@@ -315,7 +315,7 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
 
 
 def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
-    w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
+    w, inputs, found = weights_of("w4a8_block"), tokens(5), DeviceStatus(CPU)
     with pytest.raises(MegaMoETimeout, match="the end of all ranks"):
         fuse(inputs, w, found=found, timeout_s=LATER, absent=0)
     found.reset()
@@ -325,7 +325,7 @@ def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
 @pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
 @pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "L1_DONE"])
 def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
-    w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
+    w, inputs, found = weights_of("w4a8_block"), tokens(5), DeviceStatus(CPU)
     found.counters.view(-1)[getattr(sync, word).value] = value
     try:
         assert_agrees(fuse(inputs, w, found=found, timeout_s=SOON)[0], inputs, w)
@@ -339,7 +339,7 @@ def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
 
 def test_the_emulator_sees_what_it_must(kernels, monkeypatch):
     """Rows that no allocation holds, a wait that nobody ends, bytes that do not add up."""
-    w, inputs, found = weights_of("w8a8"), tokens(5), Faults(CPU)
+    w, inputs, found = weights_of("w8a8"), tokens(5), DeviceStatus(CPU)
     with pytest.raises(IndexError, match="no allocation holds 8 bytes"):
         short = torch.zeros(E - 1, dtype=torch.int64)
         pretending.fuse(inputs, w, found=found, stats=short)

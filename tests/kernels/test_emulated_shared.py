@@ -5,7 +5,7 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import hopper
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import Options
@@ -34,7 +34,7 @@ def kernels(monkeypatch):
 )
 def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kernels):
     both = weights_of(recipe, E + num)
-    w, shared, found = both[:E], both[E:], Faults(CPU)
+    w, shared, found = both[:E], both[E:], DeviceStatus(CPU)
     x, idx, gates = tokens(21, masked_ratio=0.3)  # shared experts have several passes
     idx[4], idx[5, 0] = -1, idx[5, 1]
     inputs = x, idx, gates
@@ -62,9 +62,9 @@ def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeyp
 
     def staged(some, middle):
         monkeypatch.setattr(tables, "MIDDLE_SLOTS", middle)
-        seen, stats = Faults(CPU), torch.zeros(E, dtype=torch.int64)
+        seen, stats = DeviceStatus(CPU), torch.zeros(E, dtype=torch.int64)
         y = pretending.staged(some, w, None, shared, found=seen, stats=stats, count=count)
-        assert int(seen.word) == 2 * K
+        assert int(seen.bad_slot) == 2 * K
         return y[: num - 3], stats
 
     found = [staged(some, middle) for some in (inputs, ready) for middle in (4096, 64)]

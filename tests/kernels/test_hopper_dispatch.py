@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine.faults import NONE
+from megamoe.engine.status import NONE
 from megamoe.formats.quantize import dequantize
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.dispatch import route

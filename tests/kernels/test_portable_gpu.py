@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import faults, staged
+from megamoe.engine import staged, status
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED, error, experts, tokens, tolerance
 
@@ -53,12 +53,12 @@ def test_a_thousand_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         new = tokens(count, num_experts, top_k, hidden, seed=batch, skew=skew, masked_ratio=0.1)
         x[batch, :count], idx[batch, :count], weight[batch, :count] = new
         wanted[batch, :count] = mm.moe(*new, w, backend="portable")
-    found = faults.Faults(torch.device("cuda"))
+    found = status.DeviceStatus(torch.device("cuda"))
     count = torch.full((1,), most, dtype=torch.int32, device="cuda")
     held = x[0].clone(), idx[0].clone(), weight[0].clone()
 
     def call():
-        return staged.moe(*held, w, Options(), None, found.word, None, count)
+        return staged.moe(*held, w, Options(), None, found.bad_slot, None, count)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -82,7 +82,7 @@ def test_dependent_launches_change_no_bit(recipe):
     """Each launch is placed while the one before it ends: a wait left out would show here."""
     w = experts(recipe, 16, 256, 512)
     inputs = tokens(96, 16, 4, 512)
-    word = faults.Faults(torch.device("cuda")).word
+    word = status.DeviceStatus(torch.device("cuda")).bad_slot
     wanted = staged.moe(*inputs, w, Options(), None, word)
 
     def call():

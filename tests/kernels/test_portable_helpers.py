@@ -5,7 +5,7 @@ import torch
 import triton.language as tl
 
 import megamoe as mm
-from megamoe.engine.faults import NONE
+from megamoe.engine.status import NONE
 from megamoe.kernels.portable import grid
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.kernels.portable.combine import combine

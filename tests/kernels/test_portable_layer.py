@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import faults, portable
+from megamoe.engine import portable, status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.quantize import dequantize
@@ -112,7 +112,7 @@ def test_rows_behind_the_valid_ones_are_padding(recipe):
     x, idx, weight = tokens(T, E, K, H)
     wanted = mm.moe(x[:5], idx[:5], weight[:5], w, backend="portable")
     x[5:], idx[5:], weight[5:] = float("nan"), E + 7, float("inf")
-    found = faults.Faults(torch.device(DEVICE))
+    found = status.DeviceStatus(torch.device(DEVICE))
     count = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     plan = plan_for(
         w, Options(), Traits(), num_tokens=len(x), top_k=K, overrides=(("backend", "portable"),)

@@ -9,12 +9,12 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import hopper, parallel, planning, rooms
+from megamoe.engine import hopper, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
-from megamoe.engine.faults import Faults
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
 from megamoe.engine.planning import Ranks, Traits, plan_for
+from megamoe.engine.status import DeviceStatus
 from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.kernels.hopper.mega import launch as mega_launch
@@ -77,8 +77,8 @@ def launched(monkeypatch):
 
 def status():
     """Words without memory."""
-    found = Faults.around(torch.empty(4352, dtype=torch.int32, device=META))
-    found.in_turn = found.raise_if_seen = lambda: None
+    found = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
+    found.order_after_last = found.raise_if_seen = lambda: None
     return found
 
 
@@ -138,14 +138,16 @@ def test_eight_ranks(launched, backend, recipe, num):
 def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
     passes, each = passes_of(plan.call)
-    where = rooms.layout(passes * each, H, K, passes)
-    room = rooms.room_in(torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where)
+    where = symm_buffer.layout(passes * each, H, K, passes)
+    room = symm_buffer.symm_buffer_in(
+        torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
+    )
     peers = torch.empty(8, dtype=torch.int64, device=META)
     world = mega_launch.World(8, 1, 0, peers, room.signals)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(
-            room, each, w, options, world, stats, step=plan.mega, found=status(), timeout_s=1.0,
+            room, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
             number=number,
         )  # fmt: skip
 

@@ -14,7 +14,7 @@ from megamoe.planner.tables.hopper import COUNTERS
 DTYPES = {"i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "bf16": torch.bfloat16}
 
 
-class Room(NamedTuple):
+class SymmBuffer(NamedTuple):
     """The regions of `layout.exchange`."""
 
     signals: Tensor
@@ -45,11 +45,11 @@ def layout(num_tokens: int, hidden: int, top_k: int, num_passes: int = 1) -> Wor
     return exchange(num_tokens, hidden, top_k, COUNTERS, num_passes)
 
 
-def room_in(memory: Tensor, of: Workspace) -> Room:
+def symm_buffer_in(memory: Tensor, of: Workspace) -> SymmBuffer:
     """uint8 memory as a room."""
-    return Room(
+    return SymmBuffer(
         *(
             memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape)
-            for r in (of[name] for name in Room._fields)
+            for r in (of[name] for name in SymmBuffer._fields)
         )
     )

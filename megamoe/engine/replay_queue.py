@@ -1,4 +1,4 @@
-"""Mailbox: what each replay of a graph is about, written where the GPU reads it.
+"""ReplayQueue: what each replay of a graph is about, written where the GPU reads it.
 
 Host and GPU count the slots of a ring, each for itself: every note is followed by one replay, and
 every replay has one. A slot is written again once the GPU has taken it, which an event in each half
@@ -26,7 +26,7 @@ _LEFT: dict[
 ] = {}  # of mailboxes that went: the GPU may still read it
 
 
-class Mailbox:
+class ReplayQueue:
     """The host's side of a `ReplayArgs`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -42,7 +42,7 @@ class Mailbox:
     def send(self, note: tuple[int, ...], launch: Callable[[], object]) -> None:
         """Write a note's seven words, and launch on the current stream what takes it.
 
-        Whatever is raised, nobody knows whether it was taken: the mailbox is good no more.
+        Whatever is raised, nobody knows whether it was taken: the replay_queue is good no more.
         """
         at = self._at
         if at % HALF == 0:

@@ -1,4 +1,4 @@
-"""Manner: how a layer waits and checks. No bit of a result depends on it."""
+"""LaunchOptions: how a layer waits and checks. No bit of a result depends on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SLOWER = 20.0  # under compute-sanitizer
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class LaunchOptions:
     """How a layer launches its calls."""
 
     timeout_s: float = MAX_S  # of every wait in a fused launch
@@ -26,7 +26,7 @@ class Manner:
         )
 
 
-AUTO = Manner()
+AUTO = LaunchOptions()
 
 
 def is_watched(environment: Mapping[str, str]) -> bool:

@@ -25,7 +25,7 @@ def handle_of(layer: MoE) -> int:
 
 
 @torch.library.custom_op("megamoe::moe_across", mutates_args=("stats", "sent"))
-def across_op(
+def group_moe_op(
     x: Tensor,
     topk_idx: Tensor,
     topk_weights: Tensor,
@@ -37,6 +37,6 @@ def across_op(
     return _LAYERS[handle]._across(x, topk_idx, topk_weights, stats, sent)
 
 
-@across_op.register_fake
+@group_moe_op.register_fake
 def _(x, topk_idx, topk_weights, stats, sent, handle):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)

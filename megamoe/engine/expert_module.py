@@ -1,4 +1,4 @@
-"""Held: the experts of a layer as a torch module."""
+"""ExpertModule: the experts of a layer as a torch module."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megamoe.engine.fingerprint import counted
 from megamoe.engine.weights import ExpertWeights
 
 
-class Held(nn.Module):
+class ExpertModule(nn.Module):
     """ExpertWeights as buffers, so that a model's state_dict and device moves reach them."""
 
     def __init__(self, weights: ExpertWeights) -> None:
@@ -31,7 +31,7 @@ class Held(nn.Module):
             self._weights = ExpertWeights.from_state_dict(tensors, self._recipe)
         return self._weights
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Held:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertModule:
         """Follow moves between devices, never casts: the bytes are the weights."""
 
         def move(t: Tensor) -> Tensor:

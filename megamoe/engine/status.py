@@ -36,7 +36,7 @@ ANEW, RESET = "the next call starts anew", "call layer.reset() before the next c
 GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
 
 
-class Faults:
+class DeviceStatus:
     """The words of one layer on one device; of its `ranks` where one launch runs several.
 
     resets_itself  whether the call that raises a timeout also resets, where there is no layer
@@ -50,40 +50,40 @@ class Faults:
         self._calls = 0
         with torch.inference_mode(False):
             num = FIRST_COUNTER + COUNTERS
-            self.words = torch.empty(num, dtype=torch.int32, device=device)
+            self.storage = torch.empty(num, dtype=torch.int32, device=device)
             self._seen: Tensor | None = torch.empty(
                 TOLD, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
             )
-            self._told = self.words[:TOLD]
+            self._told = self.storage[:TOLD]
         self._last: torch.cuda.Stream | None = None
         self._clear()
 
     @classmethod
-    def around(cls, words: Tensor) -> Faults:
+    def around(cls, words: Tensor) -> DeviceStatus:
         """A view of words that somebody else reads: nothing travels, nothing is raised."""
         found = cls.__new__(cls)
-        found.words, found._seen, found._last = words, None, None
+        found.storage, found._seen, found._last = words, None, None
         found._ranks, found._resets_itself, found._top_k = 1, False, 1
         found.remedy, found._calls = RESET, 0
         return found
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (self.words.device, self._ranks, self._resets_itself)  # a copy has its own
+        return _again, (self.storage.device, self._ranks, self._resets_itself)  # a copy has its own
 
     @functools.cached_property
-    def word(self) -> Tensor:
+    def bad_slot(self) -> Tensor:
         """int32 [ranks]: where each rank's first bad slot is kept."""
-        return self.words[: self._ranks]
+        return self.storage[: self._ranks]
 
     @functools.cached_property
     def report(self) -> Tensor:
         """int32 [8]: what a wait past its bound leaves."""
-        return self.words[REPORT:TOLD]
+        return self.storage[REPORT:TOLD]
 
     @functools.cached_property
     def counters(self) -> Tensor:
         """int32 [COUNTERS]: zero between fused launches of one rank, which follow each other."""
-        return self.words[FIRST_COUNTER:]
+        return self.storage[FIRST_COUNTER:]
 
     @functools.cached_property
     def _view(self) -> memoryview:
@@ -91,9 +91,9 @@ class Faults:
         assert self._seen is not None
         return memoryview(self._seen.numpy())
 
-    def in_turn(self) -> None:
+    def order_after_last(self) -> None:
         """Before a fused launch: its stream waits for that of the one before."""
-        device = self.words.device
+        device = self.storage.device
         if self._seen is None or device.type != "cuda" or is_capturing(device):
             return  # a graph's owner keeps its replays in turn
         now = torch.cuda.current_stream(device)
@@ -101,7 +101,7 @@ class Faults:
             now.wait_stream(self._last)
         self._last = now
 
-    def follow(self, top_k: int, *, every: int = 1) -> None:
+    def copy_to_host_async(self, top_k: int, *, every: int = 1) -> None:
         """After a call: let the words travel to the host, on the call's stream; not in a capture.
 
         every  how many calls share a copy; the first one has its own
@@ -109,7 +109,7 @@ class Faults:
         self._top_k = top_k
         calls = self._calls
         if calls % every == 0:
-            if self._seen is None or is_capturing(self.words.device):
+            if self._seen is None or is_capturing(self.storage.device):
                 return
             self._seen.copy_(self._told, non_blocking=True)
         self._calls = calls + 1
@@ -126,7 +126,7 @@ class Faults:
         first, rank = min((word, rank) for rank, word in enumerate(seen[: self._ranks]))
         if first == NONE:
             return
-        self.word.fill_(NONE)
+        self.bad_slot.fill_(NONE)
         self._seen[:REPORT].fill_(NONE)
         if first == GIVEN_UP:
             raise MegaMoETimeout(
@@ -151,19 +151,19 @@ class Faults:
 
     def reset(self) -> None:
         """Wait for the GPU, then forget what it found; counters begin at zero again."""
-        _wait(self.words.device)
+        _wait(self.storage.device)
         self._clear()
-        _wait(self.words.device)
+        _wait(self.storage.device)
 
     def _clear(self) -> None:
-        for words in (self.words, self._seen):
+        for words in (self.storage, self._seen):
             assert words is not None
             words.zero_()
             words[:REPORT].fill_(NONE)
 
 
-def _again(device: torch.device, ranks: int, resets_itself: bool) -> Faults:
-    return Faults(device, ranks=ranks, resets_itself=resets_itself)
+def _again(device: torch.device, ranks: int, resets_itself: bool) -> DeviceStatus:
+    return DeviceStatus(device, ranks=ranks, resets_itself=resets_itself)
 
 
 def is_capturing(device: torch.device) -> bool:
@@ -184,10 +184,10 @@ def _timeout(report: list[int], remedy: str) -> MegaMoETimeout:
     return MegaMoETimeout(rank, what, expected, seen, remedy)
 
 
-_BY_STREAM: dict[tuple[torch.device, int | None], Faults] = {}
+_BY_STREAM: dict[tuple[torch.device, int | None], DeviceStatus] = {}
 
 
-def of_stream(device: torch.device) -> Faults:
+def of_stream(device: torch.device) -> DeviceStatus:
     """The words of calls without a layer: one for each stream, since their calls may overlap.
 
     A call that is being captured shares those of the device, and runs no fused launch: graphs of
@@ -198,5 +198,5 @@ def of_stream(device: torch.device) -> Faults:
         stream = torch.cuda.current_stream(device).cuda_stream
     for key in ((device, stream), (device, None)):  # both now: none may be made in a capture
         if key not in _BY_STREAM:
-            _BY_STREAM[key] = Faults(device, resets_itself=True)
+            _BY_STREAM[key] = DeviceStatus(device, resets_itself=True)
     return _BY_STREAM[device, stream]
