@@ -40,17 +40,17 @@ class Hardware:
     name: str  # "h200": what `named` looks up
     label: str  # the name in prose
     arch: str  # "sm_90a", "sm_100a", "sm_103a": what kernels compile for
-    num_sms: int
-    l2_bytes: int
-    hbm_bytes: int
-    hbm_gbs: Rate
+    num_sms: int  # streaming multiprocessors
+    l2_bytes: int  # of the L2 cache
+    hbm_bytes: int  # of its memory
+    hbm_gbs: Rate  # of its memory, on paper and reached
     tensor_tflops: tuple[tuple[str, Rate], ...]  # per MMA type the machine has
     nvlink_gbs: Rate  # one direction, one GPU to all its peers together
     nvlink_domain: int  # GPUs that reach each other by plain loads and stores
     launch_us: Figure  # one graph launch, empty kernel
     counts_source: str  # of SMs, L2, HBM size and NVLink domain
     smem_per_sm: int = SMEM_PER_CTA  # usable by one CTA
-    registers_per_sm: int = REGISTERS_PER_SM
+    registers_per_sm: int = REGISTERS_PER_SM  # of 32 bits
 
     @staticmethod
     def named(name: str) -> Hardware:

@@ -48,8 +48,10 @@ def staged(inputs, w, options=None, shared=None, tile=None, found=None, stats=No
     return hopper.run(Call(*inputs, w, options or Options(), shared, found, stats, count), plan)
 
 
-def fuse(inputs, w, options=None, found=None, tile=None, *, shared=None, stats=None,
-         timeout_s=30.0, absent=-1, trace=None, num_valid=None, is_poisoned=False, **given):  # fmt: skip
+def fuse(
+    inputs, w, options=None, found=None, tile=None, *, shared=None, stats=None, timeout_s=30.0,
+    absent=-1, trace=None, num_valid=None, is_poisoned=False, **given,
+):  # fmt: skip
     """One fused call."""
     plan = plan_of(inputs, w, options, shared, tile, mode="fused", **given)
     call = Call(

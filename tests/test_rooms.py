@@ -12,12 +12,13 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # A room imports only rooms to its left.
 ORDER = [
-    "errors", "files", "problem", "hardware", "formats", "routing", "reference", "layout",
-    "planner", "balance", "kernels", "distributed", "engine", "compat", "integrations",
+    "errors", "files", "tested", "problem", "hardware", "formats", "routing", "reference",
+    "layout", "planner", "balance", "kernels", "distributed", "engine", "compat", "integrations",
     "simulator", "trace", "bench", "studies", "cli",
 ]  # fmt: skip
 NO_TORCH = {
-    "errors", "files", "problem", "layout", "planner", "balance", "simulator", "trace", "studies",
+    "errors", "files", "tested", "problem", "layout", "planner", "balance", "simulator", "trace",
+    "studies",
 }  # fmt: skip
 TORCH_FILES = {"studies/deep_gemm/local_world.py"}
 NO_TORCH_FILES = {"formats/spec.py", "routing/spec.py", "bench/workloads.py", "__init__.py"}
@@ -92,3 +93,19 @@ def test_every_public_name_resolves():
         assert getattr(megamoe, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         megamoe.nothing  # noqa: B018
+
+
+def test_type_checkers_see_the_public_names_where_they_live():
+    import megamoe
+
+    (block,) = (
+        node for node in ast.parse((ROOT / "__init__.py").read_text()).body
+        if isinstance(node, ast.If)
+    )  # fmt: skip
+    seen = {
+        alias.name: node.module.removeprefix("megamoe.")
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == megamoe._HOME and sorted(megamoe._HOME) == sorted(megamoe.__all__)
+    assert set(megamoe.__all__) <= set(dir(megamoe)) and "import_module" not in dir(megamoe)

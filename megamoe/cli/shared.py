@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -14,9 +17,18 @@ from rich.text import Text
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.files import writable_folder, write_atomic
 
-__all__ = ["Bars", "device_named", "reason_table", "writable_folder", "write_atomic"]
+__all__ = [
+    "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table",
+    "writable_folder", "write_atomic",
+]  # fmt: skip
 
+# metavar="": a flag takes no value, and help must not show one.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", metavar="")]
 LEAST_REASON = 36  # columns that a reason needs to be read beside its row
+# For terminals without these: bars of a chart by height, and the signs of tables.
+PLAIN = dict(zip("▁▂▃▄▅▆▇█", ".._-=+*#", strict=True)) | {
+    "±": "+-", "…": "...", "×": "x", "µ": "u", "—": "-", "•": "*", "━": "-", "→": "->",
+}  # fmt: skip
 
 
 def device_named(name: str) -> str:
@@ -43,6 +55,34 @@ def device_named(name: str) -> str:
     return name
 
 
+def gpu_named(name: str) -> str:
+    """The device of a benchmark: a GPU unless a CPU is asked for by name."""
+    found = device_named(name)
+    require(
+        name != "auto" or found != "cpu",
+        "a benchmark times a GPU",
+        got="none on this machine",
+        fix="name the CPU with --device cpu to time the reference there",
+        kind=NotAvailable,
+    )
+    return found
+
+
+def plain_where_needed() -> None:
+    """Let a terminal or file that has no Unicode show plain signs, where printing would raise."""
+    codecs.register_error("plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "")
+        if not encoding.startswith("utf") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(PLAIN.get(sign, "?") for sign in text), error.end
+
+
 class Bars:
     """One progress bar per step of a job, on stderr."""
 
@@ -61,7 +101,7 @@ class Bars:
     def __call__(self, step: str, done: int, of: int) -> None:
         if step not in self.tasks:
             self.tasks[step] = self.bars.add_task(step, total=of)
-        self.bars.update(self.tasks[step], completed=done)
+        self.bars.update(self.tasks[step], completed=done, total=of)
 
 
 def reason_table(

@@ -12,6 +12,7 @@ import torch
 
 from megamoe import __version__
 from megamoe.planner.plan import choose_backend
+from megamoe.tested import gpu_warning, triton_warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def doctor() -> Report:
         Finding("megamoe", True, __version__),
         Finding("python", sys.version_info >= (3, 11), platform.python_version()),
         Finding("torch", True, torch.__version__),
-        _package("triton", "the GPU backends"),
+        _package("triton", "the GPU backends", triton_warning),
         _package("safetensors", "saving weights"),
         *(_gpu(device) for device in devices[1:]),
     ]
@@ -115,11 +116,13 @@ def doctor() -> Report:
     return Report(tuple(findings), best)
 
 
-def _package(name: str, use: str) -> Finding:
+def _package(name: str, use: str, warn: Callable[[str], str] = lambda version: "") -> Finding:
     try:
-        return Finding(name, True, metadata.version(name))
+        version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Finding(name, False, f"not installed; needed for {use}")
+    why = warn(version)
+    return Finding(name, not why, f"{version}: {why}" if why else version)
 
 
 def _gpu(device: torch.device) -> Finding:
@@ -128,4 +131,5 @@ def _gpu(device: torch.device) -> Finding:
         f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.multi_processor_count} SMs, "
         f"{facts.total_memory / 2**30:.0f} GiB"
     )
-    return Finding(str(device), True, detail)
+    why = gpu_warning(facts.name)
+    return Finding(str(device), True, f"{detail}; {why}" if why else detail)

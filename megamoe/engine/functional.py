@@ -46,11 +46,12 @@ def moe(
     mode: str = "auto",
     overrides: Mapping[str, Value] | None = None,
 ) -> Tensor:
-    """Send every token through its experts and add up what they say.
+    """Send every token through its experts and add up their results, by routing weight.
 
     x             bf16 [T, H], or Quantized in the recipe's activation format
-    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may stand twice
+    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may occur twice
     topk_weights  float32 [T, k]
+    weights       the experts
     shared        experts that see every token with weight 1, in any recipe
     backend       "auto" is the best one that works on the weights' device
     mode          "staged", "fused" (one launch) or "auto": the same bits; what a mode cannot take
@@ -64,7 +65,7 @@ def moe(
     options = Options(activation, clamp, weight_at, combine, fast_math)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    name, traits = choose(backend, mode, weights, shared)
+    name, traits = choose(backend, mode, weights, shared, activation)
     given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
     is_layerless_capture = name != "reference" and faults.is_capturing(weights.device)
     plan = plan_for(
@@ -80,17 +81,21 @@ def moe(
 
 
 def choose(
-    backend: str, mode: str, weights: ExpertWeights, shared: ExpertWeights | None
+    backend: str,
+    mode: str,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: str = "swiglu",
 ) -> tuple[str, Traits]:
     """(the backend for these experts, their traits); one that `auto` passes over is logged."""
     name = backends.resolve(backend, mode, weights.device).name
-    traits = traits_of(name, weights, shared)
+    traits = traits_of(name, weights, shared, activation)
     if traits.not_hopper:
         name, why = choose_backend(
             backend, mode, backends.reasons_on(weights.device), traits.not_hopper
         )
         log_once(f"backend {name} instead of hopper: {why}")
-        traits = traits_of(name, weights, shared)
+        traits = traits_of(name, weights, shared, activation)
     return name, traits
 
 

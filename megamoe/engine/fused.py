@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.engine import faults
 from megamoe.engine.call import Call
-from megamoe.engine.hopper import num_of, prepared, with_shared
+from megamoe.engine.hopper import check_activation, num_of, prepared, with_shared
 from megamoe.engine.manner import bound_s
 from megamoe.engine.rooms import Room
 from megamoe.engine.weights import ExpertWeights
@@ -97,6 +97,7 @@ def _run(
 ) -> Tensor:
     config, device, extra = step.config, weights.device, num_of(shared)
     assert isinstance(config, Mega)
+    check_activation(options)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
     experts, block_m = weights.num_experts // world.local + extra, config.tile.block_m

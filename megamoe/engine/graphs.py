@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megamoe.engine.call import Call
 from megamoe.engine.faults import REPLAYS, Faults
+from megamoe.engine.fingerprint import LOOK_EVERY
 from megamoe.engine.functional import Looks, launch
 from megamoe.engine.mailbox import Mailbox, finish
 from megamoe.engine.manner import Manner
@@ -69,9 +70,16 @@ class Parts(NamedTuple):
         return launch(call, self.plan(len(inputs.x)))
 
     def tensors(self) -> list[Tensor]:
-        """Those of the experts, where writes to them are counted."""
+        """Those of the experts."""
         both = [w for w in (self.weights, self.shared) if w is not None]
         return [t for w in both for t in w.state_dict().values() if not t.is_inference()]
+
+    def verify(self) -> None:
+        """Refuse experts that changed, uncounted, after they were packed."""
+        if self.backend == "hopper":
+            from megamoe.engine import hopper
+
+            hopper.verify(self.weights, self.shared)
 
 
 class Captured:
@@ -112,6 +120,7 @@ class Graphs:
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._gpu: Gpu | None = None
+        self._replays = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Graphs, (self.most,)  # a copy captures its own
@@ -126,6 +135,9 @@ class Graphs:
         one = self._met.get(looks)  # type: ignore[arg-type]
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
             return None
+        self._replays += 1
+        if self._replays % LOOK_EVERY == 0:
+            one.parts.verify()
         return one
 
     def __call__(

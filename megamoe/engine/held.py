@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megamoe.engine.fingerprint import counted
 from megamoe.engine.weights import ExpertWeights
 
 
@@ -24,6 +25,8 @@ class Held(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         if self._weights is None:
+            for key in self._names:
+                self._buffers[key] = counted(self.get_buffer(key))
             tensors = {name: self.get_buffer(key) for key, name in self._names.items()}
             self._weights = ExpertWeights.from_state_dict(tensors, self._recipe)
         return self._weights

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.engine.call import Call
+from megamoe.engine.fingerprint import Seal
 from megamoe.engine.planning import why_unlike
 from megamoe.engine.portable import all_experts
 from megamoe.engine.weights import ExpertWeights
@@ -41,6 +42,7 @@ from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch
 from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Pass
 from megamoe.planner.plan import Plan
+from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import Options
 
 
@@ -53,8 +55,8 @@ class Prepared:
     how: Arithmetic
 
 
-# By the bytes of a matrix: what was made from them, and the versions of bytes and scales it was
-# made from. Entries go when the weights go: images hold nothing of the original.
+# By the bytes of a matrix: what was made from them, and the seal of the bytes and scales it was
+# made from (decision 0026). Entries go when the weights go: images hold nothing of the original.
 _MADE = WeakIdKeyDictionary()
 
 
@@ -75,7 +77,7 @@ def prepared(weights: ExpertWeights) -> Prepared:
 
 
 def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
-    """Both as the experts of one launch (`can_join`): the shared ones are the last.
+    """Both as the experts of one launch (`why_apart` is empty); the shared ones are the last.
 
     Where nothing was made of one of them alone, it is a part of what is made here.
     """
@@ -112,6 +114,17 @@ def why_apart(weights: ExpertWeights, shared: ExpertWeights) -> str:
 def fits_e4m3(weights: ExpertWeights) -> bool:
     """Whether the layer multiplies in FP8, where its recipe does."""
     return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
+
+
+def check_activation(options: Options) -> None:
+    """Refuse an activation that the kernels would take for another."""
+    require(
+        options.activation in ACTIVATIONS,
+        f"the hopper backend computes {' and '.join(ACTIVATIONS)}",
+        got=options.activation,
+        fix='use backend="portable"',
+        kind=NotAvailable,
+    )
 
 
 def why_not(weights: ExpertWeights) -> str:
@@ -151,18 +164,24 @@ def _known(
 ) -> Any:
     """find(w), found once for these bytes and scales, and the other's, as they are now."""
     parts = tuple(t for q in (w, other) if q is not None for t in q.tensors().values())
-    now = tuple(map(_version, parts))
     made = _MADE.setdefault(w.data, {})
-    refs, seen, found = made.get(what, ((), None, None))
-    if seen != now or any(ref() is not t for ref, t in zip(refs, parts, strict=True)):
+    refs, seal, found = made.get(what, ((), None, None))
+    is_new = seal is None or any(ref() is not t for ref, t in zip(refs, parts, strict=True))
+    if is_new or not seal.holds(parts):
         found = find(w)
-        made[what] = tuple(map(weakref.ref, parts)), now, found
+        made[what] = tuple(map(weakref.ref, parts)), Seal(parts), found
     return found
 
 
-def _version(t: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count."""
-    return -1 if t.is_inference() else t._version
+def verify(*both: ExpertWeights | None) -> None:
+    """Refuse experts that were written to, uncounted, after something was made of them."""
+    for w in (
+        part for weights in both if weights is not None for part in (weights.w13, weights.w2)
+    ):
+        for refs, seal, _ in _MADE.get(w.data, {}).values():
+            parts = [ref() for ref in refs]
+            if all(t is not None for t in parts):
+                seal.verify(parts)
 
 
 def run(call: Call, plan: Plan) -> Tensor:
@@ -236,6 +255,7 @@ def run_pass(
 
     Shared experts that are given (`why_apart` is empty) have the slots after the routed ones.
     """
+    check_activation(options)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
     how, experts, num_slots = made.how, steps.num_experts, steps.num_slots
     l1, l2 = steps["l1"], steps["l2"]

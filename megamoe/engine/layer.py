@@ -39,7 +39,9 @@ MOST_PASSED = 4096  # shapes of calls that are remembered as checked
 class MoE(nn.Module):
     """A Mixture-of-Experts layer over the experts of one rank.
 
-    weights              this rank's experts; `num_experts` counts over all ranks
+    weights              this rank's experts
+    num_experts          over all ranks
+    top_k                experts of a token: the columns of topk_idx
     group                torch.distributed process group, or None for one rank; all its ranks build
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
@@ -59,6 +61,10 @@ class MoE(nn.Module):
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
+    shared               experts that see every token with weight 1, in any recipe; None: none
+    backend              "auto", "reference", "portable" or "hopper"; `mm.doctor()` says what works
+
+    activation, clamp, weight_at, combine and fast_math are those of `Options`.
 
     Fused calls of a layer share its counters: each waits for the one before, whatever their
     streams, and graphs of yours that hold such calls must be replayed one after the other.
@@ -417,7 +423,7 @@ class MoE(nn.Module):
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
         self._manner.check()
-        name, traits = choose(*self._wanted, weights, shared)
+        name, traits = choose(*self._wanted, weights, shared, self.options.activation)
         self._backend, self._why_backend = name, ""
         if name == "portable" and weights.device.type == "cuda" and self._wanted[0] == "auto":
             better = [w for w in backends.reasons_on(weights.device).values() if w]

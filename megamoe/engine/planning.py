@@ -17,6 +17,7 @@ from megamoe.hardware import CPU, Hardware, of_gpu
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.overrides import Overrides
 from megamoe.planner.plan import Plan, plan_call
+from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import Options, Problem
 
 LOG = logging.getLogger("megamoe")
@@ -47,12 +48,19 @@ class Traits(NamedTuple):
     shared: SharedSpec | None = None
 
 
-def traits_of(backend: str, weights: ExpertWeights, shared: ExpertWeights | None) -> Traits:
+def traits_of(
+    backend: str,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: str = "swiglu",
+) -> Traits:
     """The traits of a layer's experts; only Hopper's kernels look at their bytes."""
     if backend != "hopper":
         return Traits(shared=_shared_spec(shared))
     from megamoe.engine import hopper
 
+    if activation not in ACTIVATIONS:
+        return Traits(not_hopper=f"activation {activation}", shared=_shared_spec(shared))
     fits = hopper.fits_e4m3(weights)
     if shared is None:
         return Traits(fits, hopper.why_not(weights))

@@ -224,15 +224,15 @@ def choose_backend(
         name = asked
         require(
             not (name == "hopper" and not_hopper),
-            "the hopper backend needs E8M0 scales of 2**-126 or more where a group is not zero",
+            "the hopper backend must be able to compute this layer exactly",
             got=not_hopper,
-            fix='use backend="portable", which holds them exactly',
+            fix='use backend="portable", which can',
             kind=NotAvailable,
         )
     else:
         name = working[0]
         if name == "hopper" and not_hopper:
-            name, passed = working[1], f"hopper cannot hold these weights exactly: {not_hopper}"
+            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(
@@ -286,7 +286,8 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why
     passes: tuple[Pass, ...] = ()
-    mega, num, rest = None, 1, ()
+    mega, num = None, 1
+    rest: tuple[Launch, ...] = ()
     if call.problem.num_tokens == 0 or backend == "reference":
         pass
     elif mode == "fused":

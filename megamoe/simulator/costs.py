@@ -57,7 +57,7 @@ def costs(how: Schedule, constants: Constants, experts: Experts | None = None) -
     """The costs of a schedule, of its routed experts or of others."""
     hw, of = how.hardware, experts or how.experts
     reached = hw.hbm_gbs.reached.value * 1e3  # bytes a us
-    share = constants.own_share if how.is_own else constants.stream_share
+    share = constants.own_share if how.is_own_stream else constants.stream_share
     hbm = 1.0 / (reached * share)
     rows = RowBytes.of(how)
     return Costs(
@@ -78,7 +78,7 @@ def _block(
 ) -> BlockCost:
     p, tile = of.problem, of.linear(phase)
     bits = recipe_named(p.recipe).weights.bits_per_value
-    if how.is_own:
+    if how.is_own_stream:
         bits = HELD_BITS.get(p.recipe, bits)
     width, depth = 2 * p.intermediate, p.hidden
     row_in, row_out = rows.tokens, rows.acts / tile.num_n

@@ -150,7 +150,7 @@ class Schedule:
     num_passes: int = 1  # fused launches of a call, each with its part of the tokens
     deal: str = "ticket"  # or "static": block i is for SM i mod num_sms
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
-    is_own: bool = False  # launches of this library on a machine where they were measured
+    is_own_stream: bool = False  # HBM is read as by this library's launches on Hopper
     writes_gate_up: bool = False  # L1 leaves gate and up in BF16 for a launch of its own
     pulls_bf16: bool = False  # fused, between ranks: tokens cross the links before quantisation
     pools_at_once: bool = False  # L1 waits for all rows of a wave, not for those of its tile
@@ -222,7 +222,7 @@ def fused_schedule(
         order=Phases(wave_rows),
         num_joined=num_joined,
         num_passes=num_passes,
-        is_own=True,
+        is_own_stream=True,
         pulls_bf16=problem.num_ranks > 1,
         pools_at_once=True,
     )
@@ -315,7 +315,7 @@ def _staged(plan: Plan) -> Schedule:
         shared=None if shared is None else _experts(plan, shared),
         num_joined=call.joined if plan.passes[0].experts == "routed and shared" else 0,
         deal="ticket" if is_drawn else "static",
-        is_own=plan.backend == "hopper",
+        is_own_stream=plan.backend == "hopper",
     )
 
 

@@ -51,16 +51,18 @@ def test_text_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 
 
 def test_a_folder_is_tried_before_the_work(tmp_path):
-    assert writable_folder(tmp_path / "a" / "b").is_dir()
+    assert writable_folder(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     (tmp_path / "file").write_text("")
     with pytest.raises(FileError, match="--out must be a folder that can be written; got"):
         writable_folder(tmp_path / "file" / "in")
-    assert not list((tmp_path / "a" / "b").iterdir())
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]  # nothing is left by trying
 
 
-def test_a_path_without_a_folder_is_refused(tmp_path):
-    with pytest.raises(FileError, match="must be writable; got No such file"):
-        write_atomic(tmp_path / "none" / "x.json", "")
+def test_missing_folders_are_made_and_files_are_none(tmp_path):
+    write_atomic(tmp_path / "none" / "x.json", "here")
+    assert (tmp_path / "none" / "x.json").read_text() == "here"
+    with pytest.raises(FileError, match="must be writable; got"):
+        write_atomic(tmp_path / "none" / "x.json" / "y.json", "")
 
 
 def _umask():

@@ -10,10 +10,10 @@ import torch
 import megamoe as mm
 from megamoe.engine import backends
 from megamoe.engine.functional import choose
-from megamoe.engine.hopper import prepared, why_apart, with_shared
+from megamoe.engine.hopper import check_activation, prepared, run_pass, why_apart, with_shared
 from megamoe.engine.planning import log_once
 from megamoe.errors import NotAvailable
-from megamoe.problem import RECIPES
+from megamoe.problem import RECIPES, Options
 
 E, I, H = 2, 96, 64
 
@@ -148,6 +148,22 @@ def test_one_scale_above_2_chooses_another_decoder_for_the_layer(recipe):
 def test_scales_of_2_to_the_minus_127_are_refused(recipe):
     with pytest.raises(NotAvailable, match=r"2\*\*-126"):
         prepared(spread(experts(recipe), 0))
+
+
+@pytest.mark.parametrize("activation", ["situ", "geglu", "geglu_tanh"])
+def test_activations_that_the_kernels_lack_are_not_taken_for_another(activation, monkeypatch):
+    there = tuple(replace(b, why_not=lambda device: "") for b in backends.BACKENDS)
+    monkeypatch.setattr(backends, "BACKENDS", there)
+    w = experts("w4a16")
+    assert choose("auto", "auto", w, None, activation)[0] == "portable"
+    for backend, mode in (("auto", "fused"), ("hopper", "auto")):
+        with pytest.raises(NotAvailable, match=f"activation {activation}"):
+            choose(backend, mode, w, None, activation)
+    with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
+        check_activation(Options(activation))
+    none = [None] * 4
+    with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
+        run_pass(*none[:1], w, Options(activation), *none[:3], 0, None, pdl=False)
 
 
 def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch, caplog):

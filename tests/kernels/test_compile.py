@@ -13,7 +13,7 @@ from megamoe.kernels.portable.grouped import _prepare_kernel
 from megamoe.kernels.portable.launch import arithmetic
 from megamoe.kernels.portable.pack import _pack_kernel
 from megamoe.planner.portable import pick as tiles
-from megamoe.problem import RECIPES
+from megamoe.problem import OWN_CLAMP, RECIPES
 from tests.kernels.compiling import Stand, advice, compile_kernel, main_loop, resources
 from tests.kernels.support import INTERPRETED
 
@@ -31,7 +31,9 @@ STACK_LIMIT = 448  # bytes a thread: wide tiles spill a little, docs/measurement
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 
 
-def compiled(recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=False):
+def compiled(
+    recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=False, activation="swiglu"
+):
     how = arithmetic(recipe, has_mx=has_mx)
     is_coded = how.acts.HOLD.value == "codes"
     x, out, some = Stand(how.data_dtype), Stand(U8 if is_coded else BF16), Stand(F32)
@@ -52,7 +54,7 @@ def compiled(recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=F
         return compile_kernel(
             gemm._gated_kernel,
             (*head, out, Stand(how.scale_dtype), some, *maps, 4096, 2048, 10.0), arch,
-            ACTS=how.acts, ACTIVATION="swiglu", FAST_MATH=False, GATHER=True, **common,
+            ACTS=how.acts, ACTIVATION=activation, FAST_MATH=False, GATHER=True, **common,
         )  # fmt: skip
     return compile_kernel(
         gemm._linear_kernel, (*head, Stand(BF16), some, *maps, Stand(I32), 2048, 4096, 0, 6), arch,
@@ -69,6 +71,16 @@ def test_grouped_gemms_compile_to_tensor_core_code(recipe, rows, arch):
         assert re.search(MMA[arch], kernel.asm["ptx"]), phase
         used = resources(kernel)
         assert used["shared"] <= 232448 and used["stack"] <= STACK_LIMIT
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("activation", [name for name in OWN_CLAMP if name != "swiglu"])
+@pytest.mark.parametrize("recipe", ["bf16", "w4a8"])
+def test_every_activation_compiles(recipe, activation, arch):
+    tile = tiles(recipe, 100)[0]
+    kernel = compiled(recipe, "l1", tile, arch, activation=activation)
+    assert re.search(MMA[arch], kernel.asm["ptx"])
+    assert resources(kernel)["stack"] <= 2 * STACK_LIMIT  # tanh spills more, after the loop
 
 
 @pytest.mark.parametrize("rows", [1, 100, 1000])

@@ -34,6 +34,9 @@ def both(x, idx, weight, w, **options):
 OPTIONS = [
     {"clamp": 1.0},
     {"activation": "gpt_oss", "weight_at": "combine"},
+    {"activation": "situ"},
+    {"activation": "geglu"},
+    {"activation": "geglu_tanh", "clamp": 2.0},
     {"combine": "fp8", "weight_at": "combine"},
     {"combine": "fp8"},
 ]

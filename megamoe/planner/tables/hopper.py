@@ -15,6 +15,7 @@ INF = float("inf")
 WIDTH = 256  # hidden and intermediate are padded to this: a tile of rows, two K blocks
 ROW_ALIGN = 8  # rows of the pool at which an expert begins: TMA reads scales in whole 16 bytes
 MAX_STAGES = 12
+ACTIVATIONS = ("swiglu", "gpt_oss")  # that the epilogues compute
 MAX_CTAS = (1 << 10) - 1  # of work items
 
 # The fused launch.

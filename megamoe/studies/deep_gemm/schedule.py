@@ -55,7 +55,7 @@ def schedule_of(plan: Plan) -> Schedule:
         steps=_steps(plan),
         deal="static" if plan.deal == "static" else "ticket",
         l1_sms=k1,
-        is_own=not is_blackwell,
+        is_own_stream=not is_blackwell,
         peels=True,
         mma_rows=MMA_ROWS if is_blackwell else None,
         has_epilogue_warps=is_blackwell,
