@@ -1,4 +1,4 @@
-"""The Hopper kernels as they stand, on a CPU: what they compute, and how their roles meet.
+"""The Hopper kernels as they stand, on a CPU: what they compute, and how their roles synchronise.
 
 `emulator` runs every role of every CTA as a thread. What only a GPU shows (layouts, fences, races,
 spills, time) is left to the tests marked `gpu` and to the compiler.

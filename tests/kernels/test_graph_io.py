@@ -55,7 +55,7 @@ def test_a_mailbox_may_lie_at_an_address_of_31_bits():
 @pytest.mark.parametrize(("hidden", "top_k"), [(96, 3), (2880, 4), (1024, 1)])
 @pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
 def test_rows_are_copied_and_counted_and_the_rest_stays(_, hidden, top_k, dtype):
-    """Rows from an odd address, with an odd stride; ids and weights behind a first element."""
+    """Rows from an odd address, with an odd stride; ids and weights after a first element."""
     rng = torch.Generator().manual_seed(0)
     inputs = Inputs.empty(16, hidden, top_k, DEV)
     assert (inputs.topk_idx == -1).all() and inputs.count.item() == 0
@@ -64,12 +64,12 @@ def test_rows_are_copied_and_counted_and_the_rest_stays(_, hidden, top_k, dtype)
         idx = torch.randint(-1, 8, (num, top_k), generator=rng).to(dtype)
         gates = torch.randn(num, top_k, generator=rng)
         before = there(inputs)
-        behind = [
+        shifted = [
             torch.cat([t.new_zeros(1), t.flatten()]).to(DEVICE)[1:].view(num, top_k)
             for t in (idx, gates)
         ]
         x = wide.to(DEVICE)[:, 3:]
-        copy_inputs(now(x, *behind), inputs)
+        copy_inputs(now(x, *shifted), inputs)
         x, ids, weights, count = there(inputs)
         assert torch.equal(x[:num], wide[:, 3:]) and torch.equal(x[num:], before[0][num:])
         assert torch.equal(ids[:num].to(dtype), idx) and torch.equal(ids[num:], before[1][num:])

@@ -172,7 +172,7 @@ def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
     is_fp8 = launch.arithmetic(recipe, fits_e4m3=fits).is_fp8
     element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
     found = set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx))
-    num = tile.block_m  # of `straight` too: 128 weight rows
+    num = tile.block_m  # of the plain GEMM: 128 weight rows
     assert found == {f"m64n{num}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx
     assert_streamed(ptx, getattr(tile, "evict_first", False))

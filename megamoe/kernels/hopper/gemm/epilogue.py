@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.common.columns import pool_place
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.hopper.pipeline import FLAT_SHARED, GROUPS, Tile, barriers, record
 
 # PTX negates an operand for free; `-x` would be an instruction of its own.
@@ -393,20 +394,16 @@ def _as_bf16(gemm, act, acts_factor):
     else:
         GROUP: gl.constexpr = gemm.ACTS.GROUP
         split = act.reshape([32 // GROUP, GROUP, N])
-        bits = gl.max(abs_bits(split), 1)
         if GROUP == 16:
-            scale = _nvfp4_scale(bits, acts_factor)
+            scale = _nvfp4_scale(gl.max(abs_bits(split), 1), acts_factor)
             step = scale * acts_factor
             dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
             step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
             ratio = divide(split, step, reciprocal(step))
+            ratio = gl.where(gl.expand_dims(dead, 1), 0.0, ratio)
+            values = (gemm.ACTS.round(ratio) * gl.expand_dims(scale, 1)).reshape([32, N])
         else:
-            _, scale, step = gemm.ACTS.scale(bits, 1.0, gemm.ACTS.EXPONENT, gemm.ACTS.MANTISSA)
-            dead = abs_bits(step) >= INF_BITS
-            step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
-            ratio = gemm.ACTS.divide(split, step)
-        ratio = gl.where(gl.expand_dims(dead, 1), 0.0, ratio)
-        values = (gemm.ACTS.round(ratio) * gl.expand_dims(scale, 1)).reshape([32, N])
+            values = round_to_format(split, gemm.ACTS).reshape([32, N])
     return values.to(gl.bfloat16)
 
 

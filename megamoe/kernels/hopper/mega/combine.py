@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.common.numbers import INF_BITS, abs_bits
+from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.hopper.gemm.epilogue import times
 from megamoe.kernels.hopper.mega.dispatch import read_slots
 from megamoe.kernels.hopper.mega.sync import on_rank
@@ -40,11 +40,7 @@ def _used_slots(cta, item, parts):
 def _requantised(row, A: gl.constexpr):
     """FP32 [COMBINE_COLS]: the row's values once it is rounded to the format of combine."""
     x = row.reshape([COMBINE_COLS // A.GROUP, A.GROUP])
-    _, scale, step = A.scale(gl.max(abs_bits(x), 1), 1.0, A.EXPONENT, A.MANTISSA)
-    dead = abs_bits(step) >= INF_BITS
-    step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
-    ratio = gl.where(gl.expand_dims(dead, 1), 0.0, A.divide(x, step))
-    value = (A.round(ratio) * gl.expand_dims(scale, 1)).reshape([COMBINE_COLS])
+    value = round_to_format(x, A).reshape([COMBINE_COLS])
     return gl.convert_layout(value, row.type.layout)
 
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.hopper.gemm.epilogue import divide
 from megamoe.kernels.hopper.mega.scheduler import (
     WAVES,
@@ -221,44 +222,51 @@ def _exact_ratio(x, step):
 
 
 @gluon.jit
+def _divided(x, bits, args, token):
+    """(x [groups, group] by the step of its group, FP32 scales [groups]) of formats with a scale
+    that is no power of two: FP32 per 128, NVFP4 per 16; `bits` [groups] are those of the amax.
+    """
+    size = bits.to(gl.float32, bitcast=True)
+    IS_WIDE: gl.constexpr = args.ACTS.GROUP == 128
+    if IS_WIDE:
+        by: gl.constexpr = 1.0 / 448.0
+        scale = gl.where(bits == 0, 1.0, divide(size, 448.0 + 0.0 * size, by))
+        scale = gl.where(bits >= INF_BITS, float("nan"), scale)
+        step = scale
+    else:
+        by = gl.load(args.g + token * args.g_stride)
+        scale = e4m3_round(gl.where(bits == 0, 1.0, gl.div_rn(size, 6.0 * by + 0.0 * size)))
+        scale = gl.where(bits >= INF_BITS, float("nan"), scale)
+        step = scale * by
+    dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
+    step = gl.where(dead, 1.0, step)
+    if IS_WIDE:  # noqa: SIM108  known at compile time
+        ratio = _exact_ratio(x, step)
+    else:
+        ratio = gl.div_rn(x, gl.expand_dims(step, 1) + 0.0 * x)
+    return gl.where(gl.expand_dims(dead, 1), 0.0, ratio), scale
+
+
+@gluon.jit
 def _quantise_part(args, source, token):
     """Columns [PART_COLS] as the pool holds them, and FP32 scales per group where it has any."""
     A: gl.constexpr = args.ACTS
     scale = 1.0
-    if A.HOLD == "plain":
-        values = source
-    else:
+    values = source
+    if A.HOLD != "plain":
         GROUP: gl.constexpr = A.GROUP
         x = source.to(gl.float32).reshape([PART_COLS // GROUP, GROUP])
-        bits = gl.max(abs_bits(x), 1)
-        if GROUP == 128:
-            size = bits.to(gl.float32, bitcast=True)
-            by: gl.constexpr = 1.0 / 448.0
-            scale = gl.where(bits == 0, 1.0, divide(size, 448.0 + 0.0 * size, by))
-            scale = gl.where(bits >= INF_BITS, float("nan"), scale)
-            step = scale
-        elif GROUP == 16:
-            size = bits.to(gl.float32, bitcast=True)
-            by = gl.load(args.g + token * args.g_stride)
-            scale = e4m3_round(gl.where(bits == 0, 1.0, gl.div_rn(size, 6.0 * by + 0.0 * size)))
-            scale = gl.where(bits >= INF_BITS, float("nan"), scale)
-            step = scale * by
+        if GROUP == 32:
+            values = round_to_format(x, A).to(gl.bfloat16)
         else:
-            _, scale, step = A.scale(bits, 1.0, A.EXPONENT, A.MANTISSA)
-        dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
-        step = gl.where(dead, 1.0, step)
-        if GROUP == 128:
-            ratio = _exact_ratio(x, step)
-        else:
-            ratio = gl.div_rn(x, gl.expand_dims(step, 1) + 0.0 * x)
-        ratio = gl.where(gl.expand_dims(dead, 1), 0.0, ratio)
-        if A.HOLD == "codes":
-            values = ratio.to(gl.float8e4nv).reshape([PART_COLS])
-        elif A.HOLD == "scaled":
-            values = A.round(ratio).to(gl.bfloat16).reshape([PART_COLS])
-        else:
-            values = (A.round(ratio) * gl.expand_dims(scale, 1)).to(gl.bfloat16)
-            values = values.reshape([PART_COLS])
+            ratio, scale = _divided(x, gl.max(abs_bits(x), 1), args, token)
+            if A.HOLD == "codes":
+                values = ratio.to(gl.float8e4nv)
+            elif A.HOLD == "scaled":
+                values = A.round(ratio).to(gl.bfloat16)
+            else:
+                values = (A.round(ratio) * gl.expand_dims(scale, 1)).to(gl.bfloat16)
+        values = values.reshape([PART_COLS])
     return values, scale
 
 

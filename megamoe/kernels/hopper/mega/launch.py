@@ -32,11 +32,12 @@ class State(NamedTuple):
 
 
 class World(NamedTuple):
-    """The ranks. x, idx, weights, num_valid, rows and counters are those of `first`; each rank has
-    as many tokens, of which `num_valid` are real, and the same tensors `peers` bytes away."""
+    """The ranks. Pointers (x, idx, weights, num_valid, rows, counters) are those of rank `first`;
+    rank r has the same tensors peers[r] bytes away. Every rank has the same number of tokens, of
+    which its num_valid are real."""
 
     num: int = 1
-    local: int = 1  # ranks of this launch, from `first` on; CTAs are dealt to them in equal parts
+    local: int = 1  # ranks of this launch, from `first` on; CTAs are split over them in equal parts
     first: int = 0
     peers: Tensor | None = None  # int64 [num]
     signals: Tensor | None = None  # int32 [32]: zero in the beginning
@@ -62,7 +63,7 @@ class Tokens(NamedTuple):
 
 def fused(
     tokens: Tokens, pool: Pool, acts: Pool, w13: Packed, w2: Packed, step: Launch, how: Arithmetic,
-    options: Options, kept: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
+    options: Options, state: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, trace: Tensor | None = None,
     absent: int = -1,
@@ -71,7 +72,7 @@ def fused(
 
     The last `num_shared` of them see every token; then there is one rank.
     """
-    config, unused = step.config, kept.report
+    config, unused = step.config, state.report
     assert isinstance(config, Mega)
     tile = config.tile
     num_tokens, hidden = tokens.x.shape
@@ -99,15 +100,15 @@ def fused(
         topk_weights=tokens.weights, num_valid=or_unused(tokens.num_valid, unused),
         error=tokens.error, stats=or_unused(tokens.stats, unused), y=tokens.y, pool=pool.data,
         pool_scale=pool.scale, row_dest=pool.dest, row_weight=pool.weight, row_factor=pool.factor,
-        acts=acts.data, acts_scale=acts.scale, rows=tokens.rows, tile_lists=kept.private,
-        counters=kept.counters, signals=or_unused(world.signals, unused),
-        peers=or_unused(world.peers, unused), report=kept.report, trace=or_unused(trace, unused),
+        acts=acts.data, acts_scale=acts.scale, rows=tokens.rows, tile_lists=state.private,
+        counters=state.counters, signals=or_unused(world.signals, unused),
+        peers=or_unused(world.peers, unused), report=state.report, trace=or_unused(trace, unused),
         bound_ns=int(timeout_s * 1e9), early_steps=config.weights_ahead, absent_rank=absent,
         first_rank=world.first, first_slot=tokens.first * tokens.idx.shape[1], num_slots=slots,
         tokens_per_rank=num_tokens, num_experts=num_experts,
         rows_per_rank=pool.data.shape[0] // world.local, pool_rows=pool.data.shape[0],
-        wave_rows=config.wave_rows, tile_list_stride=kept.private.stride(0),
-        num_counters=kept.counters.shape[0], hidden=hidden, width=pool.data.shape[1],
+        wave_rows=config.wave_rows, tile_list_stride=state.private.stride(0),
+        num_counters=state.counters.shape[0], hidden=hidden, width=pool.data.shape[1],
         clamp=float(options.limit), acts_factor=or_unused(acts_factor, unused), **linears,
         WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, L2_ACTS=PLAIN, PROMOTED=how.is_promoted,
         FACTOR=w13.factor_is, HAS_BIAS=biases[0] is not None,
