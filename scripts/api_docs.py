@@ -19,7 +19,7 @@ import megamoe as mm  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
 GROUPS = {
-    "The layer": ("moe", "MoE", "ExpertWeights", "Options", "warmup", "doctor"),
+    "The layer": ("moe", "MoE", "ExpertWeights", "Checkpoint", "Options", "warmup", "doctor"),
     "Formats and routing": ("quantize", "dequantize", "Quantized", "route", "Router"),
     "Several ranks": ("Placement", "propose", "Statistics"),
     "Plan and simulate": ("Problem", "Hardware", "plan", "Plan", "simulate"),

@@ -55,7 +55,7 @@ def fuse(
     """One fused call."""
     plan = plan_of(inputs, w, options, shared, tile, mode="fused", **given)
     call = Call(
-        *inputs, w, options or Options(), shared, found or DeviceStatus(CPU), stats, num_valid, timeout_s,
-        is_poisoned,
+        *inputs, w, options or Options(), shared, found or DeviceStatus(CPU), stats, num_valid,
+        timeout_s, is_poisoned,
     )  # fmt: skip
     return fused.run(call, plan.mega, trace=trace, absent=absent)

@@ -14,6 +14,7 @@ from megamoe.balance.statistics import Statistics
 from megamoe.engine import backends, fused_group, parallel, status
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule
+from megamoe.engine.fingerprint import counted
 from megamoe.engine.functional import (
     Signature,
     check_shared,
@@ -141,7 +142,7 @@ class MoE(nn.Module):
             self._world = parallel.join(self, build, group, timeout_s)
             self._fused_group, self._why_staged = fused_group.join(self, self._world)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
-            self.register_buffer("_sent", zeros, persistent=False)
+            self.register_buffer("_sent", counted(zeros), persistent=False)
             self._handle = handle_of(self)
 
     def _build(
@@ -182,7 +183,7 @@ class MoE(nn.Module):
         self.shared = None if shared is None else ExpertModule(shared)
         self.register_buffer(
             "stats",
-            torch.zeros(weights.num_experts, dtype=torch.int64, device=weights.device),
+            counted(torch.zeros(weights.num_experts, dtype=torch.int64, device=weights.device)),
             persistent=False,
         )
         self._refresh()

@@ -74,7 +74,10 @@ class Picked:
 
 
 class Checkpoint:
-    """A folder with config.json and safetensors files; opening it reads no tensor."""
+    """A Hugging Face folder: which experts it has, how they are stored, and the experts.
+
+    folder  with config.json and safetensors files; opening it reads no tensor
+    """
 
     def __init__(self, folder: str | Path) -> None:
         self.shards = Shards(folder)
@@ -96,7 +99,11 @@ class Checkpoint:
         return sorted(self._names)
 
     def picked(self, layer: int, recipe: str | None = None) -> Picked:
-        """How this layer's experts are stored, and what they need to run."""
+        """How a layer's experts are stored, and what they need to run.
+
+        layer   its number in the names of the tensors
+        recipe  that they are to have; None is picked from how they are stored
+        """
         require(
             layer in self._names,
             "the layer must have experts",
@@ -145,8 +152,10 @@ class Checkpoint:
         device: torch.device | str = "cpu",
         progress: Callable[[int], None] | bool = False,
     ) -> ExpertWeights:
-        """The experts of one rank, read one by one; `recipe` None is the one that is picked.
+        """The experts of one rank, read one by one.
 
+        layer     its number in the names of the tensors
+        recipe    None is the one that is picked
         progress  True: a bar on standard error, after a line that says what was picked; or a
                   function, called with the number of experts read
         Bytes are taken as they are where the recipe stores weights as the checkpoint does, else the

@@ -233,8 +233,11 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """One rank's experts of a layer of a Hugging Face folder, read one by one.
 
-        recipe None is picked from how they are stored; `mm.Checkpoint(folder).picked(layer)` says
-        which, and the activation and clamp of the model (docs/checkpoints.md).
+        folder    with config.json and safetensors files
+        layer     its number in the names of the tensors
+        recipe    None: picked from how they are stored; `mm.Checkpoint(folder).picked(layer)` says
+                  which, and the activation and clamp of the model (docs/checkpoints.md)
+        progress  True: a bar; or a function, called with the number of experts read
         """
         found = loader.Checkpoint(folder)
         return found.experts(layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device,

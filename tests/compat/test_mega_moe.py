@@ -171,6 +171,15 @@ def test_weights_that_change_in_any_mode_are_prepared_anew(transformed, write):
     assert torch.equal(case.run(buffer), after)
 
 
+def test_calls_inside_and_outside_of_inference_mode_may_alternate():
+    case = Case("fp8xfp4", 5)
+    buffer = case.buffer()
+    case.fill(buffer)
+    with torch.inference_mode():
+        inside = case.run(buffer)
+    assert torch.equal(case.run(buffer), inside)
+
+
 def test_dropped_weights_are_forgotten():
     gc.collect()
     prepared.forget_dropped()

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megamoe.engine import backends
+from megamoe.engine import backends, status
 from tests.engine.pretended import Launches, weights
 from tests.pretending import pretend_h200
 

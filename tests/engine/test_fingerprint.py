@@ -91,6 +91,15 @@ def test_a_layers_buffers_are_counted_wherever_they_come_from():
     assert layer.weights.w13.data._version > version
 
 
+def test_a_layer_made_under_inference_mode_runs_outside_of_it():
+    x, idx = torch.ones(3, H).bfloat16(), torch.tensor([[0, 1], [1, 2], [2, 0]])
+    with torch.inference_mode():
+        layer = mm.MoE(experts(), E, 2)
+        inside = layer(x, idx, torch.ones(3, 2))
+    assert torch.equal(layer(x, idx, torch.ones(3, 2)), inside)
+    assert layer.stats.tolist() == [4, 4, 4]
+
+
 class OnGpu:
     """As much of a CUDA tensor as a seal's counters read."""
 
