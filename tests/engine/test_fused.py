@@ -221,7 +221,7 @@ def test_another_stream_waits_for_the_last_fused_call(monkeypatch):
     log, streams = [], [Stream("a"), Stream("b")]
     found = DeviceStatus(CPU)
     monkeypatch.setattr(status, "is_capturing", lambda device: False)
-    monkeypatch.setattr(found, "words", type("Words", (), {"device": torch.device("cuda")}))
+    monkeypatch.setattr(found, "storage", type("Words", (), {"device": torch.device("cuda")}))
     for at in (0, 0, 1, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=at: streams[at])
         found.order_after_last()
