@@ -39,7 +39,7 @@ class ExpertModule(nn.Module):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         self._weights = None
-        super()._apply(move, recurse)
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:

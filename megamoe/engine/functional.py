@@ -72,12 +72,9 @@ def moe(
         weights, options, traits, num_tokens=x.shape[0], top_k=topk_idx.shape[1],
         overrides=given, is_quantized=not isinstance(x, Tensor), is_captured=is_layerless_capture,
     )  # fmt: skip
-    found = None if name == "reference" else status.of_stream(weights.device)
+    words = status.of_stream(weights.device)
     with torch.no_grad():
-        return run(
-            Call(x, topk_idx, topk_weights, weights, options, shared, found),
-            plan,  # type: ignore[arg-type]
-        )
+        return run(Call(x, topk_idx, topk_weights, weights, options, shared, words), plan)
 
 
 def choose(

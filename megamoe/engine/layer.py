@@ -272,11 +272,15 @@ class MoE(nn.Module):
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
             if self._world is not None:
-                return group_moe_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
+                over: Tensor = group_moe_op(
+                    x, topk_idx, topk_weights, self.stats, self._sent, self._handle
+                )
+                return over
             tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
-            return moe_op(
+            y: Tensor = moe_op(
                 x, topk_idx, topk_weights, tensors, self.stats, self._status.storage, self._what
             )
+            return y
         graphs = self._graphs  # none over a group
         looks = signature_of(x, topk_idx, topk_weights)
         if graphs is not None:
@@ -463,7 +467,7 @@ class MoE(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._refresh()
         return self
 

@@ -125,7 +125,7 @@ class ExpertWeights:
         )
         pairs = zip(w13, w2, strict=True)
         made = cls.quantize_each(pairs, len(w13), recipe, gate_up=gate_up, progress=progress)
-        return replace(made, **extras)
+        return replace(made, **extras)  # type: ignore[arg-type]
 
     @classmethod
     def quantize_each(
@@ -143,7 +143,8 @@ class ExpertWeights:
         made: ExpertWeights | None = None
         done = 0
         for w13, w2 in experts:
-            checkpoint.check_pair(w13, w2, made and (2 * made.intermediate, made.hidden))
+            shape = None if made is None else (2 * made.intermediate, made.hidden)
+            checkpoint.check_pair(w13, w2, shape)
             if made is None:
                 made = _empty(recipe, num_experts, w13.shape[0] // 2, w13.shape[1], w13.device)
             require(
