@@ -63,9 +63,29 @@ def moe(
     the rules.
     """
     options = Options(activation, clamp, weight_at, combine, fast_math)
+    inputs = x, topk_idx, topk_weights, weights
+    y: Tensor = _moe(*inputs, options, shared, backend, mode, overrides)
+    return y
+
+
+WHY_EAGER = "mm.moe runs outside of compiled graphs; mm.MoE is one node in them"
+
+
+@torch.compiler.disable(reason=WHY_EAGER)  # type: ignore[untyped-decorator]
+def _moe(
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    shared: ExpertWeights | None,
+    backend: str,
+    mode: str,
+    overrides: Mapping[str, Value] | None,
+) -> Tensor:
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    name, traits = choose(backend, mode, weights, shared, activation)
+    name, traits = choose(backend, mode, weights, shared, options.activation)
     given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
     is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
     plan = plan_for(

@@ -1,6 +1,6 @@
 """The Hopper backend: packed weights, and the staged launches of a plan.
 
-Weights are packed once per layer for the kernels (`kernels.hopper.weights.pack`); nothing is rounded.
+Weights are packed once per layer (`kernels.hopper.weights.pack`); nothing is rounded.
 No host synchronisation and shapes that depend on sizes alone, so a call can be captured in a CUDA
 graph and replayed with other routing. Fused launches are in `fused.py`.
 """

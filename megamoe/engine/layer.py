@@ -13,7 +13,7 @@ from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.engine import backends, fused_group, parallel, status
 from megamoe.engine.call import Call
-from megamoe.engine.expert_module import ExpertModule
+from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.functional import (
     Signature,
@@ -144,6 +144,27 @@ class MoE(nn.Module):
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
             self.register_buffer("_sent", counted(zeros), persistent=False)
             self._handle = handle_of(self)
+
+    @classmethod
+    def empty(
+        cls,
+        recipe: str,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> MoE:
+        """A layer without weights, for `load_state_dict`.
+
+        recipe, num_experts, top_k, hidden, intermediate   the sizes of the layer
+        device   where its tensors lie; "meta": nowhere yet, until `to_empty(device=...)`
+        options  the other arguments of the class
+        """
+        weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
+        return cls(weights, num_experts, top_k, **options)
 
     def _build(
         self,
@@ -472,11 +493,18 @@ class MoE(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        w, world = self.weights, self._world
+        w, world, o = self.weights, self._world, self.options
         ranks = "" if world is None else f" on rank {world.rank} of {world.num_ranks}"
+        limit = "" if o.limit == float("inf") else f", clamp={o.limit:g}"
+        usual = Options(o.activation, o.clamp)
+        other = "".join(
+            f", {name}={getattr(o, name)}"
+            for name in ("weight_at", "combine", "fast_math")
+            if getattr(o, name) != getattr(usual, name)
+        )
         return (
             f"{w.recipe}, {w.num_experts} experts{ranks}, top_k={self.top_k}, hidden={w.hidden}, "
-            f"intermediate={w.intermediate}, backend={self.backend}, {w.nbytes / 2**20:.0f} MiB"
+            f"intermediate={w.intermediate}, activation={o.activation}{limit}{other}, "
+            f"backend={self.backend}, mode={self.mode}, {megabytes(w.nbytes)}"
             + (", CUDA graphs" if self._wants_graphs else "")
-            + (", fused" if self._fused_group is not None else "")
         )

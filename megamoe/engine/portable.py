@@ -17,8 +17,8 @@ from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import dispatch
-from megamoe.kernels.portable.routing import Routing
 from megamoe.kernels.portable.launch import Activations
+from megamoe.kernels.portable.routing import Routing
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner.launches import Pass, PortableGemm
 from megamoe.planner.numerics import numerics

@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable
-from typing import Any, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
