@@ -96,7 +96,7 @@ class _Call:
         return self.plan.launch("mega")
 
     def buffer(self) -> Tensor:
-        """SymmBuffer for the stamps of every CTA, all zero."""
+        """Memory for the stamps of every CTA, all zero."""
         from megamoe.kernels.hopper.mega.events import EVENTS, ROLES
 
         shape = self.step.num_ctas, ROLES.value, EVENTS.value, 4

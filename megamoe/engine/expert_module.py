@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megamoe.engine.fingerprint import counted
@@ -23,6 +22,7 @@ class ExpertModule(nn.Module):
             self.register_buffer(name.replace(".", "_"), t)
         self._weights: ExpertWeights | None = weights
         self._owns = False  # the caller's tensors, which others may hold too
+        self.was_loaded = False  # since the layer last looked
 
     @property
     def weights(self) -> ExpertWeights:
@@ -48,9 +48,10 @@ class ExpertModule(nn.Module):
         """Load into tensors of this module's own: those it was built from may be others' too."""
         if not self._owns:
             for key in self._names:
-                self._buffers[key] = torch.empty_like(self.get_buffer(key))
+                self._buffers[key] = self.get_buffer(key).clone()
             self._owns = True
         self._weights = None  # load_state_dict(assign=True) replaces the tensors
+        self.was_loaded = True
         super()._load_from_state_dict(*args, **kwargs)
 
     def extra_repr(self) -> str:

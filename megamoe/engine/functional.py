@@ -85,7 +85,7 @@ def _moe(
 ) -> Tensor:
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    name, traits = choose(backend, mode, weights, shared, options.activation)
+    name, traits, _ = choose(backend, mode, weights, shared, options.activation)
     given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
     is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
     plan = plan_for(
@@ -103,17 +103,17 @@ def choose(
     weights: ExpertWeights,
     shared: ExpertWeights | None,
     activation: str = "swiglu",
-) -> tuple[str, Traits]:
-    """(the backend for these experts, their traits); one that `auto` passes over is logged."""
+) -> tuple[str, Traits, str]:
+    """(backend, traits of the experts, why `auto` passed over a better one, which is logged)."""
     name = backends.resolve(backend, mode, weights.device).name
-    traits = traits_of(name, weights, shared, activation)
+    traits, why = traits_of(name, weights, shared, activation), ""
     if traits.not_hopper:
         name, why = choose_backend(
             backend, mode, backends.reasons_on(weights.device), traits.not_hopper
         )
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
-    return name, traits
+    return name, traits, why
 
 
 def run(call: Call, plan: Plan) -> Tensor:

@@ -20,12 +20,13 @@ from megamoe.engine.call import Call
 from megamoe.engine.fingerprint import LOOK_EVERY
 from megamoe.engine.functional import Signature, launch
 from megamoe.engine.launch_options import LaunchOptions
+from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.replay_queue import ReplayQueue, finish
 from megamoe.engine.status import REPLAYS, DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.layout.regions import align_up
-from megamoe.planner.plan import Plan
+from megamoe.planner.overrides import Overrides
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Parts(NamedTuple):
     stats: Tensor
     top_k: int
     launch_options: LaunchOptions
-    plan: Callable[[int], Plan]
+    overrides: Overrides
 
     def launch(self, inputs: Inputs) -> Tensor:
         """The call on a graph's inputs."""
@@ -67,7 +68,12 @@ class Parts(NamedTuple):
             self.shared, self.status, self.stats, inputs.count, self.launch_options.timeout_s,
             self.launch_options.is_poisoned,
         )  # fmt: skip
-        return launch(call, self.plan(len(inputs.x)))
+        traits = traits_of(self.backend, self.weights, self.shared, self.options.activation)
+        plan = plan_for(
+            self.weights, self.options, traits, num_tokens=len(inputs.x), top_k=self.top_k,
+            overrides=self.overrides,
+        )  # fmt: skip
+        return launch(call, plan)
 
     def tensors(self) -> list[Tensor]:
         """Those of the experts."""
@@ -181,7 +187,7 @@ class Graphs:
 
     def prepare(self, num_tokens: int, parts: Parts) -> Captured:
         """The graph that serves so many tokens, captured now if it was not before."""
-        if self._parts is None or not all(map(is_, parts[:-1], self._parts)) or self._is_written():
+        if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
             self.drop()
             self._gpu = Gpu(parts.weights.device)
             self._parts, self._tensors = parts, parts.tensors()

@@ -223,6 +223,7 @@ class MoE(nn.Module):
         Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
         staged, those of even routing.
         """
+        self._renew()
         weights, shared = self._parts()
         traits = traits_of(self._backend, weights, shared)
         return self._plan(num_tokens, traits, is_quantized=is_quantized)
@@ -314,6 +315,7 @@ class MoE(nn.Module):
         if graphs is not None and graphs.serves(x):
             assert isinstance(x, Tensor) and looks is not None
             return graphs(looks, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
+        self._renew()
         call = self._call(x, topk_idx, topk_weights)
         traits = traits_of(self._backend, call.weights, call.shared)
         plan = self._plan(x.shape[0], traits, is_quantized=not isinstance(x, Tensor))
@@ -358,6 +360,8 @@ class MoE(nn.Module):
         grad = torch.is_grad_enabled()
 
         def check() -> None:
+            if self._fused_group is None:
+                self._status.raise_if_seen()
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
 
@@ -366,6 +370,7 @@ class MoE(nn.Module):
                 y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
             else:
                 y = self._world.run(self._compute(stats), x, topk_idx, topk_weights, check)
+                self._status.copy_to_host_async(self.top_k)
             parallel.add_counts(sent, topk_idx)
         return y
 
@@ -387,15 +392,12 @@ class MoE(nn.Module):
         weights, shared = self._parts()
         return Parts(
             self._backend, weights, self.options, shared, self._status, self.stats, self.top_k,
-            self._launch, self._plan_captured,
+            self._launch, self._call_overrides,
         )  # fmt: skip
-
-    def _plan_captured(self, num_tokens: int) -> Plan:
-        return self.plan(num_tokens)
 
     def _is_current(self, parts: Parts) -> bool:
         """Whether `_captured_parts` are these; a module's own look-ups would take 4 us."""
-        backend, weights, options, shared, found, stats, top_k, launch_options, _ = parts
+        backend, weights, options, shared, found, stats, top_k, launch_options, overrides = parts
         mine = self.__dict__
         other = mine["_modules"].get("shared")
         return (
@@ -404,6 +406,7 @@ class MoE(nn.Module):
             and mine["_buffers"]["stats"] is stats
             and (mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is found)
             and (mine["_launch"] is launch_options and mine["_backend"] is backend)
+            and mine["_call_overrides"] is overrides
         )
 
     def _check(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> None:
@@ -456,14 +459,14 @@ class MoE(nn.Module):
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
         self._launch.check()
-        name, traits = choose(*self._wanted, weights, shared, self.options.activation)
-        self._backend, self._why_backend = name, ""
-        if name == "portable" and weights.device.type == "cuda" and self._wanted[0] == "auto":
-            better = [w for w in backends.reasons_on(weights.device).values() if w]
-            self._why_backend = traits.not_hopper or (better[0] if better else "")
+        name, traits, why = choose(*self._wanted, weights, shared, self.options.activation)
+        self._backend, self._why_backend = name, why
+        if not why and name == "portable" and self._wanted[0] == "auto":
+            self._why_backend = backends.reasons_on(weights.device)["hopper"]
         self._check_plan(traits)
         if self._fused_group is None:  # otherwise a cast would forget a timeout
             self._status = status.DeviceStatus(weights.device)
+        self._call_overrides = self._overrides()
         self._what = describe(weights, shared, self.options, name, self._launch, self._overrides())
         self._passed: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
@@ -474,7 +477,9 @@ class MoE(nn.Module):
 
     def _check_plan(self, traits: Traits) -> None:
         """Refuse what no call of the layer could follow: a plan of one token has all of it."""
-        if not self._has_group:
+        if self._has_group:
+            self._plan_in("staged")
+        else:
             self._plan(1, traits)
 
     def _largest_replay(self) -> int | None:
@@ -488,9 +493,26 @@ class MoE(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
+        was_meta = self.stats.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
+            for t in (*self.experts.buffers(), self.stats):
+                t.view(torch.uint8).zero_()
         self._refresh()
         return self
+
+    def _renew(self) -> None:
+        """After load_state_dict: other bytes, perhaps on another device."""
+        held = [one for one in (self.experts, self.shared) if one is not None]
+        if not any(one.was_loaded for one in held):
+            return
+        for one in held:
+            one.was_loaded = False
+        device = self.weights.device
+        if self.stats.device != device:
+            self.stats = torch.zeros(self.stats.shape, dtype=torch.int64, device=device)
+        if self._world is None:
+            self._refresh()
 
     def extra_repr(self) -> str:
         w, world, o = self.weights, self._world, self.options

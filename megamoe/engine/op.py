@@ -66,7 +66,7 @@ def moe_op(
     )
     call = Call(
         x, topk_idx, topk_weights, weights, options, shared, DeviceStatus.around(error), stats,
-        None,        launch_options.timeout_s, launch_options.is_poisoned,
+        None, launch_options.timeout_s, launch_options.is_poisoned,
     )  # fmt: skip
     return run(call, plan)
 

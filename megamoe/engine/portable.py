@@ -132,7 +132,7 @@ def all_experts(num_tokens: int, num: int, device: torch.device) -> tuple[Tensor
 def slots(
     num_tokens: int, num_slots: int, hidden: int, options: Options, device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """SymmBuffer for the rows on their way to combine, and their scales where they are FP8."""
+    """Memory for the rows on their way to combine, and their scales where they are FP8."""
     if options.combine == "bf16":
         return torch.empty(num_tokens, num_slots, hidden, dtype=torch.bfloat16, device=device), None
     rows = torch.empty(num_tokens, num_slots, hidden, dtype=torch.uint8, device=device)

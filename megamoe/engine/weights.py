@@ -384,8 +384,12 @@ class ExpertWeights:
         intermediate: int,
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
-        """Uninitialised experts of these sizes on a device, "meta" too."""
-        return _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
+        """Experts of these sizes, all zero, to be loaded into; on a device, "meta" too."""
+        made = _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
+        for t in (made.w13.data, made.w13.scale, made.w2.data, made.w2.scale):
+            if t is not None:
+                t.view(torch.uint8).zero_()
+        return made
 
     def __repr__(self) -> str:
         return (

@@ -113,7 +113,7 @@ def overridden(
     if not told:
         return tile, ""
     _refuse("num_warps" in told, "Hopper kernels have fixed roles", "num_warps")
-    kernel = word(given, "kernel", KERNELS) or _kernel_for(recipe, how, tile, told)
+    kernel = word(given, "kernel", KERNELS) or _kernel_for(how, tile, told)
     if kernel == "gemm":
         made: Tile = _gemm(recipe, how, tile, told)
     else:
@@ -121,7 +121,7 @@ def overridden(
     return made, "given: " + ", ".join(f"{name} {value}" for name, value in told.items())
 
 
-def _kernel_for(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> str:
+def _kernel_for(how: Numerics, tile: Tile, told: Mapping[str, Value]) -> str:
     if "schedule" in told or "decode_ahead" in told:
         return "gemm"
     if "block_m" in told and how.mma == "fp8":
@@ -154,7 +154,7 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) 
         _refuse(name in told, "the swap_ab kernel strides over its tiles", name, "kernel='gemm'")
     base = tile if isinstance(tile, GemmSwapAb) else None
     m = _int(told, "block_m", base.block_m if base else 64)
-    widest = 64 if how.mma == "fp8" else 32
+    widest = 64 if how.promotion else 32
     n = _int(told, "block_n", 256 if how.promotion or m <= widest else 128)
     _refuse(
         how.promotion > 0 and n != 256,
@@ -170,6 +170,8 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) 
     shape = Shape(m, n // 128, k // 128, _int(told, "group_m", base.group_m if base else 1))
     made = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
     assert isinstance(made, GemmSwapAb)
+    if base is not None and base.block_m == m:
+        made = replace(made, evict_first=base.evict_first)
     return replace(made, num_stages=_stages(told, made.num_stages))
 
 

@@ -109,8 +109,13 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether staged launches are placed while the one before ends: on Hopper, unless told."""
+        """Whether staged launches are placed while the one before ends: on Hopper, unless told.
+
+        Over a group other launches and all-to-alls lie between them.
+        """
         given = dict(self.overrides).get("overlap_launches")
+        if self.call.is_group:
+            return False
         return self.backend == "hopper" if given is None else bool(given)
 
     @property
@@ -152,17 +157,21 @@ class Plan:
             ]
         if self.num_passes > 1:
             found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
-        told = {name for name, _ in self.overrides}
+        given = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
-            Choice(c.name, c.value, f"given; {c.why}") if c.name in told else c for c in found
+            Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in found
         )
 
     def _why_backend(self) -> str:
-        if dict(self.overrides).get("backend") not in (None, "auto"):
-            return "asked for"
+        reasons = reasons_on(self.hardware.arch)
+        best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
-        return f"{self.hardware.label} is {self.hardware.arch}"
+        return (
+            f"{self.hardware.label} is {self.hardware.arch}"
+            if self.backend == best
+            else "asked for"
+        )
 
     def __getitem__(self, name: str) -> Value:
         found = {choice.name: choice.value for choice in self.choices}

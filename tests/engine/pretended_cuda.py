@@ -174,7 +174,7 @@ def install(monkeypatch):
     monkeypatch.setattr(graphs, "launch", fake.launch)
     for name in ("read_args", "copy_inputs", "copy_output"):
         monkeypatch.setattr(graph_io, name, getattr(fake, name))
-    monkeypatch.setattr(layer, "choose", lambda *wanted: ("portable", planning.Traits()))
+    monkeypatch.setattr(layer, "choose", lambda *wanted: ("portable", planning.Traits(), ""))
     pretend_h200(monkeypatch)
 
     def eager(call, plan):

@@ -159,3 +159,17 @@ def test_moe_inside_a_compiled_function_has_the_same_bits():
 
     with torch.no_grad():
         assert torch.equal(model(*inputs), mm.moe(*inputs, w) + 1)
+
+
+def test_a_load_without_the_experts_leaves_them_as_they_are():
+    layer = mm.MoE(weights(), E, K)
+    before = layer(*tokens())
+    layer.load_state_dict({}, strict=False)
+    assert torch.equal(layer(*tokens()), before)
+
+
+def test_a_layer_of_no_device_takes_tensors_as_they_are():
+    made = mm.MoE(weights(), E, K)
+    empty = mm.MoE.empty("w4a8", E, K, H, I, device="meta")
+    empty.load_state_dict(made.state_dict(), assign=True)
+    assert torch.equal(empty(*tokens()), made(*tokens())) and int(empty.stats.sum()) == 10 * K

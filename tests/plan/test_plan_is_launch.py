@@ -71,7 +71,6 @@ def launched(monkeypatch):
     monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
     monkeypatch.setattr(hopper, "why_not", lambda w: "")
     monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
-    monkeypatch.setattr(planning.hardware_of, "cache_clear", lambda: None, raising=False)
     return found
 
 
