@@ -1,0 +1,280 @@
+"""Who may see what: causality of PTX's memory model, as clocks.
+
+Every role, every stream of asynchronous operations and every mbarrier that copies complete on is an
+agent with a clock of its own. A role carries three clocks for every agent:
+
+  SEEN    events that happen before whatever it does next: its own, and those that a release and
+          an acquire of sufficient scope, an mbarrier, a wait or a launch's boundary brought
+  GLOBAL  of these, accesses to global memory after which a fence of the async proxy stands on the
+          way here: a copy by TMA that it issues comes after them
+  SHARED  likewise of shared memory: copies into it and operands of wgmma come after them
+
+Every access leaves the agent's clock where it was made. One that meets an access of another agent
+that it is not ordered after is a violation, whichever value it would have got: a plain store is in
+nobody's sight until causality brings it there, and an asynchronous operation may happen at any time
+between its issue and its completion. (Copies from global memory read whole blocks, rows beyond a
+tile's end too: what they read without order is poison, which shows in the result if it is used.)
+The generic proxy needs SEEN; the async proxy needs SEEN of
+what the async proxy did, and GLOBAL or SHARED of what the generic proxy did. What an asynchronous
+operation did is ordered by its completion, which fences by itself.
+"""
+
+from bisect import bisect_right
+
+import numpy as np
+
+SEEN, GLOBAL, SHARED = range(3)
+
+
+class Violation(AssertionError):
+    """The kernel does what PTX does not promise, or something that nobody can answer for."""
+
+
+class Agents:
+    """Names and numbers of those who have clocks."""
+
+    def __init__(self, most):
+        self.names, self.most = [], most
+
+    def add(self, name):
+        assert len(self.names) < self.most, "more agents than clocks: raise `agents`"
+        self.names.append(name)
+        return len(self.names) - 1
+
+    def new_clocks(self):
+        return np.zeros((3, self.most), dtype=np.int32)
+
+
+def join(into, clocks):
+    np.maximum(into, clocks, out=into)
+
+
+class Word:
+    """A word of global memory that atomics, acquires and releases use."""
+
+    __slots__ = ("by_gpu", "gpus", "narrow", "seen", "system", "wrote")
+
+    def __init__(self):
+        self.by_gpu = {}  # GPU -> clocks that releases of its threads left
+        self.system = None  # likewise of releases of scope sys
+        self.seen, self.wrote = {}, {}  # agent -> clock of its last access, and of its last write
+        self.gpus, self.narrow = set(), set()  # whose threads use it; which of them below sys
+
+
+class Region:
+    """One allocation of global memory."""
+
+    def __init__(self, start, data, name):
+        self.start, self.data, self.name = start, data, name
+        self.views, self.words, self.reads = {}, {}, []
+        self.by = self.at = None  # agent and clock of the last store, by byte
+        self.mark = None
+
+    def view(self, stored):
+        found = self.views.get(stored)
+        if found is None:
+            size = np.dtype(stored).itemsize
+            usable = self.data[: len(self.data) // size * size]
+            found = self.views[stored] = usable.view(stored)
+        return found
+
+    def forget(self):
+        """All that happened is known to everybody."""
+        self.words, self.reads, self.by, self.at = {}, [], None, None
+
+    def _blame(self, memory, what, agent, by, offset):
+        names = memory.agents.names
+        raise Violation(
+            f"{names[agent]} {what} {self.name}[byte {offset}], not ordered after {names[by]}"
+        )
+
+    def unordered(self, agent, offset, order):
+        """Which bytes `offset` have a store that is not before, by the clocks `order` [agents]."""
+        if self.by is None:
+            return None
+        by, at = self.by[offset], self.at[offset]
+        late = order[by] < at
+        late &= by != agent
+        return late if late.any() else None
+
+    def check_stores(self, memory, agent, offset, order, what):
+        """All stores to bytes `offset` must come before."""
+        late = self.unordered(agent, offset, order)
+        if late is not None:
+            first = int(offset[int(np.argmax(late))])
+            self._blame(memory, what, agent, int(self.by[first]), first)
+
+    def copied(self, agent, offset, order):
+        """A copy by TMA reads; -> which bytes hold nobody knows what, or None.
+
+        Blocks are wider than tiles: that others store to rows beyond a tile's end is no violation
+        unless what was read there is used.
+        """
+        return self.unordered(agent, offset, order)
+
+    def read(self, memory, agent, clock, offset, order, what="reads"):
+        """A plain load, or a cp.async."""
+        self.check_stores(memory, agent, offset, order, what)
+        if self.words:
+            self._check_words(memory, agent, offset, order, what, is_write=False)
+        self.reads.append((agent, clock, offset))
+
+    def write(self, memory, agent, clock, offset, order):
+        """A plain store: `order` are the clocks SEEN."""
+        self.check_stores(memory, agent, offset, order, "stores to")
+        if self.words:
+            self._check_words(memory, agent, offset, order, "stores to", is_write=True)
+        if self.reads:
+            self._check_reads(memory, agent, offset, order)
+        if self.by is None:
+            self.by = np.zeros(len(self.data), dtype=np.int32)
+            self.at = np.zeros(len(self.data), dtype=np.int32)
+        self.by[offset], self.at[offset] = agent, clock
+
+    def _check_reads(self, memory, agent, offset, order):
+        for reader, clock, where in self.reads:
+            if order[reader] >= clock or reader == agent:
+                continue
+            if self.mark is None:
+                self.mark = np.zeros(len(self.data), dtype=bool)
+            self.mark[offset] = True
+            hit = self.mark[where]
+            self.mark[offset] = False
+            if hit.any():
+                first = int(where[int(np.argmax(hit))])
+                self._blame(memory, "stores to", agent, reader, first)
+
+    def _check_words(self, memory, agent, offset, order, what, is_write):
+        low, high = int(offset.min()), int(offset.max())
+        for at, word in list(self.words.items()):
+            if low <= at <= high and (offset == at).any():
+                for by, clock in (word.seen if is_write else word.wrote).items():
+                    if order[by] < clock:
+                        self._blame(memory, what, agent, by, at)
+                if is_write:
+                    del self.words[at]
+
+    def strong(self, memory, role, offset, is_write, scope):
+        """An atomic or an acquiring load at one word; -> its releases."""
+        word = self.words.get(offset)
+        if word is None:
+            word = self.words[offset] = Word()
+        at = np.array([offset])
+        self.check_stores(memory, role.agent, at, role.clocks[SEEN], "meets at")
+        if is_write and self.reads:
+            self._check_reads(memory, role.agent, at, role.clocks[SEEN])
+        clock = int(role.clocks[SEEN, role.leader])
+        word.seen[role.leader] = clock
+        if is_write:
+            word.wrote[role.leader] = clock
+        word.gpus.add(role.gpu)
+        if scope != "sys":
+            word.narrow.add(role.gpu)
+        if len(word.gpus) > 1 and word.narrow:
+            raise Violation(
+                f"{role.name} and threads of another GPU use {self.name}[byte {offset}], "
+                f"not all of them at scope sys"
+            )
+        return word
+
+
+class Memory:
+    """Global memory of a scheduler: all allocations, by address."""
+
+    def __init__(self, agents):
+        self.agents = agents
+        self.starts, self.regions = [], []
+
+    def hold(self, start, data, name):
+        at = bisect_right(self.starts, start)
+        if len(data) == 0 or (at and self.starts[at - 1] == start):
+            return
+        self.starts.insert(at, start)
+        self.regions.insert(at, Region(start, data, name))
+
+    def forget(self):
+        for region in self.regions:
+            region.forget()
+
+    def region(self, address, size):
+        at = bisect_right(self.starts, address) - 1
+        if at < 0 or address + size > self.starts[at] + len(self.regions[at].data):
+            raise Violation(f"no allocation holds {size} bytes at {address:#x}")
+        return self.regions[at]
+
+    def parts(self, address, size):
+        """(region, offsets, which of the addresses) of int64 addresses [n]."""
+        low, high = int(address.min()), int(address.max())
+        region = self.region(low, size)
+        if high + size <= region.start + len(region.data):
+            yield region, self._aligned(address - region.start, size), slice(None)
+            return
+        left = np.ones(len(address), dtype=bool)
+        while left.any():
+            region = self.region(int(address[left].min()), size)
+            inside = left & (address + size <= region.start + len(region.data))
+            yield region, self._aligned(address[inside] - region.start, size), inside
+            left &= ~inside
+
+    @staticmethod
+    def _aligned(offset, size):
+        if (offset % size).any():
+            raise Violation(f"an address is not a multiple of {size} bytes")
+        return offset
+
+
+class Cells:
+    """An allocation of shared memory: bytes, and who touched which row of it."""
+
+    def __init__(self, data, row_bytes, name):
+        self.data, self.row, self.name = data, row_bytes, name
+        num = -(-len(data) // row_bytes)
+        self.by = np.zeros(num, dtype=np.int32)
+        self.at = np.zeros(num, dtype=np.int32)
+        self.is_async = np.zeros(num, dtype=bool)
+        self.reads = {}  # agent -> (clocks by row, whether it reads by the async proxy)
+
+    def _blame(self, memory, what, agent, by, where):
+        names = memory.agents.names
+        raise Violation(f"{names[agent]} {what} {self.name}{where}, not ordered after {names[by]}")
+
+    def _check(self, memory, agent, by, at, is_async, clocks, through_async, what, where):
+        """All (by, at) of rows must come before."""
+        late = clocks[SEEN][by] < at
+        if through_async:  # what the generic proxy did needs the fence
+            late |= ~is_async & (clocks[SHARED][by] < at)
+        else:
+            late &= by != agent
+        if late.any():
+            first = int(np.argmax(late))
+            self._blame(memory, what, agent, int(by[first]), where)
+
+    def read(self, memory, agent, clock, rows, clocks, through_async, reader=None):
+        """By a role, or by wgmma (`reader`) for it."""
+        self._check(
+            memory, agent, self.by[rows], self.at[rows], self.is_async[rows], clocks,
+            through_async, "has read for it" if through_async else "reads", (rows.start, rows.stop),
+        )  # fmt: skip
+        reader = agent if reader is None else reader
+        kept = self.reads.get(reader)
+        if kept is None:
+            kept = self.reads[reader] = (np.zeros(len(self.by), dtype=np.int32), through_async)
+        kept[0][rows] = clock
+
+    def write(self, memory, agent, clock, rows, clocks, through_async, writer=None):
+        """By a role, or by a copy (`writer`) that it issues."""
+        what = "has a copy write" if through_async else "writes"
+        where = (rows.start, rows.stop)
+        self._check(
+            memory, agent, self.by[rows], self.at[rows], self.is_async[rows], clocks,
+            through_async, what, where,
+        )  # fmt: skip
+        for reader, (at, is_async) in self.reads.items():
+            if reader == agent and not through_async:
+                continue
+            order = clocks[SHARED if through_async and not is_async else SEEN]
+            if order[reader] < at[rows].max():
+                self._blame(memory, what, agent, reader, where)
+        self.by[rows] = agent if writer is None else writer
+        self.at[rows] = clock
+        self.is_async[rows] = through_async

@@ -1,0 +1,142 @@
+"""Who takes the next step: a role, or an asynchronous operation that completes.
+
+A policy sees the roles that can run and the operations in flight, and is reproducible from its
+seed. By default a role runs until it waits, and operations complete when nobody can run.
+"""
+
+from random import Random
+
+ROLES_PER_TURN = 40  # steps, about, between two changes of a policy that keeps to a role
+
+
+class Uniform:
+    """Any of them, with equal chance."""
+
+    def __init__(self, rng):
+        self.random = rng.random
+
+    def pick(self, scheduler):
+        roles, operations = scheduler.runnable, scheduler.operations
+        at = int(self.random() * (len(roles) + len(operations)))
+        return roles[at] if at < len(roles) else operations[at - len(roles)]
+
+
+class Bursts:
+    """A random one for a random number of steps; operations late, early or in between."""
+
+    def __init__(self, rng):
+        self.rng, self.left, self.current = rng, 0, None
+        self.completes = rng.choice((0.0, 0.02, 0.2, 1.0))
+
+    def _role(self, roles):
+        self.left -= 1
+        if self.left <= 0 or self.current not in roles:
+            self.current = roles[int(self.rng.random() * len(roles))]
+            self.left = 1 + int(self.rng.random() * ROLES_PER_TURN)
+        return self.current
+
+    def pick(self, scheduler):
+        roles, operations = scheduler.runnable, scheduler.operations
+        if operations and (not roles or self.rng.random() < self.completes):
+            return operations[int(self.rng.random() * len(operations))]
+        return self._role(roles)
+
+
+class Slow(Bursts):
+    """One role, of one CTA or of all, or all copies, or a whole CTA: only when nobody else can."""
+
+    def __init__(self, rng):
+        super().__init__(rng)
+        self.key = None
+
+    def _slow(self, scheduler):
+        """Chosen as the launch's roles are known: by name, by name and CTA, or by CTA."""
+        if self.key is None and len(scheduler.runnable) > 2:
+            role = scheduler.runnable[int(self.rng.random() * len(scheduler.runnable))]
+            if role.is_host or role.kind == "kernel":
+                return ()
+            self.key = self.rng.choice(
+                (("kind", role.kind), ("name", role.name), ("cta", role.cta), ("name", role.name))
+            )
+        return self.key
+
+    def pick(self, scheduler):
+        key = self._slow(scheduler)
+        roles, operations = scheduler.runnable, scheduler.operations
+        if not key:
+            return super().pick(scheduler)
+        others = [role for role in roles if getattr(role, key[0]) != key[1]]
+        if operations and (not others or self.rng.random() < self.completes):
+            return operations[int(self.rng.random() * len(operations))]
+        return self._role(others or roles)
+
+
+class Priorities:
+    """Fixed random priorities, of which a few change on the way: finds what few changes need."""
+
+    def __init__(self, rng, changes=3, steps=1500):
+        self.rng, self.rank, self.step = rng, {}, 0
+        self.changes = {rng.randrange(steps) for _ in range(changes)}
+
+    def pick(self, scheduler):
+        self.step += 1
+        rank, random = self.rank, self.rng.random
+        best = None
+        for one in (*scheduler.runnable, *scheduler.operations):
+            if one not in rank:
+                rank[one] = random()
+            if best is None or rank[one] > rank[best]:
+                best = one
+        if self.step in self.changes:
+            rank[best] = -self.step
+        return best
+
+
+class Calm:
+    """No preemption: a role runs until it waits, operations complete when nobody can run."""
+
+    def __init__(self, rng=None):
+        pass
+
+    def pick(self, scheduler):
+        roles = scheduler.runnable
+        if scheduler.now in roles:
+            return scheduler.now
+        return roles[0] if roles else scheduler.operations[0]
+
+
+KINDS = (Slow, Bursts, Slow, Priorities, Slow, Uniform, Bursts, Slow)
+
+
+def policy_of(seed):
+    """The policy of a seed; neighbouring seeds have different kinds."""
+    return KINDS[seed % len(KINDS)](Random(seed))
+
+
+class Recorded:
+    """A policy, with what it did beyond `Calm`: {(role, its step): name of what was picked}."""
+
+    def __init__(self, policy):
+        self.policy, self.calm, self.changes = policy, Calm(), {}
+
+    def pick(self, scheduler):
+        picked = self.policy.pick(scheduler)
+        if picked is not self.calm.pick(scheduler):
+            self.changes[scheduler.place()] = picked.name
+        return picked
+
+
+class Replayed:
+    """`Calm` but for some recorded changes; one that cannot be made is left out."""
+
+    def __init__(self, changes):
+        self.changes, self.calm, self.made = changes, Calm(), {}
+
+    def pick(self, scheduler):
+        name = self.changes.get(scheduler.place())
+        if name is not None:
+            for one in (*scheduler.runnable, *scheduler.operations):
+                if one.name == name:
+                    self.made[scheduler.place()] = name
+                    return one
+        return self.calm.pick(scheduler)
