@@ -716,7 +716,7 @@ def _bytes_of(t):
 class Scheduled:
     """A kernel with the launch syntax of Triton, under the current scheduler."""
 
-    def __init__(self, kernel, name=None, agents=400):
+    def __init__(self, kernel, name=None):
         self.signature = inspect.signature(kernel.fn)
         self.name = name or kernel.fn.__name__
         with world():
@@ -733,6 +733,7 @@ class Scheduled:
         for i, t in enumerate(self.hold):
             scheduler.memory.hold(*_bytes_of(t), f"memory {i}")
         given = {name: self._argument(scheduler, name, v) for name, v in bound.items()}
+        scheduler.kept.append((args, constants))  # or its memory would become another tensor's
         self.launches += 1
         before, is_early = host.last_launch, bool(constants.get("launch_pdl"))
         if before is not None:

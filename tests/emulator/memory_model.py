@@ -52,12 +52,13 @@ def join(into, clocks):
 class Word:
     """A word of global memory that atomics, acquires and releases use."""
 
-    __slots__ = ("by_gpu", "gpus", "narrow", "seen", "system", "wrote")
+    __slots__ = ("by_gpu", "gpus", "met", "narrow", "seen", "system", "wrote")
 
     def __init__(self):
         self.by_gpu = {}  # GPU -> clocks that releases of its threads left
         self.system = None  # likewise of releases of scope sys
         self.seen, self.wrote = {}, {}  # agent -> clock of its last access, and of its last write
+        self.met = {}  # agent -> `seen` as its last atomic left it: coherence puts these before
         self.gpus, self.narrow = set(), set()  # whose threads use it; which of them below sys
 
 
@@ -148,8 +149,9 @@ class Region:
         low, high = int(offset.min()), int(offset.max())
         for at, word in list(self.words.items()):
             if low <= at <= high and (offset == at).any():
+                met = word.met.get(agent, {})
                 for by, clock in (word.seen if is_write else word.wrote).items():
-                    if order[by] < clock:
+                    if order[by] < clock and met.get(by, 0) < clock:
                         self._blame(memory, what, agent, by, at)
                 if is_write:
                     del self.words[at]
@@ -167,6 +169,7 @@ class Region:
         word.seen[role.leader] = clock
         if is_write:
             word.wrote[role.leader] = clock
+            word.met[role.agent] = dict(word.seen)
         word.gpus.add(role.gpu)
         if scope != "sys":
             word.narrow.add(role.gpu)

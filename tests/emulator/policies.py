@@ -113,16 +113,30 @@ def policy_of(seed):
     return KINDS[seed % len(KINDS)](Random(seed))
 
 
+class _Places:
+    """Names for the decisions of a run: a role, its step, and which decision at that step."""
+
+    def __init__(self):
+        self.last, self.again = None, 0
+
+    def next(self, scheduler):
+        place = scheduler.place()
+        self.again = self.again + 1 if place == self.last else 0
+        self.last = place
+        return (*place, self.again)
+
+
 class Recorded:
-    """A policy, with what it did beyond `Calm`: {(role, its step): name of what was picked}."""
+    """A policy, and what it did that `Calm` would not: {decision: name of what was picked}."""
 
     def __init__(self, policy):
-        self.policy, self.calm, self.changes = policy, Calm(), {}
+        self.policy, self.calm, self.changes, self.places = policy, Calm(), {}, _Places()
 
     def pick(self, scheduler):
+        place = self.places.next(scheduler)
         picked = self.policy.pick(scheduler)
         if picked is not self.calm.pick(scheduler):
-            self.changes[scheduler.place()] = picked.name
+            self.changes[place] = picked.name
         return picked
 
 
@@ -130,13 +144,15 @@ class Replayed:
     """`Calm` but for some recorded changes; one that cannot be made is left out."""
 
     def __init__(self, changes):
-        self.changes, self.calm, self.made = changes, Calm(), {}
+        self.changes, self.calm, self.places = changes, Calm(), _Places()
+        self.made = {}
 
     def pick(self, scheduler):
-        name = self.changes.get(scheduler.place())
+        place = self.places.next(scheduler)
+        name = self.changes.get(place)
         if name is not None:
             for one in (*scheduler.runnable, *scheduler.operations):
                 if one.name == name:
-                    self.made[scheduler.place()] = name
+                    self.made[place] = name
                     return one
         return self.calm.pick(scheduler)

@@ -7,7 +7,6 @@ see is held to `memory_model`. A wait with a bound ends by it only when nothing 
 no clock is read. The same kernel, arguments and policy give the same run.
 """
 
-import itertools
 import threading
 
 import numpy as np
@@ -19,7 +18,7 @@ try:
 except ImportError:  # then roles are threads that hand each other a lock: slower
     greenlet = None
 
-MOST_STEPS = 200_000
+MOST_STEPS = 20_000  # of a run; the longest here has 4 000
 
 
 class Killed(BaseException):
@@ -148,8 +147,8 @@ class Scheduler:
         self.roles, self.runnable, self.operations = [], [], []
         self.waiting = {}  # what is waited for -> roles
         self.now = self.main = self.error = None
-        self.steps, self.log = 0, None
-        self.numbers = itertools.count()
+        self.steps, self.log, self.kept = 0, None, []
+        self.numbers = {}
 
     # -- roles ------------------------------------------------------------------------------------
 
@@ -243,7 +242,8 @@ class Scheduler:
         operation.act()
 
     def issue(self, name, act):
-        operation = Operation(f"{name} {next(self.numbers)}", act)
+        number = self.numbers[name] = self.numbers.get(name, 0) + 1
+        operation = Operation(f"{name}, number {number}", act)
         self.operations.append(operation)
         return operation
 

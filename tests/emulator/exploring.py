@@ -1,0 +1,91 @@
+"""Many interleavings of a case, and the shortest that was found of a failing one."""
+
+import itertools
+
+from tests.emulator.policies import Recorded, Replayed, policy_of
+
+MOST_RUNS = 80  # to make one failure shorter
+
+
+class Found(AssertionError):
+    """A failure, with its seed and the shortest interleaving that still shows it."""
+
+    def __init__(self, case, seed, error, changes, log):
+        self.case, self.seed, self.error, self.changes, self.log = case, seed, error, changes, log
+        super().__init__(
+            f"{case.name}, seed {seed}: {error}\n"
+            f"{len(changes)} changes of an undisturbed run show it:\n{told(changes)}\n"
+            f"its last steps:\n{last_steps(log)}"
+        )
+
+
+def told(changes):
+    """Preemptions in words."""
+    return "\n".join(
+        f"  at step {step} of {role or 'the start'}: {name}"
+        for (role, step, _), name in changes.items()
+    )
+
+
+def last_steps(log, most=25):
+    """The end of a run, the steps of a role in a row on one line."""
+    lines = [
+        f"  {name}: {', '.join(what for _, what in steps)}"
+        for name, steps in itertools.groupby(log, key=lambda entry: entry[0])
+    ]
+    return "\n".join(lines[-most:])
+
+
+def attempt(case, policy, log=None):
+    """The error of one run, or None."""
+    try:
+        case.run(policy, log)
+    except Exception as error:
+        return error
+    return None
+
+
+def shortened(case, changes, most_runs=MOST_RUNS):
+    """A subset of the changes that still fails, found by leaving parts out."""
+    parts = 2
+    runs = 0
+    while changes and runs < most_runs:
+        items, size = list(changes.items()), -(-len(changes) // parts)
+        for start in range(0, len(items), size):
+            fewer = dict(items[:start] + items[start + size :])
+            replayed = Replayed(fewer)
+            runs += 1
+            if attempt(case, replayed) is not None:
+                changes, parts = replayed.made, max(parts - 1, 2)
+                break
+            if runs >= most_runs:
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(2 * parts, len(changes))
+    return changes
+
+
+def explore(case, seeds):
+    """Run a case under the policy of each seed; raises `Found` at the first failure."""
+    num = 0
+    for seed in seeds:
+        recorded = Recorded(policy_of(seed))
+        error = attempt(case, recorded)
+        if error is not None:
+            changes = shortened(case, recorded.changes)
+            log = []
+            again = attempt(case, Replayed(changes), log)
+            raise Found(case, seed, again or error, changes, log) from (again or error)
+        num += 1
+    return num
+
+
+def is_found(case, seeds):
+    """(the first seed that shows a fault, the error), or (None, None)."""
+    for seed in seeds:
+        error = attempt(case, policy_of(seed))
+        if error is not None:
+            return seed, error
+    return None, None

@@ -1,0 +1,346 @@
+"""The kernels that are scheduled, and the launches that are made of them: all names are here.
+
+A `Case` is some launches as the engine makes them, with all memory that they reach as it was before
+the first. A run puts that back, launches them under a scheduler, and holds all memory to what the
+run without preemption left.
+"""
+
+import contextlib
+import ctypes
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine import backends, fused, hopper, rooms
+from megamoe.engine.faults import NONE, Faults
+from megamoe.engine.local import LocalRanks
+from megamoe.engine.manner import Manner
+from megamoe.kernels.hopper import (
+    ahead,
+    combine,
+    crew,
+    deal,
+    decode,
+    draw,
+    edges,
+    epilogue,
+    images,
+    launch,
+    meet,
+    mega,
+    mega_launch,
+    notes,
+    place,
+    products,
+    ring,
+    route,
+    straight,
+    straight_epilogue,
+    straight_load,
+    stream,
+    swapped,
+    tickets,
+    waves,
+)
+from megamoe.kernels.hopper.pool import num_rows
+from megamoe.kernels.portable import combine as portable_combine
+from megamoe.kernels.portable import dispatch, sort
+from megamoe.problem import Options
+from megamoe.routing.samplers import sample_routing
+from megamoe.schedule.heuristics.hopper_fused import as_fused
+from megamoe.schedule.heuristics.hopper_tiles import Straight, Swapped
+from tests.emulator import device, policies
+from tests.emulator.device import Scheduled, synchronize
+from tests.emulator.memory_model import Violation
+from tests.emulator.running import Emulated
+from tests.emulator.scheduler import Scheduler
+
+CPU = torch.device("cpu")
+# What is mutated: every file with a hand-shake of a Gluon kernel.
+MODULES = (
+    ring, notes, stream, products, swapped, epilogue, decode, meet, edges, tickets, waves, crew,
+    mega, combine, straight, straight_load, straight_epilogue, draw, deal, images, ahead,
+)  # fmt: skip
+_GLUON = {"mega": mega_launch.mega_kernel, "swapped": launch.swapped_kernel,
+          "straight": launch.straight_kernel}  # fmt: skip
+_AT = {"mega": (mega_launch, "mega_kernel"), "swapped": (launch, "swapped_kernel"),
+       "straight": (launch, "straight_kernel")}  # fmt: skip
+_PLAIN = (
+    (route, "_pool_kernel"), (place, "_count_kernel"), (place, "_place_kernel"),
+    (sort, "_scan_kernel"), (deal, "_deal_kernel"), (portable_combine, "_combine_kernel"),
+    (dispatch, "_dispatch_kernel"),
+)  # fmt: skip
+
+
+@functools.cache
+def kernels():
+    """The kernels under a scheduler, by name. No launch is young: windows hold all weights."""
+    made = {name: Scheduled(kernel, name) for name, kernel in _GLUON.items()}
+    for module in device.MODULES.values():
+        if "EARLY" in module and module["__name__"].endswith(("swapped", "stream")):
+            module["EARLY"] = 0
+    return made
+
+
+@contextlib.contextmanager
+def installed(num_sms, gluon):
+    """The engine launches `gluon` kernels by name here, and others as they are emulated."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, kernel in gluon.items():
+            patch.setattr(*_AT[name], kernel)
+        for module, name in _PLAIN:
+            patch.setattr(module, name, Emulated(getattr(module, name)))
+        for module in (launch, mega_launch):
+            patch.setattr(module, "num_sms", lambda device: num_sms)
+        patch.setattr(backends, "resolve", lambda *wanted: None)
+        yield
+
+
+# -- launches as they were made --------------------------------------------------------------------
+
+
+class Recorder:
+    """Stands for a kernel, and keeps what it was launched with."""
+
+    def __init__(self, name, kept):
+        self.name, self.kept = name, kept
+
+    def __getitem__(self, grid):
+        def keep(*args, **constants):
+            self.kept.append((self.name, grid, args, constants))
+
+        return keep
+
+
+def _storages(values):
+    for value in values:
+        t = getattr(value, "base", value)  # of a TMA descriptor
+        if isinstance(t, torch.Tensor):
+            yield t.untyped_storage()
+
+
+def _bytes(storage):
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes())
+
+
+class Case:
+    """Launches of one host, replayed."""
+
+    def __init__(self, name, launches, held=(), is_early=False, expects=None):
+        self.name, self.launches, self.held, self.expects = name, launches, list(held), expects
+        self.is_early = is_early
+        storages = {}
+        for _, _, args, constants in launches:
+            for storage in _storages((*args, *constants.values(), *held)):
+                storages[storage.data_ptr()] = storage
+        self.before = {at: (s, _bytes(s)) for at, s in storages.items() if s.nbytes()}
+        self.wanted = None
+
+    def _reset(self):
+        for at, (storage, data) in self.before.items():
+            ctypes.memmove(at, data, storage.nbytes())
+
+    def _host(self):
+        known = kernels()
+        for name, grid, args, constants in self.launches:
+            known[name].hold = self.held
+            constants = {**constants, "launch_pdl": self.is_early}
+            known[name][grid](*args, **constants)
+        synchronize()
+
+    def run(self, policy, log=None):
+        """One interleaving; raises `Violation`, or what the kernel raised."""
+        self._reset()
+        scheduler = Scheduler(policy)
+        scheduler.log = log
+        scheduler.run(self._host)
+        after = {at: _bytes(storage) for at, (storage, _) in self.before.items()}
+        if self.wanted is None:
+            self.wanted = after
+        for at, data in after.items():
+            if data != self.wanted[at]:
+                first = next(i for i, (a, b) in enumerate(zip(data, self.wanted[at])) if a != b)
+                name = scheduler.memory.region(at, 1).name
+                raise Violation(f"another result: {name}[byte {first}]")
+        return scheduler
+
+    def learn(self):
+        """What a run without preemption leaves."""
+        self.wanted = None
+        return self.run(policies.Calm())
+
+
+class Live:
+    """Hosts that call the engine while the scheduler runs; `make()` -> (hosts, check)."""
+
+    def __init__(self, name, make, num_sms, agents=900):
+        self.name, self.make, self.num_sms, self.agents = name, make, num_sms, agents
+
+    def run(self, policy, log=None):
+        hosts, check = self.make()
+        scheduler = Scheduler(policy, agents=self.agents)
+        scheduler.log = log
+        with installed(self.num_sms, {"mega": kernels()["mega"]}):
+            scheduler.run(*hosts)
+        check()
+        return scheduler
+
+    def learn(self):
+        return self.run(policies.Calm())
+
+
+# -- layers ----------------------------------------------------------------------------------------
+
+
+@functools.cache
+def weights_of(recipe, num, hidden, intermediate, has_bias=False):
+    rng = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=rng)
+
+    w13 = (normal(num, 2 * intermediate, hidden) / hidden**0.5).bfloat16()
+    w2 = (normal(num, hidden, intermediate) / intermediate**0.5).bfloat16()
+    bias = {"b13": normal(num, 2 * intermediate) / 4, "b2": normal(num, hidden) / 4}
+    return mm.ExpertWeights.quantize(w13, w2, recipe, **(bias if has_bias else {}))
+
+
+def tokens_of(num, experts, hidden, top_k=2, seed=0, **routing):
+    x = torch.randn(num, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return x, *sample_routing(num, experts, top_k, seed=seed, **routing)
+
+
+def few_stages(tile, stages=3, window=0):
+    """A tile whose ring goes round several times even here."""
+    if isinstance(tile, Straight):
+        return replace(tile, stages=min(tile.stages, stages))
+    return replace(tile, stages=stages, depth=1, window=window)
+
+
+def _fused_tile(w, slots, ranks=1, local=1, **how):
+    tile = fused.tile_for(w, slots, ranks=ranks, local=local)
+    return few_stages(as_fused(tile), **how)
+
+
+@functools.cache
+def fused_case(recipe="w8a8", num_sms=2, tokens=3, experts=2, pool_rows=None, window=0, stages=3,
+               has_bias=False, hidden=256, intermediate=256, top_k=2, absent=-1, poison=None,
+               skew="uniform"):  # fmt: skip
+    """One rank."""
+    kept = []
+    w = weights_of(recipe, experts, hidden, intermediate, has_bias)
+    inputs = tokens_of(tokens, experts, hidden, top_k, skew=skew)
+    found, stats = Faults(CPU), torch.zeros(experts, dtype=torch.int64)
+    if poison is not None:
+        found.counters.view(-1)[poison[0]] = poison[1]
+    tile = _fused_tile(w, inputs[1].numel(), window=window, stages=stages)
+    tile = replace(tile, tokens=8)
+    with installed(num_sms, {"mega": Recorder("mega", kept)}):
+        fused.moe(
+            *inputs, w, Options(), found.word, stats, tile=tile, found=found, absent=absent,
+            manner=Manner("fused", timeout_s=30.0, is_poisoned=True, pool_rows=pool_rows),
+        )  # fmt: skip
+    return Case("fused", kept)
+
+
+@functools.cache
+def local_case(recipe="w8a8", ranks=2, ctas=2, counts=(2, 1), experts=4, hidden=256,
+               intermediate=256):  # fmt: skip
+    """Several ranks of one launch."""
+    kept = []
+    w = weights_of(recipe, experts, hidden, intermediate)
+    inputs = tokens_of(sum(counts), experts, hidden)
+    with installed(ranks * ctas, {"mega": Recorder("mega", kept)}):
+        there = LocalRanks(w, ranks, timeout_s=30.0, debug_poison=True)
+        there._top_k = 2
+        there._make_rooms(max(counts))
+        with pytest.MonkeyPatch.context() as patch:
+            tile = fused.tile_for
+            patch.setattr(fused, "tile_for", lambda *a, **b: few_stages(tile(*a, **b)))
+            there(*(t.split(counts) for t in inputs))
+    return Case("fused-ranks", kept, [room.tokens for room in there._rooms])
+
+
+def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2, hidden=256,
+               intermediate=128, absent=None):  # fmt: skip
+    """Ranks as launches of their own, several calls of each, one after another.
+
+    absent  a rank that makes no call
+    """
+    w = weights_of(recipe, experts, hidden, intermediate)
+    most, per_rank = max(map(max, calls)), experts // ranks
+    parts = [w[r * per_rank : (r + 1) * per_rank] for r in range(ranks)]
+    where = rooms.layout(most, hidden, 2)
+    inputs = [tokens_of(sum(counts), experts, hidden, seed=i) for i, counts in enumerate(calls)]
+    given = [[t.split(counts) for t in one] for one, counts in zip(inputs, calls, strict=True)]
+    tile = _fused_tile(parts[0], ranks * most * 2, ranks=ranks)
+    wanted = []
+
+    def make():
+        memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(ranks)]
+        there = [rooms.room_in(m, where) for m in memory]
+        found = [Faults(CPU) for _ in range(ranks)]
+        results = [[] for _ in range(ranks)]
+        kernels()["mega"].hold = memory
+
+        def host(rank):
+            peers = torch.tensor([m.data_ptr() - memory[rank].data_ptr() for m in memory])
+            world = mega_launch.World(ranks, 1, rank, peers, there[rank].signals)
+            stats = torch.zeros(per_rank, dtype=torch.int64)
+            for number, one in enumerate(given):
+                there[rank].put(*(t[rank] for t in one))
+                y = fused.over(
+                    there[rank], most, parts[rank], Options(), world, found[rank].word, stats,
+                    tile=tile, found=found[rank],
+                    manner=Manner("fused", timeout_s=30.0, is_poisoned=True),
+                )  # fmt: skip
+                results[rank].append(y[: calls[number][rank]])
+
+        def check():
+            for rank in range(ranks):
+                found[rank].check(2)
+                assert not there[rank].counters.any(), "counters are not zero"
+            got = [torch.cat(each) for each in zip(*results, strict=True)]
+            if not wanted:
+                wanted.extend(got)
+            for a, b in zip(got, wanted, strict=True):
+                if not torch.equal(a, b):
+                    raise Violation("another result")
+
+        hosts = [functools.partial(host, rank) for rank in range(ranks) if rank != absent]
+        return hosts, check if absent is None else lambda: None
+
+    return Live("fused-apart", make, ctas)
+
+
+@functools.cache
+def staged_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate=256, stages=3,
+                has_bias=False, is_early=True):  # fmt: skip
+    """L1 and L2 of a staged call, experts with so many rows each."""
+    kept = []
+    w = weights_of(recipe, len(counts), hidden, intermediate, has_bias)
+    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))]
+    x, _, gates = tokens_of(len(slots), len(counts), hidden, 1)
+    word = torch.full((1,), NONE, dtype=torch.int32)
+    both = {name: Recorder(name, kept) for name in ("swapped", "straight")}
+    with installed(num_sms, both):
+        hopper.moe(x, slots.view(-1, 1), gates, w, Options(), None, word, tile=few_stages(tile, stages))
+    return Case("staged", kept, is_early=is_early)
+
+
+def ring_rows(tokens, experts, part, top_k=2):
+    """Rows of a pool that is a ring of a part of all rows."""
+    return num_rows(tokens * top_k, experts) // part
+
+
+WIDE = Swapped(tokens=64, slabs=2, depth=1, stages=3)  # rows turn in shared memory
+NARROW = Swapped(tokens=8, slabs=2, depth=1, stages=3)
+PLAIN = Straight(3)
+DEALT = Straight(3, is_dealt=True)
+DRAWN = Straight(3, is_drawn=True)
+IN_STAGE = Straight(2, 2, 8, 216, 56, 24)
+AHEAD = Straight(2, 2, 24, 216, 56, 24, ahead=4)
