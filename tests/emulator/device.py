@@ -634,7 +634,7 @@ def _f32(v):
 def _launch_control(text):
     scheduler, role = _now()
     if "griddepcontrol.launch_dependents" in text:
-        role.launch.allow(role.cta)
+        role.launch.allow(role)
     elif "griddepcontrol.wait" in text:
         before = role.launch.before
         if before is not None:
@@ -685,23 +685,35 @@ class Launch:
 
     def __init__(self, scheduler, host, name, grid, before):
         self.scheduler, self.host, self.name, self.grid = scheduler, host, name, grid
-        self.before, self.left, self.allowed = before, math.prod(grid), set()
+        self.before, self.left, self.allowed = before, math.prod(grid), {}
         self.end = scheduler.agents.new_clocks()
 
     is_over = property(lambda self: self.left == 0)
 
-    def allow(self, cta):
-        """One more CTA lets the next launch begin."""
-        self.allowed.add(cta)
+    def allow(self, role):
+        """One more CTA lets the next launch begin; remembered: after the launch before is over?"""
+        end = None if self.before is None else self.before.end[SEEN]
+        knows = end is None or (self.before.is_over and bool((role.clocks[SEEN] >= end).all()))
+        self.allowed.setdefault(role.cta, knows)
         self.scheduler.wake(self)
 
-    def finish(self, cta, clocks):
-        join(self.end, clocks)
+    def finish(self, role):
+        join(self.end, role.clocks)
         self.left -= 1
-        self.allow(cta)
+        self.allow(role)
 
     def may_be_followed(self):
         return len(self.allowed) == math.prod(self.grid)
+
+    def begin_after(self, before):
+        """The clocks of its CTAs: a launch that all of `before` waited for first is over.
+
+        Nothing that `before` itself does is known; only griddepcontrol.wait brings that.
+        """
+        clocks = self.host.clocks.copy()
+        if before is not None and before.before is not None and all(before.allowed.values()):
+            join(clocks, before.before.end)
+        return clocks
 
 
 def _bytes_of(t):
@@ -743,21 +755,21 @@ class Scheduled:
         host.last_launch = launch
         scheduler.step("launch")
         host.tick()
+        clocks = launch.begin_after(before)
         for ids in itertools.product(*map(range, grid)):
             cta = f"CTA {ids[0]}" + (f" of {host.name}" if host.gpu else "")
-            act = functools.partial(self._cta, launch, cta, given)
+            act = functools.partial(self._cta, launch, given)
             role = scheduler.add(
                 act, f"{self.name} of {cta}", kind="kernel", cta=cta, launch=launch, gpu=host.gpu,
-                num_warps=4, parent=host.clocks,
+                num_warps=4, parent=clocks,
             )  # fmt: skip
             role.ids = ids
         if not is_early:
             synchronize()
 
-    def _cta(self, launch, cta, given):
+    def _cta(self, launch, given):
         self.kernel(**given)
-        _, role = _now()
-        launch.finish(cta, role.clocks)
+        launch.finish(_now()[1])
 
     @staticmethod
     def _argument(scheduler, name, value):
@@ -771,6 +783,35 @@ class Scheduled:
             with world():
                 return running.kind(value)
         return Value(value) if isinstance(value, int | float) and not name.isupper() else value
+
+
+def rewrite(tensors, name):
+    """A launch of one role that overlaps its neighbours and stores what is there once more.
+
+    It stands for the kernels that fill the memory of a launch before it, or reuse it after it.
+    """
+    scheduler, host = _now()
+    before = host.last_launch
+    if before is not None:
+        scheduler.wait((before,), before.may_be_followed, "the launch before")
+    launch = host.last_launch = Launch(scheduler, host, name, (1,), before)
+    given = [Scheduled._argument(scheduler, key, t.view(-1)) for key, t in tensors.items()]
+    host.tick()
+
+    def act():
+        _, role = _now()
+        _launch_control("griddepcontrol.wait")
+        launch.allow(role)
+        for pointer, t in zip(given, tensors.values(), strict=True):
+            at = pointer + Value(np.arange(t.numel()))
+            store(at, load(at))
+        launch.finish(role)
+
+    role = scheduler.add(
+        act, f"{name} of its CTA", kind=name, cta=f"CTA of {name}", launch=launch, gpu=host.gpu,
+        num_warps=4, parent=launch.begin_after(before),
+    )  # fmt: skip
+    role.ids = (0,)
 
 
 def synchronize():

@@ -52,14 +52,23 @@ def join(into, clocks):
 class Word:
     """A word of global memory that atomics, acquires and releases use."""
 
-    __slots__ = ("by_gpu", "gpus", "met", "narrow", "seen", "system", "wrote")
+    __slots__ = ("by_gpu", "met", "narrowest", "seen", "system", "users", "wrote")
 
     def __init__(self):
         self.by_gpu = {}  # GPU -> clocks that releases of its threads left
         self.system = None  # likewise of releases of scope sys
         self.seen, self.wrote = {}, {}  # agent -> clock of its last access, and of its last write
         self.met = {}  # agent -> `seen` as its last atomic left it: coherence puts these before
-        self.gpus, self.narrow = set(), set()  # whose threads use it; which of them below sys
+        self.users, self.narrowest = {}, 2  # (GPU, launch, CTA) -> name; the narrowest scope used
+
+    def check_scope(self, role, scope, where):
+        """All who use a word must do so at a scope that has them all in it."""
+        self.users[role.gpu, role.cta, id(role.launch)] = role.name
+        self.narrowest = min(self.narrowest, ("cta", "gpu", "sys").index(scope))
+        gpus = {gpu for gpu, _, _ in self.users}
+        if (self.narrowest == 0 and len(self.users) > 1) or (self.narrowest < 2 and len(gpus) > 1):
+            names = " and ".join(list(self.users.values())[-2:])
+            raise Violation(f"{names} use {where}, not all at a scope that has both")
 
 
 class Region:
@@ -84,10 +93,7 @@ class Region:
         self.words, self.reads, self.by, self.at = {}, [], None, None
 
     def _blame(self, memory, what, agent, by, offset):
-        names = memory.agents.names
-        raise Violation(
-            f"{names[agent]} {what} {self.name}[byte {offset}], not ordered after {names[by]}"
-        )
+        memory.blame(agent, f"{what} {self.name}[byte {offset}]", by)
 
     def unordered(self, agent, offset, order):
         """Which bytes `offset` have a store that is not before, by the clocks `order` [agents]."""
@@ -170,22 +176,18 @@ class Region:
         if is_write:
             word.wrote[role.leader] = clock
             word.met[role.agent] = dict(word.seen)
-        word.gpus.add(role.gpu)
-        if scope != "sys":
-            word.narrow.add(role.gpu)
-        if len(word.gpus) > 1 and word.narrow:
-            raise Violation(
-                f"{role.name} and threads of another GPU use {self.name}[byte {offset}], "
-                f"not all of them at scope sys"
-            )
+        word.check_scope(role, scope, f"{self.name}[byte {offset}]")
         return word
 
 
 class Memory:
-    """Global memory of a scheduler: all allocations, by address."""
+    """Global memory of a scheduler: all allocations, by address.
+
+    is_strict  whether what is not ordered is a violation; not so once a launch has given up
+    """
 
     def __init__(self, agents):
-        self.agents = agents
+        self.agents, self.is_strict = agents, True
         self.starts, self.regions = [], []
 
     def hold(self, start, data, name):
@@ -194,6 +196,11 @@ class Memory:
             return
         self.starts.insert(at, start)
         self.regions.insert(at, Region(start, data, name))
+
+    def blame(self, agent, what, by):
+        if self.is_strict:
+            names = self.agents.names
+            raise Violation(f"{names[agent]} {what}, not ordered after {names[by]}")
 
     def forget(self):
         for region in self.regions:
@@ -238,8 +245,7 @@ class Cells:
         self.reads = {}  # agent -> (clocks by row, whether it reads by the async proxy)
 
     def _blame(self, memory, what, agent, by, where):
-        names = memory.agents.names
-        raise Violation(f"{names[agent]} {what} {self.name}{where}, not ordered after {names[by]}")
+        memory.blame(agent, f"{what} {self.name}{where}", by)
 
     def _check(self, memory, agent, by, at, is_async, clocks, through_async, what, where):
         """All (by, at) of rows must come before."""

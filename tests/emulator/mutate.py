@@ -246,6 +246,8 @@ def _weaker(node, at):
     if isinstance(node, ast.Call):
         parts = [k.value for k in node.keywords if k.arg in ("sem", "scope")]
     elif isinstance(node, ast.AnnAssign | ast.Assign):
+        if any(isinstance(part, ast.Call) for part in ast.walk(node)) or node.value is None:
+            return
         parts = [part for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
     else:
         return

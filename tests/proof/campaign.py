@@ -5,25 +5,26 @@ import functools
 from tests.emulator import mutate
 from tests.emulator.exploring import is_found
 from tests.proof import targets
-from tests.proof.targets import AHEAD, DEALT, DRAWN, IN_STAGE, NARROW, PLAIN, WIDE
+from tests.proof.targets import AHEAD, DEALT, DRAWN, IN_STAGE, NARROW, PLAIN, SLAB, WIDE
 
 # The cases, by name: made when asked for. Cheap ones first: planted bugs are looked for in order.
 CASES = {
     "swapped": lambda: targets.staged_case("w8a8", NARROW, (9, 3)),
     "swapped-fp4": lambda: targets.staged_case("w4a8_block", NARROW),
     "swapped-wide": lambda: targets.staged_case("w8a8", WIDE),
-    "swapped-bf16": lambda: targets.staged_case("bf16", NARROW, has_bias=True),
+    "swapped-bf16": lambda: targets.staged_case("bf16", SLAB, has_bias=True),
+    "swapped-deep": lambda: targets.staged_case("w8a8", WIDE, (9, 3, 5), num_sms=1, stages=6),
     "straight": lambda: targets.staged_case("w8a8", PLAIN, has_bias=True),
     "straight-dealt": lambda: targets.staged_case("w8a8", DEALT),
     "straight-drawn": lambda: targets.staged_case("w8a8", DRAWN, (5, 70, 3)),
     "straight-fp4": lambda: targets.staged_case("w4a8_block", IN_STAGE),
     "fused": lambda: targets.fused_case(),
     "fused-fp4": lambda: targets.fused_case("w4a8_block", window=2),
-    "fused-bf16": lambda: targets.fused_case("bf16", has_bias=True),
+    "fused-bf16": lambda: targets.fused_case("bf16", has_bias=True, has_bad_slot=True),
     "fused-ranks": lambda: targets.local_case(),
     "fused-apart": lambda: targets.apart_case(),
     "straight-ahead": lambda: targets.staged_case(
-        "w4a8_block", AHEAD, num_sms=3, hidden=512, counts=(5, 130, 3)
+        "w4a8_block", AHEAD, num_sms=3, hidden=512, counts=(5, 3, 2, 1)
     ),
     "fused-ring": lambda: targets.fused_case(tokens=16, experts=3, pool_rows=32, intermediate=128),
 }

@@ -53,7 +53,7 @@ from megamoe.routing.samplers import sample_routing
 from megamoe.schedule.heuristics.hopper_fused import as_fused
 from megamoe.schedule.heuristics.hopper_tiles import Straight, Swapped
 from tests.emulator import device, policies
-from tests.emulator.device import Scheduled, synchronize
+from tests.emulator.device import Scheduled, rewrite, synchronize
 from tests.emulator.memory_model import Violation
 from tests.emulator.running import Emulated
 from tests.emulator.scheduler import Scheduler
@@ -68,6 +68,8 @@ _GLUON = {"mega": mega_launch.mega_kernel, "swapped": launch.swapped_kernel,
           "straight": launch.straight_kernel}  # fmt: skip
 _AT = {"mega": (mega_launch, "mega_kernel"), "swapped": (launch, "swapped_kernel"),
        "straight": (launch, "straight_kernel")}  # fmt: skip
+# Arguments of staged launches that others fill before them, and again after them.
+OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
 _PLAIN = (
     (route, "_pool_kernel"), (place, "_count_kernel"), (place, "_place_kernel"),
     (sort, "_scan_kernel"), (deal, "_deal_kernel"), (portable_combine, "_combine_kernel"),
@@ -129,9 +131,9 @@ def _bytes(storage):
 class Case:
     """Launches of one host, replayed."""
 
-    def __init__(self, name, launches, held=(), is_early=False, expects=None):
-        self.name, self.launches, self.held, self.expects = name, launches, list(held), expects
-        self.is_early = is_early
+    def __init__(self, name, launches, held=(), is_early=False, is_strict=True):
+        self.name, self.launches, self.held = name, launches, list(held)
+        self.is_early, self.is_strict = is_early, is_strict
         storages = {}
         for _, _, args, constants in launches:
             for storage in _storages((*args, *constants.values(), *held)):
@@ -143,19 +145,34 @@ class Case:
         for at, (storage, data) in self.before.items():
             ctypes.memmove(at, data, storage.nbytes())
 
+    def _neighbours(self):
+        """What launches before fill and launches after reuse, where launches overlap."""
+        found = {}
+        for name, _, args, _ in self.launches:
+            given = dict(zip(_GLUON[name].arg_names, args, strict=False))
+            for each in OTHERS:
+                t = getattr(given.get(each), "base", given.get(each))
+                if isinstance(t, torch.Tensor) and t.is_contiguous():
+                    found.setdefault(t.data_ptr(), (f"{name}'s {each}", t))
+        return dict(found.values())
+
     def _host(self):
         known = kernels()
+        if self.is_early:
+            rewrite(self._neighbours(), "the launch before")
         for name, grid, args, constants in self.launches:
             known[name].hold = self.held
             constants = {**constants, "launch_pdl": self.is_early}
             known[name][grid](*args, **constants)
+        if self.is_early:
+            rewrite(self._neighbours(), "the launch after")
         synchronize()
 
     def run(self, policy, log=None):
         """One interleaving; raises `Violation`, or what the kernel raised."""
         self._reset()
         scheduler = Scheduler(policy)
-        scheduler.log = log
+        scheduler.log, scheduler.memory.is_strict = log, self.is_strict
         scheduler.run(self._host)
         after = {at: _bytes(storage) for at, (storage, _) in self.before.items()}
         if self.wanted is None:
@@ -228,11 +245,13 @@ def _fused_tile(w, slots, ranks=1, local=1, **how):
 @functools.cache
 def fused_case(recipe="w8a8", num_sms=2, tokens=3, experts=2, pool_rows=None, window=0, stages=3,
                has_bias=False, hidden=256, intermediate=256, top_k=2, absent=-1, poison=None,
-               skew="uniform"):  # fmt: skip
+               has_bad_slot=False):  # fmt: skip
     """One rank."""
     kept = []
     w = weights_of(recipe, experts, hidden, intermediate, has_bias)
-    inputs = tokens_of(tokens, experts, hidden, top_k, skew=skew)
+    inputs = tokens_of(tokens, experts, hidden, top_k)
+    if has_bad_slot:
+        inputs[1][-1, -1] = experts
     found, stats = Faults(CPU), torch.zeros(experts, dtype=torch.int64)
     if poison is not None:
         found.counters.view(-1)[poison[0]] = poison[1]
@@ -337,6 +356,7 @@ def ring_rows(tokens, experts, part, top_k=2):
     return num_rows(tokens * top_k, experts) // part
 
 
+SLAB = Swapped(tokens=8, slabs=1, depth=1, stages=3)
 WIDE = Swapped(tokens=64, slabs=2, depth=1, stages=3)  # rows turn in shared memory
 NARROW = Swapped(tokens=8, slabs=2, depth=1, stages=3)
 PLAIN = Straight(3)
