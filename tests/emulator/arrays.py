@@ -12,48 +12,64 @@ import numpy as np
 import torch
 import triton.language as tl
 
-INTS = {
-    tl.int1: np.bool_, tl.int8: np.int8, tl.uint8: np.uint8, tl.int16: np.int16,
-    tl.uint16: np.uint16, tl.int32: np.int32, tl.uint32: np.uint32, tl.int64: np.int64,
+
+
+class Element:
+    """A type of elements: Triton's own are slow to compare."""
+
+    def __init__(self, name, stored, held=None):
+        self.name, self.stored, self.held = name, stored, held or stored
+        self.size = np.dtype(stored).itemsize
+        self.primitive_bitwidth = 1 if name == "int1" else 8 * self.size
+        self.is_float = held is not None
+        self.is_narrow = self.is_float and self.size < 4  # values lie on a grid coarser than FP32
+
+    def __repr__(self):
+        return self.name
+
+
+ELEMENTS = {
+    e.name: e for e in (
+        Element("int1", np.bool_), Element("int8", np.int8), Element("uint8", np.uint8),
+        Element("int16", np.int16), Element("uint16", np.uint16), Element("int32", np.int32),
+        Element("uint32", np.uint32), Element("int64", np.int64),
+        Element("float32", np.uint32, np.float32), Element("bfloat16", np.uint16, np.float32),
+        Element("float8e4nv", np.uint8, np.float32),
+    )
 }  # fmt: skip
-FLOATS = {tl.float32: np.uint32, tl.bfloat16: np.uint16, tl.float8e4nv: np.uint8}
-STORED = {**INTS, **FLOATS}  # how memory has it
-HELD = {**INTS, **dict.fromkeys(FLOATS, np.float32)}
-SIZE = {kind: np.dtype(stored).itemsize for kind, stored in STORED.items()}
+BOOL, I32, I64 = (ELEMENTS[name] for name in ("int1", "int32", "int64"))
+F32, BF16, FP8 = (ELEMENTS[name] for name in ("float32", "bfloat16", "float8e4nv"))
+REPLACED = {getattr(tl, name): e for name, e in ELEMENTS.items()}  # Triton's -> these
 NAMES = {
-    torch.bool: tl.int1, torch.int8: tl.int8, torch.uint8: tl.uint8, torch.int16: tl.int16,
-    torch.int32: tl.int32, torch.int64: tl.int64, torch.float32: tl.float32,
-    torch.bfloat16: tl.bfloat16, torch.float8_e4m3fn: tl.float8e4nv,
+    torch.bool: BOOL, torch.int8: ELEMENTS["int8"], torch.uint8: ELEMENTS["uint8"],
+    torch.int16: ELEMENTS["int16"], torch.int32: I32, torch.int64: I64, torch.float32: F32,
+    torch.bfloat16: BF16, torch.float8_e4m3fn: FP8,
 }  # fmt: skip
-OF_ARRAY = {
-    np.dtype(np.bool_): tl.int1, np.dtype(np.int8): tl.int8, np.dtype(np.uint8): tl.uint8,
-    np.dtype(np.int16): tl.int16, np.dtype(np.uint16): tl.uint16, np.dtype(np.int32): tl.int32,
-    np.dtype(np.uint32): tl.uint32, np.dtype(np.int64): tl.int64, np.dtype(np.float32): tl.float32,
-    np.dtype(np.float64): tl.float32,
-}  # fmt: skip
+OF_ARRAY = {np.dtype(e.stored): e for e in ELEMENTS.values() if not e.is_float}
+OF_ARRAY |= {np.dtype(np.float32): F32, np.dtype(np.float64): F32}
 E4M3 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
-TORCH = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
+TORCH = {BF16: torch.bfloat16, FP8: torch.float8_e4m3fn}
 
 
 def decoded(stored, kind):
     """Memory's bits as values."""
-    if kind == tl.float8e4nv:
+    if not kind.is_float:
+        return stored
+    if kind is FP8:
         return E4M3[stored]
-    if kind == tl.bfloat16:
+    if kind is BF16:
         return (stored.astype(np.uint32) << 16).view(np.float32)
-    if kind == tl.float32:
-        return stored.view(np.float32)
-    return stored
+    return stored.view(np.float32)
 
 
 def encoded(held, kind):
     """Values as memory has them; they lie on the grid of their kind."""
-    if kind in INTS:
-        return np.asarray(held).astype(INTS[kind])
+    if not kind.is_float:
+        return np.asarray(held).astype(kind.stored)
     held = np.ascontiguousarray(held, dtype=np.float32)
-    if kind == tl.float32:
+    if kind is F32:
         return held.view(np.uint32)
-    if kind == tl.bfloat16:
+    if kind is BF16:
         return (held.view(np.uint32) >> 16).astype(np.uint16)
     shape = held.shape
     return torch.from_numpy(held).to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(shape)
@@ -61,10 +77,10 @@ def encoded(held, kind):
 
 def rounded(held, kind):
     """FP32 on the grid of a kind: nearest, ties to even; E4M3 saturates, NaN stays."""
-    if kind not in TORCH:
+    if not kind.is_narrow:
         return np.asarray(held, dtype=np.float32)
     t = torch.from_numpy(np.array(held, dtype=np.float32))
-    if kind == tl.float8e4nv:
+    if kind is FP8:
         t = t.clamp(-448.0, 448.0)
     return t.to(TORCH[kind]).float().numpy()
 
@@ -122,10 +138,10 @@ class Value:
         if isinstance(self.a, np.ndarray | np.generic):
             return OF_ARRAY[self.a.dtype]
         if isinstance(self.a, bool):
-            return tl.int1
+            return BOOL
         if isinstance(self.a, float):
-            return tl.float32
-        return tl.int32 if -(2**31) <= self.a < 2**31 else tl.int64
+            return F32
+        return I32 if -(2**31) <= self.a < 2**31 else I64
 
     shape = property(lambda self: list(np.shape(self.a)))
     numel = property(lambda self: np.size(self.a))
@@ -173,16 +189,16 @@ class Value:
             source = encoded(a, self.dtype)
             if np.ndim(source) == 0:
                 source = source.reshape(1)
-                return Value(decoded(source.view(STORED[dtype]), dtype)[0], dtype)
+                return Value(decoded(source.view(dtype.stored), dtype)[0], dtype)
             source = np.ascontiguousarray(source)
-            return Value(decoded(source.view(STORED[dtype]), dtype), dtype)
-        if dtype in TORCH:
+            return Value(decoded(source.view(dtype.stored), dtype), dtype)
+        if dtype.is_narrow:
             return Value(rounded(a, dtype), dtype)
         if isinstance(a, np.ndarray):
-            return Value(a.astype(HELD[dtype]))
-        if dtype in FLOATS:
+            return Value(a.astype(dtype.held))
+        if dtype.is_float:
             return Value(float(a))
-        return Value(bool(a) if dtype == tl.int1 else int(a))
+        return Value(bool(a) if dtype is BOOL else int(a))
 
     def reshape(self, shape):
         return Value(self.a.reshape([int(n) for n in shape]), self.kind)
@@ -211,12 +227,12 @@ class Pointer:
         by = raw(by)
         if isinstance(by, np.ndarray):
             by = by.astype(np.int64)
-        return Pointer(self.address + by * SIZE[self.element], self.element)
+        return Pointer(self.address + by * self.element.size, self.element)
 
     __radd__ = __add__
 
     def to(self, dtype):
-        assert dtype == tl.int64
+        assert dtype is I64
         return Value(self.address)
 
 
@@ -250,7 +266,7 @@ def arange(start, end, layout=None):
 
 
 def full(shape, value, dtype, layout=None):
-    return Value(np.full([int(n) for n in shape], raw(value), dtype=HELD[dtype]))
+    return Value(np.full([int(n) for n in shape], raw(value), dtype=dtype.held))
 
 
 def where(condition, a, b):
@@ -285,6 +301,11 @@ def broadcast(a, b):
     )
 
 
+def expand_dims(v, axis):
+    shape = v.a.shape
+    return Value(v.a.reshape((*shape[:axis], 1, *shape[axis:])), v.kind)
+
+
 def fma(a, b, c):
     a, b, c = (np.asarray(raw(v), dtype=np.float64) for v in (a, b, c))
     return Value((a * b + c).astype(np.float32))
@@ -308,9 +329,7 @@ def _refuse(text):
 
 # What needs no memory; the scheduler adds the rest.
 LANGUAGE = {
-    **{name: getattr(tl, name) for name in (
-        "int1", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "float16",
-        "bfloat16", "float32", "float8e4nv")},
+    **ELEMENTS,
     **dict.fromkeys((
         "BlockedLayout", "SliceLayout", "SwizzledSharedLayout", "NVMMASharedLayout",
         "NVMMADistributedLayout", "DotOperandLayout", "DistributedLinearLayout"), _Layout),
@@ -319,7 +338,7 @@ LANGUAGE = {
     "zeros": lambda shape, dtype, layout=None: full(shape, 0, dtype),
     "minimum": pair(np.minimum, min), "maximum": pair(np.maximum, max),
     "max": _reduce(np.max), "min": _reduce(np.min), "sum": _reduce(_sum),
-    "expand_dims": lambda v, axis: Value(np.expand_dims(v.a, axis), v.kind),
+    "expand_dims": expand_dims,
     "broadcast": broadcast,
     "broadcast_to": lambda v, shape: Value(np.broadcast_to(v.a, shape), v.kind),
     "join": lambda a, b: Value(np.stack((a.a, b.a), -1), a.kind), "split": lambda v: v.split(),

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe.kernels.device import compat
 from megamoe.kernels.device.numbers import Kind
 from tests.emulator import arrays, running
-from tests.emulator.arrays import SIZE, STORED, Pointer, Value, decoded, encoded, raw
+from tests.emulator.arrays import Pointer, Value, decoded, encoded, raw
 from tests.emulator.memory_model import GLOBAL, SEEN, SHARED, Cells, Violation, join
 from tests.emulator.scheduler import Scheduler
 
@@ -52,9 +52,18 @@ def load(pointer, mask=None, other=None, **_):
     """Elements that the mask leaves out are `other`, or nobody knows what."""
     scheduler, role = _now()
     scheduler.step("load")
+    kind = pointer.element
+    size, stored = kind.size, kind.stored
+    if mask is None and not isinstance(pointer.address, np.ndarray):  # of one element
+        address = int(pointer.address)
+        region = scheduler.memory.region(address, size)
+        offset = np.array([address - region.start])
+        clock = int(role.clocks[SEEN, role.agent])
+        region.read(scheduler.memory, role.agent, clock, offset, role.clocks[SEEN])
+        at = (address - region.start) // size
+        found = decoded(region.view(stored)[at : at + 1], kind)
+        return Value(found[0].item(), kind if kind.is_narrow else None)
     address, keep, shape = _flat(pointer, mask)
-    kind, size = pointer.element, SIZE[pointer.element]
-    stored = STORED[kind]
     if keep is None:
         found = np.empty(len(address), dtype=stored)
         wanted = address
@@ -72,14 +81,14 @@ def load(pointer, mask=None, other=None, **_):
         if keep is not None:
             found[keep] = got
     value = decoded(found, kind).reshape(shape)
-    return Value(value.item() if shape == () else value, kind if kind in arrays.TORCH else None)
+    return Value(value.item() if shape == () else value, kind if kind.is_narrow else None)
 
 
 def store(pointer, value, mask=None, **_):
     scheduler, role = _now()
     scheduler.step("store")
-    kind, size = pointer.element, SIZE[pointer.element]
-    if kind in arrays.TORCH and not (type(value) is Value and value.kind == kind):
+    kind, size = pointer.element, pointer.element.size
+    if kind.is_narrow and not (type(value) is Value and value.kind is kind):
         value = (value if type(value) is Value else Value(value)).to(kind)
     given = encoded(raw(value), kind)
     address, keep, shape = _flat(pointer, mask)
@@ -91,7 +100,7 @@ def store(pointer, value, mask=None, **_):
     clock = int(role.clocks[SEEN, role.agent])
     for region, offset, which in scheduler.memory.parts(address, size):
         region.write(scheduler.memory, role.agent, clock, offset, role.clocks[SEEN])
-        region.view(STORED[kind])[offset // size] = given[which]
+        region.view(kind.stored)[offset // size] = given[which]
         for at in offset if len(offset) <= 64 else ():
             scheduler.wake(region.start + int(at))
 
@@ -118,10 +127,10 @@ def _release(role, word, scope):
 
 
 def _strong(scheduler, role, address, kind, is_write, scope):
-    region = scheduler.memory.region(address, SIZE[kind])
+    region = scheduler.memory.region(address, kind.size)
     offset = address - region.start
     word = region.strong(scheduler.memory, role, offset, is_write, scope)
-    return region.view(STORED[kind]), offset // SIZE[kind], word
+    return region.view(kind.stored), offset // kind.size, word
 
 
 def _atomic(change):
@@ -198,27 +207,27 @@ class Shared:
 
     def _reinterpret(self, kind, shape, layout):
         shape = [int(n) for n in shape]
-        size = math.prod(shape) * SIZE[kind]
+        size = math.prod(shape) * kind.size
         flat = self.cells.data[self.at : self.at + size]
-        return Shared(self.cells, flat.view(STORED[kind]).reshape(shape), kind, self.at)
+        return Shared(self.cells, flat.view(kind.stored).reshape(shape), kind, self.at)
 
     def rows(self):
         """The rows of the allocation that it touches."""
         v = self.v
         last = sum((n - 1) * stride for n, stride in zip(v.shape, v.strides, strict=True))
         row = self.cells.row
-        return slice(self.at // row, (self.at + last) // row + 1)
+        return range(self.at // row, (self.at + last) // row + 1)
 
     def load(self, layout=None):
         scheduler, role = _now()
         clock = int(role.clocks[SEEN, role.agent])
         self.cells.read(scheduler.memory, role.agent, clock, self.rows(), role.clocks, False)
-        kind = self.kind if self.kind in arrays.TORCH else None
+        kind = self.kind if self.kind.is_narrow else None
         return Value(np.array(decoded(self.v, self.kind)), kind)
 
     def store(self, value):
         scheduler, role = _now()
-        assert value.dtype == self.kind, f"{value.dtype} into {self.kind}"
+        assert value.dtype is self.kind, f"{value.dtype} into {self.kind}"
         clock = int(role.clocks[SEEN, role.agent])
         self.cells.write(scheduler.memory, role.agent, clock, self.rows(), role.clocks, False)
         self.v[...] = encoded(value.a, self.kind)
@@ -258,11 +267,11 @@ def allocate_shared_memory(kind, shape, layout):
     name = f"{_named(2)} of {role.cta}"
     if layout is MBARRIERS:
         return Barriers([Barrier(f"{name}[{i}]", scheduler.agents) for i in range(shape[0])])
-    size = SIZE[kind]
+    size = kind.size
     data = np.full(math.prod(shape) * size, 0xFF, dtype=np.uint8)  # poison
-    row = shape[-1] if len(shape) > 1 else min(shape[0], 32)
+    row = math.prod(shape[1:]) if len(shape) > 1 else min(shape[0], 32)
     cells = Cells(data, row * size, name)
-    return Shared(cells, data.view(STORED[kind]).reshape(shape), kind, 0)
+    return Shared(cells, data.view(kind.stored).reshape(shape), kind, 0)
 
 
 # -- barriers --------------------------------------------------------------------------------------
@@ -381,7 +390,7 @@ def tma_copy(descriptor, at, barrier, into, pred=True):
     into.cells.write(
         scheduler.memory, role.agent, number, into.rows(), role.clocks, True, barrier.agent
     )
-    flat = view.reshape(-1).view(STORED[descriptor.kind])
+    flat = view.reshape(-1).view(descriptor.kind.stored)
     flat.view(np.uint8)[:] = 0xFF
     offsets, places = descriptor.inside(tuple(int(i) for i in at))
 
@@ -443,7 +452,7 @@ def cp_async(into, pointer, mask=None):
         scheduler.memory, role.agent, queue.issued + 1, into.rows(), role.clocks, False, queue.agent
     )
     address, keep, shape = _flat(pointer, mask)
-    size, stored, number = SIZE[pointer.element], STORED[pointer.element], queue.issued + 1
+    size, stored, number = pointer.element.size, pointer.element.stored, queue.issued + 1
     flat = into.v.reshape(-1)
     assert np.shares_memory(flat, into.v)
     places = np.arange(len(address)) if keep is None else keep.nonzero()[0]
@@ -569,12 +578,12 @@ def _wait_for_words(text, address, want, report, *rest):
     )
     seen = value(words[0][0])
     for at, wanted in words:
-        _, _, word = _strong(scheduler, role, at, tl.int32, False, scope)
+        _, _, word = _strong(scheduler, role, at, arrays.I32, False, scope)
         if sem == "acquire" and scope != "cta" and is_reached(value(at), wanted):
             _acquire(role, word, scope)
     if not all_reached() and "st.relaxed" in text and value(gives_up) == 0:  # says so itself
         for at, changed in ((gives_up, 1), (int(raw(rest[0])), -1)):
-            view, place, _ = _strong(scheduler, role, at, tl.int32, True, "gpu")
+            view, place, _ = _strong(scheduler, role, at, arrays.I32, True, "gpu")
             view[place] = changed
             scheduler.wake(at)
     if "fence.proxy.async.global" in text:
@@ -589,7 +598,7 @@ def _report(report, seen, want, *what):
     if seen == want:
         return Value(0)
     scheduler.step("report")
-    view, first, _ = _strong(scheduler, role, at, tl.int32, True, "gpu")
+    view, first, _ = _strong(scheduler, role, at, arrays.I32, True, "gpu")
     if view[first] == 0:
         view[first : first + 7] = [1, *(int(raw(v)) for v in what), want, seen]
         scheduler.wake(at)
@@ -624,7 +633,7 @@ def _four_to_e4m3(w, s):
                 )  # fmt: skip
                 found.append(NIBBLES[shift[..., None] & 15, code])
         _DECODED[key] = tuple(found)
-    return tuple(Value(v, tl.float8e4nv) for v in _DECODED[key])
+    return tuple(Value(v, arrays.FP8) for v in _DECODED[key])
 
 
 def _f32(v):
@@ -656,7 +665,7 @@ MEANINGS = (
     ("mul.rn.f32 $0", lambda text, a, b: Value(_f32(a) * _f32(b))),
     ("min.NaN", lambda text, a, b: Value(np.minimum(_f32(a), _f32(b)))),
     ("max.NaN", lambda text, a, b: Value(np.maximum(_f32(a), _f32(b)))),
-    ("cvt.rn.bf16x2", lambda text, x: Value(arrays.rounded(x.a, tl.bfloat16))),
+    ("cvt.rn.bf16x2", lambda text, x: Value(arrays.rounded(x.a, arrays.BF16))),
     ("prefetch", lambda text, *args: Value(0)),
     ("L2 policy", lambda text, *args: Value(0)),
     ("createpolicy", lambda text: Value(0)),
@@ -857,6 +866,7 @@ LANGUAGE = SimpleNamespace(
 )  # fmt: skip
 
 REPLACED = {
+    **arrays.REPLACED,
     **dict.fromkeys((compat.HAS_FP8, compat.HAS_PTX, compat.HAS_PDL), lambda: False),
     tl: LANGUAGE,
     gluon_language: LANGUAGE,

@@ -234,56 +234,39 @@ class Memory:
 
 
 class Cells:
-    """An allocation of shared memory: bytes, and who touched which row of it."""
+    """An allocation of shared memory: its bytes, and who touched which row (or stage) of it."""
 
     def __init__(self, data, row_bytes, name):
         self.data, self.row, self.name = data, row_bytes, name
         num = -(-len(data) // row_bytes)
-        self.by = np.zeros(num, dtype=np.int32)
-        self.at = np.zeros(num, dtype=np.int32)
-        self.is_async = np.zeros(num, dtype=bool)
-        self.reads = {}  # agent -> (clocks by row, whether it reads by the async proxy)
+        self.writes = [(0, 0, False)] * num  # agent, clock, whether by the async proxy
+        self.reads = [{} for _ in range(num)]  # {agent: (clock, whether by the async proxy)}
 
-    def _blame(self, memory, what, agent, by, where):
-        memory.blame(agent, f"{what} {self.name}{where}", by)
-
-    def _check(self, memory, agent, by, at, is_async, clocks, through_async, what, where):
-        """All (by, at) of rows must come before."""
-        late = clocks[SEEN][by] < at
-        if through_async:  # what the generic proxy did needs the fence
-            late |= ~is_async & (clocks[SHARED][by] < at)
-        else:
-            late &= by != agent
-        if late.any():
-            first = int(np.argmax(late))
-            self._blame(memory, what, agent, int(by[first]), where)
+    def _blame(self, memory, what, agent, by, row):
+        memory.blame(agent, f"{what} {self.name}[{row}]", by)
 
     def read(self, memory, agent, clock, rows, clocks, through_async, reader=None):
         """By a role, or by wgmma (`reader`) for it."""
-        self._check(
-            memory, agent, self.by[rows], self.at[rows], self.is_async[rows], clocks,
-            through_async, "has read for it" if through_async else "reads", (rows.start, rows.stop),
-        )  # fmt: skip
         reader = agent if reader is None else reader
-        kept = self.reads.get(reader)
-        if kept is None:
-            kept = self.reads[reader] = (np.zeros(len(self.by), dtype=np.int32), through_async)
-        kept[0][rows] = clock
+        for row in rows:
+            by, at, is_async = self.writes[row]
+            order = clocks[SHARED if through_async and not is_async else SEEN]
+            if order[by] < at and (through_async or by != agent):
+                what = "has wgmma read" if through_async else "reads"
+                self._blame(memory, what, agent, by, row)
+            self.reads[row][reader] = clock, through_async
 
     def write(self, memory, agent, clock, rows, clocks, through_async, writer=None):
         """By a role, or by a copy (`writer`) that it issues."""
         what = "has a copy write" if through_async else "writes"
-        where = (rows.start, rows.stop)
-        self._check(
-            memory, agent, self.by[rows], self.at[rows], self.is_async[rows], clocks,
-            through_async, what, where,
-        )  # fmt: skip
-        for reader, (at, is_async) in self.reads.items():
-            if reader == agent and not through_async:
-                continue
+        for row in rows:
+            by, at, is_async = self.writes[row]
             order = clocks[SHARED if through_async and not is_async else SEEN]
-            if order[reader] < at[rows].max():
-                self._blame(memory, what, agent, reader, where)
-        self.by[rows] = agent if writer is None else writer
-        self.at[rows] = clock
-        self.is_async[rows] = through_async
+            if order[by] < at and (through_async or by != agent):
+                self._blame(memory, what, agent, by, row)
+            for reader, (at, is_async) in self.reads[row].items():
+                order = clocks[SHARED if through_async and not is_async else SEEN]
+                if order[reader] < at and (through_async or reader != agent):
+                    self._blame(memory, what, agent, reader, row)
+            self.reads[row].clear()
+            self.writes[row] = (agent if writer is None else writer), clock, through_async
