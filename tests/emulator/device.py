@@ -707,7 +707,7 @@ class Launch:
         self.scheduler.wake(self)
 
     def finish(self, role):
-        join(self.end, role.clocks)
+        join(self.end, role.clocks[SEEN])  # the end of a launch fences all proxies
         self.left -= 1
         self.allow(role)
 
@@ -720,6 +720,7 @@ class Launch:
         Nothing that `before` itself does is known; only griddepcontrol.wait brings that.
         """
         clocks = self.host.clocks.copy()
+        clocks[:] = clocks[SEEN]
         if before is not None and before.before is not None and all(before.allowed.values()):
             join(clocks, before.before.end)
         return clocks

@@ -1,8 +1,12 @@
 """Many interleavings of a case, and the shortest that was found of a failing one."""
 
 import itertools
+import json
+import os
+from pathlib import Path
 
-from tests.emulator.policies import Recorded, Replayed, policy_of
+from megamoe.errors import MegaMoEError
+from tests.emulator.policies import Recorded, Replayed, Starved, policy_of
 
 MOST_RUNS = 80  # to make one failure shorter
 
@@ -10,13 +14,33 @@ MOST_RUNS = 80  # to make one failure shorter
 class Found(AssertionError):
     """A failure, with its seed and the shortest interleaving that still shows it."""
 
-    def __init__(self, case, seed, error, changes, log):
-        self.case, self.seed, self.error, self.changes, self.log = case, seed, error, changes, log
+    def __init__(self, case, seed, error, how, log):
+        self.case, self.seed, self.error, self.log = case, seed, error, log
         super().__init__(
-            f"{case.name}, seed {seed}: {error}\n"
-            f"{len(changes)} changes of an undisturbed run show it:\n{told(changes)}\n"
-            f"its last steps:\n{last_steps(log)}"
+            f"{case.name}, seed {seed}: {error}\n{how}\nits last steps:\n{last_steps(log)}"
         )
+        _keep(case, seed, log)
+
+
+def _keep(case, seed, log):
+    """A picture of it, for Perfetto, where a folder is named."""
+    folder = os.environ.get("MEGAMOE_PROOF_TRACES")
+    if folder:
+        path = Path(folder) / f"{case.name}-{seed}.json"
+        path.write_text(json.dumps(perfetto(log)))
+
+
+def perfetto(log):
+    """A run as events of a trace: a line for each role and operation, a microsecond a step."""
+    lines = {name: i for i, name in enumerate(dict.fromkeys(name for name, _ in log))}
+    names = [
+        {"ph": "M", "name": "thread_name", "pid": 0, "tid": i, "args": {"name": name}}
+        for name, i in lines.items()
+    ]
+    return names + [
+        {"ph": "X", "name": what, "pid": 0, "tid": lines[name], "ts": i, "dur": 1}
+        for i, (name, what) in enumerate(log)
+    ]
 
 
 def told(changes):
@@ -40,7 +64,7 @@ def attempt(case, policy, log=None):
     """The error of one run, or None."""
     try:
         case.run(policy, log)
-    except Exception as error:
+    except (AssertionError, MegaMoEError) as error:
         return error
     return None
 
@@ -74,12 +98,27 @@ def explore(case, seeds):
         recorded = Recorded(policy_of(seed))
         error = attempt(case, recorded)
         if error is not None:
-            changes = shortened(case, recorded.changes)
-            log = []
-            again = attempt(case, Replayed(changes), log)
-            raise Found(case, seed, again or error, changes, log) from (again or error)
+            raise _found(case, seed, error, recorded.changes) from error
         num += 1
     return num
+
+
+def _found(case, seed, error, changes):
+    """The failure as a short story: a run undisturbed, with one slow role, or with few changes."""
+    log = []
+    if attempt(case, Replayed({}), log) is not None:
+        return Found(case, seed, attempt(case, Replayed({})), "an undisturbed run shows it", log)
+    for name in sorted({role for role, _, _ in changes if role}):
+        log = []
+        again = attempt(case, Starved(name), log)
+        if again is not None:
+            how = f"it shows where {name} runs only when nobody else can"
+            return Found(case, seed, again, how, log)
+    changes = shortened(case, changes)
+    log = []
+    again = attempt(case, Replayed(changes), log)
+    how = f"{len(changes)} changes of an undisturbed run show it:\n{told(changes)}"
+    return Found(case, seed, again or error, how, log)
 
 
 def is_found(case, seeds):

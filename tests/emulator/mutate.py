@@ -61,7 +61,7 @@ def functions(module_name):
 
 def compiled(made, tree):
     """The code of a changed function."""
-    tree = ast.fix_missing_locations(tree)
+    tree = ast.fix_missing_locations(as_compiled(tree))
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             node.annotation = None
@@ -286,6 +286,57 @@ def mutants(modules):
                         )
                         found[mutant.name] = mutant
     return found
+
+
+# -- what a loop carries ---------------------------------------------------------------------------
+
+
+def _aliases(node):
+    """(name, other, statement) of every `name = other`."""
+    for found in ast.walk(node):
+        if isinstance(found, ast.Assign) and isinstance(found.value, ast.Name):
+            for target in found.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, found.value.id, found
+
+
+def _stored(node):
+    """Names that are set."""
+    return {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+
+
+def as_compiled(tree):
+    """A function as Gluon's compiler takes it: some aliases in loops are not carried.
+
+    `name = other` before a loop and again in it, where the loop sets `other`: the compiler, at its
+    first look, finds the same value in both, and `name` is for ever the first one.
+    """
+    for loop in [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While)]:
+        inside = list(_aliases(loop))
+        mine = {id(statement) for _, _, statement in inside}
+        outside = {(a, b) for a, b, statement in _aliases(tree) if id(statement) not in mine}
+        for name, other, statement in inside:
+            if (name, other) in outside and other in _stored(loop):
+                statement.value = ast.copy_location(ast.Name(name, ast.Load()), statement.value)
+    return tree
+
+
+def carried_traps(module):
+    """The same alias before a loop too, where that changes nothing in Python."""
+    for function, (made, tree) in sorted(functions(module.__name__).items()):
+        for at, statement in enumerate(tree.body):
+            loops = [n for n in ast.walk(statement) if isinstance(n, ast.For | ast.While)]
+            before = set().union(*map(_stored, tree.body[:at])) if at else set()
+            for name, other in sorted({(a, b) for loop in loops for a, b, _ in _aliases(loop)}):
+                if other in before and name not in before:
+                    changed = copy.deepcopy(tree)
+                    alias = ast.parse(f"{name} = {other}").body[0]
+                    changed.body.insert(at, ast.copy_location(alias, statement))
+                    short = module.__name__.rpartition(".")[2]
+                    what = f"{name} = {other} before the loop too"
+                    yield Mutant(short, function, what, compiled(made, changed))
 
 
 def _made(mutant):

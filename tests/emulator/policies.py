@@ -105,6 +105,35 @@ class Calm:
         return roles[0] if roles else scheduler.operations[0]
 
 
+class Starved(Calm):
+    """`Calm`, but a role, by its name, runs only when nobody else can."""
+
+    def __init__(self, name):
+        self.name = name
+
+    def pick(self, scheduler):
+        others = [role for role in scheduler.runnable if role.name != self.name]
+        if scheduler.now in others:
+            return scheduler.now
+        if others or scheduler.operations:
+            return others[0] if others else scheduler.operations[0]
+        return scheduler.runnable[0]
+
+
+class Hurried:
+    """A policy under which time may also run out early for waits that have a bound."""
+
+    def __init__(self, policy, rng, chance=0.02):
+        self.policy, self.rng, self.chance = policy, rng, chance
+
+    def pick(self, scheduler):
+        if self.rng.random() < self.chance:
+            waiting = [r for r in scheduler.roles if r.is_bounded and r.waits_for is not None]
+            if waiting:
+                scheduler.time_out(self.rng.choice(waiting))
+        return self.policy.pick(scheduler)
+
+
 KINDS = (Slow, Bursts, Slow, Priorities, Slow, Uniform, Bursts, Slow)
 
 

@@ -28,8 +28,8 @@ class Killed(BaseException):
 class _Green:
     """A coroutine of greenlet's."""
 
-    def __init__(self, act):
-        self.it = greenlet.greenlet(act)
+    def __init__(self, act, main):
+        self.it = greenlet.greenlet(act, main)
 
     def kill(self):
         if self.it:  # it has begun, and not ended
@@ -40,7 +40,7 @@ class _Green:
 class _Thread:
     """A thread that runs while it has the baton."""
 
-    def __init__(self, act):
+    def __init__(self, act, main):
         self.baton, self.is_killed, self.act = threading.Lock(), False, act
         self.baton.acquire()
         self.it = threading.Thread(target=self._run, daemon=True)
@@ -99,7 +99,7 @@ class Role:
         self.products = self.copies = None  # of wgmma and cp.async: `device` makes them
         self.last_launch = None  # a host's
         self.act = act
-        self.coroutine = (_Green if greenlet else _Thread)(self._run)
+        self.coroutine = (_Green if greenlet else _Thread)(self._run, scheduler.main)
 
     def _run(self, *_):
         scheduler = self.scheduler
@@ -281,8 +281,13 @@ class Scheduler:
         if not late:
             waits = "; ".join(f"{role.name} waits for {role.waits_for}" for role in self.roles)
             raise Violation(f"nobody can go on: {waits}")
-        late[0].is_late = True
-        self.runnable.append(late[0])
+        self.time_out(late[0])
+
+    def time_out(self, role):
+        """The bound of a role's wait has come."""
+        role.is_late = True
+        if role not in self.runnable:
+            self.runnable.append(role)
 
     def forget(self, host):
         """All launches are over: what they did is known, and their names are free."""

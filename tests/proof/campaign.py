@@ -16,7 +16,8 @@ CASES = {
     "swapped-deep": lambda: targets.staged_case("w8a8", WIDE, (9, 3, 5), num_sms=1, stages=6),
     "straight": lambda: targets.staged_case("w8a8", PLAIN, has_bias=True),
     "straight-dealt": lambda: targets.staged_case("w8a8", DEALT),
-    "straight-drawn": lambda: targets.staged_case("w8a8", DRAWN, (5, 70, 3)),
+    "straight-drawn": lambda: targets.staged_case("w8a8", DRAWN, (5, 70, 3), stages=2),
+    "straight-idle": lambda: targets.staged_case("w8a8", DRAWN, (5,), num_sms=3),
     "straight-fp4": lambda: targets.staged_case("w4a8_block", IN_STAGE),
     "fused": lambda: targets.fused_case(),
     "fused-fp4": lambda: targets.fused_case("w4a8_block", window=2),
@@ -25,6 +26,9 @@ CASES = {
     "fused-apart": lambda: targets.apart_case(),
     "straight-ahead": lambda: targets.staged_case(
         "w4a8_block", AHEAD, num_sms=3, hidden=512, counts=(5, 3, 2, 1)
+    ),
+    "straight-tail": lambda: targets.staged_case(
+        "w4a8_block", AHEAD, num_sms=3, hidden=512, counts=(129,)
     ),
     "fused-ring": lambda: targets.fused_case(tokens=16, experts=3, pool_rows=32, intermediate=128),
 }
@@ -60,13 +64,19 @@ def places(mutant):
     return [name for name in CASES if (mutant.module, mutant.function) in reached(name)]
 
 
-def hunt(mutant, base=0, seeds=8):
+# Where what only these launches have is looked for longer.
+SPECIAL = ("fused-ring", "straight-tail", "straight-drawn", "fused-apart")
+
+
+def hunt(mutant, base=0, seeds=3, special=60):
     """(case, seed, error) of who finds a planted bug first, or None."""
     names = places(mutant)
+    rounds = [(seed, name) for seed in range(base, base + seeds) for name in names]
+    more = range(base + seeds, base + special)
+    rounds += [(seed, name) for seed in more for name in names if name in SPECIAL]
     with mutate.planted(mutant):
-        for seed in range(base, base + seeds):
-            for name in names:
-                found, error = is_found(case(name), (seed,))
-                if found is not None:
-                    return name, found, error
+        for seed, name in rounds:
+            found, error = is_found(case(name), (seed,))
+            if found is not None:
+                return name, found, error
     return None
