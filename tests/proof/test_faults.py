@@ -1,0 +1,94 @@
+"""Launches that give up: whatever happens when, they end, and say so."""
+
+from random import Random
+
+import pytest
+
+from megamoe.errors import MegaMoETimeout
+from megamoe.kernels.hopper import meet
+from tests.emulator import policies
+from tests.emulator.exploring import attempt
+from tests.kernels.support import INTERPRETED
+from tests.proof import targets
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
+
+
+WILD = "no allocation holds"
+
+
+def given(case):
+    names = targets._GLUON["mega"].arg_names
+    return dict(zip(names, case.launches[0][2], strict=False))
+
+
+def outcomes(case, seeds, hurry=None):
+    """What each run reports: 0, or the number of the wait that was given up first.
+
+    -1 of a run that stored where no memory is: see the test that is expected to fail.
+    """
+    case.is_strict = False  # who goes on after a report reads what nobody ordered
+    found = []
+    for seed in seeds:
+        case.wanted = None
+        policy = policies.policy_of(seed)
+        if hurry is not None:
+            policy = policies.Hurried(policy, Random(seed), hurry)
+        error = attempt(case, policy)
+        if error is not None and WILD in str(error):
+            found.append(-1)
+            continue
+        assert error is None, f"seed {seed}: {error}"
+        report = given(case)["report"]
+        found.append(int(report[3]) if int(report[0]) else 0)
+    return found
+
+
+def test_a_rank_that_never_says_it_is_done_is_reported_in_every_interleaving():
+    case = targets.fused_case(absent=0)
+    assert set(outcomes(case, range(16))) == {meet.WAIT_DONE.value}
+
+
+WAITS = {
+    ("POOL", -3): {meet.WAIT_POOL.value}, ("POOL", 3): {meet.WAIT_POOL.value},
+    ("TICKET", -5): {meet.WAIT_TICKETS.value}, ("TICKET", 1000): {meet.WAIT_TICKETS.value},
+    ("DONE", -1): {meet.WAIT_DONE.value}, ("DONE", 1): {meet.WAIT_DONE.value, 0},
+    ("EXIT", 5 * 1024): {meet.WAIT_TICKETS.value},
+    ("READY", -1): {meet.WAIT_READY.value}, ("READY", 1): {meet.WAIT_READY.value},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("word", "value"), WAITS)
+def test_a_poisoned_counter_is_reported_by_who_waits_for_it(word, value):
+    case = targets.fused_case(poison=(getattr(meet, word).value, value))
+    assert set(outcomes(case, range(6))) == WAITS[word, value]
+
+
+HURRIED = {
+    "one": lambda: targets.fused_case(stages=2),
+    "ranks": targets.local_case,
+    "ring": lambda: targets.fused_case(
+        tokens=16, experts=3, pool_rows=32, intermediate=128, stages=2
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HURRIED)
+def test_waits_that_run_out_at_any_time_leave_nobody_waiting(name):
+    found = outcomes(HURRIED[name](), range(12), hurry=0.05)
+    assert any(found)
+
+
+@pytest.mark.xfail(
+    strict=True, reason="after a report L2 stores rows to destinations that nobody has written"
+)
+@pytest.mark.parametrize("name", ["one", "ring"])
+def test_a_launch_that_gives_up_stores_nowhere_else(name):
+    assert -1 not in outcomes(HURRIED[name](), range(12), hurry=0.05)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_rank_whose_peer_makes_no_call_reports_it(seed):
+    case = targets.apart_case(calls=((2, 1),), ctas=2, absent=0)
+    with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to begin the call"):
+        case.run(policies.policy_of(seed))
