@@ -13,7 +13,6 @@ import torch
 import triton.language as tl
 
 
-
 class Element:
     """A type of elements: Triton's own are slow to compare."""
 
@@ -296,8 +295,7 @@ def associative_scan(v, axis, combine):
 
 def broadcast(a, b):
     return tuple(
-        Value(found, v.kind)
-        for found, v in zip(np.broadcast_arrays(a.a, b.a), (a, b), strict=True)
+        Value(found, v.kind) for found, v in zip(np.broadcast_arrays(a.a, b.a), (a, b), strict=True)
     )
 
 

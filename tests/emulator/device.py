@@ -29,6 +29,7 @@ from tests.emulator.arrays import Pointer, Value, decoded, encoded, raw
 from tests.emulator.memory_model import GLOBAL, SEEN, SHARED, Cells, Violation, join
 from tests.emulator.scheduler import Scheduler
 
+
 def _now():
     """(the scheduler, the role that runs)."""
     scheduler = Scheduler.current
@@ -140,7 +141,9 @@ def _atomic(change):
         sem, scope = sem or "acq_rel", scope or "gpu"
         if mask is not None and not raw(mask):
             return Value(0)
-        view, at, word = _strong(scheduler, role, int(pointer.address), pointer.element, True, scope)
+        view, at, word = _strong(
+            scheduler, role, int(pointer.address), pointer.element, True, scope
+        )
         if scope == "cta":  # nobody outside the CTA is meant
             sem = "relaxed"
         if sem in ("acquire", "acq_rel"):
@@ -158,7 +161,7 @@ def _atomic(change):
 # -- shared memory ---------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _left_side(filename, line):
     """The name that a line assigns to."""
     found = re.match(r"\s*(\w+)\s*=", linecache.getline(filename, line))
@@ -236,8 +239,18 @@ class Shared:
 class Barrier:
     """One mbarrier: `pending` arrivals and `bytes` end its phase."""
 
-    __slots__ = ("agent", "bytes", "completed", "count", "name", "pending", "phase", "phases",
-                 "so_far", "issued")  # fmt: skip
+    __slots__ = (
+        "agent",
+        "bytes",
+        "completed",
+        "count",
+        "issued",
+        "name",
+        "pending",
+        "phase",
+        "phases",
+        "so_far",
+    )  # fmt: skip
 
     def __init__(self, name, agents):
         self.count = self.pending = self.bytes = self.phase = self.phases = self.issued = 0
@@ -359,7 +372,7 @@ class Descriptor:
     block_type = property(lambda self: SimpleNamespace(shape=self.block))
 
     def inside(self, at):
-        """(byte offsets from the tensor's start, places in the block) of what lies in the tensor."""
+        """(bytes from the tensor's start, places in the block) of what lies in the tensor."""
         key = (self.tensor_shape, self.strides, tuple(self.block), self.size, at)
         if key not in _BLOCKS:
             offset, keep = np.zeros((), dtype=np.int64), np.ones((), dtype=bool)
@@ -451,7 +464,7 @@ def cp_async(into, pointer, mask=None):
     into.cells.write(
         scheduler.memory, role.agent, queue.issued + 1, into.rows(), role.clocks, False, queue.agent
     )
-    address, keep, shape = _flat(pointer, mask)
+    address, keep, _ = _flat(pointer, mask)
     size, stored, number = pointer.element.size, pointer.element.stored, queue.issued + 1
     flat = into.v.reshape(-1)
     assert np.shares_memory(flat, into.v)

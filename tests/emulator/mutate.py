@@ -89,10 +89,15 @@ def _hand_shakes():
         tree = functions(made.__globals__["__name__"])[made.__name__][1]
         if not any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(tree)):
             text = ast.unparse(tree)
-            if len(tree.body) <= 8 and re.search(
-                r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|AWAIT|wait_for\(",
-                text,
-            ) and "warp_specialize" not in text and "while" not in text:
+            if (
+                len(tree.body) <= 8
+                and re.search(
+                    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|AWAIT|wait_for\(",
+                    text,
+                )
+                and "warp_specialize" not in text
+                and "while" not in text
+            ):
                 known.add(made.__name__)
     return known
 
@@ -184,9 +189,7 @@ def _expressions(nodes, at):
                     if len(call.args) > 1:
                         call.args[1] = ast.BinOp(call.args[1], ast.Add(), more)
                     else:
-                        call.keywords[0].value = ast.BinOp(
-                            call.keywords[0].value, ast.Add(), more
-                        )
+                        call.keywords[0].value = ast.BinOp(call.keywords[0].value, ast.Add(), more)
 
                 if given is not None or node.keywords:
                     yield f"one more in {text}", at(node, one_more)

@@ -152,7 +152,9 @@ class Scheduler:
 
     # -- roles ------------------------------------------------------------------------------------
 
-    def add(self, act, name, *, kind="host", cta=None, launch=None, gpu=0, num_warps=1, parent=None):
+    def add(
+        self, act, name, *, kind="host", cta=None, launch=None, gpu=0, num_warps=1, parent=None
+    ):
         role = Role(self, act, name, kind, cta, launch, gpu, num_warps, parent)
         self.roles.append(role)
         self.runnable.append(role)

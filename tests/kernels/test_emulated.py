@@ -15,7 +15,7 @@ from megamoe.engine.faults import NONE, Faults
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.manner import Manner
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import edges, meet, mega_launch, place, route
+from megamoe.kernels.hopper import edges, mega_launch, place, route
 from megamoe.kernels.hopper.pool import num_rows
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows 
 
 CPU = torch.device("cpu")
 E, H, I, K = 4, 320, 160, 2  # widths that are no multiples of 128
-SOON, LATER = 0.3, 3.0  # seconds: where a slow machine may be late, and where it may not
+LATER = 3.0  # seconds after which a wait that nobody ends is given up
 
 
 @pytest.fixture(autouse=True)
@@ -313,8 +313,6 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
 
 # -- faults --------------------------------------------------------------------------------------
 
-HASTY = Manner("fused", timeout_s=SOON)
-
 
 def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
     w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
@@ -322,18 +320,6 @@ def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
         fuse(inputs, w, found=found, manner=Manner("fused", timeout_s=LATER), absent=0)
     found.reset()
     assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
-
-
-@pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
-@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "READY"])
-def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
-    w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
-    found.counters.view(-1)[getattr(meet, word).value] = value
-    try:
-        assert_agrees(fuse(inputs, w, found=found, manner=HASTY)[0], inputs, w)
-    except MegaMoETimeout:
-        found.reset()
-        assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
 
 
 # -- the emulator itself -------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """Changes to what the compiler makes reach it, and leave others' alone."""
 
+from types import SimpleNamespace
+
 import pytest
 import triton
 
@@ -37,5 +39,7 @@ def test_a_later_compiler_asks_for_a_key_first(before, monkeypatch):
 
 
 def test_a_compiler_without_such_stages_is_left_alone(monkeypatch):
-    monkeypatch.setattr(triton.knobs, "runtime", object())
+    runtime = SimpleNamespace(theirs=1)
+    monkeypatch.setattr(triton.knobs, "runtime", runtime)
     stages._install()
+    assert vars(runtime) == {"theirs": 1}

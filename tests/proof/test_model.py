@@ -46,7 +46,9 @@ class Program:
         return it
 
     def shared(self):
-        self.full, self.empty = (device.Barrier(n, self.scheduler.agents) for n in ("full", "empty"))
+        self.full, self.empty = (
+            device.Barrier(n, self.scheduler.agents) for n in ("full", "empty")
+        )
         for barrier in (self.full, self.empty):
             device.init(barrier, 1)
         self.stage = device.allocate_shared_memory(arrays.I32, [1, 32], None)
@@ -233,7 +235,7 @@ def test_a_failure_tells_the_shortest_story():
         if not old:
             raise Violation("it came first")
 
-    with pytest.raises(Found, match="role 0 runs only when nobody else can|1 changes") as found:
+    with pytest.raises(Found, match=r"role 0 runs only when nobody else can|1 changes") as found:
         explore(Program(first, hasty), range(24))
     assert "it came first" in str(found.value) and f"seed {found.value.seed}" in str(found.value)
 
