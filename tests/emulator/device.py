@@ -338,7 +338,7 @@ def wait(barrier, phase):
 
 
 def fence_async_shared():
-    scheduler, role = _now()
+    role = _now()[1]
     np.maximum(role.clocks[SHARED], role.clocks[SEEN], out=role.clocks[SHARED])
     role.tick()
 
