@@ -20,6 +20,9 @@ CASES = {
     "straight-idle": lambda: targets.staged_case("w8a8", DRAWN, (5,), num_sms=3),
     "straight-fp4": lambda: targets.staged_case("w4a8_block", IN_STAGE),
     "fused": lambda: targets.fused_case(),
+    "fused-idle": lambda: targets.fused_case(
+        num_sms=4, tokens=1, experts=1, intermediate=128, top_k=1
+    ),
     "fused-fp4": lambda: targets.fused_case("w4a8_block", window=2),
     "fused-bf16": lambda: targets.fused_case("bf16", has_bias=True, has_bad_slot=True),
     "fused-ranks": lambda: targets.local_case(),

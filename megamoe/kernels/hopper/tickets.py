@@ -55,6 +55,7 @@ def _meet_all(m, tiles, num):
     tell_done(m)
     wait_for_done(m)
     mbarrier.arrive(m.all_done, count=1)
+    mbarrier.wait(m.filled, 0)  # without a tile nobody else knows whether load_tokens still polls
     out = gl.atomic_add(m.counters + EXIT, tiles * 1024 + 1, sem="acq_rel", scope="gpu")
     if out % 1024 == m.num_ctas - 1:
         expect(m.call, m.rank, out // 1024 + tiles, num, WAIT_TICKETS, m.rank)
