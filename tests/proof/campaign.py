@@ -26,6 +26,9 @@ CASES = {
     "fused-fp4": lambda: targets.fused_case("w4a8_block", window=2),
     "fused-bf16": lambda: targets.fused_case("bf16", has_bias=True, has_bad_slot=True),
     "fused-ranks": lambda: targets.local_case(),
+    "fused-four": lambda: targets.local_case(
+        ranks=4, ctas=1, counts=(1, 0, 2, 1), intermediate=128
+    ),
     "fused-apart": lambda: targets.apart_case(),
     "straight-ahead": lambda: targets.staged_case(
         "w4a8_block", AHEAD, num_sms=3, hidden=512, counts=(5, 3, 2, 1)
