@@ -95,9 +95,10 @@ def explore(case, seeds):
     """Run a case under the policy of each seed; raises `Found` at the first failure."""
     num = 0
     for seed in seeds:
-        recorded = Recorded(policy_of(seed))
-        error = attempt(case, recorded)
+        error = attempt(case, policy_of(seed))
         if error is not None:
+            recorded = Recorded(policy_of(seed))
+            error = attempt(case, recorded) or error
             raise _found(case, seed, error, recorded.changes) from error
         num += 1
     return num

@@ -26,7 +26,8 @@ PER_TEST = 100
 # 2 000 of the fused launch over two ranks of two CTAs; 500 and more of each kernel besides.
 NUM = {
     "fused-ranks": 2000, "fused": 200, "fused-idle": 100, "fused-fp4": 150, "fused-bf16": 150,
-    "fused-four": 50, "fused-apart": 200, "fused-ring": 100, "swapped": 100, "swapped-fp4": 100, "swapped-wide": 100,
+    "fused-four": 50, "fused-apart": 200, "fused-ring": 100, "swapped": 100, "swapped-fp4": 100,
+    "swapped-wide": 100,
     "swapped-bf16": 100, "swapped-deep": 100, "straight": 100, "straight-dealt": 100,
     "straight-drawn": 150, "straight-idle": 100, "straight-fp4": 100, "straight-ahead": 50,
     "straight-tail": 100,
