@@ -11,7 +11,7 @@ import threading
 
 import numpy as np
 
-from tests.emulator.memory_model import SEEN, Agents, Memory, Violation, join
+from tests.emulator.memory_model import SEEN, Agents, Memory, Violation
 
 try:
     import greenlet
@@ -37,48 +37,40 @@ class _Green:
             self.it.throw(Killed)
 
 
-class _Thread:
-    """A thread that runs while it has the baton."""
+class _Baton:
+    """A thread that runs while it has the baton: that of `Scheduler.run`, or a `_Thread`."""
+
+    def __init__(self):
+        self.lock, self.is_killed = threading.Lock(), False
+        self.lock.acquire()
+
+    def resume(self, current):
+        """Go on here, and stop `current` until it is resumed; None: it has ended."""
+        self.lock.release()
+        if current is not None:
+            current.lock.acquire()
+            if current.is_killed:
+                raise Killed
+
+
+class _Thread(_Baton):
+    """A coroutine where there is no greenlet."""
 
     def __init__(self, act, main):
-        self.baton, self.is_killed, self.act = threading.Lock(), False, act
-        self.baton.acquire()
-        self.it = threading.Thread(target=self._run, daemon=True)
+        super().__init__()
+        self.act, self.it = act, threading.Thread(target=self._run, daemon=True)
         self.it.start()
 
     def _run(self):
-        self.baton.acquire()
+        self.lock.acquire()
         if not self.is_killed:
             self.act()
-
-    def resume(self, current):
-        """Go on here, and stop `current` (a coroutine) until it is resumed; None: it has ended."""
-        self.baton.release()
-        if current is not None:
-            current.baton.acquire()
-            if current.is_killed:
-                raise Killed
 
     def kill(self):
         if self.it.is_alive():
             self.is_killed = True
-            self.baton.release()
+            self.lock.release()
             self.it.join()
-
-
-class _Main:
-    """The thread that called `Scheduler.run`, as `_Thread` has it."""
-
-    def __init__(self):
-        self.baton, self.is_killed = threading.Lock(), False
-        self.baton.acquire()
-
-    def resume(self, current):
-        self.baton.release()
-        if current is not None:
-            current.baton.acquire()
-            if current.is_killed:
-                raise Killed
 
 
 class Role:
@@ -164,7 +156,7 @@ class Scheduler:
         """Run functions as host threads, GPU i for host i, until all have ended."""
         assert Scheduler.current is None, "one scheduler at a time"
         Scheduler.current = self
-        self.main = greenlet.getcurrent() if greenlet else _Main()
+        self.main = greenlet.getcurrent() if greenlet else _Baton()
         try:
             for i, act in enumerate(hosts):
                 self.add(act, f"host {i}", gpu=i)
@@ -298,6 +290,3 @@ class Scheduler:
         host.agent, host.leader = self.agents.add(host.name), self.agents.add(host.name)
         host.clocks[:] = 0
         host.clocks[SEEN, :2] = 1
-
-    def join(self, role, clocks):
-        join(role.clocks, clocks)
