@@ -1,4 +1,7 @@
-"""A checkpoint's tensors as they are: gpt-oss blocks, DeepSeek-V3 FP8 blocks; saved and loaded."""
+"""A checkpoint's tensors as they are: gpt-oss blocks, DeepSeek-V3 FP8 blocks; saved and loaded.
+
+Runs on a GPU where there is one.
+"""
 
 import tempfile
 from pathlib import Path
@@ -8,7 +11,9 @@ import torch
 import megamoe as mm
 
 EXPERTS, HIDDEN, INTERMEDIATE = 4, 256, 192
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
+torch.set_default_device(DEVICE)
 gate_up = torch.randn(EXPERTS, 2 * INTERMEDIATE, HIDDEN).bfloat16()  # gate, up, gate, up, ...
 down = torch.randn(EXPERTS, HIDDEN, INTERMEDIATE).bfloat16()
 
@@ -31,7 +36,7 @@ deepseek = mm.ExpertWeights.from_quantized(
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "experts.safetensors"
     deepseek.save(path)
-    again = mm.ExpertWeights.load(path)
+    again = mm.ExpertWeights.load(path, device=DEVICE)
     print(f"{path.stat().st_size:,} bytes on disk, {again.nbytes:,} in memory")
 
 x = torch.randn(3, HIDDEN).bfloat16()

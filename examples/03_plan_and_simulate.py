@@ -8,8 +8,8 @@ problem = mm.Problem(
 )  # fmt: skip
 for machine in ("h200", "b200"):
     plan = mm.plan(problem, machine)
-    print(f"{machine}: tiles {plan.tiles.block_m} x {plan.tiles.block_n}, {plan.num_stages} stages")
-    print("  why block_m:", plan.choice("block_m").why)
+    print(f"{machine}: {plan.backend}, {plan.mode}, {plan.tile}: {plan.why}")
+    print("  launches:", ", ".join(launch.name for launch in plan.launches))
     found = mm.simulate(plan, skew="zipf")
     share = found.exposed_us / found.time_us
     print(

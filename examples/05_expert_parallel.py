@@ -18,7 +18,6 @@ import torch.distributed as dist
 
 import megamoe as mm
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.placement import propose
 
 EXPERTS, HIDDEN, INTERMEDIATE, TOP_K = 16, 256, 128, 4
 
@@ -65,7 +64,7 @@ except mm.MegaMoEError as error:
 
 # Place the experts anew by what was recorded: hot ones twice. The bits stay.
 seen = layer.statistics()
-placement = propose(seen.logical, num_ranks, EXPERTS // num_ranks + 2)
+placement = mm.propose(seen.logical, num_ranks, EXPERTS // num_ranks + 2)
 say(
     f"busiest rank over the mean: {seen.placement.imbalance(seen.logical):.2f} as it was, "
     f"{placement.imbalance(seen.logical):.2f} with {placement.num_physical - EXPERTS} copies"

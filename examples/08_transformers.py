@@ -6,6 +6,7 @@ The weights are random. docs/transformers.md has the rest.
 """
 
 import argparse
+import sys
 import time
 
 import torch
@@ -13,7 +14,7 @@ import torch
 try:
     import transformers
 except ImportError:
-    raise SystemExit(print("needs transformers 5: pip install 'megamoe[transformers]'")) from None
+    sys.exit("needs transformers 5.7 or newer: pip install 'megamoe[transformers]'")
 
 from megamoe.integrations.transformers import register
 

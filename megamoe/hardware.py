@@ -6,11 +6,9 @@ plain kernel was seen to reach, and floors are computed from it. Tensor peaks ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megamoe.errors import NotAvailable, RangeError, require
-
-MMA_TYPES = ("bf16", "fp8", "fp4")  # the operand width that the tensor cores see
 
 SMEM_PER_CTA = 232448  # 227 KiB: what one CTA may use on sm_90 and sm_100 (CUDA guide)
 REGISTERS_PER_SM = 65536
@@ -42,17 +40,17 @@ class Hardware:
     name: str  # "h200": what `named` looks up
     label: str  # the name in prose
     arch: str  # "sm_90a", "sm_100a", "sm_103a": what kernels compile for
-    num_sms: int
-    l2_bytes: int
-    hbm_bytes: int
-    hbm_gbs: Rate
+    num_sms: int  # streaming multiprocessors
+    l2_bytes: int  # of the L2 cache
+    hbm_bytes: int  # of its memory
+    hbm_gbs: Rate  # of its memory, on paper and reached
     tensor_tflops: tuple[tuple[str, Rate], ...]  # per MMA type the machine has
     nvlink_gbs: Rate  # one direction, one GPU to all its peers together
     nvlink_domain: int  # GPUs that reach each other by plain loads and stores
     launch_us: Figure  # one graph launch, empty kernel
     counts_source: str  # of SMs, L2, HBM size and NVLink domain
     smem_per_sm: int = SMEM_PER_CTA  # usable by one CTA
-    registers_per_sm: int = REGISTERS_PER_SM
+    registers_per_sm: int = REGISTERS_PER_SM  # of 32 bits
 
     @staticmethod
     def named(name: str) -> Hardware:
@@ -241,6 +239,22 @@ B300 = Hardware(
     counts_source="NVIDIA datasheet; SMs as CUDA reports them (the block diagram draws 160)",
 )
 
+_NO = Figure(1.0, "not known")
+CPU = Hardware(
+    name="cpu",
+    label="this CPU",
+    arch="cpu",
+    num_sms=1,
+    l2_bytes=0,
+    hbm_bytes=0,
+    hbm_gbs=Rate(_NO, _NO),
+    tensor_tflops=(("float64", Rate(_NO, _NO)), ("bf16", Rate(_NO, _NO)), ("fp8", Rate(_NO, _NO))),
+    nvlink_gbs=Rate(_NO, _NO),
+    nvlink_domain=1,
+    launch_us=Figure(0.0, "no launches"),
+    counts_source="the oracle runs anywhere",
+)
+
 MACHINES: dict[str, Hardware] = {hw.name: hw for hw in (H100, H200, H20, B200, GB200, B300)}
 
 
@@ -261,6 +275,26 @@ def match(device_name: str, num_sms: int) -> Hardware:
         kind=NotAvailable,
     )
     return found[0]
+
+
+def of_gpu(device_name: str, num_sms: int, arch: str, hbm_bytes: int) -> Hardware:
+    """The machine of a GPU, also of one that the table does not have: its speeds are not known."""
+    try:
+        return match(device_name, num_sms)
+    except NotAvailable:
+        borrowed = "not known; as on H200"
+        return replace(
+            H200,
+            name=device_name.lower().replace(" ", "-"),
+            label=device_name,
+            arch=arch,
+            num_sms=num_sms,
+            hbm_bytes=hbm_bytes,
+            hbm_gbs=Rate(
+                *(Figure(f.value, borrowed) for f in (H200.hbm_gbs.paper, H200.hbm_gbs.reached))
+            ),
+            counts_source="as CUDA reports them; speeds are not known",
+        )
 
 
 def detect(device: int = 0) -> Hardware:

@@ -11,17 +11,33 @@ RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4")
 
 WIDTH_MULTIPLE = 32  # hidden and intermediate: one MX group is the smallest unit of every format
 MAX_TOP_K = 32  # A009: one warp lane per slot
-OWN_CLAMP = {"swiglu": float("inf"), "gpt_oss": 7.0}  # what `clamp=None` means
+# The activations, and what `clamp=None` means for each; docs/numerics.md has their formulas.
+OWN_CLAMP = {
+    "swiglu": float("inf"),
+    "gpt_oss": 7.0,
+    "situ": float("inf"),  # Kimi K3
+    "geglu": float("inf"),
+    "geglu_tanh": float("inf"),  # Gemma
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One MoE layer call, as seen from one rank. Integers only: no tensors, no device."""
+    """One MoE layer call, as seen from one rank. Integers only: no tensors, no device.
 
-    num_tokens: int  # on this rank, before dispatch
-    hidden: int  # width of a token
-    intermediate: int  # width after the activation; L1 writes 2 * intermediate
-    num_experts: int  # over all ranks
+    num_tokens    on this rank, before dispatch; 0 is legal
+    hidden        width of a token, a multiple of 32
+    intermediate  width after the activation, a multiple of 32; L1 writes 2 * intermediate
+    num_experts   over all ranks, a multiple of num_ranks
+    top_k         experts of a token, 1 to 32
+    num_ranks     ranks that share the experts
+    recipe        "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4" or "nvfp4"
+    """
+
+    num_tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int
     top_k: int
     num_ranks: int = 1
     recipe: str = "w4a8_block"
@@ -47,7 +63,7 @@ class Problem:
             self.num_experts % self.num_ranks == 0,
             "num_experts must be a multiple of num_ranks",
             got=f"{self.num_experts} experts over {self.num_ranks} ranks",
-            fix="pad with empty experts",
+            fix=f"use {_divisors(self.num_experts)} ranks, or pad with empty experts",
             kind=ShapeError,
         )
         check_top_k(self.top_k, self.num_experts)
@@ -70,21 +86,32 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The choices of the layer that change its result, apart from the recipe."""
+    """The choices of the layer that change its result, apart from the recipe.
 
-    activation: str = "swiglu"  # silu(gate) * up;  "gpt_oss": gate * sigmoid(1.702 gate) * (up + 1)
-    clamp: float | None = None  # gate from above, up on both sides; None is the activation's own
-    weight_at: str = "l1"  # the topk weight multiplies the activation's output, or at "combine"
-    combine: str = "bf16"  # rows on their way to combine; "fp8" has one E8M0 scale per 128 columns
-    fast_math: bool = False  # the GPU's approximate division in the activation (A015)
+    activation  "swiglu": silu(gate) * up; "gpt_oss": gate * sigmoid(1.702 gate) * (up + 1);
+                "situ", "geglu", "geglu_tanh" on the reference and portable backends
+                (docs/numerics.md has the formulas)
+    clamp       limit of gate from above and of up on both sides, before the activation; None is
+                the activation's own: none for "swiglu", 7.0 for "gpt_oss"
+    weight_at   where a token's routing weight multiplies: "l1", the activation's output, or
+                "combine", the row that comes back
+    combine     rows on their way to the sum: "bf16", or "fp8" with one E8M0 scale per 128 columns
+    fast_math   the GPU's approximate division in the activation
+    """
+
+    activation: str = "swiglu"
+    clamp: float | None = None
+    weight_at: str = "l1"
+    combine: str = "bf16"
+    fast_math: bool = False
 
     def __post_init__(self) -> None:
         one_of(self.activation, tuple(OWN_CLAMP), "activation")
         one_of(self.weight_at, ("l1", "combine"), "weight_at")
         one_of(self.combine, ("bf16", "fp8"), "combine")
         require(
-            self.clamp is None or self.clamp > 0,
-            "clamp must be positive, or None",
+            self.clamp is None or self.clamp >= 0,
+            "clamp must not be negative, or None",
             got=self.clamp,
             kind=RangeError,
         )
@@ -93,6 +120,16 @@ class Options:
     def limit(self) -> float:
         """The clamp in force; infinity is none."""
         return OWN_CLAMP[self.activation] if self.clamp is None else self.clamp
+
+
+def _divisors(num_experts: int) -> str:
+    """The numbers of ranks, up to 64, that share so many experts evenly.
+
+    >>> _divisors(8)
+    '1, 2, 4 or 8'
+    """
+    found = [str(n) for n in range(1, min(num_experts, 64) + 1) if num_experts % n == 0]
+    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 def check_width(name: str, value: int) -> None:

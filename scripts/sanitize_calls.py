@@ -13,17 +13,26 @@ import torch
 import triton
 
 import megamoe as mm
-from megamoe.engine import faults, staged
+from megamoe.engine import portable, status
+from megamoe.engine.call import Call
+from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
 from megamoe.kernels.portable.acts import CODES
+from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
-from megamoe.kernels.portable.fill import Inputs, Mail, fill, give, take
-from megamoe.kernels.portable.hold import hold
+from megamoe.kernels.portable.graph_io import (
+    Inputs,
+    ReplayArgs,
+    copy_inputs,
+    copy_output,
+    read_args,
+)
 from megamoe.kernels.portable.sort import Order, sort_slots
+from megamoe.planner import portable as portable_plan
+from megamoe.planner.launches import Pass
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.portable import tiles
 
 DEVICE = torch.device("cpu" if triton.knobs.runtime.interpret else "cuda")
 E, I, H, K = 3, 160, 288, 2
@@ -37,18 +46,22 @@ def normal(*shape: int) -> torch.Tensor:
 def layer(recipe: str) -> None:
     """Both tiers of the staged layer, FP8 combine, padding rows, quantised tokens."""
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
-    found = faults.Faults(DEVICE)
+    found = status.DeviceStatus(DEVICE)
     for num in BATCHES:
         x = normal(num, H)
         idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
         count = torch.tensor([num - 3], dtype=torch.int32, device=DEVICE)
-        inputs = (x, idx.to(DEVICE), weight.to(DEVICE), w)
+        routing = idx.to(DEVICE), weight.to(DEVICE)
         is_wide = num == BATCHES[-1]
         options = Options(combine="fp8" if is_wide and recipe == "w8a8" else "bf16")
-        y = staged.moe(*inputs, options, None, found.word, None, count)
-        assert y.isfinite().all()
         q = mm.quantize(x, recipe_named(recipe).acts.name)
-        assert staged.moe(q, *inputs[1:], options, None, found.word).isfinite().all()
+        for tokens, padding in ((x, count), (q, None)):
+            plan = plan_for(
+                w, options, Traits(), num_tokens=num, top_k=K,
+                overrides=(("backend", "portable"),), is_quantized=tokens is q,
+            )  # fmt: skip
+            call = Call(tokens, *routing, w, options, None, found, None, padding)
+            assert portable.run(call, plan).isfinite().all()
 
 
 def alone(recipe: str) -> None:
@@ -60,14 +73,16 @@ def alone(recipe: str) -> None:
         grouped_gemm(x, w, given, sort_by_m=True)
         grouped_gemm(x, w, given, schedule="dynamic")
     if recipe == "w4a16":
-        how, tile = launch.arithmetic_on(DEVICE, recipe), tiles(recipe, 1)[1]
+        how, tile = launch.arithmetic_on(DEVICE, recipe), portable_plan.pick(recipe, 1)[1]
         idx = torch.randint(-1, 4, (29, 1), generator=torch.Generator().manual_seed(0)).int()
         order = Order.empty(29, 4, tile.block_m, DEVICE)
-        sort_slots(idx.to(DEVICE), order)
+        steps = Pass("routed", 29, 4, tuple(portable_plan.sort(29, 4, tile.block_m)))
+        sort_slots(idx.to(DEVICE), order, steps)
         rows = order.permuted_idx_to_expanded_idx.numel()
-        held = hold(mm.quantize(normal(rows, H), "bf16"), how)
+        held = decode_tokens(mm.quantize(normal(rows, H), "bf16"), how)
         total = torch.zeros(29, I, device=DEVICE)
-        launch.linear(held, w, order, total, tile, how, store="atomic")
+        step = portable_plan.grouped(tile, 29, 4, I, None)
+        launch.linear(held, w, order, total, step, how, store="atomic")
         assert total.isfinite().all()
 
 
@@ -80,18 +95,20 @@ def quantisers() -> None:
         idx, weight = (t.to(DEVICE) for t in sample_routing(7, E, K, masked_ratio=0.2))
         routing = Routing(
             idx, weight, torch.empty_like(idx, dtype=torch.int32), torch.empty_like(weight),
-            faults.Faults(DEVICE).word, torch.tensor([5], dtype=torch.int32, device=DEVICE),
+            status.DeviceStatus(DEVICE).bad_slot,
+            torch.tensor([5], dtype=torch.int32, device=DEVICE),
         )  # fmt: skip
         raw = [t if t is None else t.view(torch.uint8) for t in (q.data, q.scale)]
         by = torch.ones((), device=DEVICE) if name == "nvfp4" else None
         if name == "fp8_1x128":
             raw[1] = q.scale
-        dispatch(normal(7, H), *raw, CODES[name], g=by, routing=routing, num_experts=E)
+        step = portable_plan.quantize_rows("quantize", 7, H, CODES[name].name)
+        dispatch(normal(7, H), *raw, CODES[name], g=by, routing=routing, num_experts=E, step=step)
 
 
 def graphs() -> None:
-    """Notes taken round a ring, inputs from odd places, an output or none."""
-    mail, held = Mail.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
+    """Arguments read round a ring, inputs from odd places, an output or none."""
+    mail, held = ReplayArgs.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
     for step, num in enumerate((8, 5, 1, 3)):
         x, y = normal(num, H + step)[:, step:], torch.empty(num, H, device=DEVICE).bfloat16()
         idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K))
@@ -99,35 +116,30 @@ def graphs() -> None:
         to = 0 if step == 2 else y.data_ptr()
         note = x.data_ptr(), ids.data_ptr(), weight.data_ptr(), to, H + step, num, not step % 2, 0
         mail.slots[step % 2] = torch.tensor(note)
-        take(mail)
-        fill(mail.now, held)
-        give(mail.now, held.x)
+        read_args(mail)
+        copy_inputs(mail.now, held)
+        copy_output(mail.now, held.x)
         assert to == 0 or torch.equal(y, x)
 
 
 def hopper_layer(recipe: str) -> None:
     """Hopper's staged launches in one tile of each kind, and its fused one; shared experts too."""
-    from megamoe.engine import fused, hopper
-    from megamoe.schedule.heuristics.hopper_fused import as_fused
-    from megamoe.schedule.heuristics.hopper_tiles import tiles
+    from megamoe.engine import hopper
+    from megamoe.planner.hopper import as_fused, pick
 
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
-    found = faults.Faults(DEVICE)
-    picked = dict.fromkeys(tiles(recipe, rows)[0] for rows in (8, 100, 250, 500, 2000))
+    picked = dict.fromkeys(pick(recipe, rows)[0] for rows in (8, 100, 250, 500, 2000))
     for tile in picked:
-        num = 21 if tile.tokens < 64 else 300
+        num = 21 if tile.block_m < 64 else 300
         idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
-        inputs = (normal(num, H), idx.to(DEVICE), weight.to(DEVICE), w, Options())
-        y = hopper.moe(*inputs, None, found.word, tile=tile)
-        narrow = as_fused(tile)
-        if narrow is not None:
-            assert torch.equal(y, fused.moe(*inputs, found.word, tile=narrow))
-        assert y.isfinite().all()
-        if hopper.can_join(w, w[:1]):
-            y = hopper.moe(*inputs, w[:1], found.word, tile=tile)
-            if narrow is not None:
-                one = fused.moe(*inputs, found.word, tile=narrow, shared=w[:1])
-                assert torch.equal(y, one)
+        inputs = (normal(num, H), idx.to(DEVICE), weight.to(DEVICE))
+        shape = {"block_m": tile.block_m, "block_n": tile.block_n, "block_k": tile.block_k}
+        both = [None] if hopper.why_apart(w, w[:1]) else [None, w[:1]]
+        for shared in both:
+            modes = ("staged", "fused") if as_fused(tile) else ("staged",)
+            how = {"backend": "hopper", "shared": shared, "overrides": shape}
+            one, *others = (mm.MoE(w, E, K, mode=mode, **how)(*inputs) for mode in modes)
+            assert one.isfinite().all() and all(torch.equal(one, other) for other in others)
 
 
 OTHERS = {"quantisers": quantisers, "graphs": graphs}

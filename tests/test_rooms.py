@@ -12,12 +12,18 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # A room imports only rooms to its left.
 ORDER = [
-    "errors", "problem", "hardware", "formats", "routing", "reference", "layout", "schedule",
-    "kernels", "distributed", "engine", "compat", "integrations", "trace", "bench", "cli",
+    "errors", "files", "tested", "problem", "hardware", "formats", "routing", "reference",
+    "layout", "planner", "balance", "kernels", "distributed", "engine", "compat", "integrations",
+    "simulator", "trace", "bench", "studies", "cli",
 ]  # fmt: skip
-NO_TORCH = {"errors", "problem", "layout", "schedule", "trace"}
+NO_TORCH = {
+    "errors", "files", "tested", "problem", "layout", "planner", "balance", "simulator", "trace",
+    "studies",
+}  # fmt: skip
+TORCH_FILES = {"studies/deep_gemm/local_world.py"}
 NO_TORCH_FILES = {"formats/spec.py", "routing/spec.py", "bench/workloads.py", "__init__.py"}
-SEE_REFERENCE = {"reference", "distributed", "engine", "bench"}
+SEE_REFERENCE = {"reference", "distributed", "engine", "bench", "studies"}
+SEE_STUDIES = {"cli/study.py"}  # behind --study; the study itself, too
 
 
 def imports(path: Path, *, top_level: bool = False) -> set[str]:
@@ -54,14 +60,18 @@ def test_imports_point_one_way(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_rooms_without_torch_do_not_load_it(path):
-    if room_of(path) in NO_TORCH or str(path.relative_to(ROOT)) in NO_TORCH_FILES:
+    name = str(path.relative_to(ROOT))
+    if name in NO_TORCH_FILES or (room_of(path) in NO_TORCH and name not in TORCH_FILES):
         loaded = {name.partition(".")[0] for name in imports(path)}
         assert not loaded & {"torch", "triton", "numpy"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_no_file_is_long(path):
-    assert len(path.read_text().splitlines()) <= 400
+def test_no_launch_depends_on_a_study(path):
+    """What stands in `studies` is true of other systems: the library works without the folder."""
+    name = str(path.relative_to(ROOT))
+    if room_of(path) != "studies" and name not in SEE_STUDIES:
+        assert not {one for one in imports(path) if one.startswith("megamoe.studies")}
 
 
 def test_a_forbidden_import_would_be_seen(tmp_path):
@@ -83,3 +93,19 @@ def test_every_public_name_resolves():
         assert getattr(megamoe, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         megamoe.nothing  # noqa: B018
+
+
+def test_type_checkers_see_the_public_names_where_they_live():
+    import megamoe
+
+    (block,) = (
+        node for node in ast.parse((ROOT / "__init__.py").read_text()).body
+        if isinstance(node, ast.If)
+    )  # fmt: skip
+    seen = {
+        alias.name: node.module.removeprefix("megamoe.")
+        for node in block.body
+        for alias in node.names
+    }
+    assert seen == megamoe._HOME and sorted(megamoe._HOME) == sorted(megamoe.__all__)
+    assert set(megamoe.__all__) <= set(dir(megamoe)) and "import_module" not in dir(megamoe)

@@ -20,7 +20,7 @@ from megamoe.bench.job import Progress
 from megamoe.bench.provenance import provenance
 from megamoe.engine.graphs import Gpu, bucket_of
 from megamoe.engine.layer import MoE
-from megamoe.engine.mailbox import SLOTS
+from megamoe.engine.replay_queue import SLOTS
 from megamoe.errors import RangeError, require
 from megamoe.formats.spec import recipe_named
 
@@ -109,7 +109,7 @@ def _calls(job: Job, eager: MoE, graphed: MoE) -> dict[str, Call]:
 def _bare(job: Job, graphed: MoE) -> Call:
     """A replay and an allocation, and no Python of ours around them.
 
-    It has a GPU's side of its own, whose mailbox holds the same note in every slot.
+    It has a GPU's side of its own, whose replay_queue holds the same note in every slot.
     """
     parts = graphed._captured_parts()
     gpu = Gpu(parts.weights.device)
@@ -118,7 +118,7 @@ def _bare(job: Job, graphed: MoE) -> Call:
     addresses = (t.data_ptr() for t in (job.x, job.topk_idx, job.topk_weights, y))
     note = *addresses, job.x.stride(0), len(job.x), job.topk_idx.dtype == torch.int64
     for _ in range(SLOTS):
-        gpu.mailbox.send(note, lambda: None)
+        gpu.replay_queue.send(note, lambda: None)
 
     def call() -> Tensor:
         torch.empty_like(y)

@@ -5,20 +5,22 @@ A factory takes a `Job` and gives an `Entry`, or raises: `NotAvailable` where it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megamoe.bench.floors import mma_of
 from megamoe.bench.inputs import Job
 from megamoe.bench.timer import Run
 from megamoe.engine import backends
 from megamoe.engine.layer import MoE
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import recipe_named
+from megamoe.planner.choice import Value
+from megamoe.planner.numerics import narrowest_mma
+from megamoe.planner.plan import MODES
 
 FP8 = torch.float8_e4m3fn
 NOT_CAPTURABLE = ("reference",)  # chooses rows on the host
@@ -36,6 +38,7 @@ class Entry:
     bound: float  # relative Frobenius
     capturable: bool = True
     note: str = ""
+    ran: str = ""  # backend and mode of its plan, where it is ours
 
 
 Factory = Callable[[Job], Entry]
@@ -52,7 +55,10 @@ class Contestant:
 
 
 def contestants(
-    names: Sequence[str], recipes: Sequence[str], device: torch.device
+    names: Sequence[str],
+    recipes: Sequence[str],
+    device: torch.device,
+    overrides: Mapping[str, Value] | None = None,
 ) -> tuple[Contestant, ...]:
     """Every backend of ours in every recipe, and each foreign one once.
 
@@ -69,17 +75,17 @@ def contestants(
             recipe, make = FOREIGN[backend]
             found.append(Contestant(backend, recipe, False, make))
             continue
-        one_of(mode or "auto", backends.MODES, "mode")
+        one_of(mode or "auto", MODES, "mode")
         if backend == "auto":
             chosen = backends.resolve("auto", mode or "auto", device).name
             name = f"{chosen}:{mode}" if mode else chosen
         for recipe in recipes:
-            found.append(Contestant(name, recipe, True, ours(name, recipe)))
+            found.append(Contestant(name, recipe, True, ours(name, recipe, overrides)))
     return tuple({(c.name, c.recipe): c for c in found}.values())
 
 
-def ours(name: str, recipe: str) -> Factory:
-    """The layer itself, through its public class."""
+def ours(name: str, recipe: str, overrides: Mapping[str, Value] | None = None) -> Factory:
+    """The layer itself, through its public class; a mode that cannot take the cell refuses it."""
     backend, _, mode = name.partition(":")
 
     def make(job: Job) -> Entry:
@@ -90,12 +96,14 @@ def ours(name: str, recipe: str) -> Factory:
             weights, shape.num_experts, shape.top_k, max_tokens_per_rank=job.cell.num_tokens,
             activation=o.activation, clamp=o.clamp, weight_at=o.weight_at, combine=o.combine,
             backend=backend, mode=mode or "auto", shared=job.weights.shared(recipe),
+            overrides=overrides,
         )  # fmt: skip
         return Entry(
             run=lambda: layer(job.x, job.topk_idx, job.topk_weights),
             backend=layer.backend,
+            ran=f"{layer.backend}:{layer.plan(job.cell.num_tokens).mode}",
             expert_bytes=weights.nbytes // weights.num_experts,
-            mma=mma_of(recipe),
+            mma=narrowest_mma(recipe),
             judged_as=recipe,
             bound=recipe_named(recipe).tolerance,
             capturable=layer.backend not in NOT_CAPTURABLE,

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from megamoe.bench.cells import Cell
 from megamoe.errors import NotAvailable, require
-from megamoe.formats.spec import recipe_named
 
 WIDER = {"fp4": "fp8", "fp8": "bf16"}  # every value of a type is one of the next wider type
 
@@ -64,17 +63,6 @@ class Cost:
         tensor_us = self.flops / (tflops * 1e6)
         hbm_us = self.num_bytes / (ceilings.hbm_gbs * 1e3)
         return (tensor_us, mma) if tensor_us > hbm_us else (hbm_us, "hbm")
-
-
-def mma_of(recipe: str) -> str:
-    """The narrowest MMA type that holds both operands of a recipe.
-
-    >>> mma_of("w4a8"), mma_of("w4a16"), mma_of("nvfp4")
-    ('fp8', 'bf16', 'fp4')
-    """
-    found = recipe_named(recipe)
-    bits = max(found.weights.element.bits, found.acts.element.bits)
-    return {16: "bf16", 8: "fp8", 4: "fp4"}[bits]
 
 
 def layer_cost(cell: Cell, touched: int, expert_bytes: int, mma: str) -> Cost:

@@ -17,7 +17,7 @@ import torch
 from megamoe.bench import ceilings as ceilings_of
 from megamoe.bench.cells import SEED, GemmShape
 from megamoe.bench.contestants import rowwise, rowwise_experts, torch_function
-from megamoe.bench.floors import Cost, mma_of
+from megamoe.bench.floors import Cost
 from megamoe.bench.gate import poisoned_call, poisoned_memory
 from megamoe.bench.gemm_inputs import GemmEntry, GemmInputs
 from megamoe.bench.hopper_gemm import hopper, tiles_by_label
@@ -29,6 +29,7 @@ from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import recipe_named
+from megamoe.planner.numerics import narrowest_mma
 from megamoe.problem import RECIPES
 
 Factory = Callable[..., GemmEntry]  # of the inputs; Hopper's takes a tile too
@@ -54,7 +55,7 @@ def portable(
         check=inputs.check(recipe, row.tolerance),
         weight_bytes=w.nbytes,
         row_bytes=x.nbytes,
-        mma=mma_of(recipe),
+        mma=narrowest_mma(recipe),
         recipe=recipe,
         ours=True,
     )

@@ -8,6 +8,7 @@ plausible; and the tokens counted per expert against the routing.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -16,8 +17,8 @@ import torch
 from torch import Tensor
 
 from megamoe import reference
+from megamoe.bench.ranks import run_ranks
 from megamoe.bench.workloads import Model
-from megamoe.distributed.local import LocalWorld
 from megamoe.engine.backends import resolve
 from megamoe.engine.functional import moe
 from megamoe.engine.weights import ExpertWeights
@@ -90,13 +91,15 @@ def run(
 ) -> Result:
     """Run one layer of `model` on `num_tokens` tokens per rank and check the result."""
     where = torch.device(device)
-    scale = fitting_scale(model, where) if scale is None else scale
+    is_fitted, scale = scale is None, fitting_scale(model, where) if scale is None else scale
     layer = model.scaled(scale)
     name = layer.recipe if recipe is None else recipe
     sizes = (num_tokens, layer.hidden, layer.intermediate, layer.num_experts, layer.top_k)
     problem = Problem(*sizes, num_ranks, name)
     require(num_tokens >= 1, "the job needs at least one token", got=num_tokens, kind=RangeError)
+    require(0 <= seed < 2**32, "seed must lie between 0 and 2**32 - 1", got=seed, kind=RangeError)
     chosen = _backend(backend, num_ranks, where)
+    _check_memory(layer, problem, where)
     made = _Synthetic(layer, where, seed)
     weights = made.routed(name, lambda done: progress("weights", done, layer.num_experts))
     shared = made.shared(name)
@@ -139,22 +142,42 @@ def run(
         reference_bound=0.0 if chosen == "reference" else row.tolerance,
         counts_ok=int(counts.sum()) == num_ranks * num_tokens * layer.top_k
         and (received is None or torch.equal(received, counts.cpu())),
-        notes=[] if scale == 1.0 else [f"widths scaled by {scale:g} to fit this machine"],
+        notes=[]
+        if scale == 1.0
+        else [f"widths scaled by {scale:g}" + (" to fit this machine" if is_fitted else "")],
     )
 
 
 def _backend(backend: str, num_ranks: int, device: torch.device) -> str:
-    """The backend's name; several ranks run the protocol with the reference's arithmetic."""
+    """The backend's name; several ranks are processes with the reference's arithmetic."""
     wanted = "reference" if num_ranks > 1 and backend == "auto" else backend
     chosen = resolve(wanted, "auto", device).name
     require(
         num_ranks == 1 or chosen == "reference",
-        "several ranks in one process run on the reference backend",
+        "several ranks of one machine run on the reference backend",
         got=chosen,
         fix="use --backend reference or --ranks 1",
         kind=NotAvailable,
     )
     return chosen
+
+
+def _check_memory(layer: Model, problem: Problem, device: torch.device) -> None:
+    """Refuse what cannot fit: weights, tokens in and out and the router's logits alone."""
+    weights = recipe_named(problem.recipe).weights.bits_per_value / 16 * layer.bf16_bytes
+    each = 2 * 2 * problem.hidden + 4 * problem.num_experts
+    needed = int(weights) + each * problem.num_tokens * problem.num_ranks
+    if device.type == "cuda":
+        there = torch.cuda.mem_get_info(device)[0]
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    require(
+        needed <= there,
+        f"the layer and its tokens must fit {there / 2**30:.0f} GiB of memory",
+        got=f"at least {needed / 2**30:,.0f} GiB",
+        fix="use fewer --tokens or a smaller --scale",
+        kind=NotAvailable,
+    )
 
 
 def _now(device: torch.device) -> float:
@@ -173,7 +196,7 @@ def _layer(
     backend: str,
     progress: Progress,
 ) -> tuple[list[Tensor], Tensor | None]:
-    """The computation itself: one rank through the public call, several through `LocalWorld`.
+    """The computation itself: one rank through the public call, several as processes.
 
     Also the rows that each expert received, where the ranks counted them.
     """
@@ -186,13 +209,9 @@ def _layer(
                 weight_at=o.weight_at, combine=o.combine, shared=shared, backend=backend,
             )
         ], None  # fmt: skip
-    owners = [weights.for_rank(rank, num_ranks) for rank in range(num_ranks)]
-    xs, idx, weight = (list(parts) for parts in zip(*tokens, strict=True))
-    outputs, received = LocalWorld(num_ranks).run(
-        xs, idx, weight, owners, layer.options, shared,
-        progress=lambda done, of: progress("layer", done, of),
-    )  # fmt: skip
-    return outputs, torch.cat(received)
+    return run_ranks(
+        tokens, weights, shared, layer.options, lambda done, of: progress("layer", done, of)
+    )
 
 
 def _one_by_one(

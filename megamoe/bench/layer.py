@@ -19,7 +19,7 @@ from megamoe.bench.provenance import provenance
 from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, FAILED, OK, WRONG, Measured, Report, Row
 from megamoe.bench.timer import Prepared, Timer
-from megamoe.errors import NotAvailable
+from megamoe.errors import NotAvailable, RangeError, require
 
 Progress = Callable[[str, int, int], None]  # step, done, of
 Field = Callable[[Cell], Sequence[Contestant]]
@@ -36,8 +36,16 @@ class Settings:
     rounds: int = 3
     flush: str = "memset"
     eager: bool = False  # time calls without CUDA graphs
-    chain: int = 1  # calls in a graph, each behind a dense product
+    chain: int = 1  # calls in a graph, each after a dense product
     seed: int = SEED
+
+    def __post_init__(self) -> None:
+        require(
+            0 <= self.seed < 2**32,
+            "seed must lie between 0 and 2**32 - 1",
+            got=self.seed,
+            kind=RangeError,
+        )
 
 
 def measure(

@@ -5,15 +5,17 @@ They need matplotlib.
 
 from __future__ import annotations
 
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from megamoe.bench.peers import BEST
 from megamoe.bench.record import OK, Report, Row
 from megamoe.errors import NotAvailable
+from megamoe.files import writable_folder, write_atomic
 
 SIZE = (11.0, 5.5)
-MOST_SERIES = 4  # bars of ours in a cell; of more, the fastest alone is drawn
+MAX_SERIES = 4  # bars of ours in a cell; of more, the fastest alone is drawn
 PEER = "best recorded peer"
 COLORS = ("#3f8fd2", "#a3cdf0", "#1b9e77", "#a6d8c3")
 # column of a row -> what the legend calls it, dashes, color
@@ -25,23 +27,29 @@ FLOORS = {
 
 def write(report: Report, folder: str | Path, name: str) -> list[Path]:
     """Write `name`-times.png and `name`-roofline.png into `folder`, or `name`-lines.png."""
-    pyplot = _pyplot()
-    where = Path(folder)
-    where.mkdir(parents=True, exist_ok=True)
+    pyplot = pyplot_or_refuse()
+    where = writable_folder(folder)
     made = []
     kinds = {"times": _times, "roofline": _roofline}
     for kind, draw in ({"lines": _lines} if report.fixed_costs() else kinds).items():
         figure = pyplot.figure(figsize=SIZE, layout="constrained")
         draw(report, figure)
         figure.supxlabel(report.provenance, fontsize=6, color="gray")
-        path = where / f"{name}-{kind}.png"
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
-        made.append(path)
+        made.append(save(figure, where / f"{name}-{kind}.png"))
     return made
 
 
-def _pyplot() -> Any:
+def save(figure: Any, path: Path) -> Path:
+    """The figure as a PNG file, whole or not at all."""
+    picture = BytesIO()
+    figure.savefig(picture, dpi=150, format="png")
+    pyplot_or_refuse().close(figure)
+    write_atomic(path, picture.getvalue())
+    return path
+
+
+def pyplot_or_refuse() -> Any:
+    """matplotlib.pyplot, which draws into files."""
     try:
         import matplotlib
     except ImportError as error:
@@ -60,7 +68,7 @@ def ours_in(report: Report) -> dict[str, dict[str, Row]]:
     for r in report.rows:
         if r.ours and r.status == OK and r.us is not None:
             found.setdefault(r.label, {})[r.cell] = r
-    if len(found) > MOST_SERIES:
+    if len(found) > MAX_SERIES:
         found = {"ours, fastest recipe": report.best_of_ours()}
     return found
 

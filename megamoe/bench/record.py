@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from io import StringIO
 from pathlib import Path
 from typing import TextIO
 
@@ -14,8 +15,10 @@ from megamoe.bench.floors import Ceilings, Cost
 from megamoe.bench.peers import BEST, Peers
 from megamoe.bench.stats import Line, Timing, geomean, line_through
 from megamoe.errors import FileError
+from megamoe.files import writable_folder, write_atomic
 
 OK, WRONG, FAILED, ABSENT = "ok", "WRONG", "failed", "absent"
+RAISED = 70  # exit code: a contestant of ours raised, as `sysexits.h` has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,9 +143,11 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """1: a wrong result, or one of our backends raised; 3: nothing could be timed; else 0."""
-        if any(r.status == WRONG or (r.ours and r.status == FAILED) for r in self.rows):
+        """1: a wrong result; 70: one of our backends raised; 3: nothing could be timed; else 0."""
+        if any(r.status == WRONG for r in self.rows):
             return 1
+        if any(r.ours and r.status == FAILED for r in self.rows):
+            return RAISED
         return 0 if any(r.status == OK for r in self.rows) else 3
 
     @property
@@ -207,12 +212,12 @@ class Report:
 
 def write(report: Report, folder: str | Path, name: str) -> list[Path]:
     """Write `name`.json and `name`.csv into `folder`, which is made if it is missing."""
-    where = Path(folder)
-    where.mkdir(parents=True, exist_ok=True)
+    where = writable_folder(folder)
     as_json, as_csv = where / f"{name}.json", where / f"{name}.csv"
-    as_json.write_text(json.dumps(report.as_dict(), indent=1) + "\n")
-    with as_csv.open("w", newline="") as file:
-        write_csv(report.rows, file)
+    write_atomic(as_json, json.dumps(report.as_dict(), indent=1) + "\n")
+    table = StringIO()
+    write_csv(report.rows, table)
+    write_atomic(as_csv, table.getvalue())
     return [as_json, as_csv]
 
 

@@ -2,7 +2,7 @@
 
 Each candidate is a contestant of `bench.layer`: checked, captured, and timed in turns with the
 others. Where the table's tile is slower than the best by more than the rounds differ, a row of
-`schedule/heuristics/hopper_tiles.py` wants an edit.
+`planner/tables/hopper.py` wants an edit.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from torch import Tensor
 
 from megamoe.bench.cells import Cell
 from megamoe.bench.contestants import Contestant, Entry, Factory
-from megamoe.bench.floors import mma_of
 from megamoe.bench.inputs import Job, normal
 from megamoe.bench.layer import Progress, Settings, measure
 from megamoe.bench.record import OK, WRONG, Report, Row
 from megamoe.engine import backends
-from megamoe.engine.faults import Faults
+from megamoe.engine.call import Call
+from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
+from megamoe.planner.hopper import candidates, label, pick, with_tile
+from megamoe.planner.launches import Tile
+from megamoe.planner.numerics import narrowest_mma
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_candidates import candidates, label
-from megamoe.schedule.heuristics.hopper_tiles import Tile, tiles
 
 TINY = (4, 256, 512, 2)  # experts, intermediate, hidden, top_k: cubins do not depend on them
 
@@ -111,24 +113,24 @@ def load_of(cell: Cell) -> float:
 
 def tiles_at(cell: Cell, recipe: str) -> tuple[Tile, ...]:
     """The candidates of a cell, the table's tile first."""
-    return candidates(recipe, tiles(recipe, load_of(cell))[0])
+    return candidates(recipe, pick(recipe, load_of(cell))[0])
 
 
 def field_of(cell: Cell, recipe: str, deadline: float) -> list[Contestant]:
     return [
-        Contestant(label(tile), recipe, True, _timely(with_tile(recipe, tile), deadline))
+        Contestant(label(tile), recipe, True, _timely(layer_with(recipe, tile), deadline))
         for tile in tiles_at(cell, recipe)
     ]
 
 
 def choice_of(cell: Cell, recipe: str, report: Report) -> Choice:
-    tile, why = tiles(recipe, load_of(cell))
+    tile, why = pick(recipe, load_of(cell))
     rows = [row for row in report.rows if row.cell == cell.name and row.status == OK]
     timed = sorted(rows, key=lambda row: row.us or float("inf"))
     return Choice(cell.name, load_of(cell), label(tile), why, tuple(timed))
 
 
-def with_tile(recipe: str, tile: Tile) -> Factory:
+def layer_with(recipe: str, tile: Tile) -> Factory:
     """The staged layer with this tile in both linears."""
 
     def make(job: Job) -> Entry:
@@ -141,7 +143,7 @@ def with_tile(recipe: str, tile: Tile) -> Factory:
             run=run,
             backend="hopper",
             expert_bytes=weights.nbytes // weights.num_experts,
-            mma=mma_of(recipe),
+            mma=narrowest_mma(recipe),
             judged_as=recipe,
             bound=recipe_named(recipe).tolerance,
         )
@@ -154,8 +156,15 @@ def layer_call(
 ) -> Callable[[], Tensor]:
     from megamoe.engine import hopper
 
-    found = Faults(weights.device)
-    return lambda: hopper.moe(*inputs, weights, options, None, found.word, tile=tile)
+    call = Call(*inputs, weights, options, None, DeviceStatus(weights.device))
+    traits = traits_of("hopper", weights, None)
+    overrides = (("backend", "hopper"), ("mode", "staged"))
+    num_tokens, top_k = inputs[1].shape
+    plan = plan_for(
+        weights, options, traits, num_tokens=num_tokens, top_k=top_k, overrides=overrides
+    )
+    swept = with_tile(plan, tile)
+    return lambda: hopper.run(call, swept)
 
 
 def _timely(make: Factory, deadline: float) -> Factory:

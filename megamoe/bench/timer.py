@@ -1,18 +1,20 @@
-"""Timing: CUDA-graph replays with the L2 cache flushed between them, contestants interleaved.
+"""Timing: CUDA-graph replays with the L2 cache flushed between them, contestants shuffled.
 
 One call is captured in a graph; each replay stands between two events, and 512 MB pass through L2
-before it: by a memset (which leaves the cache full of dirty lines) or by a read. Contestants take
-turns in rounds, since two runs of the same code in different processes differ by several percent.
-In a chain a graph holds several calls, each behind a dense product, as a model's does. A product
+before it: by a memset (which leaves the cache full of dirty lines) or by a read. The calls of all
+contestants are shuffled one by one: in blocks, a contestant that follows a slow one gains up to 15%
+by the power cap, and two runs of the same code in different processes differ by several percent.
+In a chain a graph holds several calls, each after a dense product, as a model's does. A product
 reads more than L2 holds; the time of products alone is taken off: what is left is what calls add.
 On a CPU the clock is `perf_counter`, and nothing is flushed.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -77,14 +79,15 @@ class Timer:
     @property
     def method(self) -> str:
         """What a reader of the figures must know."""
-        shape = f"median of {self.rounds} interleaved rounds of up to {self.repeats} calls"
+        shape = f"median of {self.rounds} rounds of up to {self.repeats} calls, "
+        shape += "contestants shuffled call by call"
         if self.chain > 1:
-            shape += f", each the mean of {self.chain} one behind the other"
+            shape += f", each the mean of {self.chain} in a row"
         if not self.on_gpu:
             return f"{shape}, perf_counter on the CPU, nothing flushed"
         if self.chain > 1:
             dense = f"a dense product of {2 * DENSE_WIDTH**2 // 10**6} MB"
-            shape += f" and behind {dense}, whose time is taken off"
+            shape += f" and after {dense}, whose time is taken off"
         before = "each" if self.chain == 1 else "the first of them"
         flushed = {
             "memset": f"512 MB written through L2 before {before}",
@@ -112,18 +115,25 @@ class Timer:
             return Prepared(_captured(run), "graph")
 
     def time(self, contestants: Mapping[str, Prepared]) -> dict[str, Timing]:
-        """Time all of them, interleaved: every round gives each its turn."""
+        """Time all of them; in every round their calls are shuffled, each time in another order."""
         repeats = {name: self._affordable(one) for name, one in contestants.items()}
+        order = [name for name, count in repeats.items() for _ in range(count)]
         rounds: dict[str, list[tuple[float, ...]]] = {name: [] for name in contestants}
+        rng = random.Random(0)
         for _ in range(self.rounds):
-            for name, one in contestants.items():
-                rounds[name].append(self._round(one, repeats[name]))
+            rng.shuffle(order)
+            times = self._counted([contestants[name].call for name in order])
+            seen: dict[str, list[float]] = {name: [] for name in contestants}
+            for name, us in zip(order, times, strict=True):
+                seen[name].append(us)
+            for name in contestants:
+                rounds[name].append(tuple(seen[name]))
         return {name: Timing(tuple(rounds[name]), one.how) for name, one in contestants.items()}
 
     def glance(self, one: Prepared) -> float:
         """A first idea: the median of five calls, in microseconds."""
         one.call()
-        return statistics.median(self._round(one, 5))
+        return statistics.median(self._counted([one.call] * 5))
 
     def cold(self, one: Prepared) -> Tensor:
         """One call after a flush, waited for."""
@@ -151,7 +161,7 @@ class Timer:
         return min(self.repeats, max(fits, FEWEST))
 
     def _chained(self, run: Run) -> Run:
-        """As many calls, on a GPU each behind a product."""
+        """As many calls, on a GPU each after a product."""
 
         def calls() -> Tensor:
             for number in range(self.chain):
@@ -170,18 +180,19 @@ class Timer:
         if self._bare is None:
             with torch.cuda.device(self.device):
                 self._bare = _captured(lambda: between.all(self.chain))
-        return statistics.median(self._times(self._bare, repeats))
+        return statistics.median(self._times([self._bare] * repeats))
 
-    def _round(self, one: Prepared, repeats: int) -> tuple[float, ...]:
-        others = self._bare_us(repeats)
-        return tuple((us - others) / self.chain for us in self._times(one.call, repeats))
+    def _counted(self, calls: Sequence[Run]) -> tuple[float, ...]:
+        """Microseconds of each call, without a chain's products."""
+        others = self._bare_us(min(len(calls), self.repeats))
+        return tuple((us - others) / self.chain for us in self._times(calls))
 
-    def _times(self, call: Run, repeats: int) -> tuple[float, ...]:
+    def _times(self, calls: Sequence[Run]) -> tuple[float, ...]:
         if not self.on_gpu:
-            return tuple(_clocked(call) for _ in range(repeats))
+            return tuple(_clocked(call) for call in calls)
         pairs = []
         with torch.cuda.device(self.device):
-            for _ in range(repeats):
+            for call in calls:
                 self._flush()
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
@@ -213,7 +224,7 @@ class _Products:
         return self._tokens @ self._matrices[number % DENSE_NUM]
 
     def all(self, num: int) -> Tensor:
-        """One behind the other; the last one's result."""
+        """In a row; the last one's result."""
         return [self(number) for number in range(num)][-1]
 
 

@@ -15,11 +15,15 @@ from megamoe.bench.layer import Progress, Settings
 from megamoe.bench.provenance import provenance
 from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
-from megamoe.engine.faults import Faults
+from megamoe.engine.call import Call
+from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up, ceil_div
+from megamoe.planner.launches import Launch, Mega
+from megamoe.planner.tables.hopper import WIDTH
 from megamoe.problem import Problem
 from megamoe.trace.stamps import Recording, events_of, first_ns, since
 
@@ -50,7 +54,7 @@ def record(
     times = timer.time({"plain": plain, "traced": traced})
     progress("trace", 3, len(steps))
     found = call.recording(_stamped(timer, traced, stamps), times["plain"].us, times["traced"].us)
-    call.faults.check(cell.shape.top_k)
+    call.status.check(cell.shape.top_k)
     progress("trace", 4, len(steps))
     return found, is_same
 
@@ -74,39 +78,35 @@ class _Call:
         from megamoe.engine import fused  # its kernels load only where they can run
 
         self._fused, self.job, self.weights = fused, job, weights
-        found = fused.tile_for(weights, job.cell.num_pairs)
-        require(
-            found is not None,
-            "the fused launch takes batches of few rows an expert",
-            got=f"{job.cell.name}, {job.cell.num_pairs / weights.num_experts:.1f} rows an expert",
-            fix="trace fewer tokens, such as flash-ep8/64",
-            kind=NotAvailable,
-        )
-        assert found is not None
-        self.tile = found
-        self.faults = Faults(job.device)  # its counters, too: graphs of both builds share them
+        options, shape = job.cell.shape.options, job.cell.shape
+        self.plan = plan_for(
+            weights, options, traits_of("hopper", weights, None), num_tokens=job.cell.num_tokens,
+            top_k=shape.top_k, overrides=(("backend", "hopper"), ("mode", "fused")),
+        )  # fmt: skip
+        self.status = DeviceStatus(job.device)  # its counters too: both builds share them
+        inputs = job.x, job.topk_idx, job.topk_weights
+        self.call = Call(*inputs, weights, options, None, self.status)
 
     def __call__(self, stamps: Tensor | None = None) -> Tensor:
-        job = self.job
-        return self._fused.moe(
-            job.x, job.topk_idx, job.topk_weights, self.weights, job.cell.shape.options,
-            self.faults.word, tile=self.tile, found=self.faults, trace=stamps,
-        )  # fmt: skip
+        return self._fused.run(self.call, self.step, trace=stamps)
+
+    @property
+    def step(self) -> Launch:
+        """The launch."""
+        return self.plan.launch("mega")
 
     def buffer(self) -> Tensor:
-        """Room for the stamps of every CTA, all zero."""
-        from megamoe.kernels.hopper.launch import num_sms
-        from megamoe.kernels.hopper.stamps import EVENTS, ROLES
+        """SymmBuffer for the stamps of every CTA, all zero."""
+        from megamoe.kernels.hopper.mega.events import EVENTS, ROLES
 
-        shape = num_sms(self.job.device), ROLES.value, EVENTS.value, 4
+        shape = self.step.num_ctas, ROLES.value, EVENTS.value, 4
         return torch.zeros(shape, dtype=torch.int32, device=self.job.device)
 
     def recording(self, stamps: Tensor, plain_us: float, traced_us: float) -> Recording:
         """The stamps with all that is needed to read them."""
-        from megamoe.kernels.hopper.pack import WIDTH
-
-        shape, tile, job = self.job.cell.shape, self.tile, self.job
-        rows = tile.rows
+        shape, job, config = self.job.cell.shape, self.job, self.step.config
+        assert isinstance(config, Mega)
+        tile, rows = config.tile, config.tile.block_n
         acts = align_up(self.weights.intermediate, WIDTH)
         counts = torch.bincount(job.topk_idx.flatten(), minlength=shape.num_experts)
         return Recording(
@@ -116,9 +116,10 @@ class _Call:
                 shape.top_k, 1, self.weights.recipe,
             ),
             counts=(tuple(counts.tolist()),),
-            block_m=tile.tokens,
+            block_m=tile.block_m,
             block_n=rows,
-            block_k=128 * tile.depth,
+            block_k=tile.block_k,
+            num_stages=tile.num_stages,
             across=(ceil_div(acts, rows // 2), ceil_div(shape.hidden, rows)),
             num_ctas=len(stamps),
             events=events_of(stamps),

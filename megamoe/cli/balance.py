@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from megamoe.balance.placement import Placement, propose
+from megamoe.balance.statistics import Statistics
 from megamoe.cli import problems as of
+from megamoe.cli.shared import reason_table, writable_folder
 from megamoe.hardware import Hardware
+from megamoe.planner.call import CallSpec
+from megamoe.planner.plan import plan
 from megamoe.problem import Problem
-from megamoe.schedule.placement import Placement, propose
-from megamoe.schedule.plan import plan
-from megamoe.schedule.prediction import Prediction
-from megamoe.schedule.simulate import simulate
-from megamoe.schedule.statistics import Statistics
+from megamoe.simulator.prediction import Prediction
+from megamoe.simulator.simulate import simulate
 
 out = Console()
 
@@ -26,7 +28,7 @@ Slots = Annotated[
     int | None, typer.Option("--slots-per-rank", help="Experts a rank holds; default: as recorded.")
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens per rank of the simulated call.")]
-Mode = Annotated[str, typer.Option(help="auto, fused, split or staged.")]
+Mode = Annotated[str, typer.Option(help="auto, fused or staged.")]
 Out = Annotated[str | None, typer.Option("--out", help="Write the placement to this file.")]
 
 
@@ -47,6 +49,8 @@ def command(
 ) -> None:
     """Propose which experts stand on which rank, hot ones more than once, and predict the gain."""
     found = Statistics.load(stats)
+    if out_file is not None:
+        writable_folder(Path(out_file).parent, "the folder of --out")
     old = found.placement
     num_ranks = old.num_ranks if ranks is None else ranks
     before = old if num_ranks == old.num_ranks else Placement.contiguous(old.num_experts, num_ranks)
@@ -67,13 +71,14 @@ def command(
 def _predict(
     found: Statistics, placement: Placement, machine: Hardware, tokens: int, mode: str
 ) -> Prediction:
-    """One average call, simulated with the placement's physical experts."""
+    """One average call as a layer with that placement launches it."""
     problem = Problem(
         tokens, found.hidden, found.intermediate, placement.num_physical, found.top_k,
         placement.num_ranks, found.recipe,
     )  # fmt: skip
     sent = found.per_call(placement.num_ranks, tokens)
-    return simulate(plan(problem, machine, mode=mode), placement.spread(sent))
+    call = CallSpec(problem, is_placed=not placement.is_contiguous, max_tokens=tokens)
+    return simulate(plan(call, machine, mode=mode), placement.spread(sent))
 
 
 def _as_dict(
@@ -88,6 +93,8 @@ def _as_dict(
             "imbalance": p.imbalance(found.logical),
             "predicted_us": predicted.time_us,
             "floor_us": predicted.floor.time_us,
+            "backend": predicted.schedule.backend,
+            "mode": predicted.schedule.mode,
         }
         for name, p, predicted in zip(("before", "after"), placements, both, strict=True)
     }
@@ -95,7 +102,6 @@ def _as_dict(
         "num_ranks": placements[0].num_ranks,
         "num_experts": placements[0].num_experts,
         "logical": found.logical,
-        "mode": both[0].plan.mode,
         "gain": both[0].time_us / both[1].time_us,
         **rows,
     }
@@ -108,17 +114,17 @@ def _print(
     machine: Hardware,
 ) -> None:
     before, after = placements
-    p = both[0].plan
+    tokens = both[0].schedule.problem.num_tokens
     title = (
-        f"{after.num_experts} experts over {after.num_ranks} rank(s), {p.problem.num_tokens} "
-        f"tokens a rank, {p.mode} on {machine.label}"
+        f"{of.counted(after.num_experts, 'expert')} over {of.counted(after.num_ranks, 'rank')}, "
+        f"{of.counted(tokens, 'token')} a rank on {machine.label}"
     )
-    table = Table("", "before", "after", "what it means", title=title, title_justify="left")
     each = [
         (
             str(q.slots_per_rank),
             str(q.num_physical - q.num_experts),
             f"{q.imbalance(found.logical):.3f}",
+            predicted.schedule.mode,
             f"{predicted.time_us:,.1f} us",
             f"{predicted.floor.time_us:,.1f} us",
         )
@@ -128,12 +134,14 @@ def _print(
         ("slots per rank", "experts that a rank holds; memory grows with it"),
         ("replicas", "copies beyond the first, over all ranks"),
         ("imbalance", "rows of the busiest rank over the mean; 1 is even"),
+        ("mode", "what a layer with that placement launches"),
         ("predicted", "one average call, simulated"),
         ("floor", "what the busiest rank cannot go below"),
     )
-    for (name, meaning), one, two in zip(names, *each, strict=True):
-        table.add_row(name, one, two, meaning)
-    out.print(table)
+    rows = [
+        (name, one, two, meaning) for (name, meaning), one, two in zip(names, *each, strict=True)
+    ]
+    reason_table(out, title, ("", "before", "after", "what it means"), rows, right=(1, 2))
     if after == before:
         out.print("the placement in use is as even as any that was found; nothing to change")
         return

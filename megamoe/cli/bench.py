@@ -1,7 +1,7 @@
 """`megamoe bench layer`, `gemm` and `plot`: parse, call, print.
 
-Exit codes: 0 measured, 1 a wrong result (which is never timed), 2 bad input, 3 not available here,
-130 interrupted.
+Exit codes are those of `megamoe.cli.main`: 1 is a wrong result (which is never timed), 70 means
+that one of our backends raised.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megamoe.bench.cells import (
 )
 from megamoe.bench.peers import load
 from megamoe.bench.record import OK, WRONG, Report, Row, read, write
-from megamoe.cli.shared import Bars, device_named
+from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder
 from megamoe.errors import NotAvailable, RangeError, require
 
 
@@ -90,13 +90,12 @@ Repeats = Annotated[int, typer.Option(help="Timed calls in each round.")]
 Rounds = Annotated[int, typer.Option(help="Rounds; in each, every contestant takes its turn.")]
 Flush = Annotated[str, typer.Option(help=FLUSH_HELP)]
 Chain = Annotated[
-    int, typer.Option(help="Calls in a graph, each behind a dense product, not counted.")
+    int, typer.Option(help="Calls in a graph, each after a dense product, not counted.")
 ]
-Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ... or auto.")]
+Device = Annotated[str, typer.Option(help="cuda, cuda:1, ...; auto is a GPU; cpu if asked for.")]
 Out = Annotated[str | None, typer.Option(help="Folder for JSON, CSV and plots.")]
 PeersFile = Annotated[str | None, typer.Option("--peers", help="Recorded times; prints ratios.")]
-Eager = Annotated[bool, typer.Option("--eager", help="Time calls without CUDA graphs.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Eager = Annotated[bool, typer.Option("--eager", help="Time calls without CUDA graphs.", metavar="")]
 
 
 def add_to(bench: typer.Typer) -> None:
@@ -110,7 +109,7 @@ def layer(
     workloads: Workloads = ALL_SHARES,
     tokens: Tokens = None,
     backends: Backends = "auto,torch-bf16,torch-fp8",
-    recipes: Recipes = "w8a8,w4a16",
+    recipes: Recipes = "w4a8_block,w8a8,w4a16",
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",
@@ -125,12 +124,15 @@ def layer(
     """Time whole layers: our backends and importable peers side by side, each checked first."""
     cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
     recorded = None if peers is None else load(peers)
+    where = gpu_named(device)
+    if out is not None:
+        writable_folder(out)
     from megamoe.bench.layer import Settings, measure
 
     settings = Settings(
         backends=names_in(backends),
         recipes=names_in(recipes),
-        device=device_named(device),
+        device=where,
         repeats=repeats,
         rounds=rounds,
         flush=flush,
@@ -160,12 +162,15 @@ def gemm(
 ) -> None:
     """Time grouped GEMMs alone."""
     chosen = gemms_named(names_in(shapes))
+    where = gpu_named(device)
+    if out is not None:
+        writable_folder(out)
     from megamoe.bench.gemm import measure
 
     with Bars(quiet=as_json) as bars:
         report = measure(
-            chosen, names_in(contestants), device=device_named(device),
-            repeats=repeats, rounds=rounds, flush=flush, progress=bars,
+            chosen, names_in(contestants), device=where, repeats=repeats,
+            rounds=rounds, flush=flush, progress=bars,
         )  # fmt: skip
     finish(report, out, "gemm", as_json, GEMM_COLUMNS)
 
@@ -180,7 +185,7 @@ def plot(
 
     report = read(record, None if peers is None else load(peers))
     path = Path(record)
-    made = plots.write(report, path.parent if out is None else out, path.stem)
+    made = plots.write(report, writable_folder(path.parent if out is None else out), path.stem)
     Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
 
 

@@ -1,13 +1,9 @@
-"""`megamoe bench sweep`, `calls` and `fixed`: parse, call, print.
-
-Exit codes: 0 measured, 1 a wrong result, 2 bad input, 3 not available here.
-"""
+"""`megamoe bench sweep`, `calls` and `fixed`: parse, call, print."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,7 +22,6 @@ from megamoe.cli.bench import (
     Device,
     Eager,
     Flush,
-    Json,
     Kept,
     Out,
     Recipes,
@@ -40,7 +35,7 @@ from megamoe.cli.bench import (
     number,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, device_named
+from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
 
 if TYPE_CHECKING:
     from megamoe.bench.calls import Row
@@ -61,7 +56,8 @@ def add_to(bench: typer.Typer) -> None:
     def top(
         ctx: typer.Context,
         is_sweep: Annotated[
-            bool, typer.Option("--sweep", help="Short for `bench sweep` over all cells.")
+            bool,
+            typer.Option("--sweep", help="Short for `bench sweep` over all cells.", metavar=""),
         ] = False,
     ) -> None:
         if is_sweep and ctx.invoked_subcommand is None:
@@ -85,11 +81,14 @@ def sweep(
 ) -> None:
     """Time Hopper's layer with every candidate tile: is the table's choice the best?"""
     cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
+    where = gpu_named(device)
+    if out is not None:
+        writable_folder(out)
     from megamoe.bench.layer import Settings
     from megamoe.bench.sweep import sweep as measure
 
     settings = Settings(
-        device=device_named(device), recipes=(recipe,), repeats=repeats, rounds=rounds, flush=flush
+        device=where, recipes=(recipe,), repeats=repeats, rounds=rounds, flush=flush
     )
     with Bars(quiet=as_json) as bars:
         found = measure(
@@ -148,15 +147,15 @@ def calls(
 ) -> None:
     """Time the host: microseconds a call takes to return, eager and replayed from CUDA graphs."""
     cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
+    where = gpu_named(device)
+    if out is not None:
+        writable_folder(out)
     from dataclasses import asdict
 
     from megamoe.bench.calls import measure
 
     with Bars(quiet=as_json) as bars:
-        rows = measure(
-            cells, recipe, device=device_named(device), backend=backend, rounds=rounds,
-            progress=bars,
-        )  # fmt: skip
+        rows = measure(cells, recipe, device=where, backend=backend, rounds=rounds, progress=bars)
     _keep([asdict(row) for row in rows], out, "calls")
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
@@ -200,14 +199,17 @@ def fixed(
     eager: Eager = False,
     as_json: Json = False,
 ) -> None:
-    """Time calls that touch more and more experts: what is left where the line meets none?"""
+    """Time calls that touch more and more experts; print the time extrapolated to none."""
     cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
     counts = None if touched is None else counts_in(touched, "experts touched")
     points = {point.name: point for cell in cells for point in touching(cell, counts)}
+    where = gpu_named(device)
+    if out is not None:
+        writable_folder(out)
     from megamoe.bench.layer import Settings, measure
 
     settings = Settings(
-        backends=names_in(backends), recipes=names_in(recipes), device=device_named(device),
+        backends=names_in(backends), recipes=names_in(recipes), device=where,
         repeats=repeats, rounds=rounds, flush=flush, eager=eager, chain=chain,
     )  # fmt: skip
     with Kept(out, "fixed", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
@@ -221,7 +223,7 @@ def fixed(
 def _show_fixed(costs: Sequence[FixedCost], bar_us: float) -> None:
     table = Table(
         "cell", "contestant", "recipe", "points", "fixed us", "bar us", "a read's", "us an expert",
-        "GB/s", "worst off us", title="fixed cost of a call: where its line meets no experts",
+        "GB/s", "worst off us", title="fixed cost of a call: its time extrapolated to no experts",
     )  # fmt: skip
     for column in table.columns[3:]:
         column.justify = "right"
@@ -249,6 +251,4 @@ def _point_columns(costs: Sequence[FixedCost]) -> Columns:
 
 def _keep(found: object, folder: str | None, name: str) -> None:
     if folder is not None:
-        where = Path(folder)
-        where.mkdir(parents=True, exist_ok=True)
-        (where / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
+        write_atomic(writable_folder(folder) / f"{name}.json", json.dumps(found, indent=1) + "\n")

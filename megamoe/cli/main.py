@@ -1,12 +1,14 @@
 """`megamoe`: run, plan, simulate, trace, balance, formats, doctor, bench.
 
-Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here.
+Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here, 4 memory ran
+out, 70 a defect of megamoe (with a traceback), 130 interrupted, 141 the reader of a pipe is gone.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import traceback
 from typing import Annotated, Any
 
 import typer
@@ -19,10 +21,11 @@ from megamoe.bench.workloads import MODELS, model_named
 from megamoe.cli import balance as balance_command
 from megamoe.cli import bench as bench_commands
 from megamoe.cli import bench_more
+from megamoe.cli import headline as headline_command
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
 from megamoe.cli import trace as trace_command
-from megamoe.cli.shared import Bars, device_named
+from megamoe.cli.shared import Bars, Json, device_named, plain_where_needed, reason_table
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
 from megamoe.formats.spec import FORMATS, RECIPES
 
@@ -35,18 +38,21 @@ app = typer.Typer(
 bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
 bench_commands.add_to(bench)
 bench_more.add_to(bench)
+headline_command.add_to(bench)
 app.add_typer(bench, name="bench")
 plan_command.add_to(app)
 simulate_command.add_to(app)
 trace_command.add_to(app)
 balance_command.add_to(app)
 out, err = Console(), Console(stderr=True)
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+CODES = OUT_OF_MEMORY, CRASHED, INTERRUPTED, CLOSED_PIPE = 4, 70, 130, 141
 
 
 @app.callback(invoke_without_command=True)
 def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", metavar="")
+    ] = False,
 ) -> None:
     if version:
         print(megamoe.__version__)
@@ -112,16 +118,17 @@ def formats(as_json: Json = False) -> None:
         }
         print(json.dumps({"formats": rows, "recipes": recipes}, indent=2))
         return
-    table = Table("format", "element", "block", "scale", "bits/value", "about", title="Formats")
+    columns = ("format", "element", "block", "scale", "bits/value", "about")
+    found = []
     for f in FORMATS.values():
         block = "x".join(map(str, f.block)) if f.scale.value != "none" else "-"
         scale = f.scale.value + (" x fp32" if f.has_global else "")
-        table.add_row(f.name, f.element.name, block, scale, f"{f.bits_per_value:.3g}", f.about)
-    out.print(table)
-    table = Table("recipe", "weights", "activations", "tolerance", "about", title="Recipes")
-    for r in RECIPES.values():
-        table.add_row(r.name, r.weights.name, r.acts.name, f"{r.tolerance:g}", r.about)
-    out.print(table)
+        found.append((f.name, f.element.name, block, scale, f"{f.bits_per_value:.3g}", f.about))
+    reason_table(out, "Formats", columns, found)
+    found = [
+        (r.name, r.weights.name, r.acts.name, f"{r.tolerance:g}", r.about) for r in RECIPES.values()
+    ]
+    reason_table(out, "Recipes", ("recipe", "weights", "activations", "tolerance", "about"), found)
 
 
 @app.command()
@@ -170,28 +177,56 @@ def bench_quantize(
 
 
 def main() -> None:
-    """Run the command line with errors as one readable line."""
+    """Run the command line; errors are one readable line and an exit code of their own."""
+    plain_where_needed()
     try:
         app()
+    except SystemExit as stop:
+        if isinstance(stop.__context__, BrokenPipeError):  # a reader such as `head` has gone
+            sys.exit(CLOSED_PIPE)
+        raise
     except MegaMoEError as error:
-        err.print(f"[red]megamoe:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        _say(str(error))
         sys.exit(3 if isinstance(error, NotAvailable) else 2)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        if is_out_of_memory(error):
+            reason = (str(error).strip().splitlines() or ["no text"])[0]
+            _say(f"memory ran out; got {reason}; use fewer --tokens or a smaller --scale")
+            sys.exit(OUT_OF_MEMORY)
+        traceback.print_exc()
+        _say(f"a defect of megamoe {megamoe.__version__}, not of your input: see the lines above")
+        sys.exit(CRASHED)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: of Python, of torch on a GPU or of torch on the CPU."""
+    words = "DefaultCPUAllocator", "not enough memory", "CUDA out of memory"
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    is_one = bool(kinds & {"MemoryError", "OutOfMemoryError"})
+    return is_one or any(word in str(error) for word in words)
+
+
+def _say(text: str) -> None:
+    err.print(f"[red]megamoe:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
 
 def _print_result(r: Any) -> None:
     p = r.problem
     table = Table("what", "value", title=f"{r.preset}, {r.recipe}, {r.backend} on {r.device}")
     low, high = r.error_range
+    ranks = f" on each of {p.num_ranks} ranks" if p.num_ranks > 1 else ""
     against = "bit for bit" if r.reference_error == 0 else f"{r.reference_error:.2e} relative"
     rows = {
         "shape": f"{p.hidden} wide, {p.intermediate} inside, top-{p.top_k} of {p.num_experts}",
-        "tokens": f"{p.num_tokens} on each of {p.num_ranks} rank(s)",
+        "tokens": f"{p.num_tokens}{ranks}",
         "experts touched": f"{r.experts_touched} of {p.num_experts}",
         "time": f"{r.time_ms:.1f} ms",
-        "arithmetic": f"{r.tflops:.3g} TFLOP/s",
-        "bytes moved": f"{r.bytes_moved / 2**20:.1f} MiB, {r.gbs:.3g} GB/s",
-        "weights": f"{r.weight_bytes / 2**20:.0f} MiB, {r.bf16_bytes / r.weight_bytes:.2f}x "
-        f"smaller than BF16 ({r.bf16_bytes / 2**20:.0f} MiB)",
+        "arithmetic": _rate(1e12 * r.tflops, "FLOP/s"),
+        "bytes moved": f"{_size(r.bytes_moved)}, {_rate(1e9 * r.gbs, 'B/s')}",
+        "weights": f"{_size(r.weight_bytes)}, {r.bf16_bytes / r.weight_bytes:.2f}x smaller than "
+        f"BF16 ({_size(r.bf16_bytes)})",
         "error against BF16 layer": f"{r.error:.4f} relative (plausible {low:g} to {high:g})",
         "against the reference": f"{against}, token by token (bound {r.reference_bound:g})",
     }
@@ -201,6 +236,24 @@ def _print_result(r: Any) -> None:
     for note in r.notes:
         out.print(f"note: {note}")
     out.print("[bold green]correct[/]" if r.ok else "[bold red]WRONG: a check failed[/]")
+
+
+def _rate(value: float, unit: str) -> str:
+    """A rate with the prefix that gives it one to three digits before the point.
+
+    >>> _rate(2e7, "FLOP/s"), _rate(2.66e6, "B/s"), _rate(3.1e12, "FLOP/s")
+    ('20 MFLOP/s', '2.66 MB/s', '3.1 TFLOP/s')
+    """
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M")):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value / 1e3:.3g} k{unit}"
+
+
+def _size(num_bytes: int) -> str:
+    """Bytes as MiB, or KiB where that is less than one."""
+    mib = num_bytes / 2**20
+    return f"{mib:,.1f} MiB" if mib >= 1 else f"{1024 * mib:,.1f} KiB"
 
 
 def _scale(text: str) -> float | None:

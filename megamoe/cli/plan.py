@@ -1,9 +1,10 @@
-"""`megamoe plan`: how a call would run, every choice with its reason. No GPU, no torch."""
+"""`megamoe plan`: how a call runs, every choice with its reason. No GPU, no torch."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, is_dataclass
 from typing import Annotated, Any
 
 import typer
@@ -12,11 +13,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from megamoe.cli import problems as of
+from megamoe.cli.shared import reason_table
+from megamoe.errors import one_of
 from megamoe.hardware import Hardware
-from megamoe.schedule.plan import Plan, plan
+from megamoe.planner.choice import SharedMemory
+from megamoe.planner.floor import Floor
+from megamoe.planner.launches import Launch
+from megamoe.planner.plan import Plan, plan
 
 out = Console()
-WIDE = 110  # columns from which the regions are explained too
 Compare = Annotated[
     str | None, typer.Option(help="Machines side by side, comma-separated, e.g. h200,b200.")
 ]
@@ -39,9 +44,10 @@ def command(
     hardware: of.Machine = "h200",
     given: of.Set = None,
     compare: Compare = None,
+    study: of.Study = None,
     as_json: of.Json = False,
 ) -> None:
-    """Print how a call would run: choices with reasons, shared memory, workspace, floor."""
+    """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
     shape = {
         "hidden": hidden,
         "intermediate": intermediate,
@@ -51,17 +57,24 @@ def command(
     name, problem = of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks)
     machines = [word.strip() for word in compare.split(",")] if compare else [hardware]
     fixed = of.overrides_from(given)
+    p = problem
+    head = (
+        f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')} on each of "
+        f"{of.counted(p.num_ranks, 'rank')}, top-{p.top_k} of {p.num_experts} experts, "
+        f"{p.hidden} x {p.intermediate}, {p.recipe}"
+    )
+    if study is not None:
+        from megamoe.cli import study as of_study
+
+        one_of(study, of.STUDIES, "study")
+        of_study.print_plans(out, head, problem, machines, fixed, as_json=as_json)
+        return
     plans = [plan(problem, Hardware.named(machine), **fixed) for machine in machines]
     if as_json:
         dicts = {found.hardware.name: as_dict(found) for found in plans}
         print(json.dumps(dicts if compare else dicts[plans[0].hardware.name], indent=2))
         return
-    p = problem
-    out.print(
-        f"[bold]{name}[/]: {p.num_tokens} tokens on each of {p.num_ranks} rank(s), "
-        f"top-{p.top_k} of {p.num_experts} experts, {p.hidden} x {p.intermediate}, {p.recipe}",
-        highlight=False,
-    )
+    out.print(head, highlight=False, soft_wrap=True)
     if compare:
         out.print(_side_by_side(plans))
     else:
@@ -70,119 +83,158 @@ def command(
 
 def as_dict(found: Plan) -> dict[str, Any]:
     """The plan as plain values."""
-    smem, workspace, floor = found.smem, found.workspace, found.floor
     return {
+        "study": "",
         "problem": asdict(found.problem),
         "hardware": found.hardware.name,
+        "backend": found.backend,
+        "mode": found.mode,
+        "numerics": asdict(found.numerics),
         "choices": [asdict(choice) for choice in found.choices],
-        "roles": [asdict(role) for role in found.roles],
-        "shared_memory": {
-            "fixed": [term._asdict() for term in smem.fixed],
-            "stage": [term._asdict() for term in smem.stage],
-            "num_stages": smem.num_stages,
-            "num_bytes": smem.num_bytes,
-            "limit": smem.limit,
-        },
-        "workspace": {
-            "num_bytes": workspace.num_bytes,
-            "control_bytes": workspace.control_bytes,
-            "regions": [
-                {"name": r.name, "room": r.room, "num_bytes": r.num_bytes, "shape": r.shape}
-                for r in workspace.regions
-            ],
-        },
-        "floor": {**asdict(floor), "time_us": floor.time_us, "bound": floor.bound},
+        "launches": [_launch_dict(one, times) for one, times in _launches(found)],
+        "shared_memory": shared_memory_dict(found.shared_memory),
+        "memory": [asdict(buffer) for buffer in found.buffers],
+        "floor": floor_dict(found.floor) if found.launches else None,
+        "overrides": dict(found.overrides),
     }
 
 
+def _launches(found: Plan) -> Iterator[tuple[Launch, int]]:
+    """Each launch, and how often in a row."""
+    last, times = None, 0
+    for one in found.launches:
+        if one != last and last is not None:
+            yield last, times
+            times = 0
+        last, times = one, times + 1
+    if last is not None:
+        yield last, times
+
+
+def _launch_dict(one: Launch, times: int) -> dict[str, Any]:
+    config = one.config
+    return {
+        "name": one.name,
+        "kernel": one.kernel,
+        "times": times,
+        "grid": one.grid,
+        "config": {
+            "kind": type(config).__name__,
+            **(asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}),
+        },
+        "constants": config.constants(),
+        "why": one.why,
+    }
+
+
+def shared_memory_dict(smem: SharedMemory | None) -> dict[str, Any] | None:
+    """The sum of a CTA as plain values."""
+    if smem is None:
+        return None
+    return {
+        "fixed": [term._asdict() for term in smem.fixed],
+        "stage": [term._asdict() for term in smem.stage],
+        "num_stages": smem.num_stages,
+        "num_bytes": smem.num_bytes,
+        "limit": smem.limit,
+    }
+
+
+def floor_dict(floor: Floor) -> dict[str, Any]:
+    """The floor as plain values."""
+    return {**asdict(floor), "time_us": floor.time_us, "bound": floor.bound}
+
+
 def _print_plan(found: Plan) -> None:
-    out.print(_choices(found))
-    roles = _table("Warps of a CTA", "role", "warps", "registers", "why", right=(1, 2))
-    for r in found.roles:
-        roles.add_row(r.name, str(r.num_warps), str(r.registers), escape(r.why))
-    out.print(roles)
-    out.print(_shared_memory(found))
-    out.print(_workspace(found))
-    out.print(_floor(found))
-
-
-def _table(title: str, *columns: str, right: tuple[int, ...] = ()) -> Table:
-    table = Table(title=title, title_justify="left")
-    for i, column in enumerate(columns):
-        is_right = i in right
-        table.add_column(
-            column, justify="right" if is_right else "left", no_wrap=is_right or i == 0
+    given = {name for name, _ in found.overrides}
+    rows = [(c.name, shown(c.value), c.why) for c in found.choices]
+    bold = [at for at, c in enumerate(found.choices) if c.name in given]
+    title = f"Plan on {found.hardware.label}"
+    reason_table(out, title, ("choice", "value", "why"), rows, bold=bold)
+    if found.launches:
+        launches = [
+            (
+                one.name,
+                one.kernel.strip("_"),
+                f"{times} x " * (times > 1) + " x ".join(f"{n:,}" for n in one.grid),
+                str(one.config),
+            )
+            for one, times in _launches(found)
+        ]
+        title = "Launches of a rank, in order" + (
+            "; rows cross the links before and after those of the experts"
+            if found.call.is_group and found.mode == "staged"
+            else ""
         )
-    return table
+        columns = ("launch", "kernel", "grid", "configuration")
+        reason_table(out, title, columns, launches, right=(2,))
+    else:
+        out.print("no launches: the oracle computes this call", highlight=False)
+    if found.shared_memory is not None:
+        print_shared_memory(out, found.shared_memory)
+    _print_memory(found)
+    if found.launches:
+        print_floor(out, found.floor)
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, int):
+def shown(value: object) -> str:
+    """A choice's value as text."""
+    if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     return "none" if value is None else str(value)
 
 
-def _choices(found: Plan) -> Table:
-    table = _table(f"Plan on {found.hardware.label}", "choice", "value", "why", right=(1,))
-    for c in found.choices:
-        value = escape(_shown(c.value))
-        is_given = c.why.startswith("given")
-        table.add_row(c.name, f"[bold]{value}[/]" if is_given else value, escape(c.why))
-    return table
-
-
-def _shared_memory(found: Plan) -> Table:
-    smem = found.smem
-    table = _table(
-        "Shared memory of a CTA", "what", "bytes", "times", "sum", "why", right=(1, 2, 3)
-    )
-    for term in smem.fixed:
-        table.add_row(term.name, f"{term.num_bytes:,}", "", f"{term.num_bytes:,}", term.why)
+def print_shared_memory(console: Console, smem: SharedMemory) -> None:
+    """The sum of a CTA, term by term."""
+    rows = [(t.name, f"{t.num_bytes:,}", t.why) for t in smem.fixed if t.num_bytes]
     for term in smem.stage:
-        total = term.num_bytes * smem.num_stages
-        table.add_row(
-            term.name, f"{term.num_bytes:,}", f"{smem.num_stages} stages", f"{total:,}", term.why
-        )
-    table.add_section()
-    table.add_row("total", "", "", f"[bold]{smem.num_bytes:,}[/]", f"of {smem.limit:,}")
-    return table
+        if term.num_bytes:
+            total = term.num_bytes * smem.num_stages
+            why = f"{smem.num_stages} stages of {term.num_bytes:,}; {term.why}"
+            rows.append((term.name, f"{total:,}", why))
+    rows.append(("total", f"{smem.num_bytes:,}", f"of {smem.limit:,}"))
+    columns = ("what", "bytes", "why")
+    title = "Shared memory of a CTA"
+    reason_table(console, title, columns, rows, right=(1,), bold=(len(rows) - 1,))
 
 
-def _workspace(found: Plan) -> Table:
-    is_wide = out.width >= WIDE
-    columns = ("region", "bytes", "type", "shape", *(("about",) if is_wide else ()))
-    table = _table("Workspace of a rank", *columns, right=(1,))
-    for room in ("control", "data"):
-        for r in found.workspace.room(room):
-            shape = " x ".join(f"{n:,}" for n in r.shape)
-            about = (escape(r.about),) if is_wide else ()
-            table.add_row(r.name, f"{r.num_bytes:,}", r.dtype, shape, *about)
-        table.add_section()
-    table.add_row("total", f"[bold]{found.workspace.num_bytes:,}[/]")
-    table.add_row("of them control", f"{found.workspace.control_bytes:,}")
-    return table
+def _print_memory(found: Plan) -> None:
+    rows = [(b.name, b.kind, f"{b.num_bytes:,}", b.about) for b in found.buffers]
+    sums: dict[str, int] = {}
+    for buffer in found.buffers:
+        sums[buffer.kind] = sums.get(buffer.kind, 0) + buffer.num_bytes
+    about = {
+        "weights": "for as long as the layer lives",
+        "local": "of one call, from the caching allocator",
+        "symmetric": "that the ranks of a group see of each other",
+    }
+    rows += [("sum", kind, f"{size:,}", about.get(kind, "")) for kind, size in sums.items()]
+    bold = range(len(found.buffers), len(rows))
+    columns = ("memory", "kind", "bytes", "what")
+    reason_table(out, "Memory of a rank", columns, rows, right=(2,), bold=tuple(bold))
 
 
-def _floor(found: Plan) -> Table:
-    floor = found.floor
-    title = "Floor of the call, at what the machine reached"
-    table = _table(title, "resource", "us", "what passes", right=(1,))
-    table.add_row("tensor", f"{floor.tensor_us:,.1f}", f"{floor.flops / 1e9:,.1f} GFLOP")
+def print_floor(console: Console, floor: Floor) -> None:
+    """What no schedule beats."""
+    rows = [("tensor", f"{floor.tensor_us:,.1f}", f"{floor.flops / 1e9:,.1f} GFLOP")]
     for name, us, terms in (
         ("hbm", floor.hbm_us, floor.hbm),
         ("nvlink", floor.nvlink_us, floor.nvlink),
     ):
         told = " + ".join(f"{what} {size / 1e6:,.1f}" for what, size in terms)
-        table.add_row(name, f"{us:,.1f}", f"MB: {told}" if terms else "nothing")
-    table.add_section()
-    table.add_row("floor", f"[bold]{floor.time_us:,.1f}[/]", f"set by {floor.bound}")
-    return table
+        rows.append((name, f"{us:,.1f}", f"MB: {told}" if terms else "nothing"))
+    rows.append(("floor", f"{floor.time_us:,.1f}", f"set by {floor.bound}"))
+    title = "Floor of the call, at what the machine reached"
+    columns = ("resource", "us", "what passes")
+    reason_table(console, title, columns, rows, right=(1,), bold=(len(rows) - 1,))
 
 
 def _side_by_side(plans: list[Plan]) -> Table:
     """One column a machine; rows that differ are bold."""
-    right = tuple(range(1, len(plans) + 1))
-    table = _table("Plans side by side", "", *(p.hardware.label for p in plans), right=right)
+    table = Table(title="Plans side by side", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for found in plans:
+        table.add_column(found.hardware.label)
     names = dict.fromkeys(choice.name for found in plans for choice in found.choices)
     values = [{choice.name: choice.value for choice in found.choices} for found in plans]
 
@@ -191,14 +243,22 @@ def _side_by_side(plans: list[Plan]) -> Table:
         table.add_row(name, *(escape(c) if is_same else f"[bold]{escape(c)}[/]" for c in cells))
 
     for name in names:
-        add(name, [_shown(found[name]) if name in found else "-" for found in values])
+        add(name, [shown(found[name]) if name in found else "-" for found in values])
+    add("launches", [", ".join(_named(found)) for found in plans])
     table.add_section()
-    add("waves", [str(p.num_waves) for p in plans])
-    add("shared memory, bytes", [f"{p.smem.num_bytes:,}" for p in plans])
-    add("workspace, MB", [f"{p.workspace.num_bytes / 1e6:,.1f}" for p in plans])
+    smem = [found.shared_memory for found in plans]
+    add("shared memory, bytes", ["-" if s is None else f"{s.num_bytes:,}" for s in smem])
+    for kind in ("weights", "local", "symmetric"):
+        sums = [sum(b.num_bytes for b in found.buffers if b.kind == kind) for found in plans]
+        add(f"{kind}, MB", [f"{size / 1e6:,.1f}" for size in sums])
     table.add_section()
     add("tensor floor, us", [f"{p.floor.tensor_us:,.1f}" for p in plans])
     add("hbm floor, us", [f"{p.floor.hbm_us:,.1f}" for p in plans])
     add("nvlink floor, us", [f"{p.floor.nvlink_us:,.1f}" for p in plans])
     add("floor, us", [f"{p.floor.time_us:,.1f}, {p.floor.bound}" for p in plans])
     return table
+
+
+def _named(found: Plan) -> Iterator[str]:
+    for one, times in _launches(found):
+        yield f"{times} x {one.name}" if times > 1 else one.name

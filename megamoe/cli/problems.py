@@ -10,13 +10,18 @@ from megamoe.bench.workloads import MODELS, model_named
 from megamoe.errors import RangeError, require
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import MACHINES
+from megamoe.planner.choice import Value
+from megamoe.planner.overrides import OVERRIDES
 from megamoe.problem import Problem
-from megamoe.schedule.choice import Value
-from megamoe.schedule.overrides import OVERRIDES
 
 DEFAULT_PRESET = "deepseek-v4-flash"
 RECIPE_HELP = f"{', '.join(RECIPES)}; default: the model's own, or w4a8_block."
 SET_HELP = f"name=value, as often as wanted: {', '.join(OVERRIDES)}."
+STUDIES = ("deep_gemm",)
+STUDY_HELP = (
+    f"{', '.join(STUDIES)}: a model of another system, which this library does not run; "
+    "--set then takes that system's names."
+)
 
 Preset = Annotated[str | None, typer.Argument(help=f"Model: {', '.join(MODELS)}.")]
 Hidden = Annotated[int | None, typer.Option(help="Width of a token.")]
@@ -25,10 +30,20 @@ Experts = Annotated[int | None, typer.Option(help="Experts over all ranks.")]
 TopK = Annotated[int | None, typer.Option("--top-k", help="Experts of a token.")]
 Recipe = Annotated[str | None, typer.Option(help=RECIPE_HELP)]
 Tokens = Annotated[int, typer.Option(help="Tokens per rank.")]
-Ranks = Annotated[int, typer.Option(help="Ranks that share the experts.")]
+Ranks = Annotated[int, typer.Option(help="Ranks that share the experts, a GPU each.")]
 Machine = Annotated[str, typer.Option("--hardware", help=f"{', '.join(MACHINES)}.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)]
+Study = Annotated[str | None, typer.Option("--study", help=STUDY_HELP)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
+
+
+def counted(num: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "rank"), counted(8, "rank")
+    ('1 rank', '8 ranks')
+    """
+    return f"{num:,} {noun}{'' if num == 1 else 's'}"
 
 
 def problem_from(
@@ -74,7 +89,7 @@ def problem_from(
 
 
 def overrides_from(pairs: list[str] | None) -> dict[str, Value]:
-    """--set block_m=64 --set deal=static: integers where they look like one."""
+    """--set block_m=64 --set mode=staged: integers and true or false where they look like one."""
     found: dict[str, Value] = {}
     for pair in pairs or []:
         name, equals, text = pair.partition("=")
@@ -85,6 +100,11 @@ def overrides_from(pairs: list[str] | None) -> dict[str, Value]:
             fix="for example --set block_m=64",
             kind=RangeError,
         )
-        is_integer = text.lstrip("-").isdigit()
-        found[name.strip().replace("-", "_")] = int(text) if is_integer else text
+        found[name.strip().replace("-", "_")] = _value(text)
     return found
+
+
+def _value(text: str) -> Value:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return int(text) if text.lstrip("-").isdigit() else text

@@ -1,13 +1,34 @@
-"""What several commands share: devices by name, and progress bars."""
+"""What several commands share: devices by name, progress bars, tables, files, plain terminals."""
 
 from __future__ import annotations
 
-from typing import Any
+import codecs
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
 
 from megamoe.errors import NotAvailable, RangeError, require
+from megamoe.files import writable_folder, write_atomic
+
+__all__ = [
+    "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table",
+    "writable_folder", "write_atomic",
+]  # fmt: skip
+
+# metavar="": a flag takes no value, and help must not show one.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.", metavar="")]
+LEAST_REASON = 36  # columns that a reason needs to be read beside its row
+# For terminals without these: bars of a chart by height, and the signs of tables.
+PLAIN = dict(zip("▁▂▃▄▅▆▇█", ".._-=+*#", strict=True)) | {
+    "±": "+-", "…": "...", "×": "x", "µ": "u", "—": "-", "•": "*", "━": "-", "→": "->",
+}  # fmt: skip
 
 
 def device_named(name: str) -> str:
@@ -34,6 +55,34 @@ def device_named(name: str) -> str:
     return name
 
 
+def gpu_named(name: str) -> str:
+    """The device of a benchmark: a GPU unless a CPU is asked for by name."""
+    found = device_named(name)
+    require(
+        name != "auto" or found != "cpu",
+        "a benchmark times a GPU",
+        got="none on this machine",
+        fix="name the CPU with --device cpu to time the reference there",
+        kind=NotAvailable,
+    )
+    return found
+
+
+def plain_where_needed() -> None:
+    """Let a terminal or file that has no Unicode show plain signs, where printing would raise."""
+    codecs.register_error("plain", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        encoding = (getattr(stream, "encoding", None) or "utf-8").lower().replace("-", "")
+        if not encoding.startswith("utf") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="plain")
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end]
+    return "".join(PLAIN.get(sign, "?") for sign in text), error.end
+
+
 class Bars:
     """One progress bar per step of a job, on stderr."""
 
@@ -52,4 +101,58 @@ class Bars:
     def __call__(self, step: str, done: int, of: int) -> None:
         if step not in self.tasks:
             self.tasks[step] = self.bars.add_task(step, total=of)
-        self.bars.update(self.tasks[step], completed=done)
+        self.bars.update(self.tasks[step], completed=done, total=of)
+
+
+def reason_table(
+    console: Console,
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Sequence[int] = (),
+    bold: Sequence[int] = (),
+) -> None:
+    """Print rows whose last column is a reason, which is never cut off.
+
+    title    above the table; may hold markup
+    columns  names; the last one is the reason's
+    rows     as many cells each, as plain text
+    right    columns that are aligned to the right
+    bold     rows that are printed bold
+
+    On a terminal with room for it this is a table; on a narrow one the reason stands below its row;
+    in a pipe or file each row is one line.
+    """
+    cells = [[str(cell) for cell in row] for row in rows]
+    last = len(columns) - 1
+    widths = [max(len(row[at]) for row in [columns, *cells]) for at in range(last)]
+    frame = 3 * len(columns) + 1
+    if console.is_terminal and console.width - sum(widths) - frame >= LEAST_REASON:
+        table = Table(title=title, title_justify="left")
+        for at, name in enumerate(columns):
+            side = "right" if at in right else "left"
+            table.add_column(escape(name), justify=side, no_wrap=at < last)  # type: ignore[arg-type]
+        for at, row in enumerate(cells):
+            table.add_row(*map(escape, row), style="bold" if at in bold else "")
+        console.print(table)
+        return
+
+    def line(row: Sequence[str]) -> str:
+        parts = (
+            text.rjust(width) if at in right else text.ljust(width)
+            for at, (text, width) in enumerate(zip(row, widths, strict=False))
+        )
+        return "  ".join(parts).rstrip()
+
+    console.print(f"[bold]{title}[/]", highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        for row in [columns, *cells]:
+            text = f"{line(row)}  {row[last]}".rstrip()
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+        return
+    console.print(Text(line(columns), style="dim"), soft_wrap=True)
+    for at, row in enumerate(cells):
+        console.print(Text(line(row), style="bold" if at in bold else ""), soft_wrap=True)
+        for part in Text(row[last]).wrap(console, max(console.width - 4, 20)):
+            console.print(Text("    ") + part, highlight=False, soft_wrap=True)

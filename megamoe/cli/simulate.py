@@ -6,22 +6,23 @@ import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
 
 from megamoe.cli import problems as of
-from megamoe.cli.shared import Bars
-from megamoe.errors import FileError, MegaMoEError, require
+from megamoe.cli.shared import Bars, reason_table, writable_folder, write_atomic
+from megamoe.errors import FileError, MegaMoEError, one_of, require
 from megamoe.hardware import Hardware
+from megamoe.planner.choice import Value
+from megamoe.planner.plan import plan
 from megamoe.problem import Problem
-from megamoe.schedule.choice import Value
-from megamoe.schedule.plan import plan
-from megamoe.schedule.prediction import Prediction
-from megamoe.schedule.sample import SKEWS
-from megamoe.schedule.simulate import simulate
+from megamoe.simulator.prediction import Prediction
+from megamoe.simulator.sample import SKEWS
+from megamoe.simulator.schedule import Schedule
+from megamoe.simulator.simulate import simulate
 from megamoe.trace.perfetto import perfetto
 from megamoe.trace.plot import Bar, exposed_plot
 from megamoe.trace.predicted import prediction_page
@@ -31,7 +32,7 @@ out = Console()
 FILES = ("trace.json", "timeline.html", "exposed.svg")
 PLOT_RANKS = 8  # the plot goes at least so far, where the machine and the experts allow
 
-Mode = Annotated[str, typer.Option(help="auto, fused, split or staged.")]
+Mode = Annotated[str, typer.Option(help="auto, fused or staged; of a study also split.")]
 Skew = Annotated[str, typer.Option(help=f"{', '.join(SKEWS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of the sampled routing.")]
 CountsFile = Annotated[
@@ -68,9 +69,10 @@ def command(
     folder: Folder = "megamoe-simulation",
     ranks_plot: RanksPlot = True,
     no_files: NoFiles = False,
+    study: of.Study = None,
     as_json: of.Json = False,
 ) -> None:
-    """Predict one call without a GPU: time, what it waits for, and a timeline to look at."""
+    """Predict what a call's launches cost, without a GPU: time, waits, a timeline to look at."""
     shape = {
         "hidden": hidden,
         "intermediate": intermediate,
@@ -79,30 +81,54 @@ def command(
     }
     name, problem = of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks)
     machine = Hardware.named(hardware)
-    fixed: dict[str, Value] = {**of.overrides_from(given), "mode": mode}
+    fixed = of.overrides_from(given)
+    if mode != "auto":
+        fixed["mode"] = mode
     measured = _counts(counts) if counts is not None else None
+    if study is not None:
+        one_of(study, of.STUDIES, "study")
+    make = _Maker(machine, study)
+    how = make(problem, fixed)
+    where = None if no_files else writable_folder(folder)
     with Bars(quiet=as_json) as bars:
-        bars("simulate", 0, 1)
-        found = simulate(plan(problem, machine, **fixed), measured, skew=skew, seed=seed)
-        bars("simulate", 1, 1)
+        found = simulate(
+            how, measured, skew=skew, seed=seed,
+            progress=lambda done, num: bars("blocks", done, num),
+        )  # fmt: skip
         written: list[str] = []
-        if not no_files:
-            swept = _sweep(problem, machine, fixed, skew, seed, found, bars) if ranks_plot else []
-            written = _write(Path(folder), name, found, swept, bars)
+        if where is not None:
+            swept = _sweep(make, fixed, skew, seed, found, bars) if ranks_plot else []
+            written = _write(where, name, found, swept, bars)
     if as_json:
         print(json.dumps({**as_dict(found), "files": written}, indent=2))
         return
     _print(name, found, written)
 
 
+class _Maker(NamedTuple):
+    """Makes what is simulated: this library's launches on a machine, or a study's."""
+
+    machine: Hardware
+    study: str | None
+
+    def __call__(self, problem: Problem, fixed: dict[str, Value]) -> Schedule:
+        if self.study is not None:
+            from megamoe.cli.study import schedule_from
+
+            return schedule_from(problem, self.machine, fixed)
+        return Schedule.of_plan(plan(problem, self.machine, **fixed))
+
+
 def as_dict(found: Prediction) -> dict[str, Any]:
     """The prediction as plain values."""
-    s, u = found.summary, found.usage
+    how, s, u = found.schedule, found.summary, found.usage
     return {
-        "hardware": found.plan.hardware.name,
-        "mode": found.plan.mode,
-        "num_ranks": found.plan.problem.num_ranks,
-        "num_tokens": found.plan.problem.num_tokens,
+        "study": how.label,
+        "hardware": how.hardware.name,
+        "backend": how.backend,
+        "mode": how.mode,
+        "num_ranks": how.problem.num_ranks,
+        "num_tokens": how.problem.num_tokens,
         "time_us": found.time_us,
         "floor_us": found.floor.time_us,
         "floor_bound": found.floor.bound,
@@ -139,25 +165,25 @@ def _sweep_ranks(problem: Problem, machine: Hardware) -> Iterator[int]:
 
 
 def _sweep(
-    problem: Problem,
-    machine: Hardware,
+    make: _Maker,
     fixed: dict[str, Value],
     skew: str,
     seed: int,
     found: Prediction,
     bars: Bars,
 ) -> list[Bar]:
-    """The call with other numbers of ranks, and staged; what the overrides forbid is left out."""
-    modes = dict.fromkeys((found.plan.mode, "staged"))
-    wanted = [(r, mode) for r in _sweep_ranks(problem, machine) for mode in modes]
+    """The call with other numbers of ranks, and staged; what cannot run is left out."""
+    problem = found.schedule.problem
+    modes = dict.fromkeys((found.schedule.mode, "staged"))
+    wanted = [(r, mode) for r in _sweep_ranks(problem, make.machine) for mode in modes]
     swept = []
     for done, (ranks, mode) in enumerate(wanted):
         bars("ranks", done, len(wanted))
-        if (ranks, mode) == (problem.num_ranks, found.plan.mode):
+        if (ranks, mode) == (problem.num_ranks, found.schedule.mode):
             swept.append(Bar.of(found))
             continue
         try:
-            other = plan(replace(problem, num_ranks=ranks), machine, **{**fixed, "mode": mode})
+            other = make(replace(problem, num_ranks=ranks), {**fixed, "mode": mode})
             swept.append(Bar.of(simulate(other, skew=skew, seed=seed)))
         except MegaMoEError:
             continue
@@ -166,25 +192,21 @@ def _sweep(
 
 
 def _write(folder: Path, name: str, found: Prediction, swept: list[Bar], bars: Bars) -> list[str]:
+    how = found.schedule
     title = f"{name}: one Mixture-of-Experts call, block by block"
-    p = found.plan.problem
-    what = f"{name}, {p.num_tokens} tokens a rank, {p.recipe}"
+    what = f"{name}, {of.counted(how.problem.num_tokens, 'token')} a rank, {how.problem.recipe}"
     texts: dict[str, Callable[[], str]] = {
         "trace.json": lambda: perfetto(found.timeline),
         "timeline.html": lambda: prediction_page(found, title),
     }
     if swept:
-        label = f"{what} on {found.plan.hardware.label}"
-        texts["exposed.svg"] = lambda: exposed_plot(swept, label)
+        label = f"{what} on {how.hardware.label}"
+        texts["exposed.svg"] = lambda: exposed_plot(swept, label, how.label or "simulated")
     written = []
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for done, (file, make) in enumerate(texts.items()):
-            bars("write", done, len(texts))
-            (folder / file).write_text(make(), encoding="utf-8")
-            written.append(str(folder / file))
-    except OSError as error:
-        raise FileError(f"--out must be a folder that can be written; got {error}") from error
+    for done, (file, make) in enumerate(texts.items()):
+        bars("write", done, len(texts))
+        write_atomic(folder / file, make())
+        written.append(str(folder / file))
     bars("write", len(texts), len(texts))
     return written
 
@@ -192,9 +214,8 @@ def _write(folder: Path, name: str, found: Prediction, swept: list[Bar], bars: B
 def _print(name: str, found: Prediction, written: list[str]) -> None:
     s, u, floor = found.summary, found.usage, found.floor
     ratio = f"{found.time_us / floor.time_us:.2f} times the floor" if floor.time_us else "no rows"
-    table = Table(title=f"{name}: {found.timeline.name}", title_justify="left")
-    for column, justify in (("figure", "left"), ("value", "right"), ("what it means", "left")):
-        table.add_column(column, justify=justify)  # type: ignore[arg-type]
+    if found.schedule.study:
+        out.print(f"[bold red]{found.schedule.label}[/]", highlight=False, soft_wrap=True)
     rows = (
         ("predicted time", f"{found.time_us:,.1f} us", ratio),
         ("floor", f"{floor.time_us:,.1f} us", f"set by {floor.bound}"),
@@ -210,9 +231,8 @@ def _print(name: str, found: Prediction, written: list[str]) -> None:
         ("NVLink in", f"{u.nvlink:.0%}", "of what it reaches"),
         ("waves", str(found.timeline.num_waves), f"{len(found.timeline.spans):,} spans simulated"),
     )
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
+    title = f"{escape(name)}: {escape(found.timeline.name)} (simulated)"
+    reason_table(out, title, ("figure", "value", "what it means"), rows, right=(1,))
     busy = ", ".join(f"{role} {share:.1%}" for role, share in s.busy if share >= 0.0005)
     out.print(f"busy: {busy}", highlight=False)
     out.print("steps: " + ", ".join(f"{step} {us:,.1f}" for step, us in found.steps) + " us\n")

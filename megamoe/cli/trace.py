@@ -1,7 +1,6 @@
 """`megamoe trace`: a real fused launch as a timeline, beside the simulated one.
 
-Exit codes: 0 traced, 1 stamps that are not those of a whole and right launch, 2 bad input, 3 not
-available here.
+Exit codes are those of `megamoe.cli.main`: 1 is a launch whose stamps or bits are not right.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from rich.table import Table
 from megamoe.bench.cells import SHAPES, cells_named
 from megamoe.cli import problems as of
 from megamoe.cli.bench import Device, Eager, Flush, Repeats, Rounds, one_line_a_row
-from megamoe.cli.shared import Bars, device_named
+from megamoe.cli.shared import Bars, Json, device_named, writable_folder, write_atomic
 from megamoe.errors import FileError, RangeError, require
 from megamoe.formats.spec import RECIPES
-from megamoe.trace.beside import MOST_OVERHEAD, Pair, timelines_json
+from megamoe.trace.beside import MAX_OVERHEAD, Pair, timelines_json
 from megamoe.trace.perfetto import perfetto
 from megamoe.trace.stamps import Recording
 from megamoe.trace.text import MARGIN, gantt
@@ -45,7 +44,7 @@ Folder = Annotated[
         "--out", help=f"Folder for {', '.join(FILES)}; default {FOLDER}, or that of the stamps."
     ),
 ]
-NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.")]
+NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.", metavar="")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -64,19 +63,21 @@ def command(
     hardware: of.Machine = "h200",
     folder: Folder = None,
     no_files: NoFiles = False,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Run one fused launch that stamps what every role does when; see it beside the simulation."""
     is_file = what.endswith(".json")
     is_same = True
+    where = Path(what).parent if is_file else Path(FOLDER)
+    if not no_files:
+        where = writable_folder(where if folder is None else folder)
     with Bars(quiet=as_json) as bars:
         if is_file:
             found = _read(Path(what))
         else:
             found, is_same = _record(what, recipe, repeats, rounds, flush, eager, device, bars)
-        where = Path(what).parent if is_file else Path(FOLDER)
         pair = Pair.of(found, hardware)
-        kept = "" if no_files else _write(where if folder is None else Path(folder), pair, bars)
+        kept = "" if no_files else _write(where, pair, bars)
     if as_json:
         print(json.dumps({**pair.as_dict(), "has_same_bits": is_same, "folder": kept}, indent=2))
     else:
@@ -121,13 +122,9 @@ def _write(folder: Path, pair: Pair, bars: Bars) -> str:
         pair.page,
         lambda: perfetto(*lines),
     )
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for done, (file, make) in enumerate(zip(FILES, makers, strict=True)):
-            bars("write", done, len(FILES))
-            (folder / file).write_text(make(), encoding="utf-8")
-    except OSError as error:
-        raise FileError(f"--out must be a folder that can be written; got {error}") from error
+    for done, (file, make) in enumerate(zip(FILES, makers, strict=True)):
+        bars("write", done, len(FILES))
+        write_atomic(folder / file, make())
     bars("write", len(FILES), len(FILES))
     return str(folder)
 
@@ -144,10 +141,10 @@ def _print(pair: Pair, is_same: bool, folder: str) -> None:
         table.add_row(row.name, *cells, row.about)
     out.print(table)
     if found.plain_us is not None and found.traced_us is not None and found.overhead is not None:
-        verdict = "within" if found.overhead < MOST_OVERHEAD else "[red]beyond[/]"
+        verdict = "within" if found.overhead < MAX_OVERHEAD else "[red]beyond[/]"
         out.print(
             f"stamping: {found.plain_us:,.1f} us without, {found.traced_us:,.1f} us with, "
-            f"{found.overhead:+.1%}: {verdict} the bar of {MOST_OVERHEAD:.0%}",
+            f"{found.overhead:+.1%}: {verdict} the bar of {MAX_OVERHEAD:.0%}",
             highlight=False,
         )
     width = max(20, min(out.width, 140) - MARGIN)

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.balance.placement import Placement
 from megamoe.distributed.link import link_card, link_of
 from megamoe.distributed.placement import Places
 from megamoe.distributed.rendezvous import RESTART, Rendezvous, named, retold, told
 from megamoe.distributed.wire import Wire
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RankError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.schedule.placement import Placement
 
 TRANSPORTS = ("link", "collective")
 

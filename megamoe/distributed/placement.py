@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megamoe.schedule.placement import Placement
+from megamoe.balance.placement import Placement
 
 _MASK = 0xFFFFFFFF
 _RANK, _ROW, _EXPERT = 0x85EBCA6B, 0x9E3779B1, 0xC2B2AE35  # odd: a product mod 2^32 loses nothing

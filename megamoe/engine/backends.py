@@ -11,9 +11,8 @@ from importlib import metadata
 import torch
 
 from megamoe import __version__
-from megamoe.errors import NotAvailable, one_of, require
-
-MODES = ("auto", "staged", "fused", "split")
+from megamoe.planner.plan import choose_backend
+from megamoe.tested import gpu_warning, triton_warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +21,7 @@ class Backend:
 
     name: str
     why_not: Callable[[torch.device], str]  # the reason it cannot run on a device; "" where it can
-    modes: tuple[str, ...]  # besides "auto"
     about: str
-
-
-def _not_yet(device: torch.device) -> str:
-    return f"not part of megamoe {__version__}"
 
 
 def _portable(device: torch.device) -> str:
@@ -55,37 +49,22 @@ def _hopper(device: torch.device) -> str:
 
 # Best first: `auto` takes the first one that works on the layer's device.
 BACKENDS = (
-    Backend("blackwell", _not_yet, (), "Gluon kernels for B200 and its kin"),
-    Backend("hopper", _hopper, ("staged", "fused"), "Gluon kernels for H100, H200 and H20"),
-    Backend("portable", _portable, ("staged",), "Triton kernels for any GPU since Ampere"),
-    Backend("reference", lambda device: "", (), "the exact oracle in PyTorch, CPU or CUDA"),
+    Backend("hopper", _hopper, "Gluon kernels for H100, H200 and H20"),
+    Backend("portable", _portable, "Triton kernels for any GPU since Ampere"),
+    Backend("reference", lambda device: "", "the exact oracle in PyTorch, CPU or CUDA"),
 )
 NAMES = ("auto", *(backend.name for backend in BACKENDS))
 
 
+def reasons_on(device: torch.device) -> dict[str, str]:
+    """By backend, best first: why it cannot run on `device`; "" where it can."""
+    return {backend.name: backend.why_not(device) for backend in BACKENDS}
+
+
 def resolve(backend: str, mode: str, device: torch.device) -> Backend:
     """The backend to use on `device`; refuses with the reason and names what works instead."""
-    one_of(backend, NAMES, "backend")
-    one_of(mode, MODES, "mode")
-    working = [b for b in BACKENDS if not b.why_not(device)]
-    if backend == "auto":
-        chosen = working[0]
-    else:
-        chosen = next(b for b in BACKENDS if b.name == backend)
-        require(
-            chosen in working,
-            f"backend {backend} must work on {device}",
-            got=chosen.why_not(device),
-            fix=f"use {' or '.join(b.name for b in working)}",
-            kind=NotAvailable,
-        )
-    require(
-        mode == "auto" or mode in chosen.modes,
-        f"backend {chosen.name} has mode {' or '.join(('auto', *chosen.modes))}",
-        got=mode,
-        kind=NotAvailable,
-    )
-    return chosen
+    name, _ = choose_backend(backend, mode, reasons_on(device))
+    return next(b for b in BACKENDS if b.name == name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +96,7 @@ def doctor() -> Report:
         Finding("megamoe", True, __version__),
         Finding("python", sys.version_info >= (3, 11), platform.python_version()),
         Finding("torch", True, torch.__version__),
-        _package("triton", "the GPU backends"),
+        _package("triton", "the GPU backends", triton_warning),
         _package("safetensors", "saving weights"),
         *(_gpu(device) for device in devices[1:]),
     ]
@@ -137,11 +116,13 @@ def doctor() -> Report:
     return Report(tuple(findings), best)
 
 
-def _package(name: str, use: str) -> Finding:
+def _package(name: str, use: str, warn: Callable[[str], str] = lambda version: "") -> Finding:
     try:
-        return Finding(name, True, metadata.version(name))
+        version = metadata.version(name)
     except metadata.PackageNotFoundError:
         return Finding(name, False, f"not installed; needed for {use}")
+    why = warn(version)
+    return Finding(name, not why, f"{version}: {why}" if why else version)
 
 
 def _gpu(device: torch.device) -> Finding:
@@ -150,4 +131,5 @@ def _gpu(device: torch.device) -> Finding:
         f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.multi_processor_count} SMs, "
         f"{facts.total_memory / 2**30:.0f} GiB"
     )
-    return Finding(str(device), True, detail)
+    why = gpu_warning(facts.name)
+    return Finding(str(device), True, f"{detail}; {why}" if why else detail)

@@ -14,6 +14,13 @@ from megamoe.formats.quantized import DATA_DTYPE, Quantized
 from megamoe.formats.spec import Format, Scale, recipe_named
 
 GATE_UP = ("split", "interleaved")
+SCALES = ("multiply", "divide")
+# A scale and its reciprocal look alike. NVFP4's global scale is amax / 2688 (6 * 448) or, stored as
+# a divisor, 2688 / amax; read the wrong way round, amax becomes 2688**2 / amax. At 2688 both
+# readings agree; above it the other one is the likelier. FP8's scales are held to it too.
+LARGEST_WEIGHT = 2688.0
+# The same for tokens and activations, which may be larger: up to 8 * 2688 = 21504 is believed.
+LARGEST_ACTS_GLOBAL = 8.0
 _BYTES = (torch.uint8, torch.int8)
 _E8M0 = torch.float8_e8m0fnu
 _FP4_PAIRS = getattr(torch, "float4_e2m1fn_x2", None)
@@ -27,8 +34,10 @@ def read_matrix(
     name: str,
     *,
     gate_up: str | None = None,
+    scales: str | None = None,
 ) -> Quantized:
     """Bring one stacked checkpoint matrix into our layout; with `gate_up` to [E, 2, I, H]."""
+    check_direction(scales, fmt)
     data = _data(data, fmt, name)
     width = data.shape[2] * (2 if fmt.element.bits == 4 else 1)
     shape: tuple[int, ...] = (data.shape[0], data.shape[1], width)
@@ -36,6 +45,8 @@ def read_matrix(
         require(scale is None, f"{name}: {fmt.name} has no scale", got="a scale", kind=ShapeError)
     else:
         scale = _scale(scale, fmt, name)
+        if scales == "divide" and not fmt.has_global:
+            scale = scale.reciprocal()
     if gate_up is not None:
         one_of(gate_up, GATE_UP, "gate_up")
         require(
@@ -58,9 +69,47 @@ def read_matrix(
                 kind=ShapeError,
             )
             scale = gate_then_up(scale, gate_up)
-    matrix = Quantized(data, scale, fmt.name, shape, _global(global_scale, fmt, name, shape))
+    g = _global(global_scale, fmt, name, shape)
+    if g is not None and scales == "divide":
+        g = g.reciprocal()
+    matrix = Quantized(data, scale, fmt.name, shape, g)
     refuse_nan(matrix, name)
+    if scales is None:
+        refuse_reciprocal(matrix, name)
     return matrix
+
+
+def check_direction(scales: str | None, fmt: Format) -> None:
+    """Require a direction that this format's scales can have."""
+    if scales is None:
+        return
+    one_of(scales, SCALES, "scales")
+    require(
+        scales == "multiply" or fmt.scale in (Scale.E4M3, Scale.FP32),
+        f"the scales of {fmt.name} multiply",
+        got='scales="divide"',
+        kind=RangeError,
+    )
+
+
+def refuse_reciprocal(matrix: Quantized, name: str) -> None:
+    """Refuse scales that make some expert's weights larger than any model's."""
+    fmt = matrix.spec
+    if fmt.scale not in (Scale.E4M3, Scale.FP32):
+        return
+    assert matrix.scale is not None
+    largest = fmt.element.max * matrix.scale.flatten(1).float().amax(1)
+    if matrix.global_scale is not None:
+        largest = largest * matrix.global_scale.reshape(len(matrix), -1).amax(1)
+    worst = float(largest.amax())
+    require(
+        worst <= LARGEST_WEIGHT,
+        f"{name}: scales must multiply, to weights of at most {LARGEST_WEIGHT:g}",
+        got=f"weights of up to {worst:.3g} in expert {int(largest.argmax())}",
+        fix='scales="divide" where the checkpoint stores reciprocals (weight_global_scale of '
+        'compressed-tensors), scales="multiply" if they are so large',
+        kind=RangeError,
+    )
 
 
 def gate_then_up(rows: Tensor, gate_up: str) -> Tensor:
@@ -119,6 +168,7 @@ def extras(
     x_global: float,
     acts_global: float | Tensor,
     device: torch.device,
+    scales: str | None = None,
 ) -> dict[str, Tensor]:
     """Biases in our order and FP32, and NVFP4's global scales of the activations."""
     one_of(gate_up, GATE_UP, "gate_up")
@@ -154,6 +204,15 @@ def extras(
             kind=RangeError,
         )
         if recipe_named(recipe).acts.has_global:
+            factor = factor.reciprocal() if scales == "divide" else factor
+            require(
+                scales == "multiply" or bool((factor <= LARGEST_ACTS_GLOBAL).all()),
+                f"{name} must multiply: amax / 2688, at most {LARGEST_ACTS_GLOBAL:g}",
+                got=factor.tolist(),
+                fix="a checkpoint may store its reciprocal (input_global_scale of "
+                "compressed-tensors): give 1 / it",
+                kind=RangeError,
+            )
             found[name] = factor if name == "x_global" else factor.expand(num_experts).contiguous()
         else:
             require(
@@ -164,6 +223,23 @@ def extras(
                 kind=RangeError,
             )
     return found
+
+
+def check_extra(
+    t: Tensor | None, name: str, shape: tuple[int, ...] | None, *, required: bool
+) -> None:
+    """Require a float32 tensor of `shape`, or None where it may be missing."""
+    if t is None:
+        require(shape is None or not required, f"{name} is missing", got=None, kind=ShapeError)
+        return
+    require(shape is not None, f"this recipe has no {name}", got="one", kind=ShapeError)
+    require(t.dtype == torch.float32, f"{name} must be float32", got=t.dtype, kind=DTypeError)
+    require(
+        tuple(t.shape) == shape,
+        f"{name} must have shape {shape}",
+        got=tuple(t.shape),
+        kind=ShapeError,
+    )
 
 
 def refuse_nan(matrix: Quantized, name: str, first_expert: int = 0) -> None:
@@ -240,7 +316,7 @@ def _scale(scale: object, fmt: Format, name: str) -> Tensor:
     legal = {
         Scale.E8M0: (torch.uint8, _E8M0),
         Scale.E4M3: (torch.float8_e4m3fn,),
-        Scale.FP32: (torch.float32, _E8M0),
+        Scale.FP32: (torch.float32, torch.bfloat16, torch.float16, _E8M0),
     }[fmt.scale]
     require(
         scale.dtype in legal,
@@ -258,6 +334,7 @@ def _scale(scale: object, fmt: Format, name: str) -> Tensor:
             got="others",
             kind=RangeError,
         )
+        scale = scale.float()
     return scale
 
 

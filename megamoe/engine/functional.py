@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe import reference
-from megamoe.engine import backends, faults
-from megamoe.engine.manner import AUTO, Manner
+from megamoe.engine import backends, status
+from megamoe.engine.call import Call
+from megamoe.engine.planning import Traits, log_once, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import (
     DeviceError,
@@ -22,6 +23,9 @@ from megamoe.errors import (
 )
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
+from megamoe.planner.choice import Value
+from megamoe.planner.overrides import TILE, checked
+from megamoe.planner.plan import Plan, choose_backend
 from megamoe.problem import Options, check_top_k
 from megamoe.routing.permute import check_expert_ids, expert_counts
 
@@ -40,120 +44,94 @@ def moe(
     shared: ExpertWeights | None = None,
     backend: str = "auto",
     mode: str = "auto",
+    overrides: Mapping[str, Value] | None = None,
 ) -> Tensor:
-    """Send every token through its experts and add up what they say.
+    """Send every token through its experts and add up their results, by routing weight.
 
     x             bf16 [T, H], or Quantized in the recipe's activation format
-    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may stand twice
+    topk_idx      int32 or int64 [T, k]; -1 masks a slot; the same expert may occur twice
     topk_weights  float32 [T, k]
+    weights       the experts
     shared        experts that see every token with weight 1, in any recipe
+    backend       "auto" is the best one that works on the weights' device
+    mode          "staged", "fused" (one launch) or "auto": the same bits; what a mode cannot take
+                  is refused; on a CPU the oracle computes what any mode would
+    overrides     tile choices in place of the planner's, such as {"block_m": 64}
     returns       bf16 [T, H]
 
     activation, clamp, weight_at, combine and fast_math are those of `Options`; docs/numerics.md has
-    the rules. Modes give the same bits: a call that mode "fused" cannot take runs staged.
+    the rules.
     """
-    options, manner = Options(activation, clamp, weight_at, combine, fast_math), Manner(mode)
+    options = Options(activation, clamp, weight_at, combine, fast_math)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    chosen = choose(backend, mode, weights, shared)
-    manner.check(weights, shared)
+    name, traits = choose(backend, mode, weights, shared, activation)
+    given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
+    is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
+    plan = plan_for(
+        weights, options, traits, num_tokens=x.shape[0], top_k=topk_idx.shape[1],
+        overrides=given, is_quantized=not isinstance(x, Tensor), is_captured=is_layerless_capture,
+    )  # fmt: skip
+    found = None if name == "reference" else status.of_stream(weights.device)
     with torch.no_grad():
-        return run(chosen, x, topk_idx, topk_weights, weights, options, shared, manner=manner)
+        return run(
+            Call(x, topk_idx, topk_weights, weights, options, shared, found),
+            plan,  # type: ignore[arg-type]
+        )
 
 
-def choose(backend: str, mode: str, weights: ExpertWeights, shared: ExpertWeights | None) -> str:
-    """The backend for these experts; `auto` passes over one that cannot hold them exactly."""
-    name = backends.resolve(backend, mode, weights.device).name
-    if name == "hopper" and backend == "auto":
-        from megamoe.engine import hopper
-
-        reasons = [hopper.why_not(w) for w in (weights, shared) if w is not None]
-        if any(reasons):
-            require(
-                mode != "fused",
-                "mode fused needs weights that the hopper backend holds exactly",
-                got=next(filter(None, reasons)),
-                fix="use mode='auto'",
-                kind=NotAvailable,
-            )
-            return "portable"
-    return name
-
-
-def run(
+def choose(
     backend: str,
-    x: Tensor | Quantized,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
+    mode: str,
     weights: ExpertWeights,
-    options: Options,
     shared: ExpertWeights | None,
-    found: faults.Faults | None = None,
-    stats: Tensor | None = None,
-    *,
-    manner: Manner = AUTO,
-) -> Tensor:
-    """One checked call on a resolved backend; `stats` is added to.
+    activation: str = "swiglu",
+) -> tuple[str, Traits]:
+    """(the backend for these experts, their traits); one that `auto` passes over is logged."""
+    name = backends.resolve(backend, mode, weights.device).name
+    traits = traits_of(name, weights, shared, activation)
+    if traits.not_hopper:
+        name, why = choose_backend(
+            backend, mode, backends.reasons_on(weights.device), traits.not_hopper
+        )
+        log_once(f"backend {name} instead of hopper: {why}")
+        traits = traits_of(name, weights, shared, activation)
+    return name, traits
+
+
+def run(call: Call, plan: Plan) -> Tensor:
+    """One checked call; stats are added to.
 
     The reference reads ids and weights and refuses bad ones at once. A GPU backend reads nothing
-    back: `found`, or the words that calls of a stream share, tells of them on the next call.
+    back: the status words tell of them on the next call.
     """
-    if backend == "reference":
-        check_values(topk_idx, topk_weights, weights.num_experts)
-        y = reference.moe(x, topk_idx, topk_weights, weights, options, shared)
-        if stats is not None:
-            stats += expert_counts(topk_idx, weights.num_experts)
+    if plan.backend == "reference":
+        check_values(call.topk_idx, call.topk_weights, call.weights.num_experts)
+        y = reference.moe(*call[:6])
+        if call.stats is not None:
+            call.stats.add_(expert_counts(call.topk_idx, call.weights.num_experts))
         return y
-    if found is None:
-        found = faults.of_stream(weights.device)
-        if faults.is_capturing(weights.device):
-            manner = replace(manner, mode="staged")  # whose counters a graph would use is not known
-    found.raise_if_seen()
-    inputs = x, topk_idx, topk_weights
-    return launch(backend, *inputs, weights, options, shared, found, stats, manner=manner)
+    call.status.raise_if_seen()
+    return launch(call, plan)
 
 
-def launch(
-    backend: str,
-    x: Tensor | Quantized,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    options: Options,
-    shared: ExpertWeights | None,
-    found: faults.Faults,
-    stats: Tensor | None,
-    num_valid: Tensor | None = None,
-    *,
-    manner: Manner = AUTO,
-) -> Tensor:
-    """The launches of a call on a GPU backend; nothing is read back, so they may be captured.
-
-    num_valid  int32 [1] on the device: tokens from there on are padding
-    """
-    inputs = x, topk_idx, topk_weights, weights, options
-    outputs = found.word, stats, num_valid
-    if backend == "hopper":
-        from megamoe.engine import fused
-        from megamoe.engine import hopper as staged
-
-        tile = fused.tile_of(x, topk_idx, weights, options, shared, manner.mode)
+def launch(call: Call, plan: Plan) -> Tensor:
+    """The launches of a call on a GPU backend; nothing is read back, so they may be captured."""
+    if plan.backend == "hopper":
+        from megamoe.engine import hopper as compute
     else:
-        from megamoe.engine import staged
-
-        tile = None
-    if tile is None:
-        y = staged.moe(*inputs, shared, *outputs, pdl=manner.overlaps_on(backend))
-    else:
-        y = fused.moe(*inputs, *outputs, shared=shared, tile=tile, found=found, manner=manner)
-    found.follow(topk_idx.shape[1])
+        from megamoe.engine import portable as compute  # type: ignore[no-redef]
+    if call.num_tokens == 0:
+        return torch.empty(call.x.shape, dtype=torch.bfloat16, device=call.weights.device)
+    y = compute.run(call, plan)
+    call.status.copy_to_host_async(call.top_k)
     return y
 
 
-Looks = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
 
-def looks_of(x: object, topk_idx: object, topk_weights: object) -> Looks | None:
+def signature_of(x: object, topk_idx: object, topk_weights: object) -> Signature | None:
     """All that `check_tokens` sees of three tensors; None if one is something else.
 
     A call that looks like one that passed would pass as well. Flat, since it is made in every call.

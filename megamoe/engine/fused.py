@@ -1,143 +1,61 @@
-"""Fused mode of the Hopper backend: the layer as one launch, bit for bit what staged gives."""
+"""Fused launches of the Hopper backend: bit for bit what staged ones give."""
 
 from __future__ import annotations
-
-import functools
 
 import torch
 from torch import Tensor
 
-from megamoe.engine import faults
-from megamoe.engine.hopper import can_be_e4m3, can_join, num_of, prepared, with_shared
-from megamoe.engine.manner import AUTO, Manner, bound_s
-from megamoe.engine.rooms import Room
+from megamoe.engine.call import Call
+from megamoe.engine.hopper import check_activation, num_of, prepared, with_shared
+from megamoe.engine.launch_options import bound_s
+from megamoe.engine.status import DeviceStatus
+from megamoe.engine.symm_buffer import SymmBuffer
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import CapacityError, require
-from megamoe.formats.quantized import Quantized
-from megamoe.kernels.hopper import deal, launch, mega_launch
-from megamoe.kernels.hopper.pool import max_tiles, num_rows
-from megamoe.kernels.hopper.waves import TABLE
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.mega.scheduler import WAVE_TABLE
 from megamoe.layout.regions import align_up
-from megamoe.problem import MAX_TOP_K, Options
-from megamoe.schedule.heuristics.hopper_fused import (
-    MOST_SLOTS,
-    MOST_WAVES,
-    as_fused,
-    auto_mode,
-    weights_ahead,
-)
-from megamoe.schedule.heuristics.hopper_tiles import Swapped, tiles
-
-ALIGN = deal.ALIGN.value  # rows of the pool at which an expert begins
+from megamoe.planner.hopper import max_tiles
+from megamoe.planner.launches import Launch, Mega
+from megamoe.problem import Options
 
 
-def tile_of(
-    x: Tensor | Quantized,
-    topk_idx: Tensor,
-    weights: ExpertWeights,
-    options: Options,
-    shared: ExpertWeights | None,
-    mode: str,
-) -> Swapped | None:
-    """The tile of a call in `mode`; None where it runs staged."""
-    if mode == "staged" or not isinstance(x, Tensor):
-        return None
-    if shared is None:
-        return tile_for(weights, topk_idx.numel(), mode)
-    if topk_idx.shape[1] + shared.num_experts > MAX_TOP_K or not can_join(weights, shared):
-        return None  # combine has a bit for each slot of a token
-    extra = shared.num_experts, len(x) * shared.num_experts
-    return tile_for(weights, topk_idx.numel(), mode, extra=extra)
+def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = -1) -> Tensor:
+    """One rank, one launch: bf16 [T, H] -> bf16 [T, H].
 
-
-def tile_for(
-    weights: ExpertWeights, num_slots: int, mode: str = "fused", *, ranks: int = 1, local: int = 1,
-    extra: tuple[int, int] = (0, 0),
-) -> Swapped | None:  # fmt: skip
-    """The tile of a call with so many slots over all ranks; None where it runs staged.
-
-    `weights` are the experts of `local` of the ranks, `extra` the shared ones and their slots.
+    trace   room for stamps (`kernels/hopper/stamps.py`)
+    absent  a rank that never says it is done, for tests of the bound
     """
-    experts = weights.num_experts // local * ranks
-    return _tile(weights.recipe, fits_e4m3(weights), num_slots, experts, mode, ranks, extra)
-
-
-def fits_e4m3(weights: ExpertWeights) -> bool:
-    """Whether the layer multiplies in FP8, where its recipe does."""
-    return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
-
-
-@functools.lru_cache(maxsize=4096)
-def _tile(
-    recipe: str, fits_e4m3: bool, num_slots: int, num_experts: int, mode: str, ranks: int,
-    extra: tuple[int, int],
-) -> Swapped | None:  # fmt: skip
-    if not 0 < num_slots + extra[1] <= MOST_SLOTS:
-        return None
-    tile, _ = tiles(recipe, num_slots / num_experts, fits_e4m3=fits_e4m3)
-    if mode == "auto" and auto_mode(num_slots, tile)[0] != "fused":
-        return None
-    return as_fused(tile, routing_bytes(num_slots + extra[1], num_experts // ranks + extra[0]))
-
-
-def routing_bytes(num_slots: int, num_experts: int) -> int:
-    """Shared memory of the experts of all slots and the counts of one rank's experts."""
-    experts = 1 << (max(num_experts, 32) - 1).bit_length()
-    return 2 * mega_launch.num_slots(num_slots) + 4 * experts
-
-
-def moe(
-    x: Tensor,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    options: Options,
-    error: Tensor,
-    stats: Tensor | None = None,
-    num_valid: Tensor | None = None,
-    *,
-    tile: Swapped,
-    shared: ExpertWeights | None = None,
-    found: faults.Faults | None = None,
-    manner: Manner = AUTO,
-    trace: Tensor | None = None,
-    absent: int = -1,
-) -> Tensor:
-    """bf16 [T, H] -> bf16 [T, H].
-
-    error      int32 [1], as in staged mode
-    shared     experts that see every token with weight 1, if `can_join` finds them alike
-    num_valid  int32 [1] on the device: tokens from there on are padding
-    found      whose counters and report the launch uses; None: those of the stream
-    trace      room for stamps (`kernels/hopper/stamps.py`)
-    absent     a rank that never says it is done, for tests of the bound
-    """
-    found = faults.of_stream(weights.device) if found is None else found
+    weights, status = call.weights, call.status
+    num = call.topk_idx.numel() + call.num_tokens * num_of(call.shared)
+    assert isinstance(call.x, Tensor)
     rows, y = (
-        torch.empty(num, x.shape[1], dtype=torch.bfloat16, device=weights.device)
-        for num in (topk_idx.numel() + len(x) * num_of(shared), len(x))
+        torch.empty(n, weights.hidden, dtype=torch.bfloat16, device=weights.device)
+        for n in (num, call.num_tokens)
     )
     tokens = mega_launch.Tokens(
-        x, topk_idx, topk_weights, num_valid, weights.x_global, rows, y, error, stats
-    )
+        call.x, call.topk_idx, call.topk_weights, call.num_valid, weights.x_global, rows, y,
+        status.bad_slot, call.stats,
+    )  # fmt: skip
     return _run(
-        tokens, found.counters, weights, options, mega_launch.ONE, shared, tile=tile, found=found,
-        manner=manner, trace=trace, absent=absent,
+        tokens, status.counters, weights, call.options, mega_launch.ONE, call.shared, step=step,
+        status=status, timeout_s=call.timeout_s, is_poisoned=call.is_poisoned, trace=trace,
+        absent=absent,
     )  # fmt: skip
 
 
 def over(
-    room: Room,
+    room: SymmBuffer,
     num_tokens: int,
     weights: ExpertWeights,
     options: Options,
     world: mega_launch.World,
-    error: Tensor,
     stats: Tensor,
     *,
-    tile: Swapped,
-    found: faults.Faults,
-    manner: Manner,
+    step: Launch,
+    status: DeviceStatus,
+    timeout_s: float,
+    is_poisoned: bool = False,
     number: int = 0,
     absent: int = -1,
 ) -> Tensor:
@@ -146,7 +64,7 @@ def over(
     room        of the first of them; all ranks have put their tokens into theirs
     num_tokens  of a rank, padding included: the same on all ranks
     weights     the experts of these ranks
-    number      of the launch among those of a call: it takes the tokens behind the ones before it
+    number      of the launch among those of a call: it takes the tokens after the ones before it
     """
     first = number * num_tokens
     end, top_k = first + num_tokens, room.topk_idx.shape[1]
@@ -154,11 +72,12 @@ def over(
     y = room.tokens.new_empty(world.local * num_tokens, room.tokens.shape[1])
     tokens = mega_launch.Tokens(
         room.tokens[first:end], room.topk_idx[first:end], room.topk_weights[first:end],
-        room.num_valid[number : number + 1], weights.x_global, rows, y, error, stats, first,
+        room.num_valid[number : number + 1], weights.x_global, rows, y, status.bad_slot,
+        stats, first,
     )  # fmt: skip
     return _run(
-        tokens, room.counters, weights, options, world, tile=tile, found=found, manner=manner,
-        absent=absent,
+        tokens, room.counters, weights, options, world, step=step, status=status,
+        timeout_s=timeout_s, is_poisoned=is_poisoned, absent=absent,
     )  # fmt: skip
 
 
@@ -170,60 +89,39 @@ def _run(
     world: mega_launch.World,
     shared: ExpertWeights | None = None,
     *,
-    tile: Swapped,
-    found: faults.Faults,
-    manner: Manner,
+    step: Launch,
+    status: DeviceStatus,
+    timeout_s: float,
+    is_poisoned: bool,
     trace: Tensor | None = None,
     absent: int = -1,
 ) -> Tensor:
-    device, extra = weights.device, num_of(shared)
+    config, device, extra = step.config, weights.device, num_of(shared)
+    assert isinstance(config, Mega)
+    check_activation(options)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
-    experts = weights.num_experts // world.local + extra
-    rows, wave_rows = ring(num_rows(slots, experts), manner.pool_rows, tile.tokens)
+    experts, block_m = weights.num_experts // world.local + extra, config.tile.block_m
     pool = launch.pool(
-        made.how, slots, weights.hidden, experts, tile.tokens, device, ranks=world.local,
-        is_far=world.num > 1, rows=rows,
+        made.how, slots, weights.hidden, experts, block_m, device, ranks=world.local,
+        is_far=world.num > 1, rows=config.pool_rows,
     )  # fmt: skip
     acts = launch.pool(
-        made.how, slots, weights.intermediate, experts, tile.tokens, device, pool, world.local,
-        rows=rows,
+        made.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
+        rows=config.pool_rows,
     )  # fmt: skip
-    words = align_up(4 * max_tiles(slots, experts, tile.tokens), 32) + TABLE.value
-    private = torch.empty(launch.num_sms(device), words, dtype=torch.int32, device=device)
-    kept = mega_launch.State(counters, private, found.report)
-    if manner.is_poisoned:
+    words = align_up(4 * max_tiles(slots, experts, block_m), 32) + WAVE_TABLE.value
+    private = torch.empty(step.num_ctas, words, dtype=torch.int32, device=device)
+    kept = mega_launch.State(counters, private, status.report)
+    if is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
-    found.in_turn()
+    status.order_after_last()
     mega_launch.fused(
-        tokens, pool, acts, made.w13, made.w2, tile, made.how, options, kept, num_experts=experts,
+        tokens, pool, acts, made.w13, made.w2, step, made.how, options, kept, num_experts=experts,
         num_shared=extra, world=world, biases=(weights.b13, weights.b2),
-        acts_factor=weights.acts_global, timeout_s=bound_s(manner.timeout_s),
-        reserve_sms=manner.reserve_sms, trace=trace, ahead=weights_ahead(tile), absent=absent,
-        wave_rows=wave_rows,
+        acts_factor=weights.acts_global, timeout_s=bound_s(timeout_s), trace=trace, absent=absent,
     )  # fmt: skip
     return tokens.y
-
-
-def ring(most_rows: int, pool_rows: int | None, tile_rows: int) -> tuple[int, int]:
-    """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
-
-    >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
-    ((100, 0), (100, 0), (496, 240))
-    """
-    if pool_rows is None or pool_rows >= most_rows:
-        return most_rows, 0
-    half = pool_rows // (2 * ALIGN) * ALIGN
-    wave_rows = half - tile_rows
-    least = 2 * (max(align_up(-(-most_rows // MOST_WAVES), ALIGN), tile_rows) + tile_rows)
-    require(  # waves of less than a tile could be empty
-        wave_rows >= tile_rows and -(-most_rows // wave_rows) <= MOST_WAVES,
-        f"the pool of a call with up to {most_rows} rows must have {least} at least",
-        got=f"pool_rows {pool_rows}",
-        fix=f"there are {MOST_WAVES} waves at most, each of at least a tile of {tile_rows} rows",
-        kind=CapacityError,
-    )
-    return 2 * half, wave_rows
 
 
 def poison(*tensors: Tensor) -> None:

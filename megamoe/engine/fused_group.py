@@ -8,7 +8,6 @@ that nobody waits for it, and raises afterwards.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
-from megamoe.engine import rooms
-from megamoe.engine.manner import MOST_S, Manner, check_grid
+from megamoe.engine import symm_buffer
+from megamoe.engine.launch_options import MAX_S
+from megamoe.engine.planning import log_once
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -27,90 +27,36 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
-from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS, passes
-from megamoe.schedule.placement import Placement
+from megamoe.planner.hopper import check_grid, passes_of
+from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
 
-def describe(layer: MoE, placement: Placement) -> dict[str, Any]:
-    """Require what fused calls over a group need; what more the ranks must have alike."""
-    num, most = placement.num_ranks, layer.max_tokens_per_rank
-    require(
-        layer.backend == "hopper",
-        "fused calls over a group need Hopper GPUs",
-        got=f"backend {layer.backend} on {layer.weights.device}",
-        fix="use mode='auto' or 'staged'",
-        kind=NotAvailable,
-    )
-    require(
-        layer.shared is None,
-        "fused calls over a group have no shared experts",
-        got="shared experts",
-        fix="use mode='auto' or 'staged'",
-        kind=NotAvailable,
-    )
-    require(
-        placement.is_contiguous,
-        "fused calls over a group need contiguous experts, each once",
-        got="another placement",
-        fix="use mode='auto' or 'staged'",
-        kind=NotAvailable,
-    )
-    require(
-        num <= MOST_RANKS,
-        f"fused calls take {MOST_RANKS} ranks at most",
-        got=num,
-        fix="use mode='auto' or 'staged'",
-        kind=NotAvailable,
-    )
-    require(
-        most is not None and most > 0,
-        "fused calls over a group need max_tokens_per_rank: memory is shared up front",
-        got=most,
-        kind=CapacityError,
-    )
-    assert most is not None
-    from megamoe.engine import fused
-
-    _, each = _passes(layer, num)
-    slots = num * each * layer.top_k
-    tile = fused.tile_for(layer.weights, slots, ranks=num)
-    require(
-        tile is not None,
-        f"a fused launch takes {MOST_SLOTS} slots at most, and few of them an expert",
-        got=f"{num} ranks x top-{layer.top_k} over {num * layer.weights.num_experts} experts",
-        fix="use mode='auto' or 'staged'",
-        kind=CapacityError,
-    )
-    assert tile is not None
-    most_rows = fused.num_rows(slots, layer.weights.num_experts)
-    fused.ring(most_rows, layer._manner.pool_rows, tile.tokens)
-    return {"fits_e4m3": fused.fits_e4m3(layer.weights)}
+def describe(plan: Plan) -> dict[str, Any]:
+    """What more the ranks of fused calls must have alike."""
+    return {"fits_e4m3": plan.call.fits_e4m3, "launches": plan.num_passes}
 
 
 def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
     """(fused calls over the group, "") or (None, why its calls are staged): all ranks alike.
 
-    `auto` is fused where every rank can be and a call is one launch; more launches read all weights
-    more than once, and staged calls do not.
+    `auto` is fused where the plan of every rank is.
     """
     mode = layer._wanted[1]
+    if layer.backend != "hopper":  # as on all ranks
+        return None, f"backend {layer.backend} has no fused calls over a group"
     if mode == "fused":
         return FusedGroup(layer, world.meeting), ""
     if mode == "staged":
         return None, "asked for"
-    if layer.weights.device.type != "cuda":  # as on all ranks
-        return None, "the experts lie on no GPU"
 
     def look() -> list[Any]:
         try:
-            layer._take("fused")
-            found = describe(layer, world.placement)
-            num, _ = _passes(layer, world.num_ranks)
-            return ["" if num == 1 else f"a call would take {num} fused launches", found]
+            plan = layer._plan_in("auto")
+            return ["" if plan.mode == "fused" else plan.why, describe(plan)]
         except MegaMoEError as error:
             return [str(error), None]
 
@@ -124,19 +70,8 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
         raise
     except MegaMoEError as error:  # every rank has the same one
         whys = [str(error)]
-    layer._take("auto")
+    log_once(f"calls over the group are staged, not fused: {whys[0]}")
     return None, whys[0]
-
-
-def _passes(layer: MoE, num_ranks: int) -> tuple[int, int]:
-    """(launches of a call, tokens of a rank in each of them)."""
-    from megamoe.engine import fused
-
-    assert layer.max_tokens_per_rank is not None
-    return passes(
-        layer.weights.recipe, layer.max_tokens_per_rank, num_ranks * layer.top_k,
-        num_ranks * layer.weights.num_experts, fits_e4m3=fused.fits_e4m3(layer.weights),
-    )  # fmt: skip
 
 
 class FusedGroup:
@@ -144,35 +79,32 @@ class FusedGroup:
 
     def __init__(self, layer: MoE, meeting: Rendezvous) -> None:
         from megamoe.distributed.symmetric import share
-        from megamoe.engine import fused
-        from megamoe.kernels.hopper import launch
-        from megamoe.kernels.hopper.mega_launch import World
+        from megamoe.kernels.hopper.mega.launch import World
 
         weights, most = layer.weights, layer.max_tokens_per_rank
         assert most is not None
+        plan = layer._plan_in("fused")
         self.num_tokens = most
-        self.num_passes, self._each = _passes(layer, meeting.num_ranks)
+        self.num_passes, self._each = passes_of(plan.call)
         room = self.num_passes * self._each
-        where = rooms.layout(room, weights.hidden, layer.top_k, self.num_passes)
+        where = symm_buffer.layout(room, weights.hidden, layer.top_k, self.num_passes)
         self._shared = share(meeting, where.num_bytes, weights.device)
-        self.room = rooms.room_in(self._shared.own, where)
-        slots = meeting.num_ranks * self._each * layer.top_k
-        tile = fused.tile_for(weights, slots, ranks=meeting.num_ranks)
-        assert tile is not None
-        self._tile = tile
+        self.room = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         self._world = World(meeting.num_ranks, 1, meeting.rank, peers, self.room.signals)
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
-        num_sms = launch.num_sms(weights.device)
-        wanted = layer._manner
-        taken = num_sms - (num_sms - wanted.reserve_sms) // self._shared.ranks_here
-        self._manner = replace(wanted, reserve_sms=taken)
+        num_sms = plan.hardware.num_sms
+        kept = dict(plan.overrides).get("reserve_sms") or 0
+        assert isinstance(kept, int)
+        taken = num_sms - (num_sms - kept) // self._shared.ranks_here
 
         def card() -> dict[str, int]:
-            check_grid(num_sms, self._manner, 1)
+            check_grid(num_sms, taken, 1)
             return {"CTAs of a launch": num_sms - taken}
 
         check_alike(meeting.meet("agree on the launch", card))
+        layer._reserve(taken)
+        self.plan = layer._plan_in("fused")
 
     @property
     def num_bytes(self) -> int:
@@ -192,9 +124,9 @@ class FusedGroup:
         check: Callable[[], None],
     ) -> Tensor:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
-        found = layer._faults
+        found = layer._status
         found.remedy = RESTART  # no rank knows how far its peers came
-        found.in_turn()  # before the room is written to
+        found.order_after_last()  # before the room is written to
         refusal: Exception | None = None
         try:
             found.raise_if_seen()
@@ -207,8 +139,8 @@ class FusedGroup:
         except Exception as error:
             refusal = error
             self.room.num_valid.zero_()
-        y = self._launch(layer, stats, self._manner)
-        found.follow(layer.top_k)
+        y = self._launch(layer, stats, layer._launch.timeout_s)
+        found.copy_to_host_async(layer.top_k)
         if refusal is not None:
             raise refusal
         return y[: len(x)]
@@ -216,17 +148,25 @@ class FusedGroup:
     def warm(self, layer: MoE) -> None:
         """Compile, in a call without tokens that all ranks make; nobody's first call is late."""
         self.room.num_valid.zero_()
-        self._launch(layer, torch.zeros_like(layer.stats), replace(self._manner, timeout_s=MOST_S))
-        layer._faults.check(layer.top_k)
+        self._launch(layer, torch.zeros_like(layer.stats), MAX_S)
+        layer._status.check(layer.top_k)
 
-    def _launch(self, layer: MoE, stats: Tensor, manner: Manner) -> Tensor:
-        from megamoe.engine import fused
+    def _launch(self, layer: MoE, stats: Tensor, timeout_s: float) -> Tensor:
+        from megamoe.engine import fused, hopper
 
-        found = layer._faults
+        require(
+            hopper.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
+            "weights of a fused layer over a group must keep the range that it was built for",
+            got="scales that changed what E4M3 can hold",
+            fix="build the layer anew on all ranks",
+            kind=NotAvailable,
+        )
+        assert self.plan.mega is not None
         parts = [
             fused.over(
-                self.room, self._each, layer.weights, layer.options, self._world, found.word,
-                stats, tile=self._tile, found=found, manner=manner, number=number,
+                self.room, self._each, layer.weights, layer.options, self._world, stats,
+                step=self.plan.mega, status=layer._status, timeout_s=timeout_s,
+                is_poisoned=layer._launch.is_poisoned, number=number,
             )
             for number in range(self.num_passes)
         ]  # fmt: skip

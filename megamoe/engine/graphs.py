@@ -1,6 +1,6 @@
 """Calls of a layer as CUDA graphs: one per bucket of token counts, captured when it is first met.
 
-A replay is one launch. The graph takes a note from the layer's mailbox, which says where the
+A replay is one launch. The graph takes a note from the layer's replay_queue, which says where the
 inputs lie and where the output goes; it copies the former into buffers of its own and the latter
 out of them. The bits are those of an eager call: rows behind the tokens are padding, and no bit
 depends on the tile that a bucket's size chooses.
@@ -16,24 +16,27 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.engine.faults import REPLAYS, Faults
-from megamoe.engine.functional import Looks, launch
-from megamoe.engine.mailbox import Mailbox, finish
-from megamoe.engine.manner import Manner
+from megamoe.engine.call import Call
+from megamoe.engine.fingerprint import LOOK_EVERY
+from megamoe.engine.functional import Signature, launch
+from megamoe.engine.launch_options import LaunchOptions
+from megamoe.engine.replay_queue import ReplayQueue, finish
+from megamoe.engine.status import REPLAYS, DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.layout.regions import align_up
+from megamoe.planner.plan import Plan
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
-    from megamoe.kernels.portable.fill import Inputs, Mail
+    from megamoe.kernels.portable.graph_io import Inputs, ReplayArgs
 
 STEP = 256  # buckets above this are its multiples
-MOST_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
-MOST_MET = 4096  # looks of calls that are remembered
+MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
+MAX_MET = 4096  # looks of calls that are remembered
 
 
-def bucket_of(num_tokens: int, most: int = MOST_TOKENS) -> int:
+def bucket_of(num_tokens: int, most: int = MAX_TOKENS) -> int:
     """The tokens of the graph that serves a call: a power of two up to STEP, then its multiples.
 
     >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, most=100)
@@ -51,28 +54,38 @@ class Parts(NamedTuple):
     weights: ExpertWeights
     options: Options
     shared: ExpertWeights | None
-    found: Faults
+    status: DeviceStatus
     stats: Tensor
     top_k: int
-    manner: Manner
+    launch_options: LaunchOptions
+    plan: Callable[[int], Plan]
 
     def launch(self, inputs: Inputs) -> Tensor:
         """The call on a graph's inputs."""
-        return launch(
-            self.backend, inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights,
-            self.options, self.shared, self.found, self.stats, inputs.count, manner=self.manner,
+        call = Call(
+            inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights, self.options,
+            self.shared, self.status, self.stats, inputs.count, self.launch_options.timeout_s,
+            self.launch_options.is_poisoned,
         )  # fmt: skip
+        return launch(call, self.plan(len(inputs.x)))
 
     def tensors(self) -> list[Tensor]:
-        """Those of the experts, where writes to them are counted."""
+        """Those of the experts."""
         both = [w for w in (self.weights, self.shared) if w is not None]
         return [t for w in both for t in w.state_dict().values() if not t.is_inference()]
+
+    def verify(self) -> None:
+        """Refuse experts that changed, uncounted, after they were packed."""
+        if self.backend == "hopper":
+            from megamoe.engine import hopper
+
+            hopper.verify(self.weights, self.shared)
 
 
 class Captured:
     """One bucket: the mail and the inputs that its graph reads, the graph, and its output."""
 
-    def __init__(self, mail: Mail, inputs: Inputs, graph: Any, y: Tensor) -> None:
+    def __init__(self, mail: ReplayArgs, inputs: Inputs, graph: Any, y: Tensor) -> None:
         self.mail, self.inputs, self.graph, self.y = mail, inputs, graph, y
         self._rows: dict[int, Tensor] = {}
 
@@ -100,13 +113,14 @@ class Graphs:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        self.most = MOST_TOKENS if most is None else min(most, MOST_TOKENS)
+        self.most = MAX_TOKENS if most is None else min(most, MAX_TOKENS)
         self._held: dict[int, Captured] = {}
-        self._met: dict[Looks, Ready] = {}
+        self._met: dict[Signature, Ready] = {}
         self._parts: Parts | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         self._gpu: Gpu | None = None
+        self._replays = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Graphs, (self.most,)  # a copy captures its own
@@ -116,25 +130,28 @@ class Graphs:
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
         return is_plain and not torch.cuda.is_current_stream_capturing()
 
-    def find(self, looks: Looks | None) -> Ready | None:
+    def find(self, looks: Signature | None) -> Ready | None:
         """What a call like one before needs, if it may be replayed; its parts are not compared."""
         one = self._met.get(looks)  # type: ignore[arg-type]
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
             return None
+        self._replays += 1
+        if self._replays % LOOK_EVERY == 0:
+            one.parts.verify()
         return one
 
     def __call__(
-        self, looks: Looks, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
+        self, looks: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
         *, copy: bool = True,
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
-        parts.found.raise_if_seen()
+        parts.status.raise_if_seen()
         num_tokens = x.shape[0]
         held = self.prepare(num_tokens, parts)
         assert self._gpu is not None
         words = x.stride(0), num_tokens, topk_idx.dtype == torch.int64
         one = Ready(parts, self._gpu, held.graph.replay, held.rows(num_tokens), words)
-        if len(self._met) < MOST_MET:
+        if len(self._met) < MAX_MET:
             self._met[looks] = one
         return self.replay(one, x, topk_idx, topk_weights, copy)
 
@@ -146,7 +163,7 @@ class Graphs:
         copy  False: the result is the graph's own, and the bucket's next call overwrites it
         """
         parts, gpu, launch, y, words = one
-        parts.found.raise_if_seen()
+        parts.status.raise_if_seen()
         to = 0
         if copy:
             y = torch.empty_like(y)
@@ -155,16 +172,16 @@ class Graphs:
         try:
             with gpu.lock:  # another thread's launch would take this note
                 gpu.follow()
-                gpu.mailbox.send(note, launch)
+                gpu.replay_queue.send(note, launch)
         except BaseException:
             self.drop()
             raise
-        parts.found.follow(parts.top_k, every=REPLAYS)
+        parts.status.copy_to_host_async(parts.top_k, every=REPLAYS)
         return y
 
     def prepare(self, num_tokens: int, parts: Parts) -> Captured:
         """The graph that serves so many tokens, captured now if it was not before."""
-        if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
+        if self._parts is None or not all(map(is_, parts[:-1], self._parts)) or self._is_written():
             self.drop()
             self._gpu = Gpu(parts.weights.device)
             self._parts, self._tensors = parts, parts.tensors()
@@ -192,7 +209,7 @@ class Graphs:
 class Gpu:
     """What graphs need of a GPU: a stream to capture on, memory that they share, and order.
 
-    One mailbox for all of a layer's graphs: whichever is replayed takes the next note.
+    One replay_queue for all of a layer's graphs: whichever is replayed takes the next note.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -203,8 +220,8 @@ class Gpu:
         self._handle = self._last.cuda_stream
         self.lock = threading.Lock()
         with torch.inference_mode(False):
-            self.mailbox = Mailbox(device)
-            self._empty = Mailbox(device)  # for calls that only warm up
+            self.replay_queue = ReplayQueue(device)
+            self._empty = ReplayQueue(device)  # for calls that only warm up
 
     def follow(self) -> None:
         """Let the current stream wait for the one of the call before."""
@@ -216,7 +233,7 @@ class Gpu:
 
     def capture(self, bucket: int, parts: Parts) -> Captured:
         """Make the call once, on no token, so that all is compiled and packed; then capture it."""
-        from megamoe.kernels.portable.fill import Inputs
+        from megamoe.kernels.portable.graph_io import Inputs
 
         self.follow()
         with torch.inference_mode(False), torch.no_grad():
@@ -229,16 +246,16 @@ class Gpu:
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads may allocate meanwhile
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                y = _launch_all(parts, inputs, self.mailbox.mail)
-        return Captured(self.mailbox.mail, inputs, graph, y)
+                y = _launch_all(parts, inputs, self.replay_queue.mail)
+        return Captured(self.replay_queue.mail, inputs, graph, y)
 
 
-def _launch_all(parts: Parts, inputs: Inputs, mail: Mail) -> Tensor:
+def _launch_all(parts: Parts, inputs: Inputs, mail: ReplayArgs) -> Tensor:
     """A note's call: its inputs in, the layer's launches, its output out."""
-    from megamoe.kernels.portable.fill import fill, give, take
+    from megamoe.kernels.portable.graph_io import copy_inputs, copy_output, read_args
 
-    take(mail)
-    fill(mail.now, inputs)
+    read_args(mail)
+    copy_inputs(mail.now, inputs)
     y = parts.launch(inputs)
-    give(mail.now, y)
+    copy_output(mail.now, y)
     return y

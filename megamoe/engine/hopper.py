@@ -1,8 +1,8 @@
-"""Staged mode of the Hopper backend: route, L1, L2 and combine as launches on one stream.
+"""The Hopper backend: packed weights, and the staged launches of a plan.
 
-Weights are packed once per layer for the kernels (`kernels.hopper.pack`); nothing is rounded.
+Weights are packed once per layer for the kernels (`kernels.hopper.weights.pack`); nothing is rounded.
 No host synchronisation and shapes that depend on sizes alone, so a call can be captured in a CUDA
-graph and replayed with other routing.
+graph and replayed with other routing. Fused launches are in `fused.py`.
 """
 
 from __future__ import annotations
@@ -16,32 +16,34 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megamoe.engine.manner import why_apart
-from megamoe.engine.staged import all_experts
+from megamoe.engine.call import Call
+from megamoe.engine.fingerprint import Seal
+from megamoe.engine.planning import why_unlike
+from megamoe.engine.portable import all_experts
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.deal import Hand
+from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.hopper.launch import Arithmetic
-from megamoe.kernels.hopper.pack import (
+from megamoe.kernels.hopper.weights.pack import (
     Packed,
     can_be_placed,
     fits_bf16,
-    fits_e4m3,
     joined,
     pack,
     parted,
 )
-from megamoe.kernels.hopper.pool import Pool
-from megamoe.kernels.hopper.route import route
+from megamoe.kernels.hopper.weights.pack import fits_e4m3 as pack_fits_e4m3
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch
+from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Pass
+from megamoe.planner.plan import Plan
+from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_tiles import Tile, tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +55,8 @@ class Prepared:
     how: Arithmetic
 
 
-# By the bytes of a matrix: what was made from them, and the versions of bytes and scales it was
-# made from. Entries go when the weights go: images hold nothing of the original.
+# By the bytes of a matrix: what was made from them, and the seal of the bytes and scales it was
+# made from (decision 0026). Entries go when the weights go: images hold nothing of the original.
 _MADE = WeakIdKeyDictionary()
 
 
@@ -75,7 +77,7 @@ def prepared(weights: ExpertWeights) -> Prepared:
 
 
 def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
-    """Both as the experts of one launch (`can_join`): the shared ones are the last.
+    """Both as the experts of one launch (`why_apart` is empty); the shared ones are the last.
 
     Where nothing was made of one of them alone, it is a part of what is made here.
     """
@@ -101,11 +103,28 @@ def num_of(shared: ExpertWeights | None) -> int:
     return 0 if shared is None else shared.num_experts
 
 
-def can_join(weights: ExpertWeights, shared: ExpertWeights) -> bool:
-    """Whether one launch can have both."""
-    if why_apart(weights, shared) or why_not(weights) or why_not(shared):
-        return False
-    return can_be_e4m3(weights) == can_be_e4m3(shared)
+def why_apart(weights: ExpertWeights, shared: ExpertWeights) -> str:
+    """Why no launch has both; "" where one can."""
+    reason = why_unlike(weights, shared) or why_not(weights) or why_not(shared)
+    if not reason and can_be_e4m3(weights) != can_be_e4m3(shared):
+        reason = "exponents that E4M3 holds in one of routed and shared experts only"
+    return reason
+
+
+def fits_e4m3(weights: ExpertWeights) -> bool:
+    """Whether the layer multiplies in FP8, where its recipe does."""
+    return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
+
+
+def check_activation(options: Options) -> None:
+    """Refuse an activation that the kernels would take for another."""
+    require(
+        options.activation in ACTIVATIONS,
+        f"the hopper backend computes {' and '.join(ACTIVATIONS)}",
+        got=options.activation,
+        fix='use backend="portable"',
+        kind=NotAvailable,
+    )
 
 
 def why_not(weights: ExpertWeights) -> str:
@@ -120,7 +139,7 @@ def can_be_e4m3(weights: ExpertWeights) -> bool:
     """Whether w4a8_block multiplies in FP8."""
     both = weights.w13, weights.w2
     is_block = weights.recipe == "w4a8_block"
-    return is_block and all(_known(w, "fits_e4m3", fits_e4m3) for w in both)
+    return is_block and all(_known(w, "fits_e4m3", pack_fits_e4m3) for w in both)
 
 
 def _is_placed(all_of_them: Sequence[Quantized], how: Arithmetic) -> bool:
@@ -145,62 +164,79 @@ def _known(
 ) -> Any:
     """find(w), found once for these bytes and scales, and the other's, as they are now."""
     parts = tuple(t for q in (w, other) if q is not None for t in q.tensors().values())
-    now = tuple(map(_version, parts))
     made = _MADE.setdefault(w.data, {})
-    refs, seen, found = made.get(what, ((), None, None))
-    if seen != now or any(ref() is not t for ref, t in zip(refs, parts, strict=True)):
+    refs, seal, found = made.get(what, ((), None, None))
+    is_new = seal is None or any(ref() is not t for ref, t in zip(refs, parts, strict=True))
+    if is_new or not seal.holds(parts):
         found = find(w)
-        made[what] = tuple(map(weakref.ref, parts)), now, found
+        made[what] = tuple(map(weakref.ref, parts)), Seal(parts), found
     return found
 
 
-def _version(t: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count."""
-    return -1 if t.is_inference() else t._version
+def verify(*both: ExpertWeights | None) -> None:
+    """Refuse experts that were written to, uncounted, after something was made of them."""
+    for w in (
+        part for weights in both if weights is not None for part in (weights.w13, weights.w2)
+    ):
+        for refs, seal, _ in _MADE.get(w.data, {}).values():
+            parts = [ref() for ref in refs]
+            if all(t is not None for t in parts):
+                seal.verify(parts)
 
 
-def moe(
-    x: Tensor | Quantized,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
-    weights: ExpertWeights,
-    options: Options,
-    shared: ExpertWeights | None,
-    error: Tensor,
-    stats: Tensor | None = None,
-    num_valid: Tensor | None = None,
-    *,
-    pdl: bool = True,
-    tile: Tile | None = None,
-) -> Tensor:
-    """bf16 [T, H] -> bf16 [T, H]; `error` and `stats` are the words that the call adds to.
+def run(call: Call, plan: Plan) -> Tensor:
+    """The launches of a plan: bf16 [T, H] -> bf16 [T, H]."""
+    if plan.mega is not None:
+        from megamoe.engine import fused
 
-    With `pdl` each launch is placed while the one before it ends (docs/hopper.md). `tile`, of the
-    routed experts, is the table's where it is None. No bit depends on either.
+        return fused.run(call, plan.mega)
+    return staged(call, plan)
+
+
+def staged(call: Call, plan: Plan) -> Tensor:
+    """Permute, L1, L2 and combine as launches on one stream.
+
+    With `plan.overlaps` each launch is placed while the one before it ends (docs/hopper.md).
     """
-    num_tokens, hidden = x.shape
-    top_k = topk_idx.shape[1]
-    device = weights.device
-    extra = num_of(shared)
+    device, hidden, top_k = call.weights.device, call.weights.hidden, call.top_k
+    num_tokens, extra, pdl = call.num_tokens, num_of(call.shared), plan.overlaps
     y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device)
     if num_tokens == 0:
         return y
     idx = torch.empty(num_tokens, top_k, dtype=torch.int32, device=device)
     weight = torch.empty(num_tokens, top_k, dtype=torch.float32, device=device)
-    routing = Routing(topk_idx, topk_weights, idx, weight, error, num_valid)
-    slots = top_k + extra
-    rows = torch.empty(num_tokens, slots, hidden, dtype=torch.bfloat16, device=device)
-    alike = shared if shared is not None and can_join(weights, shared) else None
-    run_pass(x, weights, options, routing, rows, 0, stats, pdl, tile, alike)
-    if shared is not None and alike is None:
-        every, ones = all_experts(num_tokens, extra, device)
-        always = Routing(every, ones, every.clone(), ones.clone(), error, None)
-        run_pass(x, shared, options, always, rows, top_k, None, pdl)
+    error = call.status.bad_slot
+    routing = Routing(call.topk_idx, call.topk_weights, idx, weight, error, call.num_valid)
+    rows = torch.empty(num_tokens, top_k + extra, hidden, dtype=torch.bfloat16, device=device)
+    first, *others = plan.passes
+    alike = None if others else call.shared
+    run_pass(call.x, call.weights, call.options, routing, rows, first, 0, call.stats, pdl, alike)
+    for steps in others:
+        assert call.shared is not None
+        shared_rows(call.x, call.shared, call.options, error, rows, steps, top_k, pdl)
     row_scale = None
-    if options.combine == "fp8":
-        rows, row_scale = as_fp8(rows, pdl)
-    combine(rows, row_scale, idx, weight, y, weighted=options.weight_at == "combine", pdl=pdl)
+    *to_fp8, last = plan.rest
+    for step in to_fp8:
+        rows, row_scale = as_fp8(rows, step, pdl)
+    weighted = call.options.weight_at == "combine"
+    combine(rows, row_scale, idx, weight, y, step=last, weighted=weighted, pdl=pdl)
     return y
+
+
+def shared_rows(
+    x: Tensor | Quantized,
+    shared: ExpertWeights,
+    options: Options,
+    error: Tensor,
+    rows: Tensor,
+    steps: Pass,
+    first_slot: int,
+    pdl: bool,
+) -> None:
+    """Shared experts in launches of their own: rows [T, slots, H] from `first_slot` on."""
+    every, ones = all_experts(len(x), shared.num_experts, rows.device)
+    always = Routing(every, ones, every.clone(), ones.clone(), error, None)
+    run_pass(x, shared, options, always, rows, steps, first_slot, None, pdl)
 
 
 def run_pass(
@@ -209,66 +245,47 @@ def run_pass(
     options: Options,
     routing: Routing,
     rows: Tensor,
+    steps: Pass,
     first_slot: int,
     stats: Tensor | None,
     pdl: bool,
-    tile: Tile | None = None,
     shared: ExpertWeights | None = None,
 ) -> None:
-    """Route, L1 and L2 of these slots; their rows go to `rows` [T, slots, H].
+    """Permute, L1 and L2 of these slots; their rows go to `rows` [T, slots, H].
 
-    Shared experts that are given (`can_join`) have the slots behind these.
+    Shared experts that are given (`why_apart` is empty) have the slots after the routed ones.
     """
+    check_activation(options)
     made = prepared(weights) if shared is None else with_shared(weights, shared)
-    extra = num_of(shared)
-    how, experts = made.how, weights.num_experts + extra
-    num_slots = routing.topk_idx.numel()
-    if tile is None:
-        tile, _ = tiles(weights.recipe, num_slots / weights.num_experts, fits_e4m3=how.is_fp8)
-    num_slots += len(x) * extra
-    pool = launch.pool(how, num_slots, weights.hidden, experts, tile.tokens, weights.device)
-    hand = launch.hand(pool, (made.w13, made.w2), tile)
-    _fill(
-        x, weights, how, routing, pool, hand, tile.tokens, rows.shape[1], first_slot, stats, pdl,
-        extra,
-    )  # fmt: skip
-    acts = launch.pool(
-        how, num_slots, weights.intermediate, experts, tile.tokens, weights.device, pool
-    )
-    first, second = (None, None) if hand is None else hand.each()
-    launch.gated(
-        pool, made.w13, acts, tile, how, options, items=first, bias=weights.b13,
-        acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
-    )  # fmt: skip
-    launch.linear(
-        acts, made.w2, rows, tile, how, options, after=made.w13, items=second, bias=weights.b2,
-        acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
-    )  # fmt: skip
-
-
-def _fill(
-    x: Tensor | Quantized,
-    weights: ExpertWeights,
-    how: Arithmetic,
-    routing: Routing,
-    pool: Pool,
-    hand: Hand | None,
-    block: int,
-    num_dest: int,
-    first_slot: int,
-    stats: Tensor | None,
-    pdl: bool,
-    num_shared: int,
-) -> None:
-    """Tokens into the pool, quantised on the way unless they are already."""
+    how, experts, num_slots = made.how, steps.num_experts, steps.num_slots
+    l1, l2 = steps["l1"], steps["l2"]
+    block_m = tile_in(l1).block_m
+    pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
+    work = launch.work_items(pool, (made.w13, made.w2), l1)
     scale, g, is_ready = None, weights.x_global, False
     if isinstance(x, Quantized):
         x, scale, g, is_ready = _ready(x, how)
     route(
-        x, routing, how.acts, pool, block, weights.num_experts + num_shared, hand=hand,
-        x_scale=scale, g=g, stats=stats, first_slot=first_slot, num_dest=num_dest,
-        num_shared=num_shared, is_ready=is_ready, by_group=how.to_e4m3, pdl=pdl,
+        x, routing, how.acts, pool, steps, work=work, x_scale=scale, g=g, stats=stats,
+        first_slot=first_slot, num_dest=rows.shape[1], num_shared=num_of(shared),
+        is_ready=is_ready, by_group=how.to_e4m3, pdl=pdl,
     )  # fmt: skip
+    acts = launch.pool(how, num_slots, weights.intermediate, experts, block_m, weights.device, pool)
+    first, second = (None, None) if work is None else work.each()
+    launch.gated(
+        pool, made.w13, acts, l1, how, options, items=first, bias=weights.b13,
+        acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
+    )  # fmt: skip
+    launch.linear(
+        acts, made.w2, rows, l2, how, options, after=made.w13, items=second, bias=weights.b2,
+        acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
+    )  # fmt: skip
+
+
+def tile_in(step: Launch) -> GemmSwapAb | Gemm:
+    """The tile of a GEMM's launch."""
+    assert isinstance(step.config, GemmSwapAb | Gemm)
+    return step.config
 
 
 def _ready(x: Quantized, how: Arithmetic) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
@@ -284,11 +301,11 @@ def _ready(x: Quantized, how: Arithmetic) -> tuple[Tensor, Tensor | None, Tensor
     return dequantize(x).to(torch.bfloat16), None, g, True
 
 
-def as_fp8(rows: Tensor, pdl: bool) -> tuple[Tensor, Tensor]:
+def as_fp8(rows: Tensor, step: Launch, pdl: bool) -> tuple[Tensor, Tensor]:
     """Rows on their way to combine, one E8M0 scale per 128 columns."""
     flat = rows.flatten(0, 1)
     blocks = -(-rows.shape[2] // 128)
     codes = torch.empty_like(flat, dtype=torch.uint8)
     scale = torch.empty(len(flat), blocks, dtype=torch.uint8, device=rows.device)
-    dispatch(flat, codes, scale, CODES["fp8_combine"], pdl=pdl)
+    dispatch(flat, codes, scale, CODES["fp8_combine"], step=step, pdl=pdl)
     return codes.view(rows.shape), scale.view(*rows.shape[:2], blocks)

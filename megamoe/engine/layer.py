@@ -2,46 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from megamoe.engine import backends, faults, fused_group, parallel
-from megamoe.engine.across import across_op, handle_of
-from megamoe.engine.functional import Looks, check_shared, check_tokens, choose, looks_of, run
+from megamoe.balance.placement import Placement
+from megamoe.balance.statistics import Statistics
+from megamoe.engine import backends, fused_group, parallel, status
+from megamoe.engine.call import Call
+from megamoe.engine.expert_module import ExpertModule
+from megamoe.engine.fingerprint import counted
+from megamoe.engine.functional import (
+    Signature,
+    check_shared,
+    check_tokens,
+    choose,
+    run,
+    signature_of,
+)
 from megamoe.engine.graphs import Graphs, Parts
-from megamoe.engine.held import Held
-from megamoe.engine.manner import Manner
+from megamoe.engine.group_op import group_moe_op, handle_of
+from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.op import describe, moe_op
+from megamoe.engine.planning import ONE_RANK, Ranks, Traits, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
+from megamoe.planner.choice import Value
+from megamoe.planner.hopper import max_fused_tokens
+from megamoe.planner.overrides import TILE, Overrides, checked
+from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
-from megamoe.schedule.placement import Placement
-from megamoe.schedule.statistics import Statistics
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
 
 
-MOST_PASSED = 4096  # shapes of calls that are remembered as checked
+MAX_PASSED = 4096  # shapes of calls that are remembered as checked
 
 
 class MoE(nn.Module):
     """A Mixture-of-Experts layer over the experts of one rank.
 
-    weights              this rank's experts; `num_experts` counts over all ranks
+    weights              this rank's experts
+    num_experts          over all ranks
+    top_k                experts of a token: the columns of topk_idx
     group                torch.distributed process group, or None for one rank; all its ranks build
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
     mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits;
-                         over a group `auto` is fused where all ranks can, or `why_staged` says why
+                         what a mode cannot take is refused; `why` says what `auto` came to
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
     overlap_launches     place each kernel while the one before it ends; None: on Hopper, where
                          decode is up to 7% faster with it (docs/hopper.md)
@@ -51,7 +66,13 @@ class MoE(nn.Module):
     debug_poison         fill the memory of fused launches with NaN before each
     pool_rows            rows of the pool of fused launches: a call with more runs in waves; None is
                          room for all
+    overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
+                         with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
+    shared               experts that see every token with weight 1, in any recipe; None: none
+    backend              "auto", "reference", "portable" or "hopper"; `mm.doctor()` says what works
+
+    activation, clamp, weight_at, combine and fast_math are those of `Options`.
 
     Fused calls of a layer share its counters: each waits for the one before, whatever their
     streams, and graphs of yours that hold such calls must be replayed one after the other.
@@ -77,6 +98,7 @@ class MoE(nn.Module):
         reserve_sms: int = 0,
         debug_poison: bool = False,
         pool_rows: int | None = None,
+        overrides: Mapping[str, Value] | None = None,
         activation: str = "swiglu",
         clamp: float | None = None,
         weight_at: str = "l1",
@@ -90,14 +112,19 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self._wanted = (backend, mode)
-        self._manner = Manner(
-            mode, overlap_launches, timeout_s, reserve_sms, debug_poison, pool_rows
-        )
+        self._given = checked(
+            {
+                "reserve_sms": reserve_sms,
+                "pool_rows": pool_rows,
+                "overlap_launches": overlap_launches,
+            }
+        ) + checked(overrides or {}, legal=TILE)
+        self._launch = LaunchOptions(timeout_s, debug_poison)
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
         self._fused_group: fused_group.FusedGroup | None = None
-        self.why_staged = ""  # over a group: why its calls are not fused
+        self._ranks, self._why_staged = ONE_RANK, ""
 
         def build(num_ranks: int) -> Placement:
             self.options = Options(activation, clamp, weight_at, combine, fast_math)
@@ -113,9 +140,9 @@ class MoE(nn.Module):
             )
         else:
             self._world = parallel.join(self, build, group, timeout_s)
-            self._fused_group, self.why_staged = fused_group.join(self, self._world)
+            self._fused_group, self._why_staged = fused_group.join(self, self._world)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
-            self.register_buffer("_sent", zeros, persistent=False)
+            self.register_buffer("_sent", counted(zeros), persistent=False)
             self._handle = handle_of(self)
 
     def _build(
@@ -149,14 +176,17 @@ class MoE(nn.Module):
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
         backends.resolve(*self._wanted, weights.device)  # refuse before anything is built
-        self.experts = Held(weights)
-        self.shared = None if shared is None else Held(shared)
+        if self._has_group:
+            physical = weights.num_experts * num_ranks
+            self._ranks = Ranks(num_ranks, physical, 1, not placement.is_contiguous, limit)
+        self.experts = ExpertModule(weights)
+        self.shared = None if shared is None else ExpertModule(shared)
         self.register_buffer(
             "stats",
-            torch.zeros(weights.num_experts, dtype=torch.int64, device=weights.device),
+            counted(torch.zeros(weights.num_experts, dtype=torch.int64, device=weights.device)),
             persistent=False,
         )
-        self._settle()
+        self._refresh()
         return placement
 
     @property
@@ -165,6 +195,56 @@ class MoE(nn.Module):
         if self._world is None:
             return self._wanted[1]
         return "staged" if self._fused_group is None else "fused"
+
+    def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
+        """What a call with so many tokens on this rank launches, and why. Print it.
+
+        Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
+        staged, those of even routing.
+        """
+        weights, shared = self._parts()
+        traits = traits_of(self._backend, weights, shared)
+        return self._plan(num_tokens, traits, is_quantized=is_quantized)
+
+    def _plan_in(self, mode: str) -> Plan:
+        """Over a group: the plan of the largest call in a mode."""
+        weights, shared = self._parts()
+        return plan_for(
+            weights, self.options, traits_of(self._backend, weights, shared),
+            num_tokens=self.max_tokens_per_rank or 1, top_k=self.top_k,
+            overrides=(("backend", self._backend), ("mode", mode), *self._given),
+            ranks=self._ranks,
+        )  # fmt: skip
+
+    def _reserve(self, num_sms: int) -> None:
+        """Leave so many SMs to others from now on."""
+        rest = tuple(pair for pair in self._given if pair[0] != "reserve_sms")
+        self._given = (("reserve_sms", num_sms), *rest)
+
+    def _plan(self, num_tokens: int, traits: Traits, *, is_quantized: bool = False) -> Plan:
+        mode = self.mode
+        return plan_for(
+            self.weights, self.options, traits, num_tokens=num_tokens, top_k=self.top_k,
+            overrides=(("backend", self._backend), ("mode", mode), *self._given),
+            ranks=self._ranks, is_quantized=is_quantized,
+        )  # fmt: skip
+
+    @property
+    def why(self) -> str:
+        """Why the layer has its backend and mode: what was asked for, or what `auto` passed over.
+
+        `plan(num_tokens)` has the reasons of each size.
+        """
+        asked = {"auto": "the best that works here"}
+        backend = self._why_backend or asked.get(self._wanted[0], "asked for")
+        found = f"backend {self._backend}: {backend}"
+        if self._world is not None:
+            mode = self._why_staged or "every rank can, in one launch"
+            return f"{found}; mode {self.mode}: {mode}"
+        mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
+        if self._backend == "reference":
+            mode = "computed by the oracle: the same result, no launches"
+        return f"{found}; mode {self._wanted[1]}: {mode}"
 
     @property
     def backend(self) -> str:
@@ -192,16 +272,16 @@ class MoE(nn.Module):
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
             if self._world is not None:
-                return across_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
+                return group_moe_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
             tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
             return moe_op(
-                x, topk_idx, topk_weights, tensors, self.stats, self._faults.words, self._what
+                x, topk_idx, topk_weights, tensors, self.stats, self._status.storage, self._what
             )
         graphs = self._graphs  # none over a group
-        looks = looks_of(x, topk_idx, topk_weights)
+        looks = signature_of(x, topk_idx, topk_weights)
         if graphs is not None:
             one = graphs.find(looks)
-            if one is not None and self._has(one.parts):
+            if one is not None and self._is_current(one.parts):
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
         elif self._world is not None:
             return self._across(x, topk_idx, topk_weights, self.stats, self._sent)
@@ -209,15 +289,21 @@ class MoE(nn.Module):
         if graphs is not None and graphs.serves(x):
             assert isinstance(x, Tensor) and looks is not None
             return graphs(looks, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
-        weights, shared = self._parts()
+        call = self._call(x, topk_idx, topk_weights)
+        traits = traits_of(self._backend, call.weights, call.shared)
+        plan = self._plan(x.shape[0], traits, is_quantized=not isinstance(x, Tensor))
         with torch.no_grad():
-            return run(
-                self.backend, x, topk_idx, topk_weights, weights, self.options, shared,
-                self._faults, self.stats, manner=self._manner,
-            )  # fmt: skip
+            return run(call, plan)
+
+    def _call(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> Call:
+        weights, shared = self._parts()
+        return Call(
+            x, topk_idx, topk_weights, weights, self.options, shared, self._status, self.stats,
+            None, self._launch.timeout_s, self._launch.is_poisoned,
+        )  # fmt: skip
 
     def _check_once(
-        self, looks: Looks | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+        self, looks: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> None:
         """The checks at the door; a call that looks like one that passed is not checked again."""
         if looks in self._passed:
@@ -231,7 +317,7 @@ class MoE(nn.Module):
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
-        if looks is not None and len(self._passed) < MOST_PASSED:
+        if looks is not None and len(self._passed) < MAX_PASSED:
             self._passed.add(looks)
 
     def _across(
@@ -254,12 +340,20 @@ class MoE(nn.Module):
             if self._fused_group is not None:
                 y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
             else:
-                calc = parallel.CALCS[self.backend](
-                    *self._parts(), self.options, self.num_experts, stats
-                )
-                y = self._world.run(calc, x, topk_idx, topk_weights, check)
+                y = self._world.run(self._compute(stats), x, topk_idx, topk_weights, check)
             parallel.add_counts(sent, topk_idx)
         return y
+
+    def _compute(self, stats: Tensor) -> parallel.RankCompute:
+        """What this rank computes of a staged call over the group."""
+        weights, shared = self._parts()
+        traits = traits_of(self._backend, weights, shared)
+
+        def plan(num_tokens: int, is_quantized: bool) -> Plan:
+            return self._plan(num_tokens, traits, is_quantized=is_quantized)
+
+        make = parallel.COMPUTE[self._backend]
+        return make(weights, shared, self.options, self.num_experts, stats, plan, self._status)
 
     def _parts(self) -> tuple[ExpertWeights, ExpertWeights | None]:
         return self.experts.weights, None if self.shared is None else self.shared.weights
@@ -267,21 +361,24 @@ class MoE(nn.Module):
     def _captured_parts(self) -> Parts:
         weights, shared = self._parts()
         return Parts(
-            self._backend, weights, self.options, shared, self._faults, self.stats, self.top_k,
-            self._manner,
+            self._backend, weights, self.options, shared, self._status, self.stats, self.top_k,
+            self._launch, self._plan_captured,
         )  # fmt: skip
 
-    def _has(self, parts: Parts) -> bool:
+    def _plan_captured(self, num_tokens: int) -> Plan:
+        return self.plan(num_tokens)
+
+    def _is_current(self, parts: Parts) -> bool:
         """Whether `_captured_parts` are these; a module's own look-ups would take 4 us."""
-        backend, weights, options, shared, found, stats, top_k, manner = parts
+        backend, weights, options, shared, found, stats, top_k, launch_options, _ = parts
         mine = self.__dict__
         other = mine["_modules"].get("shared")
         return (
             mine["_modules"]["experts"]._weights is weights
             and (None if other is None else other.weights) is shared
             and mine["_buffers"]["stats"] is stats
-            and (mine["options"] is options and mine["top_k"] is top_k and mine["_faults"] is found)
-            and (mine["_manner"] is manner and mine["_backend"] is backend)
+            and (mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is found)
+            and (mine["_launch"] is launch_options and mine["_backend"] is backend)
         )
 
     def _check(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> None:
@@ -312,7 +409,7 @@ class MoE(nn.Module):
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
-        self._faults.check(self.top_k)
+        self._status.check(self.top_k)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -323,39 +420,51 @@ class MoE(nn.Module):
             fix="build the layer anew on all ranks",
             kind=NotAvailable,
         )
-        self._faults.reset()
+        self._status.reset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._world is not None:  # a copy is another layer to a compiled model
             self._handle = handle_of(self)
 
-    def _take(self, mode: str) -> None:
-        """Have another mode from now on."""
-        self._wanted = (self._wanted[0], mode)
-        self._manner = replace(self._manner, mode=mode)
-        self._settle()
-
-    def _settle(self) -> None:
+    def _refresh(self) -> None:
         """What depends on the device: faults, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
-        self._manner.check(weights, shared)
-        name = choose(*self._wanted, weights, shared)
-        if self._has_group:
-            name = parallel.backend_over_group(*self._wanted, name)
-        self._backend = name
+        self._launch.check()
+        name, traits = choose(*self._wanted, weights, shared, self.options.activation)
+        self._backend, self._why_backend = name, ""
+        if name == "portable" and weights.device.type == "cuda" and self._wanted[0] == "auto":
+            better = [w for w in backends.reasons_on(weights.device).values() if w]
+            self._why_backend = traits.not_hopper or (better[0] if better else "")
+        self._check_plan(traits)
         if self._fused_group is None:  # otherwise a cast would forget a timeout
-            self._faults = faults.Faults(weights.device)
-        self._what = describe(weights, shared, self.options, name, self._manner)
-        self._passed: set[Looks] = set()
+            self._status = status.DeviceStatus(weights.device)
+        self._what = describe(weights, shared, self.options, name, self._launch, self._overrides())
+        self._passed: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
-        self._graphs = Graphs(self.max_tokens_per_rank) if has_graphs else None
+        self._graphs = Graphs(self._largest_replay()) if has_graphs else None
+
+    def _overrides(self) -> Overrides:
+        return (("backend", self._backend), ("mode", self._wanted[1]), *self._given)
+
+    def _check_plan(self, traits: Traits) -> None:
+        """Refuse what no call of the layer could follow: a plan of one token has all of it."""
+        if not self._has_group:
+            self._plan(1, traits)
+
+    def _largest_replay(self) -> int | None:
+        """Tokens of the largest graph: in mode fused those that one launch takes."""
+        most = self.max_tokens_per_rank
+        if self._wanted[1] != "fused":
+            return most
+        fits = max_fused_tokens(self.plan(1).call)
+        return fits if most is None else min(most, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
         super()._apply(fn, recurse)
-        self._settle()
+        self._refresh()
         return self
 
     def extra_repr(self) -> str:

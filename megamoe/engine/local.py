@@ -12,14 +12,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megamoe.engine import backends, rooms
-from megamoe.engine.faults import Faults
+from megamoe.engine import backends, symm_buffer
 from megamoe.engine.functional import check_tokens
-from megamoe.engine.manner import MOST_S, Manner, check_grid
+from megamoe.engine.launch_options import MAX_S, LaunchOptions
+from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import CapacityError, DTypeError, ShapeError, require
+from megamoe.errors import DTypeError, ShapeError, require
+from megamoe.planner.hopper import check_grid
+from megamoe.planner.overrides import checked
+from megamoe.planner.plan import Plan
+from megamoe.planner.tables.hopper import MAX_RANKS
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_fused import MOST_RANKS, MOST_SLOTS
 
 
 class LocalRanks:
@@ -35,15 +39,16 @@ class LocalRanks:
         num_ranks: int,
         options: Options | None = None,
         *,
-        timeout_s: float = MOST_S,
+        timeout_s: float = MAX_S,
         reserve_sms: int = 0,
         debug_poison: bool = False,
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
-        self._manner = Manner("fused", False, timeout_s, reserve_sms, debug_poison)
+        self._launch = LaunchOptions(timeout_s, debug_poison)
+        self._given = checked({"backend": "hopper", "mode": "fused", "reserve_sms": reserve_sms})
         require(
-            1 <= num_ranks <= MOST_RANKS,
-            f"one launch runs 1 to {MOST_RANKS} ranks",
+            1 <= num_ranks <= MAX_RANKS,
+            f"one launch runs 1 to {MAX_RANKS} ranks",
             got=num_ranks,
             kind=ShapeError,
         )
@@ -55,15 +60,12 @@ class LocalRanks:
         )
         device = weights.device
         backends.resolve("hopper", "fused", device)
-        self._manner.check(weights, None)
-
-        from megamoe.kernels.hopper import launch  # loads only where it can run
-
-        check_grid(launch.num_sms(device), self._manner, num_ranks)
+        self._launch.check()
+        check_grid(hardware_of(device).num_sms, reserve_sms, num_ranks)
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
-        self._faults = Faults(device, ranks=num_ranks)
+        self._status = DeviceStatus(device, ranks=num_ranks)
         self._top_k = 1
-        self._rooms: list[rooms.Room] = []
+        self._rooms: list[symm_buffer.SymmBuffer] = []
         self._peers = torch.empty(0)
 
     def __call__(
@@ -71,45 +73,45 @@ class LocalRanks:
     ) -> list[Tensor]:
         """One call on every rank: bf16 [T_r, H] each -> bf16 [T_r, H] each; T_r may differ."""
         from megamoe.engine import fused
-        from megamoe.kernels.hopper.mega_launch import World
+        from megamoe.kernels.hopper.mega.launch import World
 
         counts = self._check(x, topk_idx, topk_weights)
-        self._faults.raise_if_seen()
+        self._status.raise_if_seen()
         most = max(counts)
         if most == 0:
             return [torch.empty_like(t) for t in x]
         self._top_k = topk_idx[0].shape[1]
-        slots = self.num_ranks * most * self._top_k
-        tile = fused.tile_for(self.weights, slots, ranks=self.num_ranks, local=self.num_ranks)
-        require(
-            tile is not None,
-            f"one launch takes {MOST_SLOTS} slots at most, and few of them an expert",
-            got=f"{slots}, {slots / self.weights.num_experts:.1f} an expert",
-            fix="split the batch",
-            kind=CapacityError,
-        )
-        assert tile is not None
+        step = self.plan(most, self._top_k).mega
+        assert step is not None
         self._make_rooms(most)
         num = self.num_ranks
-        self._faults.in_turn()  # before the rooms are written to
+        self._status.order_after_last()  # before the rooms are written to
         with torch.no_grad():
             for room, *one in zip(self._rooms, x, topk_idx, topk_weights, strict=True):
                 room.put(*one)
             y = fused.over(
                 self._rooms[0], most, self.weights, self.options,
-                World(num, num, 0, self._peers), self._faults.word, self.stats, tile=tile,
-                found=self._faults, manner=self._manner,
+                World(num, num, 0, self._peers), self.stats, step=step, status=self._status,
+                timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
             )  # fmt: skip
-        self._faults.follow(self._top_k)
+        self._status.copy_to_host_async(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
+
+    def plan(self, num_tokens: int, top_k: int) -> Plan:
+        """What a call with so many tokens on the fullest rank launches."""
+        return plan_for(
+            self.weights, self.options, traits_of("hopper", self.weights, None),
+            num_tokens=num_tokens, top_k=top_k, overrides=self._given,
+            ranks=Ranks(self.num_ranks, self.weights.num_experts, self.num_ranks),
+        )  # fmt: skip
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
-        self._faults.check(self._top_k)
+        self._status.check(self._top_k)
 
     def reset(self) -> None:
         """Wait for the GPU and make the ranks usable after a timeout."""
-        self._faults.reset()
+        self._status.reset()
         self._rooms = []
 
     def _make_rooms(self, num_tokens: int) -> None:
@@ -119,7 +121,7 @@ class LocalRanks:
             had, top_k = self._rooms[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
-        where = rooms.layout(num_tokens, hidden, self._top_k)
+        where = symm_buffer.layout(num_tokens, hidden, self._top_k)
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)
@@ -127,7 +129,7 @@ class LocalRanks:
             ]
             first = memory[0].data_ptr()
             self._peers = torch.tensor([m.data_ptr() - first for m in memory], device=device)
-        self._rooms = [rooms.room_in(m, where) for m in memory]
+        self._rooms = [symm_buffer.symm_buffer_in(m, where) for m in memory]
 
     def _check(
         self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]

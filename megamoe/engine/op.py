@@ -13,10 +13,13 @@ from dataclasses import asdict
 import torch
 from torch import Tensor
 
-from megamoe.engine.faults import Faults
+from megamoe.engine.call import Call
 from megamoe.engine.functional import check_shared, check_tokens, run
-from megamoe.engine.manner import AUTO, Manner
+from megamoe.engine.launch_options import AUTO, LaunchOptions
+from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
+from megamoe.planner.overrides import Overrides
 from megamoe.problem import Options
 
 
@@ -25,12 +28,13 @@ def describe(
     shared: ExpertWeights | None,
     options: Options,
     backend: str,
-    manner: Manner = AUTO,
+    launch_options: LaunchOptions = AUTO,
+    overrides: Overrides = (),
 ) -> str:
     """What the operator must know beside the tensors."""
     parts = [(w.recipe, list(w.state_dict())) for w in (weights, shared) if w is not None]
-    how = {"options": asdict(options), "backend": backend, "manner": asdict(manner)}
-    return json.dumps({"parts": parts, **how})
+    how = {"options": asdict(options), "backend": backend, "launch_options": asdict(launch_options)}
+    return json.dumps({"parts": parts, **how, "overrides": overrides})
 
 
 @torch.library.custom_op("megamoe::moe", mutates_args=("stats", "error"))
@@ -45,9 +49,9 @@ def moe_op(
 ) -> Tensor:
     """bf16 [T, H], [T, k], [T, k] -> bf16 [T, H]; `what` comes from `describe`.
 
-    error  the words of the layer's `Faults`, the counters of fused launches among them
+    error  the words of the layer's `DeviceStatus`, the counters of fused launches among them
     """
-    parts, options, backend, manner = _parse(what)
+    parts, options, backend, launch_options, overrides = _parse(what)
     found, first = [], 0
     for recipe, names in parts:
         mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
@@ -56,10 +60,15 @@ def moe_op(
     weights, shared = (*found, None)[:2]
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    return run(
-        backend, x, topk_idx, topk_weights, weights, options, shared, Faults.around(error), stats,
-        manner=manner,
+    traits = traits_of(backend, weights, shared)
+    plan = plan_for(
+        weights, options, traits, num_tokens=len(x), top_k=topk_idx.shape[1], overrides=overrides
+    )
+    call = Call(
+        x, topk_idx, topk_weights, weights, options, shared, DeviceStatus.around(error), stats,
+        None,        launch_options.timeout_s, launch_options.is_poisoned,
     )  # fmt: skip
+    return run(call, plan)
 
 
 @moe_op.register_fake
@@ -68,7 +77,8 @@ def _(x, topk_idx, topk_weights, tensors, stats, error, what):  # type: ignore[n
 
 
 @functools.lru_cache(maxsize=256)
-def _parse(what: str) -> tuple[list[tuple[str, list[str]]], Options, str, Manner]:
+def _parse(what: str) -> tuple[list[tuple[str, list[str]]], Options, str, LaunchOptions, Overrides]:
     read = json.loads(what)
-    manner = Manner(**read["manner"])
-    return read["parts"], Options(**read["options"]), read["backend"], manner
+    launch_options = LaunchOptions(**read["launch_options"])
+    overrides = tuple((name, value) for name, value in read["overrides"])
+    return read["parts"], Options(**read["options"]), read["backend"], launch_options, overrides

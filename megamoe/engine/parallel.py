@@ -12,18 +12,22 @@ import torch
 from torch import Tensor
 
 from megamoe import __version__
+from megamoe.balance.placement import Placement
+from megamoe.balance.statistics import Statistics
 from megamoe.distributed.wire import Wire
 from megamoe.engine import fused_group
 from megamoe.engine.functional import check_values
+from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantize import dequantize, quantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
+from megamoe.planner.launches import Pass
+from megamoe.planner.plan import Plan, rows_plan, shared_plan
+from megamoe.planner.portable import quantize_rows
 from megamoe.problem import Options
 from megamoe.reference import layer as reference
-from megamoe.schedule.placement import Placement
-from megamoe.schedule.statistics import Statistics
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
@@ -32,7 +36,10 @@ if TYPE_CHECKING:
 MODES = ("auto", "staged", "fused")
 
 
-class Calc(ABC):
+Planned = Callable[[int, bool], Plan]  # tokens of this rank, whether they come quantised
+
+
+class RankCompute(ABC):
     """One rank's part in a call: its tokens quantised, its experts' rows, its tokens combined."""
 
     def __init__(
@@ -42,9 +49,12 @@ class Calc(ABC):
         options: Options,
         num_experts: int,
         stats: Tensor,
+        plan: Planned,
+        status: DeviceStatus,
     ) -> None:
         self.weights, self.shared, self.options = weights, shared, options
         self.num_experts, self.stats = num_experts, stats
+        self.plan, self.status = plan, status
         self.acts = recipe_named(weights.recipe).acts.name
         self.tokens_wire = Wire(self.acts, weights.hidden)
         rows = "bf16" if options.combine == "bf16" else "fp8_combine"
@@ -72,7 +82,7 @@ class Calc(ABC):
     ) -> Tensor: ...
 
 
-class ReferenceCalc(Calc):
+class ReferenceCompute(RankCompute):
     """With the oracle's arithmetic."""
 
     def _quantize(self, x: Tensor) -> Quantized:
@@ -102,23 +112,31 @@ class ReferenceCalc(Calc):
         return y.to(torch.bfloat16)
 
 
-class PortableCalc(Calc):
-    """With the portable kernels, in the launches of staged mode."""
+class KernelCompute(RankCompute):
+    """With a backend's kernels, in the launches of a staged plan."""
+
+    backend: str
 
     def _quantize(self, x: Tensor) -> Quantized:
         from megamoe.kernels.portable.dispatch import quantize as launch
 
-        return launch(x, self.acts, g=self.weights.x_global)
+        steps = self.plan(len(x), False).before
+        step = steps[0] if steps else None
+        return launch(x, self.acts, g=self.weights.x_global, step=step)
+
+    def steps(self, num_rows: int) -> Pass:
+        """The launches of so many received rows."""
+        plan = self.plan(1, True)
+        return rows_plan(plan.call, self.backend, plan.hardware, num_rows, plan.overrides)
 
     def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
-        from megamoe.engine import staged
-
         num, hidden = x.shape
-        room, scale = staged.slots(num, 1, hidden, self.options, expert.device)
-        if num:
+        if num == 0:
+            room, scale = self._room(0, 1, hidden, expert.device)
+        else:
             tokens = x.data if x.format == "bf16" else x
-            chosen = expert.int()[:, None], weight[:, None]
-            self._fill(tokens, self.weights, *chosen, room, scale, 0, self.stats)
+            chosen = expert.int()[:, None], weight[:, None].contiguous()
+            room, scale = self._rows(tokens, *chosen, self.steps(num))
         room = room.view(num, hidden)
         if scale is None:
             return Quantized(room, None, "bf16", (num, hidden))
@@ -132,7 +150,6 @@ class PortableCalc(Calc):
     def combine(
         self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> Tensor:
-        from megamoe.engine import staged
         from megamoe.kernels.portable.combine import combine
 
         (num_tokens, top_k), hidden = idx.shape, rows.shape[1]
@@ -140,37 +157,131 @@ class PortableCalc(Calc):
         y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=idx.device)
         if num_tokens == 0:
             return y
-        room, scale = staged.slots(num_tokens, top_k + extra, hidden, self.options, idx.device)
+        plan = self.plan(num_tokens, not isinstance(x, Tensor))
+        room, scale = self._room(num_tokens, top_k + extra, hidden, idx.device)
         at = slots // top_k * (top_k + extra) + slots % top_k
         room.view(-1, hidden)[at] = rows.data.view(room.dtype)
         if scale is not None and rows.scale is not None:
             scale.view(-1, scale.shape[-1])[at] = rows.scale
         if self.shared is not None:
-            every = staged.all_experts(num_tokens, extra, idx.device)
-            self._fill(x, self.shared, *every, room, scale, top_k, None)
+            self._shared(x, room, scale, top_k, plan)
         weighted = self.options.weight_at == "combine"
-        combine(room, scale, idx.int(), weights, y, weighted=weighted)
+        combine(room, scale, idx.int(), weights, y, step=plan.rest[-1], weighted=weighted)
         return y
 
-    def _fill(
+    def _room(
+        self, num: int, slots: int, hidden: int, device: torch.device
+    ) -> tuple[Tensor, Tensor | None]:
+        from megamoe.engine import portable
+
+        return portable.slots(num, slots, hidden, self.options, device)
+
+    @abstractmethod
+    def _rows(
+        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
+    ) -> tuple[Tensor, Tensor | None]:
+        """Rows of one slot each [T, 1, H], and their scales where combine takes FP8."""
+
+    @abstractmethod
+    def _shared(
         self,
         x: Tensor | Quantized,
-        weights: ExpertWeights,
-        idx: Tensor,
-        weight: Tensor,
         room: Tensor,
         scale: Tensor | None,
         first_slot: int,
-        stats: Tensor | None,
+        plan: Plan,
     ) -> None:
-        """The rows of experts idx [T, k] into `room` [T, slots, H] from `first_slot` on."""
-        from megamoe.engine import staged
-
-        one = staged.Pass(x, weights, self.options, room, scale)
-        one.run(idx, weight, first_slot=first_slot, stats=stats)
+        """The shared experts' rows into `room` [T, slots, H] from `first_slot` on."""
 
 
-CALCS = {"reference": ReferenceCalc, "portable": PortableCalc}
+class PortableCompute(KernelCompute):
+    """With the portable kernels."""
+
+    backend = "portable"
+
+    def _rows(
+        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
+    ) -> tuple[Tensor, Tensor | None]:
+        from megamoe.engine import portable
+
+        room, scale = self._room(len(idx), 1, self.weights.hidden, idx.device)
+        plan = self.plan(1, True)
+        one = portable.ExpertPass(x, self.weights, self.options, room, scale, plan)
+        one.run(idx, weight, steps, first_slot=0, stats=self.stats)
+        return room, scale
+
+    def _shared(
+        self,
+        x: Tensor | Quantized,
+        room: Tensor,
+        scale: Tensor | None,
+        first_slot: int,
+        plan: Plan,
+    ) -> None:
+        from megamoe.engine import portable
+
+        assert self.shared is not None
+        every = portable.all_experts(len(x), self.shared.num_experts, room.device)
+        one = portable.ExpertPass(x, self.shared, self.options, room, scale, plan)
+        one.run(*every, shared_plan(plan), first_slot=first_slot)
+
+
+class HopperCompute(KernelCompute):
+    """With the Hopper kernels: the bits of fused launches and of one rank."""
+
+    backend = "hopper"
+
+    def _rows(
+        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
+    ) -> tuple[Tensor, Tensor | None]:
+        from megamoe.engine import hopper
+        from megamoe.kernels.portable.routing import Routing
+
+        num, hidden = len(idx), self.weights.hidden
+        room = torch.empty(num, 1, hidden, dtype=torch.bfloat16, device=idx.device)
+        checked = torch.empty_like(idx), torch.empty_like(weight)
+        routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
+        hopper.run_pass(
+            x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
+        )
+        return self._as_wire(room)
+
+    def _as_wire(self, room: Tensor) -> tuple[Tensor, Tensor | None]:
+        from megamoe.engine import hopper
+
+        if self.options.combine == "bf16":
+            return room, None
+        num = room.shape[0] * room.shape[1]
+        step = quantize_rows("rows_to_fp8", num, room.shape[2], "codes-fp8_combine")
+        return hopper.as_fp8(room, step, pdl=False)
+
+    def _shared(
+        self,
+        x: Tensor | Quantized,
+        room: Tensor,
+        scale: Tensor | None,
+        first_slot: int,
+        plan: Plan,
+    ) -> None:
+        from megamoe.engine import hopper
+
+        assert self.shared is not None
+        num, hidden = self.shared.num_experts, self.weights.hidden
+        own = torch.empty(len(x), num, hidden, dtype=torch.bfloat16, device=room.device)
+        hopper.shared_rows(
+            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
+        )
+        rows, row_scale = self._as_wire(own)
+        room[:, first_slot:] = rows.view(room.dtype)
+        if scale is not None and row_scale is not None:
+            scale[:, first_slot:] = row_scale
+
+
+COMPUTE: dict[str, type[RankCompute]] = {
+    "reference": ReferenceCompute,
+    "portable": PortableCompute,
+    "hopper": HopperCompute,
+}
 
 
 def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: float) -> GroupWorld:
@@ -191,25 +302,10 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         placement = build(meeting.num_ranks)
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
-            what |= fused_group.describe(layer, placement)
+            what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
         return placement, what
 
     return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)
-
-
-def backend_over_group(wanted: str, mode: str, found: str) -> str:
-    """`auto` over a group is the best backend that computes there."""
-    if mode == "fused":
-        return found
-    if wanted == "auto" and found not in CALCS:
-        return "portable"
-    require(
-        found in CALCS,
-        f"over a process group the backend must be {' or '.join(CALCS)}",
-        got=found,
-        kind=NotAvailable,
-    )
-    return found
 
 
 def placement_of(

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from megamoe.engine import parallel
-from megamoe.engine.faults import Faults
 from megamoe.engine.functional import run
 from megamoe.engine.layer import MoE
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import RangeError, require
 
 
@@ -41,7 +40,7 @@ def warmup(layer: MoE, token_counts: Sequence[int], *, timeout_s: float = 1800.0
 @torch.no_grad()
 def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
     """This rank's kernels at every size that matters, without any other rank."""
-    weights, shared = layer._parts()
+    weights = layer.weights
     device, top_k = weights.device, layer.top_k
     stats = torch.zeros_like(layer.stats)
     ranks = 1 if layer._world is None else layer._world.num_ranks
@@ -51,15 +50,12 @@ def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
         idx = (slot % weights.num_experts).view(num, top_k)
         gates = torch.ones(num, top_k, device=device)
         if layer._world is None:
-            found = Faults(device)
-            inputs = x, idx, gates, weights, layer.options, shared
-            run(layer.backend, *inputs, found, stats, manner=layer._manner)
+            call = layer._call(x, idx, gates)._replace(status=DeviceStatus(device), stats=stats)
+            run(call, layer.plan(num))
             if layer._graphs is not None and layer._graphs.serves(x):
                 layer._graphs.prepare(num, layer._captured_parts())
             continue
-        calc = parallel.CALCS[layer.backend](
-            weights, shared, layer.options, layer.num_experts, stats
-        )
+        calc = layer._compute(stats)
         for rows in row_counts(num * top_k, ranks):
             some = calc.tokens(x.new_zeros(rows, weights.hidden))
             expert = torch.arange(rows, device=device) % weights.num_experts

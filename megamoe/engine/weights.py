@@ -10,17 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.engine import checkpoint, files
-from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_of, require
+from megamoe.engine import checkpoint, files, loader
+from megamoe.engine.fingerprint import counted
+from megamoe.errors import DeviceError, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import dequantize, quantize_into, weight_global_scale
-from megamoe.formats.quantized import (
-    DATA_DTYPE,
-    SCALE_DTYPE,
-    Quantized,
-    data_shape,
-    scale_shape,
-)
-from megamoe.formats.spec import Scale, recipe_named
+from megamoe.formats.quantized import Quantized, empty
+from megamoe.formats.spec import recipe_named
 from megamoe.problem import check_width
 
 
@@ -28,6 +23,7 @@ from megamoe.problem import check_width
 class ExpertWeights:
     """E experts. `quantize` makes them from BF16, `from_quantized` from a checkpoint's tensors.
 
+    recipe       "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4" or "nvfp4"
     w13          [E, 2, intermediate, hidden]: gate at 0, up at 1; a block never holds both
     w2           [E, hidden, intermediate]
     b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
@@ -73,7 +69,9 @@ class ExpertWeights:
         if fmt.has_global:
             wanted |= {"x_global": (), "acts_global": (num_experts,)}
         for name in ("b13", "b2", "x_global", "acts_global"):
-            _check_extra(getattr(self, name), name, wanted.get(name), required="global" in name)
+            checkpoint.check_extra(
+                getattr(self, name), name, wanted.get(name), required="global" in name
+            )
         devices = {t.device for t in self.state_dict().values()}
         require(
             len(devices) == 1,
@@ -82,6 +80,11 @@ class ExpertWeights:
             fix="move them with .to(device)",
             kind=DeviceError,
         )
+        for name in ("w13", "w2"):  # what is packed from them must see writes to them
+            part = getattr(self, name)
+            if any(t.is_inference() for t in part.tensors().values()):
+                tensors = {key: counted(t) for key, t in part.tensors().items()}
+                object.__setattr__(self, name, replace(part, **tensors))
 
     # -- making --------------------------------------------------------------------------------
 
@@ -101,6 +104,9 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Quantise BF16 (or FP32, FP16) weights [E, 2I, H] and [E, H, I], expert by expert.
 
+        w13       [E, 2I, H]: the first linear, gate and up
+        w2        [E, H, I]: the second linear
+        b13, b2   biases [E, 2I] and [E, H], or None
         gate_up   "split": all gate rows, then all up rows; "interleaved": gate, up, gate, up, ...
         x_global, acts_global   NVFP4 only: calibrated global scales of tokens and activations
         progress  called with the number of experts done
@@ -182,8 +188,14 @@ class ExpertWeights:
         gate_up: str = "split",
         x_global: float = 1.0,
         acts_global: float | Tensor = 1.0,
+        scales: str | None = None,
     ) -> ExpertWeights:
         """Take a checkpoint's tensors as they are, experts stacked in front; nothing is rounded.
+
+        w13_data, w13_scale      values and scales of gate and up, in the checkpoint's own shapes
+        w2_data, w2_scale        of down
+        w13_global, w2_global    NVFP4: float32 global scales of the weights
+        x_global, acts_global    NVFP4: global scales of tokens and of the activation's output
 
         DeepSeek-V3  w8a8: float8_e4m3fn [E, 2I, H], float32 [E, 2 ceil(I/128), ceil(H/128)]
                      (weight_scale_inv of gate, then of up); E8M0 scales are taken by value
@@ -191,15 +203,45 @@ class ExpertWeights:
         gpt-oss      w4*: uint8 blocks [E, 2I, H/32, 16], uint8 scales [E, 2I, H/32],
                      gate_up="interleaved", b13 and b2
         NVFP4        uint8 [E, 2I, H/2], float8_e4m3fn [E, 2I, H/16], w13_global [E] or [E, 2],
-                     w2_global [E]
+                     w2_global [E]; value = element * scale * global (modelopt's weight_scale_2)
+
+        scales  "divide": FP32 scales are stored as reciprocals, NVFP4's global ones (compressed-
+                tensors' weight_global_scale) or FP8's; "multiply": they are not, however large;
+                None: they are not, and those that would make weights above 2688 are refused
         """
         fmt = recipe_named(recipe).weights
-        w13 = checkpoint.read_matrix(w13_data, w13_scale, w13_global, fmt, "w13", gate_up=gate_up)
-        w2 = checkpoint.read_matrix(w2_data, w2_scale, w2_global, fmt, "w2")
+        w13 = checkpoint.read_matrix(
+            w13_data, w13_scale, w13_global, fmt, "w13", gate_up=gate_up, scales=scales
+        )
+        w2 = checkpoint.read_matrix(w2_data, w2_scale, w2_global, fmt, "w2", scales=scales)
         extras = checkpoint.extras(
-            recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device
+            recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device, scales
         )
         return cls(recipe, w13, w2, **extras)
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        folder: str | Path,
+        layer: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        recipe: str | None = None,
+        device: torch.device | str = "cpu",
+        progress: Callable[[int], None] | bool = False,
+    ) -> ExpertWeights:
+        """One rank's experts of a layer of a Hugging Face folder, read one by one.
+
+        folder    with config.json and safetensors files
+        layer     its number in the names of the tensors
+        recipe    None: picked from how they are stored; `mm.Checkpoint(folder).picked(layer)` says
+                  which, and the activation and clamp of the model (docs/checkpoints.md)
+        progress  True: a bar; or a function, called with the number of experts read
+        """
+        found = loader.Checkpoint(folder)
+        return found.experts(layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device,
+                             progress=progress)  # fmt: skip
 
     # -- using ---------------------------------------------------------------------------------
 
@@ -353,38 +395,11 @@ def _empty(
     """Uninitialised experts, to be filled."""
     fmt = recipe_named(recipe).weights
 
-    def matrix(*shape: int, lead: int) -> Quantized:
-        data = torch.empty(
-            data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=device
-        )
-        if fmt.scale is Scale.NONE:
-            return Quantized(data, None, fmt.name, shape)
-        scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=device)
-        g = torch.ones(shape[:lead], device=device) if fmt.has_global else None
-        return Quantized(data, scale, fmt.name, shape, g)
-
     check_width("hidden", hidden)
     check_width("intermediate", intermediate)
     return ExpertWeights(
         recipe,
-        matrix(num_experts, 2, intermediate, hidden, lead=1),
-        matrix(num_experts, hidden, intermediate, lead=1),
+        empty((num_experts, 2, intermediate, hidden), fmt, device),
+        empty((num_experts, hidden, intermediate), fmt, device),
         **checkpoint.extras(recipe, num_experts, None, None, "split", 1.0, 1.0, device),
-    )
-
-
-def _check_extra(
-    t: Tensor | None, name: str, shape: tuple[int, ...] | None, *, required: bool
-) -> None:
-    """Require a float32 tensor of `shape`, or None where it may be missing."""
-    if t is None:
-        require(shape is None or not required, f"{name} is missing", got=None, kind=ShapeError)
-        return
-    require(shape is not None, f"this recipe has no {name}", got="one", kind=ShapeError)
-    require(t.dtype == torch.float32, f"{name} must be float32", got=t.dtype, kind=DTypeError)
-    require(
-        tuple(t.shape) == shape,
-        f"{name} must have shape {shape}",
-        got=tuple(t.shape),
-        kind=ShapeError,
     )

@@ -37,6 +37,7 @@ def quantize(x: Tensor, format: str, *, global_scale: Tensor | float | None = No
     """Round `x` to a format, by the rule at the head of this file.
 
     x             [..., k] float32, bfloat16 or float16; k a multiple of 32 (NVFP4: 16)
+    format        "bf16", "mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128" or "fp8_combine"
     global_scale  NVFP4 only: positive, finite, its shape a prefix of x's; None is 1, so that a
                   token never depends on its neighbours. Weights use `weight_global_scale`.
 
@@ -92,6 +93,8 @@ def quantize_into(x: Tensor, out: Quantized) -> None:
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     """The values of `q`: element * scale (* global scale), rounded once to `dtype`.
 
+    q      values in any format
+    dtype  torch.float32 or torch.float64
     FP32 is exact but for the last rounding; float64 is exact for every format.
     """
     require(

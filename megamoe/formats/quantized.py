@@ -24,6 +24,7 @@ class Quantized:
 
     data          [..., k] (E2M1: [..., k / 2] bytes, the even column in the low half)
     scale         one per block over the last two dimensions, or None where the format has none
+    format        its name: "mxfp4", "fp8_1x128", ...
     shape         the logical shape
     global_scale  FP32, NVFP4 only: its shape is a prefix of `shape`, one factor per leading index
     """
@@ -123,6 +124,17 @@ class Quantized:
             for name, t in self.tensors().items()
         }
         return replace(self, shape=shape, **picked)
+
+
+def empty(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Quantized:
+    """Uninitialised values, to be filled; global scales are 1, one per leading index."""
+    dtype = DATA_DTYPE[fmt.element.name]
+    data = torch.empty(data_shape(shape, fmt), dtype=dtype, device=device)
+    if fmt.scale is Scale.NONE:
+        return Quantized(data, None, fmt.name, shape)
+    scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=device)
+    g = torch.ones(shape[:1], device=device) if fmt.has_global else None
+    return Quantized(data, scale, fmt.name, shape, g)
 
 
 def check_shape(shape: tuple[int, ...], fmt: Format) -> None:

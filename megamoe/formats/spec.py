@@ -86,7 +86,7 @@ MXFP4       = Format("mxfp4",       E2M1,     (1, 32),    Scale.E8M0, 32, "OCP m
 NVFP4       = Format("nvfp4",       E2M1,     (1, 16),    Scale.E4M3, 16, "E2M1 packed as mxfp4; E4M3 scales times an FP32 global scale")
 FP8_1X128   = Format("fp8_1x128",   E4M3,     (1, 128),   Scale.FP32, 32, "activations of DeepSeek-V3")
 FP8_128X128 = Format("fp8_128x128", E4M3,     (128, 128), Scale.FP32, 32, "weights of DeepSeek-V3")
-FP8_COMBINE = Format("fp8_combine", E4M3,     (1, 128),   Scale.E8M0, 32, "rows on their way to combine, D011")
+FP8_COMBINE = Format("fp8_combine", E4M3,     (1, 128),   Scale.E8M0, 32, "rows on their way to combine")
 
 FORMATS: dict[str, Format] = {f.name: f for f in (
     BF16, MXFP8, MXFP4, NVFP4, FP8_1X128, FP8_128X128, FP8_COMBINE,

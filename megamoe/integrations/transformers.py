@@ -1,8 +1,7 @@
 """Hugging Face transformers: `experts_implementation="megamoe"`.
 
-    from megamoe.integrations.transformers import register
-    register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="megamoe")
+    from megamoe.integrations.transformers import use
+    use(AutoModelForCausalLM.from_pretrained(name))
 
 A model's experts module keeps its parameters; at its first call we make ExpertWeights of them and
 keep these beside the module until a parameter changes. What its gate computes is found by asking
@@ -13,22 +12,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from megamoe.engine import backends
+from megamoe.engine import backends, checkpoint
+from megamoe.engine.fingerprint import Seal
+from megamoe.engine.gates import gated
 from megamoe.engine.layer import MoE
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import NotAvailable, RangeError, ShapeError, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
+from megamoe.formats.quantize import FLOATS
 from megamoe.formats.spec import recipe_named
-from megamoe.problem import OWN_CLAMP
+from megamoe.problem import OWN_CLAMP, WIDTH_MULTIPLE
 
-PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias")
+PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias",
+              "gate_up_proj_scale_inv", "down_proj_scale_inv")  # fmt: skip
+FP8_BLOCK = 128
 LIMITS = ("limit", "swiglu_limit")  # where models keep their clamp
-GPT_OSS_ALPHA = 1.702
 
 
 class Gate(NamedTuple):
@@ -44,23 +47,70 @@ class _Kept:
     """The layer of one module, and what its parameters were when it was made."""
 
     layer: MoE
-    stamp: tuple[Any, ...]
+    places: tuple[Any, ...]
+    copied: tuple[str, ...]  # parameters whose memory the layer does not share
+    seal: Seal
 
 
-def register(name: str = "megamoe", *, recipe: str = "bf16", backend: str = "auto") -> None:
+_ours: set[str] = set()  # names that `register` gave
+
+
+def register(name: str = "megamoe", *, recipe: str | None = None, backend: str = "auto") -> None:
     """Offer the layer to transformers as `experts_implementation=name`.
 
-    recipe   "bf16" gives the model's own results to rounding; others quantise the experts once.
+    name     one that transformers does not have itself
+    recipe   None is that of the module: "bf16", which gives the model's own results to rounding,
+             "w8a8" for FP8 experts and "w4a8" for FP4 ones; another rounds the experts to it once.
              Several recipes may stand beside each other under several names.
     backend  as for `mm.moe`
     """
-    recipe_named(recipe)
+    if recipe is not None:
+        recipe_named(recipe)
     require(backend in backends.NAMES, f"backend must be one of {', '.join(backends.NAMES)}",
             got=repr(backend), kind=RangeError)  # fmt: skip
-    _interface().register(name, experts_forward(recipe, backend))
+    interfaces = _interfaces()
+    require(
+        name in _ours or (name != "eager" and not any(name in known for known in interfaces)),
+        "the name must not be one of transformers' own implementations",
+        got=repr(name),
+        fix='a comparison with it would compare megamoe with itself: register("megamoe")',
+        kind=RangeError,
+    )
+    _ours.add(name)
+    forward = experts_forward(recipe, backend)
+    for known in interfaces:
+        known.register(name, forward)
 
 
-def experts_forward(recipe: str = "bf16", backend: str = "auto") -> Callable[..., Tensor]:
+def use(
+    model: Any, name: str = "megamoe", *, recipe: str | None = None, backend: str = "auto"
+) -> int:
+    """Register, set, and make sure that it means something; returns the number of experts modules.
+
+    `model.set_experts_implementation` says nothing about a model whose experts do not use
+    transformers' interface: it would go on as before. Here such a model is refused.
+    """
+    register(name, recipe=recipe, backend=backend)
+    found = [m for m in model.modules() if hasattr(m, "is_concatenated") and hasattr(m, "has_gate")]
+    require(
+        bool(found),
+        "a model's experts must use the experts interface of transformers",
+        got=f"none in {type(model).__name__}",
+        fix="nothing would change: this model runs its own code whatever is set",
+        kind=NotAvailable,
+    )
+    model.set_experts_implementation(name)
+    others = {m.config._experts_implementation for m in found} - {name}
+    require(
+        not others, "all experts must have taken the implementation", got=sorted(map(str, others)),
+        fix="set it for every part of the model (a dict)", kind=NotAvailable,
+    )  # fmt: skip
+    for module in found:
+        _check_module(module)
+    return len(found)
+
+
+def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callable[..., Tensor]:
     """The function that `register` registers: (module, tokens, expert ids, weights) -> tokens."""
     kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
@@ -68,39 +118,111 @@ def experts_forward(recipe: str = "bf16", backend: str = "auto") -> Callable[...
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         top_k = top_k_index.shape[-1]
-        stamp = (top_k, *_stamp(self))
+        places = (top_k, *_places(self))
         found = kept.get(self)
-        if found is None or found.stamp != stamp:
-            found = kept[self] = _Kept(make_layer(self, top_k, recipe, backend), stamp)
+        if (
+            found is None
+            or found.places != places
+            or not found.seal.holds([getattr(self, name) for name in found.copied])
+        ):
+            layer = make_layer(self, top_k, recipe, backend)
+            copied = _copied(self, layer)
+            seal = Seal([getattr(self, name) for name in copied])
+            found = kept[self] = _Kept(layer, places, copied, seal)
         # Expert parallelism in transformers marks other ranks' slots with ids past the last.
         idx = top_k_index.masked_fill(top_k_index >= found.layer.num_experts, -1)
         weights = top_k_weights.float().contiguous()
-        y: Tensor = found.layer(hidden_states.bfloat16().contiguous(), idx.contiguous(), weights)
-        return y.to(hidden_states.dtype)
+        hidden = hidden_states.shape[-1]
+        x = _padded(hidden_states.bfloat16().contiguous(), -1)
+        y: Tensor = found.layer(x, idx.contiguous(), weights)
+        return y[:, :hidden].to(hidden_states.dtype)
 
     return forward
 
 
-def make_layer(module: nn.Module, top_k: int, recipe: str, backend: str = "auto") -> MoE:
-    """The layer of a transformers experts module; BF16 experts stay where they are."""
+def make_layer(
+    module: nn.Module, top_k: int, recipe: str | None = None, backend: str = "auto"
+) -> MoE:
+    """The layer of a transformers experts module; BF16, FP8 and FP4 experts stay where they are."""
     _check_module(module)
     gate = gate_of(module)
     tensors = [getattr(module, name, None) for name in PARAMETERS]
-    w13, w2, b13, b2 = (t.detach() if isinstance(t, Tensor) else None for t in tensors)
+    w13, w2, b13, b2, *scales = (t.detach() if isinstance(t, Tensor) else None for t in tensors)
     assert w13 is not None and w2 is not None
-    if getattr(module, "is_transposed", False):
-        w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
-    if recipe == "bf16":
-        experts = ExpertWeights.from_quantized(
-            w13.bfloat16(), None, w2.bfloat16(), None, recipe=recipe, gate_up=gate.gate_up,
-            b13=b13, b2=b2,
-        )  # fmt: skip
+    if w13.dtype not in FLOATS:
+        experts = _quantised(w13, w2, scales, gate)
+        if recipe is not None and recipe != experts.recipe:
+            own, wanted = (recipe_named(r).weights for r in (experts.recipe, recipe))
+            if own is wanted:
+                experts = replace(experts, recipe=recipe)
+            else:
+                experts = ExpertWeights.quantize(*experts.dequantize(), recipe)
     else:
-        experts = ExpertWeights.quantize(w13, w2, recipe, gate_up=gate.gate_up, b13=b13, b2=b2)
+        if getattr(module, "is_transposed", False):
+            w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
+        if w13.shape[1] % (2 * WIDTH_MULTIPLE) or w13.shape[2] % WIDTH_MULTIPLE:
+            order, gate = gate.gate_up, gate._replace(gate_up="split")
+            w13 = _padded(_padded(checkpoint.gate_then_up(w13, order), -2).flatten(1, 2), -1)
+            w2 = _padded(_padded(w2, -1), -2)
+            if b13 is not None and b2 is not None:
+                b13 = checkpoint.gate_then_up(b13[..., None], order)[..., 0]
+                b13, b2 = _padded(b13, -1).flatten(1), _padded(b2, -1)
+        if recipe in (None, "bf16"):
+            experts = ExpertWeights.from_quantized(
+                w13.bfloat16(), None, w2.bfloat16(), None, recipe="bf16", gate_up=gate.gate_up,
+                b13=b13, b2=b2,
+            )  # fmt: skip
+        else:
+            experts = ExpertWeights.quantize(
+                w13, w2, str(recipe), gate_up=gate.gate_up, b13=b13, b2=b2
+            )
     return MoE(
         experts, experts.num_experts, top_k, activation=gate.activation, clamp=gate.clamp,
         weight_at="combine", backend=backend,
     )  # fmt: skip
+
+
+def _quantised(w13: Tensor, w2: Tensor, scales: list[Tensor | None], gate: Gate) -> ExpertWeights:
+    """FP8Experts of transformers: FP8 in blocks of 128 or a scale per matrix, or packed FP4."""
+    s13, s2 = scales
+    assert s13 is not None and s2 is not None
+    if w13.dtype != torch.float8_e4m3fn:
+        codes = (s if s.dtype == torch.float8_e8m0fnu else _codes(s) for s in (s13, s2))
+        return ExpertWeights.from_quantized(
+            w13, next(codes), w2, next(codes), recipe="w4a8", gate_up=gate.gate_up
+        )
+    num, rows, hidden = w13.shape
+    wide = [-(-size // FP8_BLOCK) for size in (rows // 2, hidden)]
+    if s13.shape[1:] == (2, 1) and s2.shape[1:] == (1, 1):  # one scale per matrix
+        s13 = s13.float()[..., None].expand(num, 2, *wide).flatten(1, 2)
+        s2 = s2.float().expand(num, wide[1], wide[0])
+    require(
+        tuple(s13.shape) == (num, 2 * wide[0], wide[1])
+        and tuple(s2.shape) == (num, wide[1], wide[0]),
+        f"FP8 experts must have a scale per {FP8_BLOCK} x {FP8_BLOCK} or per matrix, gate and up "
+        "none in common",
+        got=f"scales {tuple(s13.shape)} and {tuple(s2.shape)} for {tuple(w13.shape)}",
+        kind=NotAvailable,
+    )
+    return ExpertWeights.from_quantized(w13, s13, w2, s2, recipe="w8a8", gate_up=gate.gate_up)
+
+
+def _codes(scale: Tensor) -> Tensor:
+    """FP32 powers of two as E8M0 codes."""
+    bits = scale.float().contiguous().view(torch.int32)
+    require(
+        bool(((bits & 0x807FFFFF) == 0).all()),
+        "scales of FP4 experts must be powers of two",
+        got="others",
+        kind=RangeError,
+    )
+    return (bits >> 23).to(torch.uint8)
+
+
+def _padded(t: Tensor, dim: int) -> Tensor:
+    """`t` with zeros up to the next multiple of 32 of one dimension; or itself."""
+    spare = -t.shape[dim] % WIDTH_MULTIPLE
+    return nn.functional.pad(t, (0, 0) * (-1 - dim) + (0, spare)) if spare else t
 
 
 def gate_of(module: nn.Module) -> Gate:
@@ -124,7 +246,7 @@ def gate_of(module: nn.Module) -> Gate:
         found = [g for g in candidates if torch.allclose(theirs, _apply(g, probe), 1e-5, 1e-5)]
     require(
         bool(found),
-        "the experts' gate must be SwiGLU or gpt-oss's, with or without a clamp",
+        f"the experts' gate must be one of {', '.join(OWN_CLAMP)}, with or without a clamp",
         got=f"another one in {type(module).__name__}",
         fix='use experts_implementation="eager" for this model',
         kind=NotAvailable,
@@ -135,11 +257,7 @@ def gate_of(module: nn.Module) -> Gate:
 def _apply(gate: Gate, x: Tensor) -> Tensor:
     """Our activation on [rows, gate and up], as numerics.md has it."""
     split = x.chunk(2, dim=-1) if gate.gate_up == "split" else (x[..., ::2], x[..., 1::2])
-    limit = OWN_CLAMP[gate.activation] if gate.clamp is None else gate.clamp
-    g, up = split[0].clamp(max=limit), split[1].clamp(-limit, limit)
-    if gate.activation == "swiglu":
-        return nn.functional.silu(g) * up
-    return g * torch.sigmoid(GPT_OSS_ALPHA * g) * (up + 1)
+    return gated(gate.activation, gate.clamp, *split)
 
 
 def _check_module(module: nn.Module) -> None:
@@ -158,25 +276,39 @@ def _check_module(module: nn.Module) -> None:
     for attribute in PARAMETERS[:2]:
         t = getattr(module, attribute, None)
         require(
-            isinstance(t, Tensor) and t.ndim == 3 and t.is_floating_point(),
-            f"experts must keep {attribute} as one float tensor [experts, rows, columns]",
+            isinstance(t, Tensor) and t.ndim == 3,
+            f"experts must keep {attribute} as one tensor [experts, rows, columns]",
             got=f"{name} with {type(t).__name__} {tuple(getattr(t, 'shape', ()))}",
             kind=ShapeError,
         )
+        assert isinstance(t, Tensor)
+        scale = getattr(module, f"{attribute}_scale_inv", None)
+        is_known = t.dtype in (torch.float8_e4m3fn, torch.int8) and isinstance(scale, Tensor)
+        require(
+            t.dtype in FLOATS or (is_known and not getattr(module, "is_transposed", False)),
+            f"experts must keep {attribute} in bfloat16, float32 or float16, or FP8 or packed FP4 "
+            f"with {attribute}_scale_inv",
+            got=f"{name} in {t.dtype}, quantised: its scales would be left out",
+            fix="load the model unquantised",
+            kind=DTypeError,
+        )
 
 
-def _stamp(module: nn.Module) -> tuple[Any, ...]:
-    """Changes when a parameter is replaced, moved, cast, or written in place."""
-    found = []
-    for name in PARAMETERS:
-        t = getattr(module, name, None)
-        if isinstance(t, Tensor):
-            version = -1 if t.is_inference() else t._version
-            found.append((id(t), t.data_ptr(), version, t.dtype, t.device))
-    return tuple(found)
+def _places(module: nn.Module) -> tuple[Any, ...]:
+    """Changes when a parameter is replaced, moved or cast."""
+    found = (getattr(module, name, None) for name in PARAMETERS)
+    return tuple((id(t), t.data_ptr(), t.dtype, t.device) for t in found if isinstance(t, Tensor))
 
 
-def _interface() -> Any:
+def _copied(module: nn.Module, layer: MoE) -> tuple[str, ...]:
+    """The parameters that the layer copied; what it shares cannot be out of date."""
+    held = {t.data_ptr() for t in layer.weights.state_dict().values()}
+    given = {name: getattr(module, name, None) for name in PARAMETERS}
+    return tuple(n for n, t in given.items() if isinstance(t, Tensor) and t.data_ptr() not in held)
+
+
+def _interfaces() -> list[Any]:
+    """Those of plain experts and, in newer releases, of quantised ones."""
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
@@ -184,4 +316,8 @@ def _interface() -> Any:
             f"the experts interface of transformers 5 must be there; got {error}; "
             "pip install 'megamoe[transformers]'"
         ) from error
-    return ALL_EXPERTS_FUNCTIONS
+    try:
+        from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
+    except ImportError:
+        return [ALL_EXPERTS_FUNCTIONS]
+    return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]

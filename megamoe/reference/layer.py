@@ -7,6 +7,7 @@ Only experts that some token uses are dequantised, one at a time. Kernels share 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -21,6 +22,7 @@ from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 
 GPT_OSS_ALPHA = 1.702
+SITU_GATE, SITU_UP = 4.0, 25.0  # Kimi K3's
 
 
 class Experts(Protocol):
@@ -181,9 +183,17 @@ def activate(gate: Tensor, up: Tensor, options: Options) -> Tensor:
     g = gate.float().clamp(max=options.limit)
     u = up.float().clamp(-options.limit, options.limit)
     wide = g.double()
-    if options.activation == "swiglu":
-        return (wide / (1.0 + torch.exp(-wide))).float() * u
-    return (wide / (1.0 + torch.exp(-GPT_OSS_ALPHA * wide))).float() * (u + 1.0)
+    if options.activation == "gpt_oss":
+        return (wide / (1.0 + torch.exp(-GPT_OSS_ALPHA * wide))).float() * (u + 1.0)
+    if options.activation == "situ":
+        soft = SITU_GATE * torch.tanh(wide / SITU_GATE) / (1.0 + torch.exp(-wide))
+        return soft.float() * (SITU_UP * torch.tanh(u.double() / SITU_UP)).float()
+    if options.activation == "geglu":
+        return (wide * 0.5 * (1.0 + torch.erf(wide * math.sqrt(0.5)))).float() * u
+    if options.activation == "geglu_tanh":
+        inner = math.sqrt(2.0 / math.pi) * (wide + 0.044715 * wide**3)
+        return (wide * 0.5 * (1.0 + torch.tanh(inner))).float() * u
+    return (wide / (1.0 + torch.exp(-wide))).float() * u
 
 
 def combine(

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import RangeError, ShapeError, require
+from megamoe.routing.spec import max_tiles
 
 
 class Permutation(NamedTuple):
@@ -25,12 +26,6 @@ class Permutation(NamedTuple):
     tile_idx_to_group_idx: Tensor  # int32 [max_tiles]: expert of each tile
     tile_idx_to_mn_limit: Tensor  # int32 [max_tiles]: first row after the tile's valid rows
     num_non_exiting_tiles: Tensor  # int32 [1]
-
-
-def max_tiles(num_rows: int, num_experts: int, tile_m: int) -> int:
-    """Most tiles that `num_rows` routed slots can fill: each expert may leave one unfilled."""
-    touched = min(num_rows, num_experts)
-    return touched + (num_rows - touched) // tile_m
 
 
 def expert_counts(topk_idx: Tensor, num_experts: int) -> Tensor:

@@ -16,6 +16,7 @@ def route(logits: Tensor, router: Router, bias: Tensor | None = None) -> tuple[T
     """Choose experts for every token, by the five steps of `Router`.
 
     logits   [T, num_experts] float
+    router   the model's rule
     bias     [num_experts] float, DeepSeek-V3's e_score_correction_bias; or None
     returns  topk_idx int64 [T, top_k], best first; topk_weights float32 [T, top_k]
 

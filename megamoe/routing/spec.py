@@ -23,11 +23,11 @@ class Router:
 
     num_experts: int
     top_k: int
-    score: str = "softmax"
-    renormalize: bool = True
-    num_groups: int = 1
-    num_kept_groups: int = 1
-    scale: float = 1.0
+    score: str = "softmax"  # or "sigmoid", "sqrt_softplus"
+    renormalize: bool = True  # divide a token's weights by their sum
+    num_groups: int = 1  # equal groups of experts
+    num_kept_groups: int = 1  # groups that a token may choose from
+    scale: float = 1.0  # factor on every weight
 
     def __post_init__(self) -> None:
         one_of(self.score, SCORES, "score")
@@ -58,3 +58,9 @@ class Router:
             got=self.scale,
             kind=RangeError,
         )
+
+
+def max_tiles(num_rows: int, num_experts: int, tile_m: int) -> int:
+    """Most tiles that `num_rows` routed slots can fill: each expert may leave one unfilled."""
+    touched = min(num_rows, num_experts)
+    return touched + (num_rows - touched) // tile_m

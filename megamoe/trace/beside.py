@@ -8,15 +8,19 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from megamoe.hardware import Hardware
-from megamoe.schedule.plan import plan
-from megamoe.schedule.prediction import Prediction
-from megamoe.schedule.simulate import simulate
-from megamoe.schedule.timeline import Span, Timeline
+from megamoe.planner import hopper
+from megamoe.planner.launches import K_BLOCK, SLAB, WARPGROUPS, GemmSwapAb
+from megamoe.planner.numerics import numerics
+from megamoe.planner.tables.hopper import Shape
+from megamoe.simulator.prediction import Prediction
+from megamoe.simulator.schedule import fused_schedule
+from megamoe.simulator.simulate import simulate
+from megamoe.simulator.timeline import Span, Timeline
 from megamoe.trace.html import Fact, page
 from megamoe.trace.measured import Figures, figures, timeline
 from megamoe.trace.stamps import Recording
 
-MOST_OVERHEAD = 0.10  # what stamping may cost
+MAX_OVERHEAD = 0.10  # what stamping may cost
 
 
 class Row(NamedTuple):
@@ -56,7 +60,7 @@ class Pair(NamedTuple):
     def of(found: Recording, hardware: str = "h200") -> Pair:
         """The recording, and the simulator's answer to the same call."""
         predicted = _simulated(found, Hardware.named(hardware))
-        launch_us = predicted.plan.hardware.launch_us.value
+        launch_us = predicted.schedule.hardware.launch_us.value
         return Pair(found, predicted, timeline(found), _later(predicted.timeline, launch_us))
 
     @property
@@ -91,7 +95,7 @@ class Pair(NamedTuple):
             ]  # fmt: skip
         if found.overhead is not None:
             rows.append(Row("stamping", found.overhead, None, "%",
-                            f"of the call; the bar is {MOST_OVERHEAD:.0%}"))  # fmt: skip
+                            f"of the call; the bar is {MAX_OVERHEAD:.0%}"))  # fmt: skip
         return tuple(rows)
 
     def text(self) -> str:
@@ -121,7 +125,7 @@ class Pair(NamedTuple):
     def page(self) -> str:
         """Both timelines on one page, on one clock."""
         title = f"{self.recording.name}: one fused launch, measured and simulated"
-        cut = self.prediction.plan.hardware.launch_us.value
+        cut = self.prediction.schedule.hardware.launch_us.value
         note = (
             f"Both clocks begin when the launch is on the GPU; the simulator's first {cut:.1f} us, "
             f"the launch itself, are left out. {self.recording.provenance}"
@@ -147,7 +151,7 @@ class Pair(NamedTuple):
             fact("first block", "until the first block"),
             fact("L1 beside L2", "L1 beside L2"),
             fact("tail", "tail"),
-            fact("stamping", "cost of stamping", f"of the call; the bar is {MOST_OVERHEAD:.0%}"),
+            fact("stamping", "cost of stamping", f"of the call; the bar is {MAX_OVERHEAD:.0%}"),
         )
         return tuple(one for one in wanted if one is not None)
 
@@ -165,14 +169,15 @@ _STORY = (
 
 
 def _simulated(found: Recording, hw: Hardware) -> Prediction:
-    """The plan with the launch's own tiles, SMs and walk: all of L1, then all of L2."""
+    """The recording's own launch: its tile on its CTAs, all of L1, then all of L2."""
     p = found.problem
-    how = plan(
-        p, hw, mode="fused", block_m=found.block_m, block_n=found.block_n, block_k=found.block_k,
-        experts_per_wave=p.num_local_experts,
-        reserve_sms=max(hw.num_sms - found.ctas_per_rank, 0),
-    )  # fmt: skip
-    return simulate(how, found.counts)
+    shape = Shape(found.block_m, found.block_n // (SLAB * WARPGROUPS), found.block_k // K_BLOCK)
+    tile = hopper.tile_of(p.recipe, shape)
+    assert isinstance(tile, GemmSwapAb)
+    if found.num_stages:
+        tile = replace(tile, num_stages=found.num_stages)
+    how = numerics("hopper", p.recipe)
+    return simulate(fused_schedule(p, hw, how, tile, found.ctas_per_rank), found.counts)
 
 
 def _later(line: Timeline, from_us: float) -> Timeline:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from megamoe.errors import RangeError, require
-from megamoe.schedule.timeline import LANES, Span, Timeline
+from megamoe.simulator.timeline import LANES, Span, Timeline
 from megamoe.trace.kinds import KINDS, LANE_KINDS, LOAD_KINDS, kind_of
 
 MAX_BYTES = 4_500_000  # of the spans in a page; more ranks than fit are left out, and it says so
@@ -44,10 +44,13 @@ def page(
     parts = {
         "TITLE": html.escape(title),
         "NAME": html.escape(f"{timeline.name} · {' and '.join(line.source for line in lines)}"),
+        "BADGE": "\n".join(_badge(line.study) for line in lines if line.study),
         "FACTS": "\n".join(_fact(*fact) for fact in facts),
         "NOTE": html.escape(note),
         "CHARTS": "\n".join(_chart(line, is_named=len(lines) > 1) for line in lines),
-        "STORY": "\n".join(_told(heading, text) for heading, text in story),
+        "STORY": "\n".join(
+            (*(_told(heading, html.escape(text)) for heading, text in story), *_explained(lines))
+        ),
         "STYLE": _file("page.css"),
         "DATA": "\n".join(_data(line, f"-{i}" if i else "", share) for i, line in enumerate(lines)),
         "SCRIPT": _file("page.js"),
@@ -86,14 +89,60 @@ def _data(line: Timeline, suffix: str, most: int) -> str:
     )
 
 
+def _badge(text: str) -> str:
+    return f'<p class="badge">{html.escape(text)}</p>'
+
+
 def _chart(line: Timeline, *, is_named: bool) -> str:
     name = f"<p class=line><b>{html.escape(line.source)}</b> {html.escape(line.name)}</p>\n"
     stage = "<div class=stage><canvas></canvas><div class=tip hidden></div></div>"
     return (name if is_named else "") + stage
 
 
+def _explained(lines: Sequence[Timeline]) -> list[str]:
+    """What the charts show, of what they have: ranks, waves, links."""
+    ranks = max(line.num_ranks for line in lines)
+    parts = [("What you are looking at", _CALL_OF_ONE if ranks == 1 else _CALL)]
+    if any(line.num_waves > 1 for line in lines):
+        parts.append(("What a wave is", _WAVES))
+    if ranks > 1:
+        parts.append(("Where communication shows", _LINKS))
+    return [_told(heading, text) for heading, text in parts]
+
+
 def _told(heading: str, text: str) -> str:
-    return f"<div>\n<h2>{html.escape(heading)}</h2>\n<p>{html.escape(text)}</p>\n</div>"
+    return f"<div>\n<h2>{html.escape(heading)}</h2>\n<p>{text}</p>\n</div>"
+
+
+_BAND = (
+    "every line is one SM, one of the GPU's processors, and every coloured dash is one "
+    "<em>block</em>: some rows of one expert times some rows of its weights."
+)
+_CALL_OF_ONE = (
+    "One call of a Mixture-of-Experts layer on one GPU. A token goes to a few experts: two matrix "
+    'products (<b class="l1">L1</b>, the activation, <b class="l2">L2</b>), and '
+    f'<b class="combine">combine</b>, which adds up the results of a token. In the band {_BAND}'
+)
+_CALL = (
+    "One call of a Mixture-of-Experts layer. Each GPU (a <em>rank</em>) holds some of the experts. "
+    "A token goes to a few experts, which may live on other ranks: "
+    '<b class="pull">rows in</b> over the links between GPUs, two matrix products '
+    '(<b class="l1">L1</b>, the activation, <b class="l2">L2</b>), '
+    '<b class="scatter">results out</b> to the token\'s rank, and <b class="combine">combine</b>, '
+    f"which adds them up. The tall band is one rank: {_BAND} The thin bands are the other ranks; "
+    "click one to open it."
+)
+_WAVES = (
+    "An L2 block reads the activation of all L1 blocks of the same rows, so it cannot start before "
+    "them. Rows are grouped into <em>waves</em>: later ones use the memory of earlier ones, or let "
+    "results leave early. The strip above the tall band numbers them."
+)
+_LINKS = (
+    "The thin lanes under the strip are the links. Traffic that runs beside blocks costs nothing; "
+    'what cannot hide shows as <b class="exposed">waiting for network</b>: before rows are there, '
+    "and until the last results are back. In staged calls all of it shows: rows cross between "
+    "launches."
+)
 
 
 def _file(name: str) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megamoe.schedule.timeline import Span
+from megamoe.simulator.timeline import Span
 
 
 class Kind(NamedTuple):

@@ -10,9 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from megamoe.schedule.events import SHORT_US
-from megamoe.schedule.timeline import Span, Timeline
-from megamoe.trace.stamps import (
+from megamoe.layout.stamps import (
     COMBINE,
     FILL,
     FIRST,
@@ -25,12 +23,10 @@ from megamoe.trace.stamps import (
     ROUTE,
     SECOND,
     WAIT,
-    Event,
-    Recording,
-    Tile,
-    first_ns,
-    since,
 )
+from megamoe.simulator.events import SHORT_US
+from megamoe.simulator.timeline import Span, Timeline
+from megamoe.trace.stamps import Event, Recording, Tile, first_ns, since
 
 Interval = tuple[float, float]
 

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from megamoe.schedule.timeline import LANES, Span, Timeline
+from megamoe.simulator.timeline import LANES, Span, Timeline
 from megamoe.trace.kinds import KINDS, kind_of
 
 FIRST_SM = 10  # thread ids of lanes come first: they sort above the SMs
@@ -21,11 +21,13 @@ def perfetto(timeline: Timeline, *others: Timeline) -> str:
     for line in lines:
         events += [*_names(line, first, bool(others)), *(_event(s, first) for s in line.spans)]
         first += line.num_ranks
-    document = {
+    document: dict[str, Any] = {
         "traceEvents": events,
         "displayTimeUnit": "ns",
         "otherData": {"name": timeline.name, "source": ", ".join(line.source for line in lines)},
     }
+    if studies := [line.study for line in lines if line.study]:
+        document["otherData"]["study"] = ", ".join(studies)
     return json.dumps(document, separators=(",", ":"))
 
 
@@ -41,6 +43,7 @@ def _names(line: Timeline, first: int, is_sourced: bool) -> Iterator[dict[str, A
         places |= {_thread(sm, True): f"SM {sm} loads" for sm in range(line.num_sms)}
     for rank in range(line.num_ranks):
         name = f"rank {rank}, {line.source}" if is_sourced else f"rank {rank}"
+        name += f", {line.study}" if line.study else ""
         yield {"ph": "M", "name": "process_name", "pid": first + rank, "args": {"name": name}}
         for thread, name in places.items():
             where = {"ph": "M", "pid": first + rank, "tid": thread}

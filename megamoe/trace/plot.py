@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from megamoe.errors import RangeError, require
-from megamoe.schedule.prediction import Prediction
+from megamoe.simulator.prediction import Prediction
 
 WIDTH, HEIGHT = 720, 400
 LEFT, RIGHT, TOP, BOTTOM = 66, 20, 104, 56
@@ -26,12 +26,15 @@ class Bar(NamedTuple):
     @staticmethod
     def of(found: Prediction) -> Bar:
         """The bar of a prediction."""
-        how = found.plan
+        how = found.schedule
         return Bar(how.mode, how.problem.num_ranks, found.time_us, found.exposed_us)
 
 
-def exposed_plot(bars: Sequence[Bar], title: str) -> str:
-    """Time of the call over the number of ranks; the part that waits for the network on top."""
+def exposed_plot(bars: Sequence[Bar], title: str, label: str = "simulated") -> str:
+    """Time of the call over the number of ranks; the part that waits for the network on top.
+
+    `label` says in the picture where the figures come from.
+    """
     require(len(bars) > 0, "a plot needs at least one bar", got="none", kind=RangeError)
     top = _round_up(max(bar.time_us for bar in bars))
     high = HEIGHT - TOP - BOTTOM
@@ -45,6 +48,7 @@ def exposed_plot(bars: Sequence[Bar], title: str) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#fff"/>',
         _text(20, 28, "Exposed communication against ranks", "start", size=17, weight=600),
         _text(20, 48, title, "start", colour="#5b6676"),
+        _text(WIDTH - RIGHT, 28, label, "end", colour=_EXPOSED, size=12, weight=600),
         *(_key(20 + 90 * i, 70, _MODES[i], mode) for i, mode in enumerate(modes)),
         _key(20 + 90 * len(modes), 70, _EXPOSED, "waiting for the network, mean over SMs"),
     ]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from megamoe.schedule.floor import overlap_limit
-from megamoe.schedule.prediction import Prediction
+from megamoe.planner.floor import overlap_limit
+from megamoe.simulator.prediction import Prediction
 from megamoe.trace.html import Fact, page
 from megamoe.trace.kinds import KINDS, SM_KINDS, kind_of
 
@@ -33,7 +33,7 @@ def facts(found: Prediction) -> tuple[Fact, ...]:
 
 
 def note(found: Prediction) -> str:
-    """One sentence: where the SMs' time goes, and whether the links keep up (A082)."""
+    """One sentence: where the SMs' time goes, and whether the links keep up."""
     sums = dict.fromkeys(SM_KINDS, 0.0)
     for span in found.timeline.spans:
         kind = kind_of(span)
@@ -43,9 +43,10 @@ def note(found: Prediction) -> str:
     shares = sorted(((us / whole, kind) for kind, us in sums.items()), reverse=True)
     told = ", ".join(f"{share:.0%} {KINDS[kind].name}" for share, kind in shares if share >= 0.01)
     text = f"Where the SMs' time goes: {told}."
-    if found.plan.problem.num_ranks > 1:
-        hw, limit = found.plan.hardware, overlap_limit(found.plan.problem)
-        ratio = hw.tensor(found.plan.tiles.mma).reached.value / hw.nvlink_gbs.reached.value * 1e3
+    how = found.schedule
+    if how.problem.num_ranks > 1:
+        hw, limit = how.hardware, overlap_limit(how.problem)
+        ratio = hw.tensor(how.experts.mma).reached.value / hw.nvlink_gbs.reached.value * 1e3
         fits = "below" if ratio <= limit else "above"
         text += (
             f" The machine does {ratio:,.0f} FLOP per byte of its links, {fits} the "

@@ -1,8 +1,6 @@
 """What the roles of a fused launch stamped, as a value and as a file. Standard library only.
 
-`kernels/hopper/stamps.py` writes them: int32 [CTAs, ROLES, EVENTS, 4], each event (kind, ticket,
-begin, end) with the low 32 bits of the GPU's nanoseconds; a kind of 0 is no event. A test holds the
-numbers here against those of the kernel.
+`layout.stamps` says what a stamp is and where it lies.
 """
 
 from __future__ import annotations
@@ -14,13 +12,9 @@ from typing import Any, NamedTuple
 
 from megamoe.errors import FileError, RangeError, require
 from megamoe.layout.regions import ceil_div
+from megamoe.layout.stamps import FIRST, MATH, SECOND
 from megamoe.problem import Problem
-from megamoe.schedule.sample import Counts, checked
-
-MATH, LOAD_WEIGHTS, LOAD_TOKENS, PUBLISH = range(4)  # roles
-ROUTE, FILL, FIRST, SECOND, MEET, COMBINE, WAIT = range(1, 8)  # kinds
-POOL = -1  # the ticket of a wait for all tokens
-MOST = 128  # events that a role keeps; those after them overwrite the last
+from megamoe.simulator.sample import Counts, checked
 
 FORMAT = "megamoe stamps 1"
 _WRAP = 1 << 32
@@ -60,6 +54,7 @@ class Recording:
     plain_us: float | None = None  # the call without stamps, CUDA events, median
     traced_us: float | None = None  # and with them
     provenance: str = ""
+    num_stages: int = 0  # of the ring in shared memory; 0: as many as the planner gives the tile
 
     def __post_init__(self) -> None:
         ranks = self.problem.num_ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megamoe.errors import RangeError, require
-from megamoe.schedule.timeline import Timeline
+from megamoe.simulator.timeline import Timeline
 from megamoe.trace.kinds import KINDS, LANE_KINDS, LOAD_KINDS, SM_KINDS, kind_of
 
 LEVELS = " ▁▂▃▄▅▆▇█"
@@ -53,7 +53,8 @@ def gantt(timeline: Timeline, *, rank: int = 0, width: int = 72) -> str:
     require(width >= 10, "width must be at least 10 columns", got=width, kind=RangeError)
     by_rank = [shares(timeline, r, width) for r in range(timeline.num_ranks)]
     end = f"{timeline.total_us:,.0f} us"
-    lines = [f"{'rank ' + str(rank):<{MARGIN}}0{end:>{width - 1}}"]
+    lines = [timeline.study] if timeline.study else []
+    lines.append(f"{'rank ' + str(rank):<{MARGIN}}0{end:>{width - 1}}")
     for kind in (*LANE_KINDS[:1], *SM_KINDS, *LOAD_KINDS, *LANE_KINDS[1:]):
         row = by_rank[rank][kind]
         if max(row) > 0.0:

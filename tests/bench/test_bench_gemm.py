@@ -17,10 +17,10 @@ from megamoe.bench.timer import Timer
 from megamoe.errors import RangeError
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
+from megamoe.planner.hopper import label, tile_of
+from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import RECIPES
-from megamoe.schedule.heuristics.hopper import HELD_BITS
-from megamoe.schedule.heuristics.hopper_candidates import label
-from megamoe.schedule.heuristics.hopper_tiles import tile_of
+from megamoe.simulator.costs import HELD_BITS
 
 SHAPE = GemmShape("t", 64, 96, (3, 0, 5))
 
@@ -92,7 +92,7 @@ def test_a_pool_made_by_hand_holds_the_rows_tile_by_tile(recipe):
     """What a kernel would read there gives the exact product, each row at its place."""
     inputs, how = hopper_inputs(recipe)
     row = recipe_named(recipe)
-    pool = hopper_gemm.pooled(inputs, recipe, tile_of(recipe, (8, 2, 1)), how)
+    pool = hopper_gemm.pooled(inputs, recipe, tile_of(recipe, Shape(8, 2, 1)), how)
     w = dequantize(inputs.weights_as(row.weights.name), torch.float64)
     y = torch.full((32, 64), float("nan"), dtype=torch.bfloat16)
     tiles = pool.tiles[: int(pool.num_tiles[0])].tolist()
@@ -123,8 +123,8 @@ def test_hopper_launches_its_second_linear_and_counts_bytes_as_it_holds_them(
     )
     entry = hopper_gemm.hopper(inputs, recipe)
     assert entry.run().shape == (16, 64)
-    ((pool, packed, _, tile, arithmetic, _), more) = calls[0]
-    assert arithmetic == how and tile.tokens == 8 and label(tile) == entry.note
+    ((pool, packed, _, step, arithmetic, _), more) = calls[0]
+    assert arithmetic == how and step.config.block_m == 8 and label(step.config) == entry.note
     assert int(pool.num_tiles[0]) == 2 and (more["acts_factor"] is not None) == (recipe == "nvfp4")
     values = 2 * 64 * 384 if recipe == "w8a8" else 2 * 256 * 512  # images are padded
     factors = 0 if packed.factor is None else 4 * packed.factor.numel()
@@ -135,7 +135,7 @@ def test_hoppers_tile_holds_the_largest_group():
     wanted = {"32x8": 8, "32x16": 16, "32x32": 32, "32x64": 64, "8x1024": 128, "8x4096": 128}
     for name, tokens in wanted.items():
         for recipe in ("w4a8_block", "w8a8"):
-            assert hopper_gemm.tile_for(recipe, GEMM_SHAPES[name]).tokens == tokens
+            assert hopper_gemm.tile_for(recipe, GEMM_SHAPES[name]).block_m == tokens
 
 
 def test_tiles_after_an_at_sign_are_spelled_out():

@@ -4,6 +4,7 @@ import csv
 import json
 import time
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -108,7 +109,7 @@ def test_who_raises_is_reported_and_the_others_go_on():
     made = measure(TINY, QUICK, field=field)
     assert [r.status for r in made.rows] == [FAILED, ABSENT, OK]
     assert made.rows[0].note == "ValueError: no luck" and made.exit_code == 0
-    assert measure(TINY, QUICK, field=[replace(field[0], ours=True)]).exit_code == 1
+    assert measure(TINY, QUICK, field=[replace(field[0], ours=True)]).exit_code == 70
     assert measure(TINY, QUICK, field=[field[1]]).exit_code == 3
 
 
@@ -230,7 +231,7 @@ def test_calls_of_a_chain_are_timed_each():
     one = timer.prepare(run)
     assert len(calls) == 4 and one.call().item() == 8
     assert 20_000 < timer.time({"one": one})["one"].us < 70_000  # not the 80 ms of all four
-    assert "each the mean of 4 one behind the other" in timer.method
+    assert "each the mean of 4 in a row" in timer.method
 
 
 def test_a_chain_is_judged_like_a_call():
@@ -262,3 +263,18 @@ def test_interrupted_runs_leave_the_cells_before():
     seen = []
     measure(cells_named(["tiny/1", "tiny/2"]), QUICK, on_cell=lambda r: seen.append(len(r.rows)))
     assert seen == [1, 2]
+
+
+def test_contestants_are_shuffled_call_by_call():
+    timer = Timer(torch.device("cpu"), repeats=20, rounds=2)
+    seen = []
+    ready = {n: timer.prepare(lambda n=n: seen.append(n) or torch.zeros(1)) for n in "ab"}
+    times = timer.time(ready)
+    assert {n: [len(r) for r in t.rounds] for n, t in times.items()} == {
+        "a": [20, 20],
+        "b": [20, 20],
+    }
+    first, second = seen[-80:-40], seen[-40:]
+    for one in (first, second):
+        assert one.count("a") == 20 and sum(x != y for x, y in pairwise(one)) > 5
+    assert first != second

@@ -19,10 +19,11 @@ from megamoe.bench.cells import (
     cells_named,
     gemms_named,
 )
-from megamoe.bench.floors import Ceilings, layer_cost, mma_of
+from megamoe.bench.floors import Ceilings, layer_cost
 from megamoe.bench.stats import Timing, geomean
 from megamoe.bench.workloads import MODELS
 from megamoe.errors import FileError, NotAvailable, RangeError
+from megamoe.planner.numerics import narrowest_mma
 from megamoe.routing.samplers import sample_routing
 
 H200 = Ceilings(4293.3, 4345.2, {"bf16": 784.5, "fp8": 1492.9}, 4.7, "recorded")
@@ -114,7 +115,7 @@ def test_a_type_without_a_peak_takes_the_next_wider_one():
     assert H200.peak("fp4") == (1492.9, "fp8")
     with pytest.raises(NotAvailable, match="measured peak"):
         Ceilings(1, 1, {}, 0, "").peak("fp8")
-    assert [mma_of(r) for r in ("bf16", "w8a8", "w4a8_block", "w4a4")] == [
+    assert [narrowest_mma(r) for r in ("bf16", "w8a8", "w4a8_block", "w4a4")] == [
         "bf16", "fp8", "fp8", "fp4",
     ]  # fmt: skip
 

@@ -10,9 +10,9 @@ from megamoe.bench.layer import Settings
 from megamoe.bench.record import ABSENT, FAILED, OK, WRONG
 from megamoe.bench.sweep import sweep, tiles_at
 from megamoe.errors import NotAvailable, RangeError
+from megamoe.planner.hopper import candidates, label, pick
+from megamoe.planner.launches import Gemm
 from megamoe.problem import RECIPES
-from megamoe.schedule.heuristics.hopper_candidates import candidates, label
-from megamoe.schedule.heuristics.hopper_tiles import Straight, tiles
 
 CELLS = cells_named(["tiny/8", "tiny/100"])
 QUICK = Settings(recipes=("w8a8",), repeats=2, rounds=1)
@@ -36,12 +36,12 @@ def layers(monkeypatch):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_candidates_stand_around_the_tables_tile(recipe, fits):
     for load in (0.5, 5, 12, 20, 30, 100, 5000):
-        picked, _ = tiles(recipe, load, fits_e4m3=fits)
+        picked, _ = pick(recipe, load, fits_e4m3=fits)
         found = candidates(recipe, picked, fits_e4m3=fits)
         assert found[0] == picked and len(set(found)) == len(found) >= 4
         assert len({label(tile) for tile in found}) == len(found)
-        assert all(tile.stages >= 2 and picked.tokens / 4 <= tile.tokens for tile in found)
-        assert fits or recipe == "w8a8" or not any(isinstance(t, Straight) for t in found)
+        assert all(tile.num_stages >= 2 and picked.block_m / 4 <= tile.block_m for tile in found)
+        assert fits or recipe == "w8a8" or not any(isinstance(t, Gemm) for t in found)
 
 
 def test_the_fastest_comes_first_and_the_tables_is_marked(layers):
@@ -49,7 +49,7 @@ def test_the_fastest_comes_first_and_the_tables_is_marked(layers):
     assert found.exit_code == 0 and [c.cell for c in found.choices] == ["tiny/8", "tiny/100"]
     for choice, cell in zip(found.choices, CELLS, strict=True):
         assert choice.rows_per_expert == cell.num_tokens * 2 / 8
-        assert choice.picked == label(tiles("w8a8", choice.rows_per_expert)[0])
+        assert choice.picked == label(pick("w8a8", choice.rows_per_expert)[0])
         assert len(choice.timed) == len(tiles_at(cell, "w8a8"))
         times = [row.us for row in choice.timed]
         assert times == sorted(times)

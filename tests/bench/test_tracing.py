@@ -6,9 +6,10 @@ import torch
 from megamoe.bench import tracing
 from megamoe.bench.cells import Cell, Shape
 from megamoe.bench.layer import Settings
-from megamoe.errors import NotAvailable, RangeError
+from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.trace.beside import Pair
 from megamoe.trace.stamps import FIRST, MATH, SECOND, Recording
+from tests.pretending import pretend_h200
 from tests.trace.support import buffer
 
 CELL = Cell(Shape("small", 256, 320, 8, 2), 8)
@@ -19,21 +20,19 @@ NUM_CTAS = 6
 def pretended(monkeypatch):
     """A fused call that writes stamps of `CELL`; -> how often it ran with them and without."""
     fused = pytest.importorskip("megamoe.engine.fused")
-    from megamoe.kernels.hopper import launch as kernels
-
     ran = {True: 0, False: 0}
 
-    def moe(x, topk_idx, topk_weights, weights, options, error, *, tile, found, trace=None):
+    def run(call, step, *, trace=None):
         ran[trace is not None] += 1
-        assert tile.slabs == 2 and error is found.word and error.dtype == torch.int32
+        assert step.config.tile.slabs == 2
         if trace is not None:
-            events = _events(topk_idx, tile.tokens, ran[True])
+            events = _events(call.topk_idx, step.config.tile.block_m, ran[True])
             trace.copy_(torch.tensor(buffer(NUM_CTAS, events), dtype=torch.int32))
-        return x.clone()
+        return call.x.clone()
 
     monkeypatch.setattr(tracing, "check_device", lambda device: None)
-    monkeypatch.setattr(fused, "moe", moe)
-    monkeypatch.setattr(kernels, "num_sms", lambda device: NUM_CTAS)
+    monkeypatch.setattr(fused, "run", run)
+    pretend_h200(monkeypatch, NUM_CTAS)
     return ran
 
 
@@ -70,7 +69,7 @@ def test_a_recording_is_whole_and_can_be_read(pretended):
 
 def test_batches_that_do_not_fuse_are_refused(pretended):
     many = Cell(CELL.shape, 512)
-    with pytest.raises(NotAvailable, match=r"few rows an expert; got small/512, 128\.0 rows"):
+    with pytest.raises(CapacityError, match=r"few rows an expert; 128\.0 want gemm 128x256"):
         tracing.record(many, "w4a8_block", Settings(device="cpu"))
 
 

@@ -7,8 +7,9 @@ from megamoe.bench.cells import Cell, Shape
 from megamoe.bench.layer import Settings
 from megamoe.bench.tracing import record
 from megamoe.engine import backends
+from megamoe.layout.stamps import POOL
 from megamoe.trace.beside import Pair
-from megamoe.trace.stamps import FIRST, MATH, POOL, SECOND, Recording
+from megamoe.trace.stamps import FIRST, MATH, SECOND, Recording
 
 pytestmark = pytest.mark.gpu
 

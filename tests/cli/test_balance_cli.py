@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
+from megamoe.balance.placement import Placement
+from megamoe.balance.statistics import Statistics
 from megamoe.problem import Problem
-from megamoe.schedule.placement import Placement
-from megamoe.schedule.sample import sample_counts
-from megamoe.schedule.statistics import Statistics
+from megamoe.simulator.sample import sample_counts
 
 RANKS, EXPERTS = 4, 16
 
@@ -47,9 +47,17 @@ def test_json_is_for_machines_and_the_same_every_time(megamoe, stats):
     assert sum(after["replicas"]) == 6 * RANKS == sum(map(len, after["slots"]))
 
 
+def test_a_placement_with_replicas_is_predicted_in_the_mode_that_takes_it(megamoe, stats):
+    args = ("balance", stats, "--tokens", "16", "--json")
+    found = json.loads(megamoe(*args, "--slots-per-rank", "6")[1])
+    assert (found["before"]["mode"], found["after"]["mode"]) == ("fused", "staged")
+    code, _, errors = megamoe(*args, "--slots-per-rank", "6", "--mode", "fused")
+    assert code == 3 and "contiguous experts, each once" in errors
+
+
 def test_other_ranks_and_nothing_to_gain(megamoe, stats, tmp_path):
     found = json.loads(megamoe("balance", stats, "--ranks", "8", "--mode", "staged", "--json")[1])
-    assert found["num_ranks"] == 8 and found["mode"] == "staged"
+    assert found["num_ranks"] == 8 and found["before"]["mode"] == "staged"
     assert len(found["after"]["slots"]) == 8
     even = Statistics(64, 32, 1, "bf16", Placement.contiguous(4, 2), ((5,) * 4,) * 2,
                       ((10, 10), (10, 10)))  # fmt: skip
@@ -65,6 +73,7 @@ def test_other_ranks_and_nothing_to_gain(megamoe, stats, tmp_path):
         (("--slots-per-rank", "17"), "at most all 16 experts"),
         (("--hardware", "h900"), "hardware must be one of"),
         (("--tokens", "-1"), "must not be negative"),
+        (("--out", "/proc/nope/placement.json"), "the folder of --out must be"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

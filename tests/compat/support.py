@@ -53,7 +53,9 @@ class Case:
         self.plain = (w13, w2)
         if self.mma_type != "bf16xbf16":
             self.plain = (cast_weights(w13), cast_weights(w2))
-        self.l1, self.l2 = deep_gemm.transform_weights_for_mega_moe(*self.plain)
+        self.l1, self.l2 = deep_gemm.transform_weights_for_mega_moe(
+            *self.plain, mma_type=self.mma_type
+        )
 
     def buffer(self, max_tokens=40, **options):
         made = deep_gemm.get_symm_buffer_for_mega_moe(

@@ -8,7 +8,7 @@ import torch
 
 from megamoe.compat import deep_gemm
 from megamoe.compat.deep_gemm import prepared
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -111,12 +111,12 @@ def test_weights_are_prepared_once_and_found_by_their_memory():
     buffer = case.buffer()
     case.fill(buffer)
     y = case.run(buffer)
-    first = prepared.prepare(case.l1, case.l2)
+    first = prepared.prepare(prepared.read_source(case.l1, case.l2), False)
     case.l1, case.l2 = (
         tuple(torch.nn.Parameter(t, requires_grad=False) for t in pair)
         for pair in (case.l1, case.l2)
     )
-    assert prepared.prepare(case.l1, case.l2) is first
+    assert prepared.prepare(prepared.read_source(case.l1, case.l2), False) is first
     assert torch.equal(case.run(buffer), y) and len(first.layers) == 1
     assert first.experts.w2.data.data_ptr() == case.l2[0].data_ptr()  # not held twice
 
@@ -134,6 +134,50 @@ def test_weights_that_change_in_place_are_prepared_anew(which):
     fresh = Case("fp8xfp4", 5)
     setattr(fresh, which, getattr(other, which))
     assert torch.equal(fresh.run(buffer), after)
+
+
+def counted(mine, theirs):
+    mine.copy_(theirs)
+
+
+def through_data(mine, theirs):
+    mine.data.copy_(theirs)
+
+
+def by_expert_views(mine, theirs):
+    with torch.inference_mode():  # as a server's load balancer moves experts
+        for e in range(E):
+            mine[e].copy_(theirs[e])
+
+
+@pytest.mark.parametrize("write", [counted, through_data, by_expert_views])
+@pytest.mark.parametrize("transformed", ["plainly", "in inference mode", "and cloned there"])
+def test_weights_that_change_in_any_mode_are_prepared_anew(transformed, write):
+    other = Case("fp8xfp4", 5, seed=1)
+    with torch.inference_mode(transformed != "plainly"):
+        case = Case("fp8xfp4", 5)
+        if transformed == "and cloned there":
+            case.l1, case.l2 = (tuple(t.clone() for t in pair) for pair in (case.l1, case.l2))
+        else:
+            assert not any(t.is_inference() for t in (*case.l1, *case.l2))
+        buffer = case.buffer()
+        case.fill(buffer)
+        case.run(buffer)
+    with torch.inference_mode(transformed == "and cloned there"):
+        for mine, theirs in zip((*case.l1, *case.l2), (*other.l1, *other.l2), strict=True):
+            write(mine, theirs)
+        after = case.run(buffer)
+    case.l1, case.l2 = other.l1, other.l2
+    assert torch.equal(case.run(buffer), after)
+
+
+def test_calls_inside_and_outside_of_inference_mode_may_alternate():
+    case = Case("fp8xfp4", 5)
+    buffer = case.buffer()
+    case.fill(buffer)
+    with torch.inference_mode():
+        inside = case.run(buffer)
+    assert torch.equal(case.run(buffer), inside)
 
 
 def test_dropped_weights_are_forgotten():
@@ -181,7 +225,7 @@ def test_a_callers_default_device_changes_nothing():
         l1, l2 = deep_gemm.transform_weights_for_mega_moe(*case.plain)
         case.fill(buffer)
         deep_gemm.fp8_fp4_mega_moe(y, l1, l2, buffer)
-        Faults(torch.device("cpu")).raise_if_seen()
+        DeviceStatus(torch.device("cpu")).raise_if_seen()
     assert torch.equal(y, wanted)
 
 
@@ -243,7 +287,7 @@ def nan_scale():
         (lambda: bad_call(y=torch.empty(4, I, dtype=torch.bfloat16)), ShapeError, "num_tokens, 256"),
         (lambda: bad_call(recipe=(1, 1, 128)), RangeError, "recipe must be"),
         (lambda: bad_call(activation="gelu"), NotAvailable, "activation must be swiglu"),
-        (lambda: bad_call(activation_clamp=-1.0), RangeError, "clamp must be positive"),
+        (lambda: bad_call(activation_clamp=-1.0), RangeError, "clamp must not be negative"),
         (lambda: bad_call(mma_type="bf16xbf16"), DTypeError, "go to bf16_mega_moe"),
         (lambda: bad_call(sym_buffer=None), DTypeError, "get_symm_buffer_for_mega_moe"),
         (lambda: bad_call(sym_buffer=Case("bf16xbf16", 1).buffer()), RangeError, "fp8xfp4 or mxf4xmxf4"),

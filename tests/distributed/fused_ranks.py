@@ -31,7 +31,7 @@ def build(rank, folder, recipe, most=MOST, mode="fused", **options):
         weights.for_rank(rank, num), E, K, group=dist.group.WORLD, mode=mode,
         max_tokens_per_rank=most, **options,
     )  # fmt: skip
-    assert layer.mode == "fused" and layer.backend == "hopper", layer.why_staged
+    assert layer.mode == "fused" and layer.backend == "hopper", layer.why
     return layer, (x, idx, gates), wanted
 
 
@@ -60,7 +60,7 @@ def chooses(rank, folder):
     )
     y = many(*(t[:MOST] for t in crowd))
     error = (y.float() - wanted[:MOST].float()).norm() / wanted[:MOST].float().norm()
-    return many.mode, many.backend, many.why_staged, float(error)
+    return many.mode, many.backend, many.why, float(error)
 
 
 def leaves(rank, folder):

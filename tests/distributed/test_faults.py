@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 import megamoe as mm
 from megamoe import reference
-from megamoe.engine.parallel import ReferenceCalc
+from megamoe.engine.parallel import ReferenceCompute
 from megamoe.errors import CapacityError, MegaMoEError, RangeError, RankError
 from tests.distributed.ranks import die, launch
 from tests.distributed.test_group import COUNTS, E, H, K, experts, inputs, results
@@ -64,7 +64,7 @@ def different(rank):
             else mm.Placement(E, ((0, 2, 4, 6), (1, 3, 5, 7)))),
         "bad here": lambda: build(rank, experts("w4a8")[:2] if odd else mine),
         "bad option": lambda: build(rank, activation="relu" if odd else "swiglu"),
-        "fused": lambda: build(rank, mode="fused", max_tokens_per_rank=8),
+        "split": lambda: build(rank, mode="split", max_tokens_per_rank=8),
         "not weights": lambda: build(rank, [] if odd else mine),
     }  # fmt: skip
     found = {name: raised(act)[0] for name, act in tries.items()}
@@ -88,7 +88,7 @@ WORDS = {
     "bad here": "ShapeError: rank 1, step build the layer: num_experts must be the experts of all "
     "ranks, and all ranks hold as many; got num_experts 8 with weights of 2 on each of 2",
     "bad option": "RangeError: rank 1, step build the layer: activation must be one of",
-    "fused": "NotAvailable: rank 0, step build the layer: backend reference has mode",
+    "split": "NotAvailable: rank 0, step build the layer: over a process group",
     "not weights": "DTypeError: rank 1, step build the layer: weights must be an ExpertWeights",
 }
 
@@ -204,7 +204,7 @@ def killed_in_a_call(rank, step):
     layer = build(rank)
     call(layer, rank)
     if rank == 1:
-        setattr(ReferenceCalc, step, lambda *args: die())
+        setattr(ReferenceCompute, step, lambda *args: die())
     return raised(call, layer, rank)
 
 
@@ -282,7 +282,7 @@ def fails_in_a_call(rank):
         def rows(*args):
             raise RuntimeError("out of memory, for example")
 
-        ReferenceCalc.rows = rows
+        ReferenceCompute.rows = rows
         try:
             call(layer, rank)
         except RuntimeError as error:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import megamoe as mm
 from megamoe import reference
+from megamoe.balance.placement import Placement, propose
 from megamoe.distributed.placement import Places, replica_hash
 from megamoe.distributed.wire import Wire
 from megamoe.engine.warm import row_counts
@@ -15,7 +16,6 @@ from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.placement import Placement, propose
 from tests.distributed.ranks import launch
 
 H, I, E, K = 96, 64, 8, 3
@@ -229,7 +229,7 @@ def test_many_calls_of_one_layer():
 
 def test_other_groups_transports_and_models(tmp_path):
     received = results(launch(4, other_ways, str(tmp_path)))
-    from megamoe.schedule.statistics import Statistics
+    from megamoe.balance.statistics import Statistics
 
     found = Statistics.load(tmp_path / "stats.json")
     assert (found.hidden, found.intermediate, found.top_k, found.recipe) == (H, I, K, "w4a8")

@@ -9,18 +9,22 @@ Python functions run with `gl`, `mbarrier` and the like replaced by what is here
 
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper import deal, launch, mega_launch, place, route, swapped
-from megamoe.kernels.portable import combine, dispatch, sort
+from megamoe.kernels.hopper import dispatch, launch, permute
+from megamoe.kernels.hopper.gemm import swap_ab, tile_scheduler
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.portable import combine, sort
+from megamoe.kernels.portable import dispatch as portable_dispatch
 from tests.emulator import language  # noqa: F401  what kernels get
 from tests.emulator.running import Emulated
+from tests.pretending import pretend_h200
 
 KERNELS = tuple(
     (module, name, getattr(module, name))
     for module, name in (
-        (launch, "swapped_kernel"), (launch, "straight_kernel"), (mega_launch, "mega_kernel"),
-        (route, "_pool_kernel"), (place, "_count_kernel"), (place, "_place_kernel"),
-        (sort, "_scan_kernel"), (deal, "_deal_kernel"), (combine, "_combine_kernel"),
-        (dispatch, "_dispatch_kernel"),
+        (launch, "gemm_swap_ab_kernel"), (launch, "gemm_kernel"), (mega_launch, "mega_kernel"),
+        (dispatch, "_pool_kernel"), (permute, "_count_kernel"), (permute, "_place_kernel"),
+        (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"), (combine, "_combine_kernel"),
+        (portable_dispatch, "_dispatch_kernel"),
     )
 )  # fmt: skip
 
@@ -28,12 +32,11 @@ KERNELS = tuple(
 def install(monkeypatch, num_sms=3):
     """Let the Hopper backend launch here, on a GPU of so few SMs; -> its kernels by name.
 
-    No launch is young (`stream.EARLY`): where a tile has a window, all its weights are held to it.
+    The L2 cache is always warm (`l2_policy`): where a tile has a window, all weights keep to it.
     """
-    monkeypatch.setattr(swapped, "EARLY", gl.constexpr(0))
+    monkeypatch.setattr(swap_ab, "L2_WARM_BYTES", gl.constexpr(0))
     found = {name: Emulated(kernel) for _, name, kernel in KERNELS}
     for module, name, _ in KERNELS:
         monkeypatch.setattr(module, name, found[name])
-    for module in (launch, mega_launch):
-        monkeypatch.setattr(module, "num_sms", lambda device: num_sms)
+    pretend_h200(monkeypatch, num_sms)
     return found

@@ -3,9 +3,11 @@
 import time
 
 import torch
-import triton.language as tl
 
-from megamoe.kernels.hopper import ahead, decode, epilogue, meet, stream
+from megamoe.kernels.hopper import pipeline
+from megamoe.kernels.hopper.gemm import decode_per_wave, epilogue
+from megamoe.kernels.hopper.mega import sync
+from megamoe.kernels.hopper.weights import decode, l2_policy
 from tests.emulator import running
 from tests.emulator.running import HERE
 from tests.emulator.values import Value, pair
@@ -87,7 +89,7 @@ def _divide(a, b):
 
 
 def _wait_for(address, want, report, bound_ns):
-    """As `meet._WAIT` does, but that its bound is the emulator's if that is shorter."""
+    """As `pipeline.wait_text` says, but that its bound is the emulator's if that is shorter."""
     launch, begin = HERE.launch, time.monotonic()
     bound = min(int(bound_ns) / 1e9, running.WAIT_S)
     both = torch.stack((address.t, report.t))
@@ -101,7 +103,7 @@ def _wait_for(address, want, report, bound_ns):
 
 
 def _report(report, seen, want, rank, cta, what, where):
-    """As `meet._REPORT`: the first who did not see what it wanted."""
+    """As `sync.REPORT`: the first who did not see what it wanted."""
     launch = HERE.launch
     at = int(report.t) + 4 * torch.arange(7)
     with launch.changed:
@@ -112,32 +114,35 @@ def _report(report, seen, want, rank, cta, what, where):
     return Value(0)
 
 
-def _await(address, value, given_up, error):
-    """As `ahead.AWAIT`: until words have reached a value."""
+def _wait_until_reached(address, value, given_up, bound_ns):
+    """Until words have reached a value; one that never does is an error of the emulator's."""
     launch = HERE.launch
     at, wanted = (t.reshape(-1) for t in torch.broadcast_tensors(address.t, value.t))
     launch.wait(
         lambda: bool((launch.memory.load(at, torch.int32) >= wanted).all()),
         f"words to reach {wanted.tolist()}",
     )
+    return Value(launch.memory.load(at, torch.int32).view(address.t.shape))
+
+
+def _give_up(seen, value, given_up, error):
+    """As `decode_per_wave.GIVE_UP`; waits here end with what they waited for."""
+    assert bool((seen.t >= value.t).all())
     return Value(0)
 
 
 ASSEMBLY = {
-    ahead.AWAIT.value: _await,
+    pipeline.wait_text("gpu", "ge"): _wait_until_reached,
+    decode_per_wave.GIVE_UP.value: _give_up,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
     decode.TO_E4M3.value: _to_e4m3,
     decode.FOUR_TO_E4M3.value: _four_to_e4m3,
     decode.PLACED_TO_BF16.value: _placed_to_bf16,
     decode.MX_TO_BF16.value: _mx_to_bf16,
     decode.NV_TO_BF16.value: _nv_to_bf16,
-    **{
-        text.value: _wait_for
-        for name, text in vars(meet).items()
-        if name.startswith("_WAIT") and isinstance(text, tl.constexpr)
-    },
-    meet._REPORT.value: _report,
-    stream.MARK.value: lambda policy: Value(0),
+    **{pipeline.wait_text(scope, "eq"): _wait_for for scope in ("gpu", "sys")},
+    sync.REPORT.value: _report,
+    l2_policy.MARK.value: lambda policy: Value(0),
     "": lambda x: x,
     "rcp.approx.ftz.f32 $0, $1;": lambda x: Value(1.0 / x.t),
     epilogue.RECIPROCAL.value: lambda x: Value(1.0 / x.t),

@@ -22,8 +22,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from megamoe.kernels.device import compat
-from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.common import compat
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.hopper.gemm.decode_per_wave import GIVE_UP
 from tests.emulator import arrays, running
 from tests.emulator.arrays import Pointer, Value, decoded, encoded, raw
 from tests.emulator.memory_model import GLOBAL, SEEN, SHARED, Cells, Violation, join
@@ -565,7 +566,7 @@ def _compared(text):
     ]
 
 
-def _wait_for_words(text, address, want, report, *rest):
+def _wait_for_words(text, address, want, report, bound_ns):
     """Until words are what is wanted, or there is a report, or the bound has come."""
     scheduler, role = _now()
     scheduler.step("wait for memory")
@@ -589,19 +590,28 @@ def _wait_for_words(text, address, want, report, *rest):
         f"words {[(memory.region(at, 4).name, value(at), wanted) for at, wanted in words]}",
         is_bounded=True,
     )
-    seen = value(words[0][0])
     for at, wanted in words:
         _, _, word = _strong(scheduler, role, at, arrays.I32, False, scope)
         if sem == "acquire" and scope != "cta" and is_reached(value(at), wanted):
             _acquire(role, word, scope)
-    if not all_reached() and "st.relaxed" in text and value(gives_up) == 0:  # says so itself
-        for at, changed in ((gives_up, 1), (int(raw(rest[0])), -1)):
-            view, place, _ = _strong(scheduler, role, at, arrays.I32, True, "gpu")
-            view[place] = changed
-            scheduler.wake(at)
     if "fence.proxy.async.global" in text:
         _fence_async_global(role)
-    return Value(seen)
+    if np.ndim(raw(address)) == 0:
+        return Value(value(int(raw(address))))
+    return Value(np.vectorize(value, otypes=[np.int32])(raw(address)))
+
+
+def _give_up(seen, value, given_up, error):
+    """Whoever did not see enough says so, to others and to the host."""
+    if bool(np.all(raw(seen) >= raw(value))):
+        return Value(0)
+    scheduler, role = _now()
+    scheduler.step("give up")
+    for at, changed in ((int(raw(given_up)), 1), (int(raw(error)), -1)):
+        view, place, _ = _strong(scheduler, role, at, arrays.I32, True, "gpu")
+        view[place] = changed
+        scheduler.wake(at)
+    return Value(0)
 
 
 def _report(report, seen, want, *what):
@@ -670,6 +680,7 @@ def _launch_control(text):
 # What a text is known by -> its meaning; the first that fits.
 MEANINGS = (
     ("prmt.b32", lambda text, *args: _four_to_e4m3(*args)),
+    (GIVE_UP.value, lambda text, *args: _give_up(*args)),
     ("cas.b32", lambda text, *args: _report(*args)),
     ("bfe.u32 $0, $1, 10, 10", lambda text, x: x >> 10 & 1023),
     ("rcp.approx", lambda text, x: Value(np.float32(1.0) / _f32(x))),

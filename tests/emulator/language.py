@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from megamoe.kernels.device import compat
+from megamoe.kernels.common import compat
 from tests.emulator.assembly import inline_asm_elementwise
 from tests.emulator.running import HERE, REPLACED, run_time_range, warp_specialize
 from tests.emulator.values import RAW, TYPES, Barriers, Shared, Value, pair, raw, same

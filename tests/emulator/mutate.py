@@ -28,17 +28,25 @@ TEXTS = (
 
 @dataclass(frozen=True)
 class Mutant:
-    """One planted bug: `code` instead of that of a function, or texts instead of texts."""
+    """One planted bug: `code` instead of that of a function, or a text instead of what it gives.
+
+    text  (arguments, PTX) of a function that gives PTX
+    """
 
     module: str
     function: str
     what: str
     code: CodeType | None = None
-    texts: tuple[tuple[str, str], ...] = ()
+    text: tuple[tuple[str, ...], str] | None = None
 
     @property
     def name(self):
         return f"{self.module}.{self.function}: {self.what}"
+
+
+def short_name(module):
+    """The last two parts of a module's name."""
+    return ".".join(module.split(".")[-2:])
 
 
 # -- functions -------------------------------------------------------------------------------------
@@ -92,7 +100,7 @@ def _hand_shakes():
             if (
                 len(tree.body) <= 8
                 and re.search(
-                    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|AWAIT|wait_for\(",
+                    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|wait_until_reached\(|wait_for\(",
                     text,
                 )
                 and "warp_specialize" not in text
@@ -157,17 +165,6 @@ def _changes(tree):
                         part[i - 1], part[i] = part[i], part[i - 1]
 
                     yield f"{text} before {_text(before)}", at(owner, swap)
-            elif (
-                isinstance(statement, ast.Assign)
-                and isinstance(statement.value, ast.Constant)
-                and statement.value.value in (0, 1)
-                and "phase" in ast.unparse(statement.targets[0])
-            ):
-
-                def flip(node):
-                    node.value = ast.Constant(1 - node.value.value)
-
-                yield f"{_text(statement)} the other way round", at(statement, flip)
     yield from _expressions(nodes, at)
 
 
@@ -222,6 +219,12 @@ def _expressions(nodes, at):
                         part[0] = ast.BinOp(part[0], ast.BitXor(), ast.Constant(1))
 
                     yield f"other index in {text}", at(node, other_index)
+            if name == "first_stage" and isinstance(node.args[0], ast.Constant):
+
+                def other_start(call):
+                    call.args[0] = ast.Constant(1 - call.args[0].value)
+
+                yield f"other phase of {text}", at(node, other_start)
             if name == "barriers" and len(node.args) > 1:
 
                 def more_arrivals(call):
@@ -263,31 +266,31 @@ def _weaker(node, at):
             yield f"{part.value} is {WEAKER[part.value]} in {_text(node)}", at(part, weaken)
 
 
-def mutants(modules):
-    """All mutants of the functions of some modules, and of the PTX in them."""
-    found, seen_texts = {}, set()
+def mutants(modules, texts):
+    """All mutants of the functions of some modules, and of PTX.
+
+    texts  [(module, function that gives PTX, its arguments)]
+    """
+    found = {}
     for module in modules:
         name = module.__name__
         for function, (made, tree) in sorted(functions(name).items()):
             for what, change in _changes(tree):
                 other = copy.deepcopy(tree)
                 change(other)
-                short = name.rpartition(".")[2]
+                short = short_name(name)
                 mutant = Mutant(short, function, what, compiled(made, other))
                 key, number = mutant.name, 2
                 while key in found:
                     key, number = f"{mutant.name} ({number})", number + 1
                 found[key] = Mutant(short, function, key.partition(": ")[2], mutant.code)
-        for variable, value in device.MODULES.get(name, {}).items():
-            if isinstance(value, str) and ("again:" in value.lower()) and value not in seen_texts:
-                seen_texts.add(value)
-                for what, pattern, instead in TEXTS:
-                    if re.search(pattern, value):
-                        changed = re.sub(pattern, instead, value)
-                        mutant = Mutant(
-                            name.rpartition(".")[2], variable, what, None, ((value, changed),)
-                        )
-                        found[mutant.name] = mutant
+    for module, function, arguments in texts:
+        text = device.MODULES[module.__name__][function](*arguments)
+        short, of = short_name(module.__name__), f"{function}({', '.join(arguments)})"
+        for what, pattern, instead in TEXTS:
+            if re.search(pattern, text):
+                mutant = Mutant(short, of, what, None, (arguments, re.sub(pattern, instead, text)))
+                found[mutant.name] = mutant
     return found
 
 
@@ -337,14 +340,14 @@ def carried_traps(module):
                     changed = copy.deepcopy(tree)
                     alias = ast.parse(f"{name} = {other}").body[0]
                     changed.body.insert(at, ast.copy_location(alias, statement))
-                    short = module.__name__.rpartition(".")[2]
+                    short = short_name(module.__name__)
                     what = f"{name} = {other} before the loop too"
                     yield Mutant(short, function, what, compiled(made, changed))
 
 
 def _made(mutant):
     for name in device.MODULES:
-        if name.rpartition(".")[2] == mutant.module and mutant.function in functions(name):
+        if short_name(name) == mutant.module and mutant.function in functions(name):
             return functions(name)[mutant.function][0]
     raise KeyError(mutant.name)
 
@@ -361,33 +364,43 @@ def planted(mutant):
         finally:
             made.__code__ = code
         return
-    texts = dict(mutant.texts)
-    places = [
-        (module, key, value) for module in device.MODULES.values() for key, value in module.items()
-        if isinstance(value, str) and value in texts
-    ]  # fmt: skip
+    arguments, text = mutant.text
+    key = mutant.function.partition("(")[0]
+    name = next(n for n in device.MODULES if short_name(n) == mutant.module)
+    module = device.MODULES[name]
+    given = module[key]
     try:
-        for module, key, value in places:
-            module[key] = texts[value]
+        module[key] = lambda *args: text if args == arguments else given(*args)
         yield
     finally:
-        for module, key, value in places:
-            module[key] = value
+        module[key] = given
 
 
 # -- which functions a case runs -------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def reached():
-    """The set of (module, function) that run meanwhile."""
-    seen, codes = set(), []
+def reached(texts):
+    """The set of (module, function) that run meanwhile, functions that give PTX included."""
+    seen, codes, given = set(), [], []
+
+    def noted(short, function, make):
+        def text(*arguments):
+            seen.add((short, f"{function}({', '.join(arguments)})"))
+            return make(*arguments)
+
+        return text
+
     try:
+        for name, function in {(module.__name__, function) for module, function, _ in texts}:
+            there = device.MODULES[name]
+            given.append((there, function, there[function]))
+            there[function] = noted(short_name(name), function, there[function])
         for name in list(device.MODULES):
             for function, (made, tree) in functions(name).items():
                 other = copy.deepcopy(tree)
                 key = ast.Tuple(
-                    [ast.Constant(name.rpartition(".")[2]), ast.Constant(function)], ast.Load()
+                    [ast.Constant(short_name(name)), ast.Constant(function)], ast.Load()
                 )
                 call = ast.Call(ast.Name("_reached", ast.Load()), [key], [])
                 other.body.insert(0, ast.copy_location(ast.Expr(call), tree))
@@ -398,3 +411,5 @@ def reached():
     finally:
         for made, code in codes:
             made.__code__ = code
+        for there, function, make in given:
+            there[function] = make

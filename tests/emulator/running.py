@@ -15,7 +15,7 @@ import triton.language as tl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import ConstexprFunction, JITFunction
 
-from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.common.numbers import Kind
 from tests.emulator.values import NAMES, Descriptor, Memory, Pointer, Value
 
 WAIT_S = 20.0  # a wait in a kernel that takes longer is an error here
@@ -181,8 +181,9 @@ def _convert(value):
 
 
 def _record(cls):
-    def fill(self, *values):
-        for name, value in zip(cls.FIELDS, values, strict=True):
+    def fill(self, **values):
+        assert values.keys() == cls.FIELDS.keys(), values.keys() ^ cls.FIELDS.keys()
+        for name, value in values.items():
             setattr(self, name, value)
 
     return type(cls.__name__, (), {"__init__": fill})

@@ -4,27 +4,28 @@ from dataclasses import replace
 
 import pytest
 
-from megamoe.engine import backends, faults
+from megamoe.engine import backends, status
 from tests.engine.pretended import Launches, weights
+from tests.pretending import pretend_h200
 
 
 @pytest.fixture
 def gpu(monkeypatch):
     """A CPU that the hopper backend takes for its own."""
     from megamoe.engine import hopper
-    from megamoe.kernels.hopper import launch, mega_launch
+    from megamoe.kernels.hopper.mega import launch as mega_launch
 
     fake = Launches()
     fake.weights = weights()
     there = tuple(
-        replace(b, why_not=lambda device: "") if b.name == "hopper" else b
+        replace(b, why_not=lambda device: "") if b.name in ("hopper", "portable") else b
         for b in backends.BACKENDS
     )
     monkeypatch.setattr(backends, "BACKENDS", there)
     monkeypatch.setattr(mega_launch, "fused", fake.fused)
-    monkeypatch.setattr(hopper, "moe", fake.staged)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
-    monkeypatch.setattr(faults, "_BY_STREAM", {})
+    monkeypatch.setattr(hopper, "staged", fake.staged)
+    pretend_h200(monkeypatch)
+    monkeypatch.setattr(status, "_BY_STREAM", {})
     return fake
 
 

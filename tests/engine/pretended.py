@@ -40,9 +40,10 @@ class Launches:
         self.log, self.calls, self.report, self.before = [], [], None, lambda call: None
         self.shared = None  # experts of the layer
 
-    def fused(self, tokens, pool, acts, w13, w2, tile, how, options, kept, **rest):
+    def fused(self, tokens, pool, acts, w13, w2, step, how, options, kept, **rest):
         self.log.append("fused")
-        self.calls.append({"tokens": tokens, "pool": pool, "acts": acts, "kept": kept, **rest})
+        kept_of = {"tokens": tokens, "pool": pool, "acts": acts, "kept": kept, "step": step}
+        self.calls.append({**kept_of, **rest})
         self.before(self.calls[-1])
         world = rest["world"]
         away = [0] if world.peers is None else (world.peers - world.peers[world.first]).tolist()
@@ -68,9 +69,9 @@ class Launches:
         if self.report is not None:
             kept.report.copy_(torch.tensor(self.report, dtype=torch.int32))
 
-    def staged(self, x, idx, gates, weights, options, shared, error, stats, num_valid, *, pdl):
-        self.log.append("staged" if pdl else "staged alone")
-        return reference.moe(x, idx, gates, weights, options, shared)
+    def staged(self, call, plan):
+        self.log.append("staged" if plan.overlaps else "staged alone")
+        return reference.moe(*call[:6])
 
 
 def make(gpu, **options):

@@ -3,15 +3,17 @@
 import ctypes
 import types
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from megamoe import reference
-from megamoe.engine import graphs, layer
+from megamoe.engine import graphs, layer, planning
 from megamoe.engine.functional import run
-from megamoe.kernels.portable import fill as filling
+from megamoe.kernels.portable import graph_io
 from megamoe.routing.permute import expert_counts
 from tests.engine.pretended import E, H, K
+from tests.pretending import pretend_h200
 
 
 class Cuda:
@@ -59,19 +61,20 @@ class Cuda:
         else:
             self.capturing.calls.append(call)
 
-    def launch(self, backend, x, idx, weights, experts, options, shared, found, stats, num, manner):
+    def launch(self, given, plan):
         """`functional.launch` with the oracle's arithmetic, now or at the replay."""
+        x, idx, weights, experts, options, shared, found, stats, num, *_ = given
         y = torch.full_like(x, float("nan"))
 
         def call():
             bad = (idx < -1) | (idx >= E) | ((idx >= 0) & ~weights.isfinite())
             bad &= torch.arange(len(x))[:, None] < num
             if bad.any():
-                found.word.fill_(int(bad.flatten().nonzero()[0]))
+                found.bad_slot.fill_(int(bad.flatten().nonzero()[0]))
             legal = idx.masked_fill(bad | (torch.arange(len(x))[:, None] >= num), -1)
             y.copy_(reference.moe(x, legal, weights, experts, options, shared))
             stats.add_(expert_counts(legal, E))
-            found.follow(K)
+            found.copy_to_host_async(K)
 
         if self.capturing is None:
             self.log.append(f"launch {len(x)}")
@@ -80,15 +83,15 @@ class Cuda:
 
     # -- the kernels around a call, on real addresses ------------------------------------------
 
-    def take(self, mail):
+    def read_args(self, mail):
         def call():
-            at = int(mail.turn)
+            at = int(mail.next_slot)
             mail.now.copy_(mail.slots[at])
-            mail.turn.fill_((at + 1) % len(mail.slots))
+            mail.next_slot.fill_((at + 1) % len(mail.slots))
 
         self.do(call)
 
-    def fill(self, now, into):
+    def copy_inputs(self, now, into):
         def call():
             x, idx, weights, _, stride, num, is_long, _ = now.tolist()
             into.count.fill_(num)
@@ -101,7 +104,7 @@ class Cuda:
 
         self.do(call)
 
-    def give(self, now, y):
+    def copy_output(self, now, y):
         def call():
             _, _, _, to, _, num, _, _ = now.tolist()
             if to:
@@ -169,13 +172,14 @@ def install(monkeypatch):
         torch._C, "_cuda_getCurrentRawStream", lambda index: hash(fake.now), raising=False
     )
     monkeypatch.setattr(graphs, "launch", fake.launch)
-    for name in ("take", "fill", "give"):
-        monkeypatch.setattr(filling, name, getattr(fake, name))
-    monkeypatch.setattr(layer, "choose", lambda *wanted: "portable")
+    for name in ("read_args", "copy_inputs", "copy_output"):
+        monkeypatch.setattr(graph_io, name, getattr(fake, name))
+    monkeypatch.setattr(layer, "choose", lambda *wanted: ("portable", planning.Traits()))
+    pretend_h200(monkeypatch)
 
-    def eager(backend, *call, manner):
+    def eager(call, plan):
         fake.log.append("eager")
-        return run("reference", *call)
+        return run(call, replace(plan, backend="reference"))
 
     monkeypatch.setattr(layer, "run", eager)
     return fake

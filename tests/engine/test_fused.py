@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import faults, fused, manner, op
-from megamoe.engine.faults import COUNTERS, GIVEN_UP, NONE, Faults
-from megamoe.engine.manner import Manner
-from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RangeError
-from megamoe.kernels.hopper.meet import READY
-from megamoe.kernels.hopper.pool import max_tiles
-from megamoe.schedule.heuristics import hopper_fused
-from megamoe.schedule.heuristics.hopper_fused import MOST_SLOTS
+from megamoe.engine import launch_options, op, status
+from megamoe.engine.status import COUNTERS, GIVEN_UP, NONE, DeviceStatus
+from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, RangeError
+from megamoe.kernels.hopper.mega.sync import L1_DONE
+from megamoe.planner.hopper import check_grid, max_tiles
+from megamoe.planner.tables import hopper as tables
+from megamoe.planner.tables.hopper import MAX_SLOTS
 from tests.engine.pretended import E, H, K, make, tokens, wanted, weights
 
 CPU = torch.device("cpu")
@@ -31,27 +30,34 @@ def test_a_mode_is_one_launch_or_several_with_the_same_result(gpu, mode):
     assert gpu.log == ["staged" if mode == "staged" else "fused"] * 2
 
 
-def test_auto_follows_its_table(monkeypatch):
-    w = weights(experts=64)
-    rows = (512, "fused", "for this test"), (1e9, "staged", "for this test")
-    monkeypatch.setattr(hopper_fused, "MODES", rows)
-    fused._tile.cache_clear()
-    taken = [fused.tile_for(w, slots, "auto") is not None for slots in (1, 512, 513, 4096)]
-    fused._tile.cache_clear()
-    assert taken == [True, True, False, False]
-    taken = [fused.tile_for(w, slots) is not None for slots in (0, 1, 513, 1400, 4096)]
-    assert taken == [False, True, True, True, False]  # 4096 over 64 experts: a wide tile
-    few = weights(experts=256)
-    assert fused.tile_for(few, MOST_SLOTS) and fused.tile_for(few, MOST_SLOTS + 1) is None
+def test_auto_follows_its_table(gpu, monkeypatch):
+    rows = (12, "fused", "for this test"), (1e9, "staged", "for this test")
+    monkeypatch.setattr(tables, "MODES", rows)
+    one = make(gpu, mode="auto")
+    assert [one.plan(num).mode for num in (1, 6, 7)] == ["fused", "fused", "staged"]
+    assert one.plan(6).why == "for this test"
 
 
-def test_calls_that_fused_cannot_take_run_staged(gpu):
+def test_fused_runs_fused_or_is_refused_with_the_reason(gpu):
     one = make(gpu)
     x, idx, weight = tokens()
+    with pytest.raises(DTypeError, match="these come quantised"):
+        one(mm.quantize(x, "mxfp8"), idx, weight)
+    with pytest.raises(CapacityError, match=r"50\.0 want swap_ab 128x128"):
+        one(*tokens(200))
+    with pytest.raises(CapacityError, match="4096 slots at most; got 4098"):
+        one(*tokens(2049))
+    assert one(*tokens(0)).shape == (0, H) and gpu.log == []
+    assert one.plan(8).mode == "fused" and one.why.endswith("mode fused: asked for")
+
+
+def test_fallbacks_of_auto_are_planned_with_the_reason(gpu):
+    one = make(gpu, mode="auto")
+    x, idx, weight = tokens()
     one(mm.quantize(x, "mxfp8"), idx, weight)
-    one(*tokens(0))
-    one(*tokens(200))  # 50 rows an expert: the tile has two warpgroups
-    assert gpu.log == ["staged"] * 3
+    one(*tokens(200))
+    assert gpu.log == ["staged"] * 2
+    assert "quantised" in one.plan(10, is_quantized=True).why and "50.0 want" in one.plan(200).why
 
 
 def test_auto_with_wide_tiles_is_staged(gpu):
@@ -70,8 +76,9 @@ def test_shared_experts_like_the_others_are_of_the_same_launch(gpu, mode):
     call = gpu.calls[0]
     assert (gpu.log, call["num_shared"], call["num_experts"]) == (["fused"], 2, E + 2)
     assert call["tokens"].rows.shape == (10 * (K + 2), H)
-    layer(*tokens(200))  # a wide tile
-    assert gpu.log == ["fused", "staged"] and layer.stats.shape == (E,)
+    if mode == "auto":
+        layer(*tokens(200))  # a wide tile
+    assert gpu.log == ["fused", "staged"][: len(gpu.log)] and layer.stats.shape == (E,)
 
 
 def with_bias(w):
@@ -99,22 +106,20 @@ def test_other_shared_experts_run_staged_and_an_explicit_fused_is_refused(gpu, s
         lambda: make(gpu, shared=shared),
         lambda: mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused", shared=shared),
     ):
-        with pytest.raises(
-            NotAvailable, match=f"scales, without bias; got mode='fused' with {why}"
-        ):
+        with pytest.raises(NotAvailable, match=f"scales, without bias; got {why}"):
             make_it()
     assert gpu.log == ["staged"]
 
 
 def test_shared_experts_in_fp8_are_their_own_launches(gpu):
     gpu.weights = weights("w8a8")
-    with pytest.raises(NotAvailable, match="got mode='fused' with shared experts in w8a8; use"):
+    with pytest.raises(NotAvailable, match="got shared experts in w8a8; use"):
         make(gpu, shared=gpu.weights[:1])
 
 
 def test_weights_that_hopper_cannot_hold_have_no_fused_mode(gpu):
     gpu.weights.w2.scale[0, 0, 0] = 0
-    with pytest.raises(NotAvailable, match="holds exactly; got a scale of 2"):
+    with pytest.raises(NotAvailable, match=r"exactly: a scale of 2.*got fused"):
         mm.MoE(gpu.weights, E, K, mode="fused")
     assert mm.MoE(gpu.weights, E, K).backend == "portable"
 
@@ -123,39 +128,39 @@ def test_the_launch_gets_what_the_layer_was_told(gpu):
     make(gpu, timeout_s=2.5, reserve_sms=4)(*tokens())
     make(gpu, timeout_s=300)(*tokens())
     first, second = gpu.calls
-    assert (first["timeout_s"], first["reserve_sms"]) == (2.5, 4)
-    assert (second["timeout_s"], second["reserve_sms"]) == (60.0, 0)
+    assert (first["timeout_s"], first["step"].grid) == (2.5, (128,))
+    assert (second["timeout_s"], second["step"].grid) == (60.0, (132,))
 
 
 def test_a_wait_may_take_longer_under_the_sanitizer(monkeypatch):
-    assert manner.is_watched({"PATH": "x", "NV_SANITIZER_INJECTION_PORT_BASE": "49152"})
-    assert not manner.is_watched({"PATH": "x"})
-    assert manner.bound_s(300) == 60 and manner.bound_s(3) == 3
-    monkeypatch.setattr(manner, "_SLOWER", manner.SLOWER)
-    assert manner.bound_s(3) == 60
+    assert launch_options.is_watched({"PATH": "x", "NV_SANITIZER_INJECTION_PORT_BASE": "49152"})
+    assert not launch_options.is_watched({"PATH": "x"})
+    assert launch_options.bound_s(300) == 60 and launch_options.bound_s(3) == 3
+    monkeypatch.setattr(launch_options, "_SLOWER", launch_options.SLOWER)
+    assert launch_options.bound_s(3) == 60
 
 
 def test_a_request_that_leaves_no_sm_is_refused(gpu):
     for bad in ({"reserve_sms": -1}, {"timeout_s": 0.0}):
         with pytest.raises(RangeError, match=next(iter(bad))):
             make(gpu, **bad)
-    manner.check_grid(132, Manner(reserve_sms=131), 1)
+    check_grid(132, 131, 1)
     with pytest.raises(CapacityError, match=r"1 of the GPU's 132 SMs.*got reserve_sms 132"):
-        manner.check_grid(132, Manner(reserve_sms=132), 1)
+        make(gpu, reserve_sms=132)
     with pytest.raises(CapacityError, match="8 of the GPU's 132"):
-        manner.check_grid(132, Manner(reserve_sms=125), 8)
+        check_grid(132, 125, 8)
 
 
 # -- counters and reports ------------------------------------------------------------------------
 
 
 def test_counters_have_room_for_every_call_and_lines_of_their_own():
-    most = max(max_tiles(MOST_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
-    assert READY.value + most <= COUNTERS
-    found = Faults(CPU, ranks=8)
+    most = max(max_tiles(MAX_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
+    assert L1_DONE.value + most <= COUNTERS
+    found = DeviceStatus(CPU, ranks=8)
     assert found.counters.shape == (COUNTERS,) and COUNTERS % 32 == 0
-    assert (found.counters.data_ptr() - found.words.data_ptr()) % 128 == 0
-    assert not found.counters.any() and not found.report.any() and (found.word == NONE).all()
+    assert (found.counters.data_ptr() - found.storage.data_ptr()) % 128 == 0
+    assert not found.counters.any() and not found.report.any() and (found.bad_slot == NONE).all()
 
 
 def test_every_layer_has_counters_of_its_own_for_all_sizes(gpu):
@@ -164,9 +169,9 @@ def test_every_layer_has_counters_of_its_own_for_all_sizes(gpu):
         layer(*tokens(3))
         layer(*tokens(30))
     where = [call["kept"].counters.data_ptr() for call in gpu.calls]
-    assert where[:4] == [one._faults.counters.data_ptr()] * 4 and len(set(where)) == 4
+    assert where[:4] == [one._status.counters.data_ptr()] * 4 and len(set(where)) == 4
     reports = [call["kept"].report.data_ptr() for call in gpu.calls]
-    assert reports[0] == one._faults.words[8:].data_ptr()
+    assert reports[0] == one._status.storage[8:].data_ptr()
 
 
 def test_calls_without_a_layer_have_counters_by_stream(monkeypatch):
@@ -180,25 +185,27 @@ def test_calls_without_a_layer_have_counters_by_stream(monkeypatch):
         made.append(now[0])
         return object()
 
-    monkeypatch.setattr(faults, "_BY_STREAM", {})
-    monkeypatch.setattr(faults, "Faults", make_one)
+    monkeypatch.setattr(status, "_BY_STREAM", {})
+    monkeypatch.setattr(status, "DeviceStatus", make_one)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing[0])
     cuda = torch.device("cuda", 0)
-    first = faults.of_stream(cuda)
-    assert faults.of_stream(cuda) is first and made == ["a", "a"]  # and one for captures
+    first = status.of_stream(cuda)
+    assert status.of_stream(cuda) is first and made == ["a", "a"]  # and one for captures
     now[0] = "b"
-    second = faults.of_stream(cuda)
+    second = status.of_stream(cuda)
     assert second is not first
     is_capturing[0] = True
-    captured = faults.of_stream(cuda)
+    captured = status.of_stream(cuda)
     now[0] = "c"
-    assert faults.of_stream(cuda) is captured and captured not in (first, second)
+    assert status.of_stream(cuda) is captured and captured not in (first, second)
 
 
 def test_a_captured_call_without_a_layer_is_staged(gpu, monkeypatch):
-    monkeypatch.setattr(faults, "is_capturing", lambda device: True)
-    mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused")
+    monkeypatch.setattr(status, "is_capturing", lambda device: True)
+    mm.moe(*tokens(), gpu.weights, backend="hopper")
+    with pytest.raises(NotAvailable, match="no counters of its own"):
+        mm.moe(*tokens(), gpu.weights, backend="hopper", mode="fused")
     make(gpu)(*tokens())  # a layer's counters are its own
     assert gpu.log == ["staged", "fused"]
 
@@ -212,12 +219,12 @@ def test_another_stream_waits_for_the_last_fused_call(monkeypatch):
             log.append((self.name, other.name))
 
     log, streams = [], [Stream("a"), Stream("b")]
-    found = Faults(CPU)
-    monkeypatch.setattr(faults, "is_capturing", lambda device: False)
-    monkeypatch.setattr(found, "words", type("Words", (), {"device": torch.device("cuda")}))
+    found = DeviceStatus(CPU)
+    monkeypatch.setattr(status, "is_capturing", lambda device: False)
+    monkeypatch.setattr(found, "storage", type("Words", (), {"device": torch.device("cuda")}))
     for at in (0, 0, 1, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=at: streams[at])
-        found.in_turn()
+        found.order_after_last()
     assert log == [("b", "a"), ("a", "b")]
 
 
@@ -238,9 +245,9 @@ def test_a_timeout_is_raised_on_every_call_until_reset(gpu, report, rank, text):
         with pytest.raises(MegaMoETimeout, match=rf"{text}.*call layer.reset\(\)") as seen:
             call()
         assert (seen.value.rank, seen.value.expected, seen.value.seen) == (rank, *report[5:7])
-    one._faults.counters[7] = 3
+    one._status.counters[7] = 3
     one.reset()
-    assert not one._faults.counters.any() and len(gpu.log) == 1
+    assert not one._status.counters.any() and len(gpu.log) == 1
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
     one.check()
 
@@ -265,15 +272,15 @@ def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monke
         torch.Tensor, "copy_", lambda to, *a, **k: (copies.append(to), true_copy(to, *a, **k))[1]
     )
     one(x, idx, weight)
-    assert [len(to) for to in copies if to is one._faults._seen] == [16]
+    assert [len(to) for to in copies if to is one._status._seen] == [16]
     with pytest.raises(RangeError, match="token 3, slot 1 of an earlier"):
         one(*tokens())
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
 
 
 def test_a_staged_launch_that_gave_up_is_told_once():
-    found = Faults(CPU)
-    found.word.fill_(GIVEN_UP)
+    found = DeviceStatus(CPU)
+    found.bad_slot.fill_(GIVEN_UP)
     with pytest.raises(MegaMoETimeout, match="weights that other CTAs decode"):
         found.check(K)
     found.check(K)
@@ -296,13 +303,13 @@ def test_poison_fills_all_memory_before_the_launch(gpu):
 
 def test_the_operator_knows_the_mode_and_uses_the_layers_words(gpu):
     one = make(gpu, reserve_sms=2)
-    _, options, backend, how = op._parse(one._what)
-    assert (backend, how, options) == ("hopper", one._manner, one.options)
+    _, options, backend, how, _ = op._parse(one._what)
+    assert (backend, how, options) == ("hopper", one._launch, one.options)
     inputs = tokens()
-    y = op.moe_op(*inputs, list(one.experts.buffers()), one.stats, one._faults.words, one._what)
+    y = op.moe_op(*inputs, list(one.experts.buffers()), one.stats, one._status.storage, one._what)
     assert torch.equal(y, wanted(inputs, gpu)) and gpu.log == ["fused"]
-    assert gpu.calls[0]["kept"].counters.data_ptr() == one._faults.counters.data_ptr()
-    assert gpu.calls[0]["reserve_sms"] == 2
+    assert gpu.calls[0]["kept"].counters.data_ptr() == one._status.counters.data_ptr()
+    assert gpu.calls[0]["step"].grid == (130,)
 
 
 def test_a_compiled_model_runs_fused(gpu):
@@ -315,7 +322,7 @@ def test_a_compiled_model_runs_fused(gpu):
 
 
 def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
-    from megamoe.kernels.portable.fill import Inputs
+    from megamoe.kernels.portable.graph_io import Inputs
 
     one = make(gpu, cuda_graphs=True)
     inputs = Inputs.empty(16, H, K, CPU)
@@ -324,11 +331,11 @@ def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
     inputs.count.fill_(9)
     y = one._captured_parts().launch(inputs)
     assert torch.equal(y[:9], wanted(tokens(9), gpu)) and not y[9:].any()
-    assert gpu.calls[0]["kept"].counters.data_ptr() == one._faults.counters.data_ptr()
+    assert gpu.calls[0]["kept"].counters.data_ptr() == one._status.counters.data_ptr()
 
 
 def test_warming_up_runs_the_layers_mode(gpu):
     from megamoe.engine import warm
 
-    warm.run_all(make(gpu), [1, 9, 5000])
+    warm.run_all(make(gpu, mode="auto"), [1, 9, 5000])
     assert gpu.log == ["fused", "fused", "staged"]

@@ -5,21 +5,25 @@ from types import SimpleNamespace
 import pytest
 
 from megamoe.engine import fused_group
+from megamoe.engine.planning import log_once
 from megamoe.errors import MegaMoETimeout, NotAvailable, ShapeError
 
-FITS = {"fits_e4m3": True}
+FITS = {"fits_e4m3": True, "launches": 1}
 
 
 class Layer:
-    """A layer on a GPU, as `join` sees it."""
+    """A layer on a GPU, as `join` sees it: its plan is fused unless there is a reason."""
 
-    def __init__(self, mode="auto", kind="cuda"):
-        self._wanted, self.taken = ("auto", mode), []
-        self.weights = SimpleNamespace(device=SimpleNamespace(type=kind))
+    def __init__(self, mode="auto", backend="hopper", why="", fits=True):
+        self._wanted, self.backend, self.why, self.fits = ("auto", mode), backend, why, fits
 
-    def _take(self, mode):
-        self._wanted = ("auto", mode)
-        self.taken.append(mode)
+    def _plan_in(self, mode):
+        if isinstance(self.why, Exception):
+            raise self.why
+        return SimpleNamespace(
+            mode="staged" if self.why else "fused", why=self.why, num_passes=1,
+            call=SimpleNamespace(fits_e4m3=self.fits),
+        )  # fmt: skip
 
 
 def world(*others):
@@ -32,38 +36,37 @@ def world(*others):
 
 @pytest.fixture
 def made(monkeypatch):
-    """Groups that were made; this rank finds nothing against them, and calls are one launch."""
+    """Groups that were made."""
     found = []
-    monkeypatch.setattr(fused_group, "describe", lambda layer, placement: FITS)
-    monkeypatch.setattr(fused_group, "_passes", lambda layer, num: (1, 64))
     monkeypatch.setattr(fused_group, "FusedGroup", lambda *args: found.append(args) or "group")
     return found
 
 
 def test_auto_is_fused_where_every_rank_can_be(made):
-    layer = Layer()
-    assert fused_group.join(layer, world(["", FITS])) == ("group", "")
-    assert layer.taken == ["fused"] and len(made) == 1
+    assert fused_group.join(Layer(), world(["", FITS])) == ("group", "")
+    assert len(made) == 1
 
 
-def test_one_rank_that_cannot_keeps_all_staged(made, monkeypatch):
-    layer = Layer()
-    assert fused_group.join(layer, world(["no memory", None])) == (None, "rank 1: no memory")
-    assert layer.taken == ["fused", "auto"] and not made
+def test_one_rank_that_cannot_keeps_all_staged_and_it_is_logged_once(made, caplog):
+    log_once.cache_clear()
+    for _ in range(2):
+        assert fused_group.join(Layer(), world(["no memory", None])) == (None, "rank 1: no memory")
+    assert not made and caplog.messages == [
+        "calls over the group are staged, not fused: rank 1: no memory"
+    ]
+    why = NotAvailable("another placement")
+    assert fused_group.join(Layer(why=why), world(["", FITS])) == (
+        None,
+        "rank 0: another placement",
+    )
 
-    def refuse(layer, placement):
-        raise NotAvailable("another placement")
 
-    monkeypatch.setattr(fused_group, "describe", refuse)
-    assert fused_group.join(Layer(), world(["", FITS])) == (None, "rank 0: another placement")
-
-
-def test_several_launches_a_call_and_ranks_that_differ_are_staged(made, monkeypatch):
-    group, why = fused_group.join(Layer(), world(["", {"fits_e4m3": False}]))
+def test_several_launches_a_call_and_ranks_that_differ_are_staged(made):
+    other = {"fits_e4m3": False, "launches": 1}
+    group, why = fused_group.join(Layer(), world(["", other]))
     assert group is None and "fits_e4m3 differs" in why
-    monkeypatch.setattr(fused_group, "_passes", lambda layer, num: (49, 84))
-    group, why = fused_group.join(Layer(), world(["", FITS]))
-    assert group is None and why == "rank 0: a call would take 49 fused launches" and not made
+    group, why = fused_group.join(Layer(why="49 fused launches"), world(["", FITS]))
+    assert group is None and why == "rank 0: 49 fused launches" and not made
 
 
 def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_told(made, monkeypatch):
@@ -73,10 +76,8 @@ def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_told(made
 
         monkeypatch.setattr(fused_group, "FusedGroup", make)
 
-    layer = Layer()
     fail(NotAvailable("all ranks on one host"))
-    assert fused_group.join(layer, world(["", FITS])) == (None, "all ranks on one host")
-    assert layer.taken == ["fused", "auto"]
+    assert fused_group.join(Layer(), world(["", FITS])) == (None, "all ranks on one host")
     fail(MegaMoETimeout(0, "rank 1", 2, 1))
     with pytest.raises(MegaMoETimeout):
         fused_group.join(Layer(), world(["", FITS]))
@@ -85,7 +86,8 @@ def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_told(made
 def test_what_is_asked_for_is_what_comes(made, monkeypatch):
     assert fused_group.join(Layer("fused"), world()) == ("group", "")
     assert fused_group.join(Layer("staged"), world()) == (None, "asked for")
-    assert fused_group.join(Layer(kind="cpu"), world()) == (None, "the experts lie on no GPU")
+    why = "backend reference has no fused calls over a group"
+    assert fused_group.join(Layer(backend="reference"), world()) == (None, why)
 
     def refuse(*args):
         raise ShapeError("wrong")

@@ -13,18 +13,17 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import fused, hopper
-from megamoe.engine.faults import Faults
+from megamoe.engine import fused
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.manner import Manner
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.hopper import meet
-from megamoe.kernels.hopper.pool import num_rows
+from megamoe.kernels.hopper.mega import sync
+from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_fused import as_fused
+from tests import pretending
 from tests.engine.test_hopper_gpu import IS_OTHER, WIDE, E, H, I, K, experts
 from tests.kernels.hopper import shipped_fused, tile_name
 
@@ -95,11 +94,11 @@ class Crowd:
             self.x[:, :128] *= 2.0**13
         parts = [self._kind(kind, seed) for seed, kind in enumerate(KINDS)]
         self.idx, self.gates = (torch.cat(each).to(CUDA) for each in zip(*parts, strict=True))
-        found = Faults(CUDA)
-        self.y = hopper.moe(
-            self.x, self.idx, self.gates, self.weights, self.options, None, found.word,
-            tile=tiles_of(recipe)[0],
-        )  # fmt: skip
+        found = DeviceStatus(CUDA)
+        inputs = self.x, self.idx, self.gates
+        self.y = pretending.staged(
+            inputs, self.weights, self.options, tile=tiles_of(recipe)[0], found=found
+        )
         found.check(K)
         self.idx = self.idx.to(HOW[recipe][3])
 
@@ -142,7 +141,7 @@ def layer(**options):
 )
 def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
     is_counted = HOW[recipe][2]
-    rng, found = random.Random(tile), Faults(CUDA)
+    rng, found = random.Random(tile), DeviceStatus(CUDA)
     for shape in SHAPES:
         crowd = Crowd(recipe, shape)
         for seed in range(CASES):
@@ -155,9 +154,9 @@ def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
                 x[there:], idx[there:], gates[there:] = float("nan"), E + 7, float("inf")
                 wanted[there:] = 0
             stats = torch.ones(crowd.num, dtype=torch.int64, device=CUDA)
-            y = fused.moe(
-                x, idx, gates, crowd.weights, crowd.options, found.word, stats, count,
-                tile=as_fused(tiles_of(recipe)[tile]), found=found,
+            y = pretending.fuse(
+                (x, idx, gates), crowd.weights, crowd.options, found, tiles_of(recipe)[tile],
+                stats=stats, num_valid=count,
             )  # fmt: skip
             found.check(K)
             assert same_bits(y, wanted), (shape, seed, num)
@@ -170,7 +169,7 @@ def test_a_layer_in_either_mode_with_poison_reserved_sms_and_bad_slots(mode):
         one = layer(mode=mode, **options)
         for seed in range(4):
             inputs, wanted = base().pick(seed * 5 + 1, seed)
-            assert fused.tile_for(base().weights, inputs[1].numel()) is not None
+            assert one.plan(len(inputs[0])).mode == "fused"
             assert same_bits(one(*inputs), wanted)
         one.check()
     (x, idx, gates), wanted = base().pick(16, 3)
@@ -184,10 +183,13 @@ def test_a_layer_in_either_mode_with_poison_reserved_sms_and_bad_slots(mode):
         layer(reserve_sms=10_000)
 
 
-def test_calls_beyond_fused_run_staged_and_streams_take_turns():
-    one = layer()
+def test_calls_beyond_fused_are_staged_by_auto_refused_by_fused_and_streams_take_turns():
+    one, auto = layer(), layer(mode="auto")
     (x, *routing), wanted = base().pick(16, 1)
-    assert same_bits(one(mm.quantize(x, recipe_named(BASE).acts.name), *routing), wanted)
+    ready = mm.quantize(x, recipe_named(BASE).acts.name)
+    assert same_bits(auto(ready, *routing), wanted)
+    with pytest.raises(mm.MegaMoEError, match="these come quantised"):
+        one(ready, *routing)
     batches = [base().pick(16, seed) for seed in range(12)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     got = []
@@ -205,15 +207,14 @@ def test_calls_beyond_fused_run_staged_and_streams_take_turns():
 
 @pytest.mark.parametrize("part", [2, 4])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(part):
-    found, tile, most = Faults(CUDA), as_fused(tiles_of(BASE)[0]), num_rows(64 * K, E)
-    assert fused.ring(most, most // part, tile.tokens)[1] > 0
-    manner = Manner("fused", pool_rows=most // part)
+    found, tile, most = DeviceStatus(CUDA), as_fused(tiles_of(BASE)[0]), num_rows(64 * K, E)
+    assert ring(most, most // part, tile.block_m)[1] > 0
     for seed in range(40):
         inputs, wanted = base().pick(64, seed)
-        y = fused.moe(
-            *inputs, base().weights, base().options, found.word, tile=tile, found=found,
-            manner=manner,
-        )  # fmt: skip
+        crowd = base()
+        y = pretending.fuse(
+            inputs, crowd.weights, crowd.options, found, tile, pool_rows=most // part
+        )
         found.check(K)
         assert same_bits(y, wanted), seed
 
@@ -299,7 +300,7 @@ def test_a_compiled_layer_has_the_bits_of_eager_calls():
             inputs, wanted = base().pick(16, seed)
             assert same_bits(compiled(*inputs), wanted)
     one.check()
-    assert int(one.stats.sum()) > 0 and not one._faults.counters.any()
+    assert int(one.stats.sum()) > 0 and not one._status.counters.any()
 
 
 # -- faults --------------------------------------------------------------------------------------
@@ -310,12 +311,11 @@ SOON = 0.5  # seconds
 def test_a_layer_is_refused_after_a_timeout_until_reset():
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 1)
-    found, tile = one._faults, fused.tile_for(one.weights, inputs[1].numel())
-    fused.moe(
-        *inputs, one.weights, one.options, found.word, one.stats, tile=tile, found=found,
-        manner=Manner("fused", timeout_s=SOON), absent=0,
-    )  # fmt: skip
-    found.follow(K)
+    found = one._status
+    pretending.fuse(
+        inputs, one.weights, one.options, found, stats=one.stats, timeout_s=SOON, absent=0
+    )
+    found.copy_to_host_async(K)
     torch.cuda.synchronize()
     for call in (lambda: one(*inputs), one.check, lambda: one(*inputs)):
         with pytest.raises(MegaMoETimeout, match=r"the end of all ranks.*layer.reset\(\)") as seen:
@@ -328,12 +328,12 @@ def test_a_layer_is_refused_after_a_timeout_until_reset():
 
 
 @pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
-@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "READY"])
+@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "L1_DONE"])
 def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 4, [0])
     assert same_bits(one(*inputs), wanted)
-    one._faults.counters[getattr(meet, word).value] = value
+    one._status.counters[getattr(sync, word).value] = value
     try:
         for _ in range(2):  # what one call leaves uncleaned, the next one meets
             y = one(*inputs)

@@ -8,9 +8,9 @@ import torch
 import megamoe as mm
 from megamoe.distributed import symmetric
 from megamoe.distributed.rendezvous import RESTART
-from megamoe.engine import fused_group, parallel, rooms
+from megamoe.engine import fused_group, parallel, symm_buffer
 from megamoe.engine.fused_group import FusedGroup
-from megamoe.engine.manner import Manner
+from megamoe.engine.planning import Ranks
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -20,7 +20,6 @@ from megamoe.errors import (
     RankError,
     ShapeError,
 )
-from megamoe.schedule.placement import Placement
 from tests.engine.pretended import E, H, K, make, tokens, wanted
 
 MOST = 6  # tokens of a rank
@@ -55,6 +54,7 @@ def join(gpu, peers, rank, most=MOST):
     one = make(gpu, max_tokens_per_rank=most, timeout_s=7)
     one.experts._weights = gpu.weights[rank * per_rank : (rank + 1) * per_rank]
     one.stats = one.stats[:per_rank].clone()
+    one._ranks = Ranks(peers.num_ranks, E, max_tokens=most)
     meeting = SimpleNamespace(
         rank=rank, num_ranks=peers.num_ranks, meet=lambda step, make: [make()] * peers.num_ranks
     )
@@ -80,7 +80,8 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
         assert (world.num, world.local, world.first, world.peers[rank]) == (2, 1, rank, 0)
         assert launched["kept"].counters.data_ptr() == one._fused_group.room.counters.data_ptr()
         assert launched["timeout_s"] == 7 and launched["num_experts"] == E // 2
-        assert launched["reserve_sms"] == 66  # both ranks have half of the SMs
+        assert launched["step"].grid == (66,)  # both ranks have half of the SMs
+        assert launched["step"] == one.plan(3).mega  # what is planned is what runs
         assert launched["pool"].dest.dtype == torch.int64
 
 
@@ -88,7 +89,7 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
 def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     layers = [join(gpu, peers, rank, most=100) for rank in range(2)]
     num = layers[0]._fused_group.num_passes
-    room = rooms.layout(num * -(-100 // num), H, K, num)
+    room = symm_buffer.layout(num * -(-100 // num), H, K, num)
     assert num > 1 and layers[0]._fused_group.num_bytes == room.num_bytes
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
@@ -154,28 +155,31 @@ def test_warming_up_is_a_call_without_tokens(gpu, peers):
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
     cards = iter([[{"CTAs of a launch": 66}, {"CTAs of a launch": 60}]])
     meeting = SimpleNamespace(rank=0, num_ranks=2, meet=lambda step, make: next(cards))
+    one = make(gpu, max_tokens_per_rank=MOST)
+    one._ranks = Ranks(2, 2 * E, max_tokens=MOST)
     with pytest.raises(RankError, match="CTAs of a launch differs"):
-        FusedGroup(make(gpu, max_tokens_per_rank=MOST), meeting)
+        FusedGroup(one, meeting)
 
 
 def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):
-    one = make(gpu, max_tokens_per_rank=MOST)
-    alike = Placement.contiguous(E, 2)
-    assert fused_group.describe(one, alike) == {"fits_e4m3": True}
-    other = Placement(E, (tuple(range(0, E, 2)), tuple(range(1, E, 2))))
-    many = Placement.contiguous(16, 16)
-    for placement, change, kind, text in (
-        (other, {}, NotAvailable, "contiguous"),
-        (many, {}, NotAvailable, "8 ranks at most"),
-        (alike, {"max_tokens_per_rank": None}, CapacityError, "need max_tokens_per_rank"),
-        (alike, {"_backend": "portable"}, NotAvailable, "need Hopper GPUs"),
-        (alike, {"_manner": Manner("fused", pool_rows=16)}, CapacityError, "32 waves at most"),
+    alike = {"num": 2, "num_experts": E, "max_tokens": MOST}
+    for ranks, change, kind, text in (
+        ({"is_placed": True}, {}, NotAvailable, "contiguous"),
+        ({"num": 16, "num_experts": 16}, {}, NotAvailable, "8 ranks at most"),
+        ({"max_tokens": None}, {}, CapacityError, "need max_tokens_per_rank"),
+        ({}, {"_backend": "portable"}, NotAvailable, "backend portable has mode"),
+        ({}, {"_given": (("pool_rows", 16),)}, CapacityError, "32 waves at most"),
     ):
         layer = make(gpu, max_tokens_per_rank=MOST)
+        layer._ranks = Ranks(**{**alike, **ranks})
         for name, value in change.items():
             setattr(layer, name, value)
         with pytest.raises(kind, match=text):
-            fused_group.describe(layer, placement)
+            layer._plan_in("fused")
+    layer = make(gpu, max_tokens_per_rank=MOST)
+    layer._ranks = Ranks(**alike)
+    found = fused_group.describe(layer._plan_in("fused"))
+    assert found == {"fits_e4m3": True, "launches": 1}
 
 
 def test_ranks_on_other_hosts_are_named():
@@ -184,9 +188,9 @@ def test_ranks_on_other_hosts_are_named():
 
 
 def test_a_room_holds_what_its_layout_says():
-    where = rooms.layout(5, 64, 3)
+    where = symm_buffer.layout(5, 64, 3)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
-    room = rooms.room_in(memory, where)
+    room = symm_buffer.symm_buffer_in(memory, where)
     x, idx, gates = torch.ones(2, 64).bfloat16(), torch.full((2, 3), 9), torch.full((2, 3), 0.5)
     room.put(x, idx.int(), gates)
     assert int(room.num_valid) == 2 and room.tokens.shape == (5, 64) and room.rows.shape == (15, 64)

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import graphs, layer, mailbox
-from megamoe.engine.graphs import MOST_TOKENS, bucket_of
-from megamoe.engine.mailbox import HALF, SLOTS
+from megamoe.engine import graphs, layer, replay_queue
+from megamoe.engine.graphs import MAX_TOKENS, bucket_of
+from megamoe.engine.replay_queue import HALF, SLOTS
 from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.routing.permute import expert_counts
 
 pytest.importorskip("triton")
-from megamoe.kernels.portable import fill as filling
+from megamoe.kernels.portable import graph_io
 from tests.engine.pretended import E, H, K, tokens, weights
 from tests.engine.pretended_cuda import Graph
 
@@ -34,7 +34,7 @@ def captures(cuda):
 
 
 def test_buckets_are_powers_of_two_then_multiples_of_256():
-    buckets = [bucket_of(num) for num in range(1, MOST_TOKENS + 1)]
+    buckets = [bucket_of(num) for num in range(1, MAX_TOKENS + 1)]
     assert sorted(set(buckets)) == [1, 2, 4, 8, 16, 32, 64, 128, *range(256, 2049, 256)]
     assert all(num <= bucket < 2 * num for num, bucket in enumerate(buckets, 1))
     assert bucket_of(5, most=6) == 6 and bucket_of(600, most=600) == 600
@@ -160,7 +160,7 @@ def test_the_door_is_the_same_for_calls_that_were_met(cuda):
 
 
 def test_only_so_many_looks_are_remembered(cuda, monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_MET", 2)
+    monkeypatch.setattr(graphs, "MAX_MET", 2)
     one = make()
     for _ in range(2):
         for count in (1, 2, 3, 4):
@@ -235,25 +235,25 @@ def test_events_stand_in_each_half_on_the_stream_of_the_call(cuda):
 
 
 def test_an_interrupted_replay_starts_all_anew(cuda):
-    """Nobody knows whether the GPU took that note: mailbox and graphs go together."""
+    """Nobody knows whether the GPU took that note: replay_queue and graphs go together."""
     one = make()
     inputs = tokens(4)
     one(*inputs)
-    box = one._graphs._gpu.mailbox
+    box = one._graphs._gpu.replay_queue
     one._graphs._held[4].graph.fails = True
     with pytest.raises(KeyboardInterrupt):
         one(*inputs)
     assert one._graphs._gpu is None and cuda.log[-1] == "synchronize"
     for seed in range(3):
         assert torch.equal(one(*tokens(4, seed)), wanted(tokens(4, seed), one))
-    assert one._graphs._gpu.mailbox is not box
+    assert one._graphs._gpu.replay_queue is not box
 
 
 def test_a_capture_that_fails_leaves_the_others_in_turn(cuda, monkeypatch):
     one = make()
     one(*tokens(4))
     with monkeypatch.context() as patch:
-        patch.setattr(filling, "give", lambda now, y: 1 / 0)
+        patch.setattr(graph_io, "copy_output", lambda now, y: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             one(*tokens(9))
         cuda.capturing = None
@@ -266,14 +266,14 @@ def test_mail_outlives_its_layer_until_the_gpu_is_done(cuda):
     one, other = make(), make()
     one(*tokens(4))
     other(*tokens(4))
-    mail = one._graphs._gpu.mailbox.mail
+    mail = one._graphs._gpu.replay_queue.mail
     cpu = torch.device("cpu")
-    mailbox._LEFT.clear()
+    replay_queue._LEFT.clear()
     del one
     gc.collect()
-    assert any(left is mail for left in mailbox._LEFT[cpu])
+    assert any(left is mail for left in replay_queue._LEFT[cpu])
     other._graphs.drop()
-    assert not any(left is mail for left in mailbox._LEFT.get(cpu, []))
+    assert not any(left is mail for left in replay_queue._LEFT.get(cpu, []))
 
 
 @pytest.mark.parametrize("change", ["written", "assigned", "moved", "stats", "loaded", "options"])

@@ -8,7 +8,7 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import backends
-from megamoe.engine.mailbox import SLOTS
+from megamoe.engine.replay_queue import SLOTS
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 

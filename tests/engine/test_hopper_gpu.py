@@ -7,15 +7,18 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper
-from megamoe.engine.faults import NONE, Faults
+from megamoe.engine import hopper, planning
+from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.route import route
+from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.portable.routing import Routing
+from megamoe.planner import hopper as planner
+from megamoe.planner.launches import Gemm
+from megamoe.planner.plan import plan_call
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_tiles import Straight
+from tests import pretending
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.support import error
 
@@ -83,8 +86,13 @@ def assert_agrees(got, inputs, w, **options):
     assert error(got, wanted) <= recipe_named(w.recipe).tolerance * factor
 
 
+uncached = planning._planned.__wrapped__
+
+
 def force(monkeypatch, tile):
-    monkeypatch.setattr(hopper, "tiles", lambda *load, **how: (tile, "forced"))
+    monkeypatch.setattr(planner, "tile_for", lambda *load: (tile, "forced"))
+    monkeypatch.setattr(planning, "_planned", uncached)
+    plan_call.cache_clear()
 
 
 def tiles_of(recipe):
@@ -100,7 +108,7 @@ TILED = [
 
 def edges(tile, recipe):
     """Experts with 0, 1, tile - 1, tile, tile + 1 and many rows, and those at half a tile."""
-    many, half = tile.tokens, tile.tokens // 2
+    many, half = tile.block_m, tile.block_m // 2
     counts = (0, 1, many - 1, many, many + 1, 3 * many + 5, half, half + 1)
     slots = torch.repeat_interleave(torch.arange(E), torch.tensor(counts))
     slots = torch.cat((slots, slots.new_full((1 + (len(slots) + 1) % 2,), -1)))  # masked, and even
@@ -250,9 +258,9 @@ def test_rows_behind_the_valid_ones_are_padding(recipe, num):
     x, idx, weight = tokens(num)
     wanted = moe(x[:5], idx[:5], weight[:5], w)
     x[5:], idx[5:], weight[5:] = float("nan"), E + 7, float("inf")
-    found = Faults(torch.device("cuda"))
+    found = DeviceStatus(torch.device("cuda"))
     count = torch.tensor([5], dtype=torch.int32, device="cuda")
-    y = hopper.moe(x, idx, weight, w, Options(), None, found.word, None, count)
+    y = pretending.staged((x, idx, weight), w, found=found, count=count)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
     found.check(K)
 
@@ -299,11 +307,11 @@ def test_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         new = tokens(count, seed=batch, skew=skew, masked_ratio=0.1)
         x[batch, :count], idx[batch, :count], weight[batch, :count] = new
         wanted[batch, :count] = moe(*new, w)
-    found = Faults(torch.device("cuda"))
+    found = DeviceStatus(torch.device("cuda"))
     held = x[0].clone(), idx[0].clone(), weight[0].clone(), counts[:1].cuda()
 
     def call():
-        return hopper.moe(*held[:3], w, Options(), None, found.word, None, held[3])
+        return pretending.staged(held[:3], w, found=found, count=held[3])
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -344,16 +352,16 @@ SOAKED = [
 def test_20000_launches_of_each_kernel_show_no_mismatch(recipe, tile, monkeypatch):
     """Several tiles a CTA and token passes an expert: races at the reuse of a stage are rare."""
     force(monkeypatch, tile)
-    intermediate, hidden, num = 512, 2048, 32 * tile.tokens
+    intermediate, hidden, num = 512, 2048, 32 * tile.block_m
     w = plain(recipe, intermediate, hidden)
-    found = Faults(torch.device("cuda"))
+    found = DeviceStatus(torch.device("cuda"))
     batches = [
         tokens(num, seed=i, hidden=hidden, skew=skew, masked_ratio=0.05)
         for i, skew in enumerate(("uniform", "zipf", "hot_expert", "dirichlet"))
     ]
 
     def call(batch):
-        return hopper.moe(*batch, w, Options(), None, found.word)
+        return pretending.staged(batch, w, found=found, tile=tile)
 
     wanted = [call(batch) for batch in batches]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -370,19 +378,21 @@ def test_20000_launches_of_each_kernel_show_no_mismatch(recipe, tile, monkeypatc
 
 
 def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
-    w, tile = plain("w8a8"), Straight(4, is_drawn=True)
+    w, tile = plain("w8a8"), Gemm(4, schedule="dynamic")
     made, device = hopper.prepared(w), torch.device("cuda")
     inputs = x, idx, weight = tokens(200, "w8a8")
     error_word = torch.full((1,), NONE, dtype=torch.int32, device=device)
     routing = Routing(idx, weight, idx.int(), weight.clone(), error_word, None)
-    sizes = idx.numel(), E, tile.tokens, device
+    sizes = idx.numel(), E, tile.block_m, device
     pool = launch.pool(made.how, sizes[0], H, *sizes[1:])
-    hand = launch.hand(pool, (made.w13, made.w2), tile)
-    route(x, routing, made.how.acts, pool, tile.tokens, E, hand=hand)
+    (steps,) = pretending.plan_of(inputs, w, tile=tile, mode="staged").passes
+    work = launch.work_items(pool, (made.w13, made.w2), steps["l1"])
+    route(x, routing, made.how.acts, pool, steps, work=work)
     acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
     rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
     launch.linear(
-        acts, made.w2, rows, tile, made.how, Options(), after=made.w13, items=hand.each()[1],
+        acts, made.w2, rows, steps["l2"], made.how, Options(), after=made.w13,
+        items=work.each()[1],
         error=error_word,
     )  # fmt: skip
     assert int(error_word) == -1

@@ -10,9 +10,10 @@ import torch
 import megamoe as mm
 from megamoe.engine import backends
 from megamoe.engine.functional import choose
-from megamoe.engine.hopper import can_join, prepared, with_shared
+from megamoe.engine.hopper import check_activation, prepared, run_pass, why_apart, with_shared
+from megamoe.engine.planning import log_once
 from megamoe.errors import NotAvailable
-from megamoe.problem import RECIPES
+from megamoe.problem import RECIPES, Options
 
 E, I, H = 2, 96, 64
 
@@ -100,7 +101,8 @@ def test_layers_that_share_experts_do_not_take_turns_in_making_images():
 
 def test_experts_of_different_arithmetic_do_not_share_a_launch():
     w, shared = experts("w4a8_block"), experts("w4a8_block", seed=1)
-    assert can_join(w, shared) and not can_join(w, spread(shared, 14))
+    assert not why_apart(w, shared)
+    assert "E4M3 holds in one" in why_apart(w, spread(shared, 14))
 
 
 def test_weights_made_under_inference_mode_work():
@@ -148,14 +150,34 @@ def test_scales_of_2_to_the_minus_127_are_refused(recipe):
         prepared(spread(experts(recipe), 0))
 
 
-def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch):
-    taken = next(b for b in backends.BACKENDS if b.name == "hopper")
-    monkeypatch.setattr(backends, "resolve", lambda backend, mode, device: taken)
+@pytest.mark.parametrize("activation", ["situ", "geglu", "geglu_tanh"])
+def test_activations_that_the_kernels_lack_are_not_taken_for_another(activation, monkeypatch):
+    there = tuple(replace(b, why_not=lambda device: "") for b in backends.BACKENDS)
+    monkeypatch.setattr(backends, "BACKENDS", there)
     w = experts("w4a16")
-    assert choose("auto", "auto", w, None) == "hopper"
+    assert choose("auto", "auto", w, None, activation)[0] == "portable"
+    for backend, mode in (("auto", "fused"), ("hopper", "auto")):
+        with pytest.raises(NotAvailable, match=f"activation {activation}"):
+            choose(backend, mode, w, None, activation)
+    with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
+        check_activation(Options(activation))
+    none = [None] * 4
+    with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
+        run_pass(*none[:1], w, Options(activation), *none[:3], 0, None, pdl=False)
+
+
+def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch, caplog):
+    there = tuple(replace(b, why_not=lambda device: "") for b in backends.BACKENDS)
+    monkeypatch.setattr(backends, "BACKENDS", there)
+    log_once.cache_clear()
+    w = experts("w4a16")
+    assert choose("auto", "auto", w, None)[0] == "hopper" and not caplog.messages
     w.w2.scale[0, 0, 0] = 0
-    assert choose("auto", "auto", w, None) == "portable"
-    assert choose("auto", "auto", experts("w8a8"), w) == "portable"
-    assert choose("hopper", "auto", w, None) == "hopper"
+    assert choose("auto", "auto", w, None)[0] == "portable"
+    assert choose("auto", "auto", experts("w8a8"), w)[0] == "portable"
+    (told,) = caplog.messages
+    assert told.startswith("backend portable instead of hopper") and "2**-127" in told
+    with pytest.raises(NotAvailable, match='backend="portable"'):
+        choose("hopper", "auto", w, None)
     with pytest.raises(NotAvailable, match="portable"):
         prepared(w)

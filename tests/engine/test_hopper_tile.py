@@ -1,14 +1,16 @@
-"""The staged layer takes the table's tile, or the one that it is given, in both linears."""
+"""The staged layer takes the plan's tile, or the one that it is given, in both linears."""
 
 import pytest
 import torch
 
 import megamoe as mm
 from megamoe.engine import hopper
-from megamoe.engine.faults import Faults
+from megamoe.engine.status import DeviceStatus
+from megamoe.planner.hopper import pick, tile_of
+from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_tiles import tile_of, tiles
+from tests import pretending
 
 E, I, H, K = 4, 64, 96, 2
 
@@ -17,13 +19,15 @@ E, I, H, K = 4, 64, 96, 2
 def taken(monkeypatch):
     """The tiles that launches were given; nothing is launched."""
     seen = []
+    pretending.pretend_h200(monkeypatch)
     for linear in ("gated", "linear"):
         monkeypatch.setattr(
-            hopper.launch, linear, lambda x, w, out, tile, *rest, **more: seen.append(tile)
+            hopper.launch, linear, lambda x, w, out, step, *rest, **more: seen.append(step.config)
         )
     monkeypatch.setattr(
-        hopper, "route", lambda x, routing, acts, pool, block, *rest, **more: seen.append(block)
-    )
+        hopper, "route",
+        lambda x, routing, acts, pool, steps, **more: seen.append(steps["permute"].config.block_m),
+    )  # fmt: skip
     monkeypatch.setattr(hopper, "combine", lambda *args, **more: None)
     return seen
 
@@ -35,13 +39,16 @@ def test_a_given_tile_is_used_and_shared_experts_of_their_own_launches_keep_thei
     w = mm.ExpertWeights.quantize(w13, w2, "w4a8_block")
     x = torch.randn(6, H, generator=rng).bfloat16()
     others = mm.ExpertWeights.quantize(w13[:1], w2[:1], recipe)
-    call = (x, *sample_routing(6, E, K), w, Options(), others, Faults(x.device).word)
-    hopper.moe(*call)
-    own, _ = tiles("w4a8_block", 6 * K / E)
-    shared, _ = tiles(recipe, 6.0)
-    more = [] if recipe == w.recipe else [shared.tokens, shared, shared]
-    assert taken == [own.tokens, own, own, *more]
+    inputs = (x, *sample_routing(6, E, K))
+    pretending.staged(inputs, w, shared=others)
+    own, _ = pick("w4a8_block", 6 * K / E)
+    shared, _ = pick(recipe, 6.0)
+    more = [] if recipe == w.recipe else [shared.block_m, shared, shared]
+    assert taken == [own.block_m, own, own, *more]
     taken.clear()
-    wide = tile_of("w4a8_block", (64, 2, 2, 1))
-    hopper.moe(*call, tile=wide)
+    wide = tile_of("w4a8_block", Shape(64, 2, 2))
+    given = {"block_m": 64, "block_k": 256}
+    plan = pretending.plan_of(inputs, w, shared=others, mode="staged", **given)
+    call = hopper.Call(*inputs, w, Options(), others, DeviceStatus(x.device))
+    hopper.run(call, plan)
     assert taken == [64, wide, wide, *more]

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import fused, hopper
-from megamoe.engine.faults import Faults
-from megamoe.problem import Options
+from megamoe.engine import hopper
+from megamoe.engine.status import DeviceStatus
+from tests import pretending
 from tests.engine.test_fused_gpu import BASE, HOW, Crowd, same_bits
 from tests.engine.test_hopper_gpu import IS_OTHER, E, K, assert_agrees, plain, tokens
 
@@ -29,7 +29,7 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
     )  # fmt: skip
     for seed in range(6):
         inputs, alone = crowd.pick((5, 14)[seed % 2], seed)  # one kernel; the second in two passes
-        assert fused.tile_of(inputs[0], inputs[1], crowd.weights, o, shared, "auto") is not None
+        assert graphs.plan(len(inputs[0])).mode == "fused"
         wanted = staged(*inputs)
         assert same_bits(one(*inputs), wanted) and same_bits(graphs(*inputs), wanted)
         assert not same_bits(wanted, alone)
@@ -40,16 +40,20 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
 
 @pytest.mark.parametrize("num", [40, 700, 5000])
 def test_shared_experts_in_the_same_launches_have_the_bits_of_a_pass_of_their_own(num, monkeypatch):
-    w, shared, found = plain("w4a8_block"), plain("w4a8_block")[3:5], Faults(torch.device("cuda"))
+    w, shared, found = (
+        plain("w4a8_block"),
+        plain("w4a8_block")[3:5],
+        DeviceStatus(torch.device("cuda")),
+    )
     inputs = tokens(num, masked_ratio=0.1, skew="zipf")
 
     def staged():
         stats = torch.zeros(E, dtype=torch.int64, device="cuda")
-        return hopper.moe(*inputs, w, Options(), shared, found.word, stats), stats
+        return pretending.staged(inputs, w, None, shared, found=found, stats=stats), stats
 
-    assert hopper.can_join(w, shared)
+    assert not hopper.why_apart(w, shared)
     (y, stats), _ = staged(), found.check(K)
     assert_agrees(y[:50], [t[:50] for t in inputs], w, shared=shared)
-    monkeypatch.setattr(hopper, "can_join", lambda *both: False)
+    monkeypatch.setattr(hopper, "why_apart", lambda *both: "asked for")
     wanted, counts = staged()
     assert torch.equal(y, wanted) and torch.equal(stats, counts)

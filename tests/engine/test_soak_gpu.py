@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import fused
-from megamoe.engine.faults import Faults
-from megamoe.problem import Options
+from megamoe.engine.status import DeviceStatus
+from megamoe.planner.hopper import as_fused, tile_of
+from megamoe.planner.tables.hopper import Shape
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_fused import as_fused
-from megamoe.schedule.heuristics.hopper_tiles import tile_of
+from tests import pretending
 from tests.engine.test_fused_gpu import BASE, CUDA, base, tiles_of
 from tests.engine.test_hopper_gpu import IS_OTHER, E
 
@@ -38,13 +37,10 @@ def count_wrong(num, batches, weights, options=None, stats=None, tile=None):
 
     tile  None: the table's
     """
-    found, wrong = Faults(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
+    found, wrong = DeviceStatus(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
     for step in range(num):
         inputs, wanted = batches[step * 5 % len(batches)]
-        y = fused.moe(
-            *inputs, weights, options or Options(), found.word, stats, found=found,
-            tile=tile or fused.tile_for(weights, inputs[1].numel()),
-        )  # fmt: skip
+        y = pretending.fuse(inputs, weights, options, found, tile, stats=stats)
         wrong += (y.view(torch.int16) != wanted.view(torch.int16)).any()
         if step % 500 == 0:
             torch.cuda.synchronize()
@@ -93,5 +89,5 @@ def test_8000_launches_whose_weights_come_from_the_cache_show_no_mismatch():
         routing = (t.to(CUDA) for t in sample_routing(num, num_experts, 6, seed=seed))
         inputs = x, *routing
         batches.append((inputs, mm.moe(*inputs, weights, backend="hopper", mode="staged")))
-    tile = as_fused(tile_of(BASE, (8, 2, 1)))
+    tile = as_fused(tile_of(BASE, Shape(8, 2, 1)))
     assert count_wrong(8_000, batches, weights, tile=tile) == 0

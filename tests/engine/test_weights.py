@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import megamoe as mm
+from megamoe.errors import RangeError
 from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES
@@ -159,6 +160,55 @@ def test_nvfp4_tensors_are_taken_as_they_are(per_half):
     )  # fmt: skip
     assert torch.equal(dequantize(taken.w13), dequantize(q13))
     assert taken.x_global.item() == 0.5 and taken.acts_global.tolist() == [0.25] * E
+
+
+def nvfp4(**changes):
+    """Small weights as modelopt stores them, global scales amax / 2688."""
+    w13, w2 = (w * 0.02 for w in source())
+    made = mm.ExpertWeights.quantize(w13, w2, "nvfp4")
+    given = {
+        "w13_data": made.w13.data.flatten(1, 2), "w13_scale": made.w13.scale.flatten(1, 2),
+        "w2_data": made.w2.data, "w2_scale": made.w2.scale, "w13_global": made.w13.global_scale,
+        "w2_global": made.w2.global_scale, "recipe": "nvfp4",
+    }  # fmt: skip
+    return made, mm.ExpertWeights.from_quantized(**given | changes)
+
+
+def test_reciprocal_global_scales_are_taken_when_said_and_refused_when_not():
+    made, taken = nvfp4()
+    assert same(taken, made)
+    stored = {
+        f"{name}_global": getattr(made, name).global_scale.reciprocal() for name in ("w13", "w2")
+    }
+    with pytest.raises(RangeError, match=r'w13: scales must multiply.*scales="divide"'):
+        nvfp4(**stored)
+    _, taken = nvfp4(**stored, scales="divide", x_global=30.0, acts_global=torch.full((E,), 60.0))
+    for mine, wanted in zip(taken.dequantize(), made.dequantize(), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=3e-7, atol=0)  # 1 / (1 / g)
+    assert taken.x_global.item() == pytest.approx(1 / 30)
+    with pytest.raises(RangeError, match="x_global must multiply"):
+        nvfp4(x_global=30.0)
+    _, taken = nvfp4(**stored, scales="multiply")
+    assert taken.dequantize()[0].abs().max() > 1e5
+
+
+def test_fp8_scales_may_be_stored_in_bf16_and_are_refused_upside_down():
+    made = mm.ExpertWeights.quantize(*(w * 0.02 for w in source()), "w8a8")
+    rounded = [q.scale.bfloat16() for q in (made.w13, made.w2)]
+
+    def take(w13_scale, w2_scale, **options):
+        return mm.ExpertWeights.from_quantized(
+            made.w13.data.flatten(1, 2), w13_scale.flatten(1, 2), made.w2.data, w2_scale,
+            recipe="w8a8", **options,
+        )  # fmt: skip
+
+    assert same(take(*rounded), take(*(s.float() for s in rounded)))
+    assert torch.equal(take(*rounded).w2.scale, rounded[1].float())
+    upside_down = [s.float().reciprocal() for s in rounded]
+    with pytest.raises(RangeError, match="scales must multiply"):
+        take(*upside_down)
+    taken = take(*upside_down, scales="divide")
+    torch.testing.assert_close(taken.w2.scale, rounded[1].float(), rtol=3e-7, atol=0)
 
 
 def test_experts_may_come_one_by_one():

@@ -7,7 +7,7 @@ import weakref
 import pytest
 import torch
 
-from megamoe.errors import NotAvailable, RangeError, ShapeError
+from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError
 from megamoe.formats.spec import recipe_named
 from megamoe.integrations import transformers as ours
 from tests.integrations.models import CONFIGS, VERSION, experts, logits, model, prompt
@@ -124,7 +124,41 @@ def replace_data(module):
     module.down_proj.data = module.down_proj.data * 2.0
 
 
-@pytest.mark.parametrize("change", [change_in_place, replace_parameter, replace_data])
+def change_through_data(module):
+    module.down_proj.data.mul_(2.0)
+
+
+def change_in_inference_mode(module):
+    with torch.inference_mode():
+        module.down_proj.data.mul_(2.0)
+
+
+CHANGES = [change_in_place, replace_parameter, replace_data, change_through_data,
+           change_in_inference_mode]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])  # shared with the model, and copied
+def test_bf16_experts_follow_every_change(change, family):
+    module, forward = experts(model(family, torch.bfloat16))[0], ours.experts_forward()
+    with torch.no_grad():
+        for name, t in module.named_parameters():
+            if "bias" in name:
+                t.zero_()
+    before = call(forward, module)
+    change(module)
+    assert torch.equal(call(forward, module), before * 2) and bool(before.any())
+
+
+def test_a_model_made_under_inference_mode_follows_too():
+    with torch.inference_mode():
+        module, forward = experts(model("qwen3"))[0], ours.experts_forward("w4a16")
+        before = call(forward, module)
+        module.down_proj.mul_(2.0)
+        assert torch.equal(call(forward, module), before * 2)
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_experts_are_made_once_and_anew_when_a_parameter_changes(change, monkeypatch):
     made = []
     monkeypatch.setattr(
@@ -184,6 +218,23 @@ def late_clamp(self, x):
     return torch.nn.functional.silu(gate).clamp(max=2.0) * up
 
 
+@pytest.mark.parametrize(
+    ("act_fn", "activation"),
+    [(torch.nn.GELU(), "geglu"), (torch.nn.GELU(approximate="tanh"), "geglu_tanh")],
+)
+def test_gelu_gates_are_run(act_fn, activation):
+    module = experts(model("qwen3"))[0]
+    module.act_fn = act_fn
+    assert ours.gate_of(module).activation == activation
+    rng = torch.Generator().manual_seed(0)
+    x, idx = torch.randn(6, 64, generator=rng).bfloat16().float(), torch.arange(12).view(6, 2) % 8
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=rng).bfloat16() / 8)
+        y = ours.experts_forward()(module, x, idx, torch.ones(6, 2))
+        assert error(y, module(x, idx, torch.ones(6, 2)).double()) < 5e-3
+
+
 def test_a_gate_is_known_by_what_it_computes():
     assert ours.gate_of(Stub(clamped, limit=10.0)) == ("split", "swiglu", 10.0)
     assert ours.gate_of(Stub(clamped, limit=300)) == ("split", "swiglu", 300.0)
@@ -191,6 +242,14 @@ def test_a_gate_is_known_by_what_it_computes():
     assert ours.gate_of(experts(model("gpt_oss"))[0]) == ("interleaved", "gpt_oss", None)
     with pytest.raises(NotAvailable, match="another one in Stub"):
         ours.gate_of(Stub(late_clamp, limit=2.0))
+
+
+def quantised(dtype):
+    module = experts(model("qwen3"))[0]
+    for name in ("gate_up_proj", "down_proj"):
+        t = getattr(module, name).detach().to(dtype)
+        setattr(module, name, torch.nn.Parameter(t, requires_grad=False))
+    return lambda: call(ours.experts_forward(), module)
 
 
 def without_gate():
@@ -201,7 +260,7 @@ def without_gate():
 
 def other_activation():
     module = experts(model("qwen3"))[0]
-    module.act_fn = torch.nn.GELU()
+    module.act_fn = torch.nn.Mish()
     ours.make_layer(module, 2, "bf16")
 
 
@@ -216,8 +275,10 @@ def with_gradient():
     [
         (lambda: ours.register(recipe="w5a5"), RangeError, "recipe must be one of"),
         (lambda: ours.register(backend="metal"), RangeError, "backend must be one of"),
+        (lambda: quantised(torch.float8_e4m3fn)(), DTypeError, "scales would be left out"),
+        (lambda: quantised(torch.int8)(), DTypeError, "quantised"),
         (without_gate, NotAvailable, "must have a gate"),
-        (other_activation, NotAvailable, "must be SwiGLU"),
+        (other_activation, NotAvailable, "must be one of swiglu"),
         (with_gradient, NotAvailable, "torch.no_grad"),
         (lambda: ours.make_layer(torch.nn.Linear(4, 4), 2, "bf16"), ShapeError, "gate_up_proj"),
     ],

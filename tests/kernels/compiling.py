@@ -1,5 +1,6 @@
 """Compile a kernel to a cubin without a GPU, from the arguments a launch would get."""
 
+import contextlib
 import functools
 import re
 import subprocess
@@ -14,7 +15,8 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megamoe.kernels.device import compat
+from megamoe.kernels.common import compat
+from megamoe.kernels.hopper import compiler_hooks
 
 FUNCTION = 2  # type of a symbol
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -60,7 +62,9 @@ def compile_kernel(fn, args, arch, **options):
     )
     kind = GluonASTSource if fn.is_gluon() else ASTSource
     source = kind(fn, signature, constants, attrs)
-    return triton.compile(source, target=target, options=packed.__dict__)
+    is_ours = getattr(fn, "is_ours", False)
+    with compiler_hooks.applied() if is_ours else contextlib.nullcontext():
+        return triton.compile(source, target=target, options=packed.__dict__)
 
 
 def _dump(kernel, what):

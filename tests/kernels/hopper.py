@@ -1,16 +1,16 @@
 """The tiles that the Hopper backend ships, for its tests."""
 
-from megamoe.schedule.heuristics import hopper_tiles
-from megamoe.schedule.heuristics.hopper_fused import as_fused
-from megamoe.schedule.heuristics.hopper_tiles import Straight
+from megamoe.planner.hopper import as_fused, pick
+from megamoe.planner.launches import Gemm
+from megamoe.planner.tables import hopper as tables
 
 
 def shipped(recipe, *, fits=True):
     """The tiles that `recipe` takes, few rows first; `fits`: whether its weights fit E4M3."""
-    edges = [edge for recipes, edge, *_ in hopper_tiles.TILES if recipe in recipes]
+    edges = [edge for recipes, edge, *_ in tables.TILES if recipe in recipes]
     if not fits:
-        edges = [edge for edge, *_ in hopper_tiles.WIDE_RANGE]
-    found = (hopper_tiles.tiles(recipe, min(e, 1e9), fits_e4m3=fits)[0] for e in edges)
+        edges = [edge for edge, *_ in tables.WIDE_RANGE]
+    found = (pick(recipe, min(e, 1e9), fits_e4m3=fits)[0] for e in edges)
     return list(dict.fromkeys(found))
 
 
@@ -20,7 +20,7 @@ def shipped_fused(recipe, *, fits=True):
 
 
 def tile_name(tile):
-    if isinstance(tile, Straight):
-        how = "-dealt" * tile.is_dealt + "-drawn" * tile.is_drawn
-        return "straight" + how + (f"-ahead{tile.ahead}" if tile.ahead else "")
-    return f"swapped{tile.tokens}"
+    if isinstance(tile, Gemm):
+        ahead = f"-ahead{tile.decode_ahead}" if tile.decode_ahead else ""
+        return f"gemm-{tile.schedule}{ahead}"
+    return f"swap_ab{tile.block_m}"

@@ -7,13 +7,13 @@ import torch
 
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, PLAIN
+from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS, VALUES
 from megamoe.kernels.portable.dispatch import _dispatch_kernel
 from megamoe.kernels.portable.grouped import _prepare_kernel
-from megamoe.kernels.portable.hold import HELD, VALUES
 from megamoe.kernels.portable.launch import arithmetic
 from megamoe.kernels.portable.pack import _pack_kernel
-from megamoe.problem import RECIPES
-from megamoe.schedule.heuristics.portable import tiles
+from megamoe.planner.portable import pick as tiles
+from megamoe.problem import OWN_CLAMP, RECIPES
 from tests.kernels.compiling import Stand, advice, compile_kernel, main_loop, resources
 from tests.kernels.support import INTERPRETED
 
@@ -31,7 +31,9 @@ STACK_LIMIT = 448  # bytes a thread: wide tiles spill a little, docs/measurement
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 
 
-def compiled(recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=False):
+def compiled(
+    recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=False, activation="swiglu"
+):
     how = arithmetic(recipe, has_mx=has_mx)
     is_coded = how.acts.HOLD.value == "codes"
     x, out, some = Stand(how.data_dtype), Stand(U8 if is_coded else BF16), Stand(F32)
@@ -52,7 +54,7 @@ def compiled(recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=F
         return compile_kernel(
             gemm._gated_kernel,
             (*head, out, Stand(how.scale_dtype), some, *maps, 4096, 2048, 10.0), arch,
-            ACTS=how.acts, ACTIVATION="swiglu", FAST_MATH=False, GATHER=True, **common,
+            ACTS=how.acts, ACTIVATION=activation, FAST_MATH=False, GATHER=True, **common,
         )  # fmt: skip
     return compile_kernel(
         gemm._linear_kernel, (*head, Stand(BF16), some, *maps, Stand(I32), 2048, 4096, 0, 6), arch,
@@ -69,6 +71,16 @@ def test_grouped_gemms_compile_to_tensor_core_code(recipe, rows, arch):
         assert re.search(MMA[arch], kernel.asm["ptx"]), phase
         used = resources(kernel)
         assert used["shared"] <= 232448 and used["stack"] <= STACK_LIMIT
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("activation", [name for name in OWN_CLAMP if name != "swiglu"])
+@pytest.mark.parametrize("recipe", ["bf16", "w4a8"])
+def test_every_activation_compiles(recipe, activation, arch):
+    tile = tiles(recipe, 100)[0]
+    kernel = compiled(recipe, "l1", tile, arch, activation=activation)
+    assert re.search(MMA[arch], kernel.asm["ptx"])
+    assert resources(kernel)["stack"] <= 2 * STACK_LIMIT  # tanh spills more, after the loop
 
 
 @pytest.mark.parametrize("rows", [1, 100, 1000])
@@ -128,38 +140,65 @@ def test_the_dynamic_grouped_gemm_compiles_to_tensor_core_code(rows, arch):
     assert resources(kernel)["stack"] <= STACK_LIMIT
 
 
-@pytest.mark.parametrize("name", [*HELD, None])
-def test_its_preparation_compiles(name):
+def preparation(name):
+    """(kernel, arguments, constants) that prepare tokens of a format for the dynamic GEMM."""
     ints, some = Stand(I32), Stand(U8)
     data = Stand(BF16) if name == "bf16" else some
-    kernel = compile_kernel(
+    return (
         _prepare_kernel,
         (ints, Stand(F32), Stand(F32), ints, ints, ints, ints, ints, data, some, Stand(BF16),
-         1024, 8, 24, 4096, 4096), 90,
-        FORMAT=None if name is None else HELD[name], VALUES=VALUES, HAS_GLOBAL=name == "nvfp4",
-        SORTED=True, TILE_M=64, GROUPS=8, CHUNK=256,
+         1024, 8, 24, 4096, 4096),
+        {"FORMAT": None if name is None else TOKEN_FORMATS[name], "VALUES": VALUES,
+         "HAS_GLOBAL": name == "nvfp4", "SORTED": True, "TILE_M": 64, "GROUPS": 8, "CHUNK": 256},
     )  # fmt: skip
-    assert resources(kernel)["stack"] == 0
+
+
+def packer(name):
+    """(kernel, arguments, constants) that quantise to an FP4 format, in words."""
+    some, ints = Stand(F32), Stand(I32)
+    return (
+        _pack_kernel,
+        (ints, 2048, some, Stand(torch.int64), Stand(U8), Stand(torch.int64), some, ints, some,
+         ints, ints, 512, 128, 256),
+        {"ACTS": CODES[name], "HAS_ROUTING": True, "HAS_COUNT": True, "HAS_G": name == "nvfp4",
+         "TOP_K": 6, "SLOTS": 8, "ROWS": 2, "BLOCKS": 32, "IS_DEEP": False, "num_warps": 2},
+    )  # fmt: skip
+
+
+def dispatcher(name):
+    """(kernel, arguments, constants) that quantise to a format and check the routing."""
+    some, ints = Stand(F32), Stand(I32)
+    return (
+        _dispatch_kernel,
+        (Stand(BF16), 4096, some, Stand(U8), Stand(U8), Stand(torch.int64), some, ints, some, ints,
+         ints, 512, 4096, 256),
+        {"ACTS": CODES[name], "HAS_TOKENS": True, "HAS_ROUTING": True, "HAS_COUNT": True,
+         "HAS_G": True, "TOP_K": 6, "SLOTS": 8, "ROWS": 4, "COLS": 512, "IS_DEEP": True},
+    )  # fmt: skip
+
+
+def quantisers():
+    """(name, kernel, arguments, constants) of all of these."""
+    for name in (*TOKEN_FORMATS, None):
+        yield (f"prepare-{name}", *preparation(name))
+    for name in CODES:
+        yield (f"dispatch-{name}", *dispatcher(name))
+        if name in ("mxfp4", "nvfp4"):
+            yield (f"pack-{name}", *packer(name))
+
+
+@pytest.mark.parametrize("name", [*TOKEN_FORMATS, None])
+def test_its_preparation_compiles(name):
+    kernel, args, constants = preparation(name)
+    assert resources(compile_kernel(kernel, args, 90, **constants))["stack"] == 0
 
 
 @pytest.mark.parametrize("arch", [90, 100])
 @pytest.mark.parametrize("name", CODES)
 def test_quantisers_compile(name, arch):
-    some, ints = Stand(F32), Stand(I32)
     if name in ("mxfp4", "nvfp4"):
-        packed = compile_kernel(
-            _pack_kernel,
-            (ints, 2048, some, Stand(torch.int64), Stand(U8), Stand(torch.int64), some, ints, some,
-             ints, ints, 512, 128, 256), arch,
-            ACTS=CODES[name], HAS_ROUTING=True, HAS_COUNT=True, HAS_G=name == "nvfp4", TOP_K=6,
-            SLOTS=8, ROWS=2, BLOCKS=32, IS_DEEP=False, num_warps=2,
-        )  # fmt: skip
+        kernel, args, constants = packer(name)
+        packed = compile_kernel(kernel, args, arch, **constants)
         assert resources(packed)["stack"] == 0 and "ld.global.v4" in packed.asm["ptx"]
-    kernel = compile_kernel(
-        _dispatch_kernel,
-        (Stand(BF16), 4096, some, Stand(U8), Stand(U8), Stand(torch.int64), some, ints, some, ints,
-         ints, 512, 4096, 256), arch,
-        ACTS=CODES[name], HAS_TOKENS=True, HAS_ROUTING=True, HAS_COUNT=True, HAS_G=True, TOP_K=6,
-        SLOTS=8, ROWS=4, COLS=512, IS_DEEP=True,
-    )  # fmt: skip
-    assert resources(kernel)["stack"] == 0
+    kernel, args, constants = dispatcher(name)
+    assert resources(compile_kernel(kernel, args, arch, **constants))["stack"] == 0

@@ -1,4 +1,4 @@
-"""The Hopper kernels as they stand, on a CPU: what they compute, and how their roles meet.
+"""The Hopper kernels as they stand, on a CPU: what they compute, and how their roles synchronise.
 
 `emulator` runs every role of every CTA as a thread. What only a GPU shows (layouts, fences, races,
 spills, time) is left to the tests marked `gpu` and to the compiler.
@@ -10,22 +10,23 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, fused, hopper, rooms
-from megamoe.engine.faults import NONE, Faults
+from megamoe.engine import backends, fused, planning, symm_buffer
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.manner import Manner
+from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import edges, mega_launch, place, route
-from megamoe.kernels.hopper.pool import num_rows
+from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.tables import hopper as tables
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_fused import as_fused
-from tests import emulator
+from tests import emulator, pretending
 from tests.emulator import language, running
 from tests.emulator.values import Value
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED, error, tolerance
+from tests.pretending import plan_of
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
@@ -47,7 +48,7 @@ def test_tokens_are_divided_by_their_scale_as_by_a_division(exponent):
     x = (torch.arange(128, 256)[:, None] * parts).flatten() * 2.0**exponent
     step = amax / torch.tensor(448.0)
     x = x.bfloat16().float().expand(len(amax), -1)
-    got = running.translated(edges._ratio)(Value(x), Value(step)).t
+    got = running.translated(mega_dispatch._exact_ratio)(Value(x), Value(step)).t
     inside = x <= amax[:, None]
     assert inside.sum() > 300_000
     assert torch.equal(got[inside], (x / step[:, None])[inside])
@@ -72,21 +73,17 @@ def tokens(num, num_experts=E, seed=0, hidden=H, **routing):
 
 def fuse(inputs, w, options=None, found=None, tile=None, **rest):
     """One fused call, checked for faults; and the tokens that each expert got."""
-    found = found or Faults(CPU)
-    tile = tile or fused.tile_for(w, inputs[1].numel())
+    found = found or DeviceStatus(CPU)
     stats = torch.zeros(w.num_experts, dtype=torch.int64)
-    y = fused.moe(
-        *inputs, w, options or Options(), found.word, stats, tile=tile, found=found,
-        **{"manner": Manner("fused", timeout_s=30.0), **rest},
-    )  # fmt: skip
+    y = pretending.fuse(inputs, w, options, found, tile, stats=stats, **rest)
     found.check(K)
     return y, stats
 
 
 def stage(inputs, w, tile=None, options=None):
-    word = torch.full((1,), NONE, dtype=torch.int32)
-    y = hopper.moe(*inputs, w, options or Options(), None, word, tile=tile)
-    assert int(word) == NONE
+    found = DeviceStatus(CPU)
+    y = pretending.staged(inputs, w, options, tile=tile, found=found)
+    assert int(found.bad_slot) == NONE
     return y
 
 
@@ -115,7 +112,7 @@ TILED = [
 
 @pytest.mark.parametrize(("recipe", "tile"), TILED)
 def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe, tile):
-    inputs = loads(0, 1, tile.tokens + 1, tile.tokens // 2)
+    inputs = loads(0, 1, tile.block_m + 1, tile.block_m // 2)
     w = weights_of(recipe)
     assert_agrees(stage(inputs, w, tile), inputs, w)
 
@@ -140,8 +137,8 @@ def test_rows_are_the_same_however_they_are_found(recipe, monkeypatch):
     w, inputs = weights_of(recipe), tokens(150, masked_ratio=0.2, skew="zipf")
     found = []
     for small, middle in ((1024, 4096), (64, 4096), (64, 128)):
-        monkeypatch.setattr(route, "SMALL", small)
-        monkeypatch.setattr(place, "MIDDLE", middle)
+        monkeypatch.setattr(tables, "SMALL_SLOTS", small)
+        monkeypatch.setattr(tables, "MIDDLE_SLOTS", middle)
         found += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
     assert all(torch.equal(found[0], y) for y in found)
 
@@ -168,7 +165,7 @@ def test_a_fused_call_is_the_layer_and_has_the_bits_of_staged(recipe, kernels):
     idx[3] = idx[3, 0]  # the same expert twice
     inputs = x, idx.to(ids), gates
     y, stats = fuse(inputs, w, Options(**options))
-    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
+    assert kernels["mega_kernel"].launches == 1 and kernels["gemm_swap_ab_kernel"].launches == 0
     assert_agrees(y, inputs, w, **options)
     assert torch.equal(stats, expert_counts(idx, E))
     assert torch.equal(y, stage(inputs, w, options=Options(**options)))
@@ -190,7 +187,7 @@ def test_fp8_rows_are_combined_as_in_staged(hidden):
 
 @pytest.mark.parametrize("tile", shipped_fused("w4a8_block"), ids=tile_name)
 def test_a_fused_tile_takes_experts_in_several_passes(tile):
-    w, inputs = weights_of("w4a8_block"), loads(0, tile.tokens + 3, 2 * tile.tokens, 1)
+    w, inputs = weights_of("w4a8_block"), loads(0, tile.block_m + 3, 2 * tile.block_m, 1)
     y, _ = fuse(inputs, w, tile=as_fused(tile))
     assert_agrees(y, inputs, w)
 
@@ -198,13 +195,13 @@ def test_a_fused_tile_takes_experts_in_several_passes(tile):
 def test_rows_behind_the_count_are_padding_whatever_they_hold():
     w, (x, idx, gates) = weights_of("w4a8_block"), tokens(9)
     x[4:], idx[5:], gates[6:] = float("nan"), 77, float("inf")
-    found = Faults(CPU)
+    found = DeviceStatus(CPU)
     y, stats = fuse((x, idx, gates), w, found=found, num_valid=torch.tensor([4], dtype=torch.int32))
     assert torch.equal(y[:4], fuse((x[:4], idx[:4], gates[:4]), w)[0]) and int(stats.sum()) == 8
 
 
 def test_counters_serve_call_after_call_and_a_bad_slot_is_masked():
-    w, found = weights_of("w4a8_block"), Faults(CPU)
+    w, found = weights_of("w4a8_block"), DeviceStatus(CPU)
     for seed in range(3):
         inputs = tokens(3 + seed, seed=seed, skew="zipf")
         y, _ = fuse(inputs, w, found=found)
@@ -235,12 +232,11 @@ def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
 @pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
     emulator.install(monkeypatch, num_sms)
-    w, inputs, found = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), Faults(CPU)
+    w, inputs, found = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), DeviceStatus(CPU)
     tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(96, 6) // part
     wanted, stats = fuse(inputs, w, tile=tile)
-    manner = Manner("fused", timeout_s=30.0, pool_rows=rows)
-    assert fused.ring(num_rows(96, 6), rows, 8)[1] > 0
-    y, again = fuse(inputs, w, tile=tile, found=found, manner=manner)
+    assert ring(num_rows(96, 6), rows, 8)[1] > 0
+    y, again = fuse(inputs, w, tile=tile, found=found, pool_rows=rows)
     assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
 
 
@@ -248,10 +244,10 @@ class Processes:
     """Ranks as launches of their own, at the same time."""
 
     def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0, passes=1):
-        where = rooms.layout(passes * most, H, K, passes)
+        where = symm_buffer.layout(passes * most, H, K, passes)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
-        self.rooms = [rooms.room_in(m, where) for m in self.memory]
-        self.found = [Faults(CPU) for _ in range(num_ranks)]
+        self.rooms = [symm_buffer.symm_buffer_in(m, where) for m in self.memory]
+        self.found = [DeviceStatus(CPU) for _ in range(num_ranks)]
         self.num, self.most, self.timeout_s = num_ranks, most, timeout_s
         kernels["mega_kernel"].hold = self.memory
         per_rank = w.num_experts // num_ranks
@@ -262,12 +258,15 @@ class Processes:
         room.put(*part)
         peers = torch.tensor([m.data_ptr() - self.memory[rank].data_ptr() for m in self.memory])
         world = mega_launch.World(self.num, 1, rank, peers, room.signals)
-        tile = fused.tile_for(w, self.num * self.most * K, ranks=self.num)
         stats = torch.zeros(w.num_experts, dtype=torch.int64)
-        manner = Manner("fused", timeout_s=self.timeout_s, reserve_sms=2)
+        all_of_them = w.num_experts * self.num
+        ranks = planning.Ranks(self.num, all_of_them, max_tokens=self.most)
+        some = part[0][:0].new_empty(self.most, H), part[1], part[2]
+        plan = plan_of(some, w, mode="fused", reserve_sms=2, ranks=ranks)
+        assert plan.num_passes == 1
         y = fused.over(
-            room, self.most, w, Options(), world, found.word, stats, tile=tile, found=found,
-            manner=manner, number=number,
+            room, self.most, w, Options(), world, stats, step=plan.mega, status=found,
+            timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
         return y[: max(left, 0)], stats
@@ -299,7 +298,7 @@ def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels
     idx[3, 1] = -1
     y = torch.cat([got[number][rank][0] for rank in range(2) for number in range(2)])
     assert torch.equal(y, fuse((x, idx, gates), w)[0])
-    assert ranks.found[0].word.item() == 3 * K + 1 and ranks.found[1].word.item() == NONE
+    assert ranks.found[0].bad_slot.item() == 3 * K + 1 and ranks.found[1].bad_slot.item() == NONE
 
 
 def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
@@ -315,9 +314,9 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
 
 
 def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
-    w, inputs, found = weights_of("w4a8_block"), tokens(5), Faults(CPU)
+    w, inputs, found = weights_of("w4a8_block"), tokens(5), DeviceStatus(CPU)
     with pytest.raises(MegaMoETimeout, match="the end of all ranks"):
-        fuse(inputs, w, found=found, manner=Manner("fused", timeout_s=LATER), absent=0)
+        fuse(inputs, w, found=found, timeout_s=LATER, absent=0)
     found.reset()
     assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
 
@@ -327,12 +326,10 @@ def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
 
 def test_the_emulator_sees_what_it_must(kernels, monkeypatch):
     """Rows that no allocation holds, a wait that nobody ends, bytes that do not add up."""
-    w, inputs, found = weights_of("w8a8"), tokens(5), Faults(CPU)
+    w, inputs, found = weights_of("w8a8"), tokens(5), DeviceStatus(CPU)
     with pytest.raises(IndexError, match="no allocation holds 8 bytes"):
-        fused.moe(
-            *inputs, w, Options(), found.word, torch.zeros(E - 1, dtype=torch.int64), found=found,
-            tile=fused.tile_for(w, 10),
-        )  # fmt: skip
+        short = torch.zeros(E - 1, dtype=torch.int64)
+        pretending.fuse(inputs, w, found=found, stats=short)
     monkeypatch.setattr(running, "WAIT_S", LATER)
     arrive, expect = language.arrive, language.expect
     for name, planted, seen in (

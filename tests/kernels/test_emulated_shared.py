@@ -4,15 +4,13 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import fused, hopper
-from megamoe.engine.faults import NONE, Faults
-from megamoe.engine.manner import Manner
-from megamoe.kernels.hopper import place, route
-from megamoe.kernels.hopper.pool import num_rows
+from megamoe.engine import hopper
+from megamoe.engine.status import DeviceStatus
+from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.tables import hopper as tables
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
-from megamoe.schedule.heuristics.hopper_fused import as_fused
-from tests import emulator
+from tests import emulator, pretending
 from tests.kernels.hopper import shipped_fused
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_emulated import CPU, E, K, assert_agrees, fuse, tokens, weights_of
@@ -36,27 +34,25 @@ def kernels(monkeypatch):
 )
 def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kernels):
     both = weights_of(recipe, E + num)
-    w, shared, found = both[:E], both[E:], Faults(CPU)
+    w, shared, found = both[:E], both[E:], DeviceStatus(CPU)
     x, idx, gates = tokens(21, masked_ratio=0.3)  # shared experts have several passes
     idx[4], idx[5, 0] = -1, idx[5, 1]
     inputs = x, idx, gates
-    tile = fused.tile_of(x, idx, w, Options(**options), shared, "fused")
-    y, stats = fuse(inputs, w, Options(**options), found, tile, shared=shared)
-    assert kernels["mega_kernel"].launches == 1 and kernels["swapped_kernel"].launches == 0
-    word = torch.full((1,), NONE, dtype=torch.int32)
-    staged = hopper.moe(*inputs, w, Options(**options), shared, word)
+    y, stats = fuse(inputs, w, Options(**options), found, shared=shared)
+    assert kernels["mega_kernel"].launches == 1 and kernels["gemm_swap_ab_kernel"].launches == 0
+    staged = pretending.staged(inputs, w, Options(**options), shared)
     assert torch.equal(y, staged) and torch.equal(stats, expert_counts(idx, E))
     if "combine" not in options:
         assert_agrees(y, inputs, w, shared=shared, **options)
     idx[7, 1] = E  # which names no routed expert
     with pytest.raises(mm.MegaMoEError, match="token 7, slot 1"):
-        fuse(inputs, w, Options(**options), found, tile, shared=shared)
+        fuse(inputs, w, Options(**options), found, shared=shared)
 
 
 @pytest.mark.parametrize("num", [40, 150])
 def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeypatch, kernels):
-    """However rows are found, with padding behind a count, and for tokens that come quantised."""
-    monkeypatch.setattr(route, "SMALL", 256)
+    """However rows are found, with padding after a count, and for tokens that come quantised."""
+    monkeypatch.setattr(tables, "SMALL_SLOTS", 256)
     both = weights_of("w4a8_block", E + 2)
     w, shared = both[:E], both[E:]
     inputs = tokens(num, masked_ratio=0.2, skew="zipf")
@@ -65,17 +61,17 @@ def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeyp
     count = torch.tensor([num - 3], dtype=torch.int32)
 
     def staged(some, middle):
-        monkeypatch.setattr(place, "MIDDLE", middle)
-        word, stats = torch.full((1,), NONE, dtype=torch.int32), torch.zeros(E, dtype=torch.int64)
-        y = hopper.moe(*some, w, Options(), shared, word, stats, count)
-        assert int(word) == 2 * K
+        monkeypatch.setattr(tables, "MIDDLE_SLOTS", middle)
+        seen, stats = DeviceStatus(CPU), torch.zeros(E, dtype=torch.int64)
+        y = pretending.staged(some, w, None, shared, found=seen, stats=stats, count=count)
+        assert int(seen.bad_slot) == 2 * K
         return y[: num - 3], stats
 
     found = [staged(some, middle) for some in (inputs, ready) for middle in (4096, 64)]
-    launches = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
-    monkeypatch.setattr(hopper, "can_join", lambda *both: False)
+    launches = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
+    monkeypatch.setattr(hopper, "why_apart", lambda *both: "asked for")
     wanted, stats = staged(inputs, 4096)
-    more = kernels["swapped_kernel"].launches + kernels["straight_kernel"].launches
+    more = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
     assert (launches, more) == (8, 12)
     assert all(torch.equal(y, wanted) and torch.equal(s, stats) for y, s in found)
 
@@ -87,9 +83,8 @@ def test_a_ring_of_half_of_the_rows_has_the_bits_of_all(monkeypatch):
     tile = as_fused(shipped_fused("w4a8_block")[0])
     wanted, stats = fuse(inputs, w, tile=tile, shared=shared)
     most = num_rows(32 * (K + 1), E + 1)
-    assert fused.ring(most, most // 2, tile.tokens)[1] > 0
-    manner = Manner("fused", timeout_s=30.0, pool_rows=most // 2)
-    y, again = fuse(inputs, w, tile=tile, shared=shared, manner=manner)
+    assert ring(most, most // 2, tile.block_m)[1] > 0
+    y, again = fuse(inputs, w, tile=tile, shared=shared, pool_rows=most // 2)
     assert torch.equal(y, wanted) and torch.equal(again, stats)
 
 
@@ -97,6 +92,6 @@ def test_more_slots_than_combine_has_bits_for_run_staged():
     both = weights_of("w4a8_block", 33)
     x = torch.zeros(1, both.hidden).bfloat16()
     idx = torch.arange(32)[None]
-    for top_k, is_fused in ((31, True), (32, False)):
-        tile = fused.tile_of(x, idx[:, :top_k], both[:32], Options(), both[32:], "fused")
-        assert (tile is not None) == is_fused
+    for top_k, mode in ((31, "fused"), (32, "staged")):
+        inputs = x, idx[:, :top_k], torch.ones(1, top_k)
+        assert pretending.plan_of(inputs, both[:32], shared=both[32:]).mode == mode

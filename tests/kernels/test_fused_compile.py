@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megamoe.engine.fused import routing_bytes
-from megamoe.kernels.hopper import launch, mega_launch
-from megamoe.kernels.hopper.pack import pack
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.weights.pack import pack
+from megamoe.planner.hopper import as_fused, pick, routing_bytes, slot_size, weights_ahead
+from megamoe.planner.launches import Launch, Mega, next_power_of_2
+from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES
 from megamoe.problem import RECIPES, Options
-from megamoe.schedule.heuristics.hopper_fused import COUNTERS, ROUTING_BYTES, as_fused
-from megamoe.schedule.heuristics.hopper_tiles import tiles
 from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
@@ -33,6 +34,7 @@ RING = {
 }  # fmt: skip
 SHARED = {"slots": 448, "experts": 33, "shared": 1}
 SHARED_RING = {**SHARED, "wave_rows": 64}
+TRACED = {**DECODE, "trace": True}
 LATE = {"slots": 128, "experts": 8, "ids": torch.int64, "options": Options(weight_at="combine")}
 # As many slots as the tile meets: the routing takes the most shared memory.
 LARGEST = {"slots": 4096, "experts": 256}
@@ -50,11 +52,11 @@ def cases():
         yield "w4a8_block", False, tile, TABLE
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
-        ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING),
+        ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING), ("w4a8_block", TRACED),
         ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
-    middle = tiles("nvfp4", 2048 / 256)[0]
+    middle = pick("nvfp4", 2048 / 256)[0]
     yield "nvfp4", True, middle, {"slots": 2048, "experts": 256}
 
 
@@ -63,24 +65,29 @@ def name(case):
     what = {
         id(BUSY): "busy", id(RANKS): "ranks", id(APART): "apart", id(LATE): "late", id(DECODE): "",
         id(RING): "ring", id(SHARED): "shared", id(TABLE): "table",
-        id(SHARED_RING): "shared-ring",
+        id(SHARED_RING): "shared-ring", id(TRACED): "traced",
     }  # fmt: skip
     size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
     wide = "" if fits else "wide"
-    return "-".join(filter(None, (recipe, wide, tile_name(tile), f"x{tile.depth}", size)))
+    return "-".join(filter(None, (recipe, wide, tile_name(tile), f"x{tile.k_blocks}", size)))
 
 
 def compiled(monkeypatch, recipe, fits, tile, more):
     """What `mega_launch` would run."""
     compiler = Compiler(mega_launch.mega_kernel)
     monkeypatch.setattr(mega_launch, "mega_kernel", compiler)
-    monkeypatch.setattr(mega_launch, "num_sms", lambda device: 132)
     slots, experts, ranks = more["slots"], more["experts"], more.get("ranks", 1)
     local = more.get("local", ranks)
     tile = as_fused(tile, routing_bytes(slots, experts))
+    config = Mega(
+        tile, slot_size(slots), next_power_of_2(experts, 32),
+        next_power_of_2(K + more.get("shared", 0)), weights_ahead(tile), slots,
+        more.get("wave_rows", 0),
+    )  # fmt: skip
+    step = Launch("mega", "mega_kernel", (132,), config, "test")
     how = launch.arithmetic(recipe, fits_e4m3=fits)
-    pool = launch.pool(how, slots, H, experts, tile.tokens, META, ranks=local, is_far=ranks > 1)
-    acts = launch.pool(how, slots, I, experts, tile.tokens, META, pool, local)
+    pool = launch.pool(how, slots, H, experts, tile.block_m, META, ranks=local, is_far=ranks > 1)
+    acts = launch.pool(how, slots, I, experts, tile.block_m, META, pool, local)
 
     def new(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device=META)
@@ -106,9 +113,9 @@ def compiled(monkeypatch, recipe, fits, tile, more):
         world = mega_launch.World(ranks, local, 0, peers, signals)
     biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
     mega_launch.fused(
-        tokens, pool, acts, w13, w2, tile, how, more.get("options", Options()), kept,
+        tokens, pool, acts, w13, w2, step, how, more.get("options", Options()), kept,
         num_experts=experts, num_shared=shared, world=world, biases=biases, acts_factor=g,
-        wave_rows=more.get("wave_rows", 0),
+        trace=new(132, 4, 128, 4, dtype=torch.int32) if "trace" in more else None,
     )  # fmt: skip
     return compiler.made
 
@@ -121,7 +128,7 @@ def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeyp
     element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
     ptx = kernel.asm["ptx"]
     found = set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx))
-    assert found == {f"m64n{tile.tokens}k{depth}.f32.{element}.{element}"}
+    assert found == {f"m64n{tile.block_m}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx and "trap" not in ptx
     assert_streamed(ptx, True)
     assert_arrivals_follow_barriers(ptx)

@@ -7,10 +7,10 @@ import megamoe as mm
 from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
-from megamoe.kernels.portable.hold import HELD, hold
-from megamoe.kernels.portable.korder import position
+from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS, decode_tokens
+from megamoe.kernels.portable.k_order import position
+from megamoe.planner.launches import PortableGemm as Tile
 from megamoe.problem import RECIPES
-from megamoe.schedule.heuristics.portable import Tile
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, tolerance
 
 pytestmark = MARKS
@@ -92,7 +92,7 @@ def test_counts_that_do_not_add_up_stay_in_bounds(counts, sort_by_m):
         assert error(y[:first], wanted) <= tolerance("bf16")
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", TOKEN_FORMATS)
 def test_rows_that_come_quantised_keep_their_values(name):
     rng = torch.Generator().manual_seed(0)
     x = torch.randn(70, 160, generator=rng)
@@ -100,7 +100,7 @@ def test_rows_that_come_quantised_keep_their_values(name):
     x[3, 5], x[4] = float("nan"), 0.0
     recipes = {"bf16": "w4a16", "mxfp4": "w4a4", "mxfp8": "w4a8", "fp8_1x128": "w4a8_block"}
     q = mm.quantize(x, name).to(DEVICE)
-    held = hold(q, launch.arithmetic(recipes.get(name, name)))
+    held = decode_tokens(q, launch.arithmetic(recipes.get(name, name)))
     wanted = dequantize(q) if held.scale is None else q.data.to(torch.float32)
     assert held.data.dtype == torch.bfloat16 and (held.data == 0).sum() >= 70 * 96
     got = held.data[:, position(torch.arange(160, device=DEVICE))].float()

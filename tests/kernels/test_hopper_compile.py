@@ -14,14 +14,18 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import Scale, recipe_named
-from megamoe.kernels.hopper import launch, place, route
-from megamoe.kernels.hopper.pack import pack
+from megamoe.kernels.hopper import dispatch, launch, permute
+from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.kernels.portable.routing import Routing
+from megamoe.planner import smem
+from megamoe.planner.hopper import gemm_launch, pick
+from megamoe.planner.launches import Gemm
+from megamoe.planner.numerics import numerics
+from megamoe.planner.tables import hopper as tables
 from megamoe.problem import RECIPES, Options
-from megamoe.schedule.heuristics import hopper_tiles
-from megamoe.schedule.heuristics.hopper_tiles import Straight
 from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.hopper import shipped, tile_name
+from tests.kernels.steps import hopper_steps
 from tests.kernels.support import INTERPRETED
 from tests.proof.compiled import assert_arrivals_follow_barriers
 
@@ -30,10 +34,10 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 META = torch.device("meta")  # sizes without memory: enough for a launcher
 E, I, H = 2, 1024, 2048
 SHARED_LIMIT = 232448  # bytes that a CTA of sm_90 may have
-AHEAD = Straight(3, 3, span=24, math_regs=216, decode_regs=56, load_regs=24, ahead=16)
+AHEAD = Gemm(3, 3, 24, math_regs=216, decode_regs=56, load_regs=24, decode_ahead=16)
 OFFERED = {  # by recipe: tiles that are not in the table, to be timed beside those that are
-    "w4a8_block": (AHEAD, Straight(3, 3, 24, 216, 56, 24, is_dealt=True)),
-    "w8a8": (Straight(4, is_dealt=True), Straight(4, is_drawn=True)),
+    "w4a8_block": (AHEAD, Gemm(3, 3, 24, 216, 56, 24, schedule="static")),
+    "w8a8": (Gemm(4, schedule="static"), Gemm(4, schedule="dynamic")),
 }
 
 
@@ -44,11 +48,18 @@ def widest(recipe, *, fits=True):
 
 
 def is_ahead(tile):
-    return getattr(tile, "ahead", 0) > 0
+    return getattr(tile, "decode_ahead", 0) > 0
 
 
 def is_in_waves(tile):
-    return isinstance(tile, Straight) and tile.is_in_waves
+    return isinstance(tile, Gemm) and tile.has_items
+
+
+def planned_bytes(recipe, fits, tile):
+    """The planner's sum of shared memory."""
+    if isinstance(tile, Gemm):
+        return smem.gemm(recipe, tile).num_bytes
+    return smem.gemm_swap_ab(recipe, numerics("hopper", recipe, fits_e4m3=fits), tile).num_bytes
 
 
 def cases():
@@ -77,9 +88,7 @@ def cases():
 
 def name(case):
     recipe, fits, tile, linear, activation = case
-    ways = ("dealt", "drawn")
-    order = "ahead" if is_ahead(tile) else "".join(w for w in ways if getattr(tile, f"is_{w}", 0))
-    parts = (recipe, "" if fits else "wide", tile_name(tile), order, linear, activation)
+    parts = (recipe, "" if fits else "wide", tile_name(tile), linear, activation)
     return "-".join(filter(None, parts))
 
 
@@ -94,16 +103,21 @@ def matrix(recipe, *shape):
 
 
 class Compiler:
-    """Stands for a kernel: compiles it for what a launcher passes."""
+    """Stands for a kernel: compiles it for what a launcher passes.
 
-    def __init__(self, kernel):
+    all_made  gets every compiled kernel, in the order of launches
+    """
+
+    def __init__(self, kernel, all_made=None):
         self.kernel, self.made = kernel, None
+        self.all_made = [] if all_made is None else all_made
 
     def __getitem__(self, grid):
         return self
 
     def __call__(self, *args, **constants):
         self.made = compile_kernel(self.kernel, args, 90, **constants)
+        self.all_made.append(self.made)
 
 
 def assert_streamed(ptx, is_stream):
@@ -117,14 +131,14 @@ def assert_streamed(ptx, is_stream):
 def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, intermediate=I,
              is_placed=True):  # fmt: skip
     """What `launch` would run."""
-    kernel = "straight_kernel" if isinstance(tile, Straight) else "swapped_kernel"
+    kernel = gemm_launch("l1", tile, hidden, 132, "test").kernel
     compiler = Compiler(getattr(launch, kernel))
     monkeypatch.setattr(launch, kernel, compiler)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
     H, I = hidden, intermediate
+    l1, l2 = (gemm_launch(n, tile, k, 132, "test") for n, k in (("l1", H), ("l2", I)))
     how = launch.arithmetic(recipe, fits_e4m3=fits)
-    x = launch.pool(how, 512, H, E, tile.tokens, META)
-    acts = launch.pool(how, 512, I, E, tile.tokens, META, x)
+    x = launch.pool(how, 512, H, E, tile.block_m, META)
+    acts = launch.pool(how, 512, I, E, tile.block_m, META, x)
     options = Options(activation or "swiglu")
     some = torch.empty(E, 2, I, device=META)
     rest = {
@@ -135,11 +149,11 @@ def compiled(monkeypatch, recipe, fits, tile, linear, activation, *, hidden=H, i
     }
     if linear == "l1":
         w = pack(matrix(recipe, E, 2, I, H), to_e4m3=how.to_e4m3, is_placed=is_placed)
-        launch.gated(x, w, acts, tile, how, options, **rest)
+        launch.gated(x, w, acts, l1, how, options, **rest)
     else:
         w = pack(matrix(recipe, E, H, I), to_e4m3=how.to_e4m3, is_placed=is_placed)
         rows = torch.empty(512, H, dtype=torch.bfloat16, device=META)
-        launch.linear(acts, w, rows, tile, how, options, **rest)
+        launch.linear(acts, w, rows, l2, how, options, **rest)
     return compiler.made
 
 
@@ -159,13 +173,13 @@ def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
     is_fp8 = launch.arithmetic(recipe, fits_e4m3=fits).is_fp8
     element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
     found = set(re.findall(r"wgmma\.mma_async\S*\.(m64n\S+)", ptx))
-    num = tile.tokens  # of `straight` too: 128 weight rows
+    num = tile.block_m  # of the plain GEMM: 128 weight rows
     assert found == {f"m64n{num}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx
-    assert_streamed(ptx, getattr(tile, "is_stream", False))
+    assert_streamed(ptx, getattr(tile, "evict_first", False))
     assert_arrivals_follow_barriers(ptx)
     used = resources(kernel)
-    assert used["shared"] <= SHARED_LIMIT
+    assert used["shared"] <= planned_bytes(recipe, fits, tile) <= SHARED_LIMIT
     assert used["stack"] == 0
 
 
@@ -173,39 +187,34 @@ def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
 @pytest.mark.parametrize("depth", [8, 64])
 def test_decoding_ahead_waits_for_a_bounded_time_and_needs_all_ctas(linear, depth, monkeypatch):
     """Widths of an odd number of 256: K blocks are decoded by two."""
-    tile = replace(AHEAD, ahead=depth)
+    tile = replace(AHEAD, decode_ahead=depth)
     kernel = compiled(
         monkeypatch, "w4a8_block", True, tile, linear, "", hidden=2304, intermediate=1280
     )
     ptx = kernel.asm["ptx"]
     assert kernel.metadata.launch_cooperative_grid
-    assert ptx.count("ld.acquire.gpu.global") == 2 * ptx.count("st.relaxed.gpu.global") > 0
+    assert ptx.count("ld.acquire.gpu.global") == ptx.count("st.relaxed.gpu.global") > 0
     assert ptx.count("fence.proxy.async.global") == ptx.count("st.relaxed.gpu.global")
     assert "atom.global.gpu.release" in ptx
     assert resources(kernel)["stack"] == 0
 
 
 ROUTED = [
-    *((tile, slots, experts, 0) for tile in (None, Straight(4, is_drawn=True), AHEAD)
+    *((tile, slots, experts, 0) for tile in (None, Gemm(4, schedule="dynamic"), AHEAD)
       for slots in (512, 4096, 65536) for experts in (8, 48, 256)),
     *((tile, slots, experts, 1) for tile in (None, AHEAD) for slots in (448, 4096, 65536)
       for experts in (33, 257)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("tile", "slots", "experts", "shared"), ROUTED, ids=str)
-def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypatch):
-    kernels = {
-        name: Compiler(getattr(module, name))
-        for module, name in (
-            (place, "_count_kernel"), (place, "_place_kernel"), (route, "_pool_kernel"),
-        )
-    }  # fmt: skip
-    for module in (place, route):
-        for name in vars(module).keys() & kernels.keys():
-            monkeypatch.setattr(module, name, kernels[name])
-    monkeypatch.setattr(place, "scan_counts", lambda *args, **options: None)
-    monkeypatch.setattr(launch, "num_sms", lambda device: 132)
+def routed(monkeypatch, tile, slots, experts, shared):
+    """What `dispatch` would run, in the order of launches; scans are the portable backend's."""
+    made = []
+    for module, name in (
+        (permute, "_count_kernel"), (permute, "_place_kernel"), (dispatch, "_pool_kernel"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, Compiler(getattr(module, name), made))
+    monkeypatch.setattr(permute, "scan_counts", lambda *args, **options: None)
     how = launch.arithmetic("w4a8_block")
     pool = launch.pool(how, slots, H, experts, 128, META)
     weights = [pack(matrix("w4a8_block", E, *sizes), to_e4m3=True) for sizes in ((2, I, H), (H, I))]
@@ -214,22 +223,29 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypa
         torch.empty(idx.shape, device=META),
         torch.empty(1, dtype=torch.int32, device=META),
     )
-    route.route(
-        torch.empty(len(idx), H, dtype=torch.bfloat16, device=META),
-        Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, 128, experts,
-        hand=launch.hand(pool, weights, tile) if tile else None, by_group=True, pdl=True,
+    x = torch.empty(len(idx), H, dtype=torch.bfloat16, device=META)
+    plain = Gemm(3, 3, 8, 216, 56, 24)
+    steps = hopper_steps(x, idx, tile or plain, experts, num_shared=shared, intermediate=I)
+    dispatch.route(
+        x, Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, steps,
+        work=launch.work_items(pool, weights, steps["l1"]), by_group=True, pdl=True,
         num_shared=shared,
     )  # fmt: skip
-    is_small = slots <= route.SMALL and tile is None
-    assert (kernels["_place_kernel"].made is None) == is_small
-    assert (kernels["_count_kernel"].made is not None) == (slots > place.MIDDLE)
-    for compiler in kernels.values():
-        assert compiler.made is None or resources(compiler.made)["stack"] == 0
+    return made
+
+
+@pytest.mark.parametrize(("tile", "slots", "experts", "shared"), ROUTED, ids=str)
+def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypatch):
+    made = routed(monkeypatch, tile, slots, experts, shared)
+    is_small = slots <= tables.SMALL_SLOTS and tile is None
+    assert len(made) == 1 + (not is_small) + (slots > tables.MIDDLE_SLOTS)
+    for kernel in made:
+        assert resources(kernel)["stack"] == 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_load_has_a_tile(recipe):
     for fits in (True, False):
         for rows in (0.0, 0.001, 1, 5, 30, 100, 1e6):
-            tile, why = hopper_tiles.tiles(recipe, rows, fits_e4m3=fits)
-            assert tile.stages >= 1 and tile.tokens % 8 == 0 and why
+            tile, _ = pick(recipe, rows, fits_e4m3=fits)
+            assert tile.num_stages >= 2 and tile.block_m % 8 == 0

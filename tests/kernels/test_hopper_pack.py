@@ -9,7 +9,7 @@ import torch
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.swizzle import swizzle
-from megamoe.kernels.hopper import decode, pack
+from megamoe.kernels.hopper.weights import decode, pack
 from megamoe.layout.tiles import RegisterImage
 
 ASM = {  # by kind: the program, and what else it is given

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import faults, staged
+from megamoe.engine import portable, status
+from megamoe.engine.call import Call
+from megamoe.engine.planning import Traits, plan_for
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED, error, experts, tokens, tolerance
 
@@ -12,6 +14,14 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(INTERPRETED, reason="the interpreter captures no graphs"),
 ]
+
+
+def run(inputs, w, found, count=None, *, overlaps=False):
+    """One call of the portable backend, with padding after `count`."""
+    x, idx, _ = inputs
+    given = ("backend", "portable"), ("overlap_launches", overlaps)
+    plan = plan_for(w, Options(), Traits(), num_tokens=len(x), top_k=idx.shape[1], overrides=given)
+    return portable.run(Call(*inputs, w, Options(), None, found, None, count), plan)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -53,12 +63,12 @@ def test_a_thousand_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         new = tokens(count, num_experts, top_k, hidden, seed=batch, skew=skew, masked_ratio=0.1)
         x[batch, :count], idx[batch, :count], weight[batch, :count] = new
         wanted[batch, :count] = mm.moe(*new, w, backend="portable")
-    found = faults.Faults(torch.device("cuda"))
+    found = status.DeviceStatus(torch.device("cuda"))
     count = torch.full((1,), most, dtype=torch.int32, device="cuda")
     held = x[0].clone(), idx[0].clone(), weight[0].clone()
 
     def call():
-        return staged.moe(*held, w, Options(), None, found.word, None, count)
+        return run(held, w, found, count)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -82,11 +92,11 @@ def test_dependent_launches_change_no_bit(recipe):
     """Each launch is placed while the one before it ends: a wait left out would show here."""
     w = experts(recipe, 16, 256, 512)
     inputs = tokens(96, 16, 4, 512)
-    word = faults.Faults(torch.device("cuda")).word
-    wanted = staged.moe(*inputs, w, Options(), None, word)
+    found = status.DeviceStatus(torch.device("cuda"))
+    wanted = run(inputs, w, found)
 
     def call():
-        return staged.moe(*inputs, w, Options(), None, word, pdl=True)
+        return run(inputs, w, found, overlaps=True)
 
     assert torch.equal(call(), wanted)
     graph = torch.cuda.CUDAGraph()

@@ -5,14 +5,16 @@ import torch
 import triton.language as tl
 
 import megamoe as mm
-from megamoe.engine.faults import NONE
+from megamoe.engine.status import NONE
 from megamoe.kernels.portable import grid
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
 from megamoe.kernels.portable.pack import can_pack
 from megamoe.kernels.portable.sort import Order, sort_slots
+from megamoe.planner import portable
 from megamoe.routing.permute import permute
+from tests.kernels.steps import combine_step, rows_step, sort_steps
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
@@ -99,7 +101,8 @@ def test_sorting_gives_the_maps_of_routing(num, experts, top_k, tile):
     for t in order[:-1]:
         t.fill_(-77)
     stats = torch.full((experts,), 5, dtype=torch.int64, device=DEVICE)
-    sort_slots(idx.int().to(DEVICE), order, stats)
+    steps = sort_steps(num * top_k, experts, tile)
+    sort_slots(idx.int().to(DEVICE), order, steps, stats)
     assert torch.equal(order.counts.cpu(), wanted.counts)
     assert torch.equal(stats.cpu() - 5, wanted.counts.long())
     for name in ("tile_idx_to_group_idx", "tile_idx_to_mn_limit", "num_non_exiting_tiles"):
@@ -120,7 +123,8 @@ def test_dispatch_masks_what_is_not_legal_and_keeps_the_first(id_dtype):
     found = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
     count = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     routing = Routing(idx, weight, out, out_w, found, count)
-    dispatch(None, None, None, PLAIN, routing=routing, num_experts=4)
+    step = rows_step(6, 1, PLAIN)
+    dispatch(None, None, None, PLAIN, routing=routing, num_experts=4, step=step)
     assert out.tolist() == [[0, 3], [-1, 2], [-1, 1], [1, -1], [2, -1], [-1, -1]]
     assert found.item() == 2 * 2 + 0
     assert out_w.isfinite().all()
@@ -134,7 +138,8 @@ def dispatched(x, name, idx, weight, num_valid):
     found = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
     routing = Routing(idx, weight, out, out_w, found, num_valid)
     g = torch.full((), 0.37, device=DEVICE) if name == "nvfp4" else None
-    dispatch(x, data, scale, CODES[name], g=g, routing=routing, num_experts=32)
+    step = rows_step(*x.shape, CODES[name])
+    dispatch(x, data, scale, CODES[name], g=g, routing=routing, num_experts=32, step=step)
     return data, scale, out, out_w, found
 
 
@@ -172,11 +177,12 @@ def test_packing_together_with_the_routing(name, id_dtype, shape, top_k, num_val
 @pytest.mark.parametrize("name", [*FORMATS, "combine"])
 def test_more_rows_than_one_axis_of_a_grid_holds(name, monkeypatch):
     monkeypatch.setattr(grid, "MOST", tl.constexpr(3))
+    monkeypatch.setattr(portable, "GRID_AXIS", 3)
     x = torch.randn(23, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     if name == "combine":
         rows, idx, weight = x[:22].view(11, 2, 96), torch.zeros(11, 2), torch.ones(11, 2)
         y = torch.full((11, 96), 7.0, dtype=torch.bfloat16)
-        combine(rows, None, idx.int(), weight, y, weighted=False)
+        combine(rows, None, idx.int(), weight, y, step=combine_step(11, 96), weighted=False)
         assert torch.equal(y, rows.float().sum(1).bfloat16())
     else:
         assert_same(quantize(x, name), mm.quantize(x, name))

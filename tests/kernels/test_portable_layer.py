@@ -4,16 +4,20 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import faults, staged
+from megamoe.engine import portable, status
+from megamoe.engine.call import Call
+from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
+from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import dispatch
-from megamoe.kernels.portable.hold import hold
 from megamoe.kernels.portable.sort import Order, sort_slots
+from megamoe.planner.launches import PortableGemm
+from megamoe.planner.portable import pick
 from megamoe.problem import RECIPES, Options
-from megamoe.schedule.heuristics.portable import Tile, tiles
+from tests.kernels.steps import combine_step, gemm_step, rows_step, sort_steps
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, experts, tokens, tolerance
 
 pytestmark = MARKS
@@ -30,6 +34,9 @@ def both(x, idx, weight, w, **options):
 OPTIONS = [
     {"clamp": 1.0},
     {"activation": "gpt_oss", "weight_at": "combine"},
+    {"activation": "situ"},
+    {"activation": "geglu"},
+    {"activation": "geglu_tanh", "clamp": 2.0},
     {"combine": "fp8", "weight_at": "combine"},
     {"combine": "fp8"},
 ]
@@ -105,9 +112,12 @@ def test_rows_behind_the_valid_ones_are_padding(recipe):
     x, idx, weight = tokens(T, E, K, H)
     wanted = mm.moe(x[:5], idx[:5], weight[:5], w, backend="portable")
     x[5:], idx[5:], weight[5:] = float("nan"), E + 7, float("inf")
-    found = faults.Faults(torch.device(DEVICE))
+    found = status.DeviceStatus(torch.device(DEVICE))
     count = torch.tensor([5], dtype=torch.int32, device=DEVICE)
-    y = staged.moe(x, idx, weight, w, Options(), None, found.word, None, count)
+    plan = plan_for(
+        w, Options(), Traits(), num_tokens=len(x), top_k=K, overrides=(("backend", "portable"),)
+    )
+    y = portable.run(Call(x, idx, weight, w, Options(), None, found, None, count), plan)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
     found.check(K)
 
@@ -124,20 +134,21 @@ def test_the_plain_grouped_gemm_and_the_atomic_finalise(recipe):
     w = experts(recipe, E, I, H)
     _, idx, weight = tokens(T, E, K, H, masked_ratio=0.2)
     how = launch.arithmetic(recipe)
-    tile = tiles(recipe, 1)[1]
+    tile = pick(recipe, 1)[1]
     order = Order.empty(idx.numel(), E, tile.block_m, torch.device(DEVICE))
-    sort_slots(idx.int(), order)
+    sort_slots(idx.int(), order, sort_steps(idx.numel(), E, tile.block_m))
+    step = gemm_step(tile, idx.numel(), E, H)
     live = int(order.num_non_exiting_tiles) * tile.block_m
     rows = order.permuted_idx_to_expanded_idx[:live].long().clamp(0, idx.numel() - 1)
     acts = torch.randn(T, I, generator=torch.Generator().manual_seed(1)).to(DEVICE).bfloat16()
     q = mm.quantize(acts, recipe_named(recipe).acts.name, **_globals(recipe))
-    held = launch.Held(*(None if t is None else t[rows // K] for t in hold(q, how)))
+    held = launch.Activations(*(None if t is None else t[rows // K] for t in decode_tokens(q, how)))
     out = torch.full((live, H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     ones = torch.ones(E, device=DEVICE) if recipe == "nvfp4" else None
-    launch.linear(held, w.w2, order, out, tile, how, x_global=ones)
+    launch.linear(held, w.w2, order, out, step, how, x_global=ones)
     total = torch.zeros(T, H, device=DEVICE)
     launch.linear(
-        held, w.w2, order, total, tile, how, top_k=K, store="atomic", topk_weights=weight,
+        held, w.w2, order, total, step, how, top_k=K, store="atomic", topk_weights=weight,
         weighted=True, x_global=ones,
     )  # fmt: skip
     w2, values = dequantize(w.w2), dequantize(q)
@@ -161,15 +172,16 @@ def test_the_raster_changes_no_bit(group_m):
     w = experts("w4a16", 3, I, H)
     x, idx, weight = tokens(T, 3, 2, H)
     how = launch.arithmetic("w4a16")
-    held = how.hold(T, H, torch.device(DEVICE))
-    dispatch(x, held.data, None, how.acts)
+    held = how.allocate(T, H, torch.device(DEVICE))
+    dispatch(x, held.data, None, how.acts, step=rows_step(T, H, how.acts))
     outs = []
-    for tile in (Tile(16, 64, 128, 4, 2, group_m), Tile(16, 64, 128, 4, 2, 1)):
+    for tile in (PortableGemm(16, 64, 128, 4, 2, group_m), PortableGemm(16, 64, 128, 4, 2, 1)):
         order = Order.empty(idx.numel(), 3, 16, torch.device(DEVICE))
-        sort_slots(idx.int(), order)
-        acts = how.hold(order.permuted_idx_to_expanded_idx.numel(), I, torch.device(DEVICE))
+        sort_slots(idx.int(), order, sort_steps(idx.numel(), 3, 16))
+        step = gemm_step(tile, idx.numel(), 3, I, is_ordered=True)
+        acts = how.allocate(order.permuted_idx_to_expanded_idx.numel(), I, torch.device(DEVICE))
         acts.data.zero_()
-        launch.gated(held, w.w13, order, weight, acts, tile, how, Options(), top_k=2)
+        launch.gated(held, w.w13, order, weight, acts, step, how, Options(), top_k=2)
         outs.append(acts.data)
     assert torch.equal(*outs) and outs[0].abs().max() > 0
 
@@ -177,20 +189,23 @@ def test_the_raster_changes_no_bit(group_m):
 def test_gather_equals_a_permuted_copy():
     w = experts("w8a8", E, I, H)
     x, idx, weight = tokens(T, E, K, H)
-    how, tile = launch.arithmetic("w8a8"), tiles("w8a8", 1)[0]
+    how, tile = launch.arithmetic("w8a8"), pick("w8a8", 1)[0]
     q = mm.quantize(x, "fp8_1x128")
     order = Order.empty(idx.numel(), E, tile.block_m, torch.device(DEVICE))
-    sort_slots(idx.int(), order)
+    sort_slots(idx.int(), order, sort_steps(idx.numel(), E, tile.block_m))
+    step = gemm_step(tile, idx.numel(), E, I)
     count = order.permuted_idx_to_expanded_idx.numel()
     rows = order.permuted_idx_to_expanded_idx.long().clamp(0, idx.numel() - 1) // K
     outs = []
     for gather in (True, False):
-        held = launch.Held(q.data, q.scale)
+        held = launch.Activations(q.data, q.scale)
         if not gather:
-            held = launch.Held(q.data.view(torch.uint8)[rows].view(q.data.dtype), q.scale[rows])
-        acts = how.hold(count, I, torch.device(DEVICE))
+            held = launch.Activations(
+                q.data.view(torch.uint8)[rows].view(q.data.dtype), q.scale[rows]
+            )
+        acts = how.allocate(count, I, torch.device(DEVICE))
         acts.data.view(torch.uint8).zero_()
-        launch.gated(held, w.w13, order, weight, acts, tile, how, Options(), top_k=K, gather=gather)
+        launch.gated(held, w.w13, order, weight, acts, step, how, Options(), top_k=K, gather=gather)
         outs.append(acts.data.view(torch.uint8))
     assert torch.equal(*outs)
 
@@ -227,7 +242,7 @@ def test_combine_is_the_references_bit_for_bit(weighted, is_fp8):
     if is_fp8:
         q = mm.quantize(rows, "fp8_combine")
         values, data, scale = dequantize(q), q.data.view(torch.uint8), q.scale
-    combine(data, scale, idx.int(), weight, y, weighted=weighted)
+    combine(data, scale, idx.int(), weight, y, step=combine_step(T, H), weighted=weighted)
     total = torch.zeros(T, H, device=DEVICE)
     for slot in range(K + 1):
         row = values[:, slot]

@@ -14,76 +14,65 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, fused, hopper, rooms
-from megamoe.engine.faults import NONE, Faults
+from megamoe.engine import backends, fused, hopper, symm_buffer
+from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.manner import Manner
-from megamoe.kernels.hopper import (
-    ahead,
-    combine,
-    crew,
-    deal,
-    decode,
-    draw,
-    edges,
+from megamoe.engine.planning import Ranks
+from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.hopper import dispatch, launch, permute, pipeline
+from megamoe.kernels.hopper.gemm import (
+    decode_per_tile,
+    decode_per_wave,
     epilogue,
-    images,
-    launch,
-    meet,
-    mega,
-    mega_launch,
-    notes,
-    place,
-    products,
-    ring,
-    route,
-    straight,
-    straight_epilogue,
-    straight_load,
-    stream,
-    swapped,
-    tickets,
-    waves,
+    plain,
+    swap_ab,
+    tile_scheduler,
 )
-from megamoe.kernels.hopper.pool import num_rows
+from megamoe.kernels.hopper.mega import combine, kernel, scheduler, state, sync
+from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.weights import decode, l2_policy
 from megamoe.kernels.portable import combine as portable_combine
-from megamoe.kernels.portable import dispatch, sort
+from megamoe.kernels.portable import dispatch as portable_dispatch
+from megamoe.kernels.portable import sort
+from megamoe.planner.hopper import num_rows, ring, weights_ahead
+from megamoe.planner.launches import Gemm, GemmSwapAb
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from megamoe.schedule.heuristics.hopper_fused import as_fused
-from megamoe.schedule.heuristics.hopper_tiles import Straight, Swapped
 from tests.emulator import device, policies
 from tests.emulator.device import Scheduled, rewrite, synchronize
 from tests.emulator.memory_model import Violation
 from tests.emulator.running import Emulated
 from tests.emulator.scheduler import Scheduler
+from tests.pretending import plan_of, pretend_h200
 
 CPU = torch.device("cpu")
-# What is mutated: every file with a hand-shake of a Gluon kernel.
+# What is mutated: every file that synchronises roles, CTAs or launches of a Gluon kernel.
 MODULES = (
-    ring, notes, stream, products, swapped, epilogue, decode, meet, edges, tickets, waves, crew,
-    mega, combine, straight, straight_load, straight_epilogue, draw, deal, images, ahead,
+    pipeline, l2_policy, swap_ab, epilogue, decode, sync, mega_dispatch, scheduler, state, kernel,
+    combine, plain, tile_scheduler, decode_per_tile, decode_per_wave,
 )  # fmt: skip
-_GLUON = {"mega": mega_launch.mega_kernel, "swapped": launch.swapped_kernel,
-          "straight": launch.straight_kernel}  # fmt: skip
-_AT = {"mega": (mega_launch, "mega_kernel"), "swapped": (launch, "swapped_kernel"),
-       "straight": (launch, "straight_kernel")}  # fmt: skip
+# Functions that give PTX that waits, and with what.
+TEXTS = tuple((pipeline, "wait_text", how) for how in (("gpu", "eq"), ("sys", "eq"), ("gpu", "ge")))
+_AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
+       "plain": (launch, "gemm_kernel")}  # fmt: skip
+_GLUON = {name: getattr(*at) for name, at in _AT.items()}
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
 _PLAIN = (
-    (route, "_pool_kernel"), (place, "_count_kernel"), (place, "_place_kernel"),
-    (sort, "_scan_kernel"), (deal, "_deal_kernel"), (portable_combine, "_combine_kernel"),
-    (dispatch, "_dispatch_kernel"),
+    (dispatch, "_pool_kernel"), (permute, "_count_kernel"), (permute, "_place_kernel"),
+    (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"),
+    (portable_combine, "_combine_kernel"), (portable_dispatch, "_dispatch_kernel"),
 )  # fmt: skip
 
 
 @functools.cache
 def kernels():
-    """The kernels under a scheduler, by name. No launch is young: windows hold all weights."""
+    """The kernels under a scheduler, by name. L2 is always warm: windows hold all weights."""
     made = {name: Scheduled(kernel, name) for name, kernel in _GLUON.items()}
     for module in device.MODULES.values():
-        if "EARLY" in module and module["__name__"].endswith(("swapped", "stream")):
-            module["EARLY"] = 0
+        if "L2_WARM_BYTES" in module:
+            module["L2_WARM_BYTES"] = 0
     return made
 
 
@@ -101,8 +90,7 @@ def installed(num_sms, gluon):
             patch.setattr(*_AT[name], kernel)
         for module, name in _PLAIN:
             patch.setattr(module, name, Emulated(getattr(module, name)))
-        for module in (launch, mega_launch):
-            patch.setattr(module, "num_sms", lambda device: num_sms)
+        pretend_h200(patch, num_sms)
         patch.setattr(backends, "resolve", _resolve)
         yield
 
@@ -117,8 +105,8 @@ class Recorder:
         self.name, self.kept = name, kept
 
     def __getitem__(self, grid):
-        def keep(*args, **constants):
-            self.kept.append((self.name, grid, args, constants))
+        def keep(**given):
+            self.kept.append((self.name, grid, given))
 
         return keep
 
@@ -141,8 +129,8 @@ class Case:
         self.name, self.launches, self.held = name, launches, list(held)
         self.is_early, self.is_strict = is_early, is_strict
         storages = {}
-        for _, _, args, constants in launches:
-            for storage in _storages((*args, *constants.values(), *held)):
+        for _, _, given in launches:
+            for storage in _storages((*given.values(), *held)):
                 storages[storage.data_ptr()] = storage
         self.before = {at: (s, _bytes(s)) for at, s in storages.items() if s.nbytes()}
         self.wanted = None
@@ -154,8 +142,7 @@ class Case:
     def _neighbours(self):
         """What launches before fill and launches after reuse, where launches overlap."""
         found = {}
-        for name, _, args, _ in self.launches:
-            given = dict(zip(_GLUON[name].arg_names, args, strict=False))
+        for name, _, given in self.launches:
             for each in OTHERS:
                 t = getattr(given.get(each), "base", given.get(each))
                 if isinstance(t, torch.Tensor) and t.is_contiguous():
@@ -166,10 +153,9 @@ class Case:
         known = kernels()
         if self.is_early:
             rewrite(self._neighbours(), "the launch before")
-        for name, grid, args, constants in self.launches:
+        for name, grid, given in self.launches:
             known[name].hold = self.held
-            constants = {**constants, "launch_pdl": self.is_early}
-            known[name][grid](*args, **constants)
+            known[name][grid](**{**given, "launch_pdl": self.is_early})
         if self.is_early:
             rewrite(self._neighbours(), "the launch after")
         synchronize()
@@ -195,8 +181,7 @@ class Case:
         """What a run without preemption leaves; none of it is poison."""
         self.wanted = None
         scheduler = self.run(policies.Calm())
-        name, _, args, _ = self.launches[-1]
-        given = dict(zip(_GLUON[name].arg_names, args, strict=False))
+        name, _, given = self.launches[-1]
         result = given["y" if name == "mega" else "out"]
         assert not self.is_strict or bool(result.isfinite().all()), "poison in the result"
         return scheduler
@@ -245,14 +230,16 @@ def tokens_of(num, experts, hidden, top_k=2, seed=0, **routing):
 
 def few_stages(tile, stages=3, window=0):
     """A tile whose ring goes round several times even here."""
-    if isinstance(tile, Straight):
-        return replace(tile, stages=min(tile.stages, stages))
-    return replace(tile, stages=stages, depth=1, window=window)
+    if isinstance(tile, Gemm):
+        return replace(tile, num_stages=min(tile.num_stages, stages))
+    return replace(tile, num_stages=stages, k_blocks=1, max_in_flight=window)
 
 
-def _fused_tile(w, slots, ranks=1, local=1, **how):
-    tile = fused.tile_for(w, slots, ranks=ranks, local=local)
-    return few_stages(as_fused(tile), **how)
+def few_stages_fused(step, **how):
+    """A fused launch with such a tile."""
+    tile = few_stages(step.config.tile, **how)
+    config = replace(step.config, tile=tile, weights_ahead=weights_ahead(tile))
+    return replace(step, config=config)
 
 
 @functools.cache
@@ -265,16 +252,18 @@ def fused_case(recipe="w8a8", num_sms=2, tokens=3, experts=2, pool_rows=None, wi
     inputs = tokens_of(tokens, experts, hidden, top_k)
     if has_bad_slot:
         inputs[1][-1, -1] = experts
-    found, stats = Faults(CPU), torch.zeros(experts, dtype=torch.int64)
+    status, stats = DeviceStatus(CPU), torch.zeros(experts, dtype=torch.int64)
     if poison is not None:
-        found.counters.view(-1)[poison[0]] = poison[1]
-    tile = _fused_tile(w, inputs[1].numel(), window=window, stages=stages)
-    tile = replace(tile, tokens=8)
+        status.counters.view(-1)[poison[0]] = poison[1]
+    rows, wave_rows = ring(num_rows(inputs[1].numel(), experts), pool_rows, 8)
     with installed(num_sms, {"mega": Recorder("mega", kept)}):
-        fused.moe(
-            *inputs, w, Options(), found.word, stats, tile=tile, found=found, absent=absent,
-            manner=Manner("fused", timeout_s=30.0, is_poisoned=True, pool_rows=pool_rows),
+        step = few_stages_fused(plan_of(inputs, w, mode="fused").mega, stages=stages, window=window)
+        config = replace(
+            step.config, tile=replace(step.config.tile, block_m=8), pool_rows=rows,
+            wave_rows=wave_rows,
         )  # fmt: skip
+        call = Call(*inputs, w, Options(), None, status, stats, None, 30.0, True)
+        fused.run(call, replace(step, config=config), absent=absent)
     return Case("fused", kept)
 
 
@@ -289,10 +278,9 @@ def local_case(recipe="w8a8", ranks=2, ctas=2, counts=(2, 1), experts=4, hidden=
         there = LocalRanks(w, ranks, timeout_s=30.0, debug_poison=True)
         there._top_k = 2
         there._make_rooms(max(counts))
-        with pytest.MonkeyPatch.context() as patch:
-            tile = fused.tile_for
-            patch.setattr(fused, "tile_for", lambda *a, **b: few_stages(tile(*a, **b)))
-            there(*(t.split(counts) for t in inputs))
+        found = there.plan(max(counts), 2)
+        there.plan = lambda *_: replace(found, mega=few_stages_fused(found.mega))
+        there(*(t.split(counts) for t in inputs))
     return Case("fused-ranks", kept, [room.tokens for room in there._rooms])
 
 
@@ -305,16 +293,21 @@ def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2
     w = weights_of(recipe, experts, hidden, intermediate)
     most, per_rank = max(map(max, calls)), experts // ranks
     parts = [w[r * per_rank : (r + 1) * per_rank] for r in range(ranks)]
-    where = rooms.layout(most, hidden, 2)
+    where = symm_buffer.layout(most, hidden, 2)
     inputs = [tokens_of(sum(counts), experts, hidden, seed=i) for i, counts in enumerate(calls)]
     given = [[t.split(counts) for t in one] for one, counts in zip(inputs, calls, strict=True)]
-    tile = _fused_tile(parts[0], ranks * most * 2, ranks=ranks)
+    with installed(ctas, {}):
+        of_ranks = Ranks(ranks, experts, max_tokens=most)
+        some = tokens_of(most, experts, hidden)
+        found = plan_of(some, parts[0], mode="fused", ranks=of_ranks)
+    assert found.num_passes == 1
+    step = few_stages_fused(found.mega)
     wanted = []
 
     def make():
         memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(ranks)]
-        there = [rooms.room_in(m, where) for m in memory]
-        found = [Faults(CPU) for _ in range(ranks)]
+        there = [symm_buffer.symm_buffer_in(m, where) for m in memory]
+        status = [DeviceStatus(CPU) for _ in range(ranks)]
         results = [[] for _ in range(ranks)]
         kernels()["mega"].hold = memory
 
@@ -325,16 +318,15 @@ def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2
             for number, one in enumerate(given):
                 there[rank].put(*(t[rank] for t in one))
                 y = fused.over(
-                    there[rank], most, parts[rank], Options(), world, found[rank].word, stats,
-                    tile=tile, found=found[rank],
-                    manner=Manner("fused", timeout_s=30.0, is_poisoned=True),
+                    there[rank], most, parts[rank], Options(), world, stats, step=step,
+                    status=status[rank], timeout_s=30.0, is_poisoned=True,
                 )  # fmt: skip
                 results[rank].append(y[: calls[number][rank]])
 
         def check():
             for rank in range(ranks):
                 if rank != absent:
-                    found[rank].check(2)
+                    status[rank].check(2)
                 assert not there[rank].counters.any(), "counters are not zero"
             got = [torch.cat(each) for each in zip(*results, strict=True)]
             if not wanted:
@@ -350,6 +342,13 @@ def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2
     return Live("fused-apart", make, ctas, is_strict=absent is None)
 
 
+def staged_plan(inputs, w, tile):
+    """The plan of a staged call with that tile, whose launches do not overlap."""
+    found = plan_of(inputs, w, mode="staged", tile=tile, overlap_launches=False)
+    assert not found.overlaps
+    return found
+
+
 @functools.cache
 def staged_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate=256, stages=3,
                 has_bias=False, is_early=True):  # fmt: skip
@@ -359,28 +358,22 @@ def staged_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate
     slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))]
     x, _, gates = tokens_of(len(slots), len(counts), hidden, 1)
-    word = torch.full((1,), NONE, dtype=torch.int32)
-    both = {name: Recorder(name, kept) for name in ("swapped", "straight")}
+    inputs = x, slots.view(-1, 1), gates
+    both = {name: Recorder(name, kept) for name in ("swap_ab", "plain")}
     with installed(num_sms, both):
-        hopper.moe(
-            x, slots.view(-1, 1), gates, w, Options(), None, word, tile=few_stages(tile, stages)
-        )
+        plan = staged_plan(inputs, w, few_stages(tile, stages))
+        hopper.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
     return Case("staged", kept, is_early=is_early)
 
 
-def ring_rows(tokens, experts, part, top_k=2):
-    """Rows of a pool that is a ring of a part of all rows."""
-    return num_rows(tokens * top_k, experts) // part
-
-
-SLAB = Swapped(tokens=8, slabs=1, depth=1, stages=3)
-WIDE = Swapped(tokens=64, slabs=2, depth=1, stages=3)  # rows turn in shared memory
-NARROW = Swapped(tokens=8, slabs=2, depth=1, stages=3)
-PLAIN = Straight(3)
-DEALT = Straight(3, is_dealt=True)
-DRAWN = Straight(3, is_drawn=True)
-IN_STAGE = Straight(2, 2, 8, 216, 56, 24)
-AHEAD = Straight(2, 2, 24, 216, 56, 24, ahead=4)
+SLAB = GemmSwapAb(block_m=8, slabs=1, k_blocks=1, num_stages=3)
+WIDE = GemmSwapAb(block_m=64, slabs=2, k_blocks=1, num_stages=3)  # rows turn in shared memory
+NARROW = GemmSwapAb(block_m=8, slabs=2, k_blocks=1, num_stages=3)
+PLAIN = Gemm(3)
+STATIC = Gemm(3, schedule="static")
+DYNAMIC = Gemm(3, schedule="dynamic")
+PER_TILE = Gemm(2, 2, 8, 216, 56, 24)
+PER_WAVE = Gemm(2, 2, 24, 216, 56, 24, decode_ahead=4)
 
 # -- mutants that change nothing -------------------------------------------------------------------
 

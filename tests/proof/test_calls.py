@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import megamoe as mm
 from megamoe.errors import MegaMoETimeout, RangeError
-from megamoe.kernels.hopper import meet
+from megamoe.kernels.hopper.mega import sync
 from megamoe.routing.permute import expert_counts
 from tests.emulator import policies
 from tests.emulator.scheduler import Scheduler
@@ -96,7 +96,7 @@ class Calls(RuleBasedStateMachine):
     @rule(seed=SEEDS)
     def call_that_times_out(self, seed):
         self.is_broken = True  # orders mean nothing from here on
-        self.layer._faults.counters.view(-1)[meet.DONE.value] = -5
+        self.layer._status.counters.view(-1)[sync.DONE.value] = -5
         self._run(targets.tokens_of(3, EXPERTS, HIDDEN, TOP_K, seed=seed), seed)
         for _ in range(2):
             with pytest.raises(MegaMoETimeout, match="the end of all ranks"):

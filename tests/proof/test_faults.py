@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper import meet
+from megamoe.kernels.hopper.mega import sync
 from tests.emulator import policies
 from tests.emulator.exploring import attempt
 from tests.kernels.support import INTERPRETED
@@ -18,8 +18,7 @@ WILD = "no allocation holds"
 
 
 def given(case):
-    names = targets._GLUON["mega"].arg_names
-    return dict(zip(names, case.launches[0][2], strict=False))
+    return case.launches[0][2]
 
 
 def outcomes(case, seeds, hurry=None):
@@ -46,16 +45,16 @@ def outcomes(case, seeds, hurry=None):
 
 def test_a_rank_that_never_says_it_is_done_is_reported_in_every_interleaving():
     case = targets.fused_case(absent=0)
-    assert set(outcomes(case, range(16))) == {meet.WAIT_DONE.value}
+    assert set(outcomes(case, range(16))) == {sync.WAIT_DONE.value}
 
 
 # Who reports a poisoned counter first. EXIT's goes unnoticed: nobody clears, and the next call's
 # counts are wrong.
 WAITS = {
-    "POOL": {meet.WAIT_POOL.value},
-    "TICKET": {meet.WAIT_TICKETS.value},
-    "READY": {meet.WAIT_READY.value, meet.WAIT_DONE.value},
-    "DONE": {meet.WAIT_DONE.value},
+    "POOL": {sync.WAIT_POOL.value},
+    "TICKET": {sync.WAIT_TICKETS.value},
+    "L1_DONE": {sync.WAIT_L1.value, sync.WAIT_DONE.value},
+    "DONE": {sync.WAIT_DONE.value},
     "EXIT": {0},
 }
 
@@ -63,7 +62,7 @@ WAITS = {
 @pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
 @pytest.mark.parametrize("word", WAITS)
 def test_a_poisoned_counter_is_reported_by_who_waits_for_it(word, value):
-    case = targets.fused_case(poison=(getattr(meet, word).value, value))
+    case = targets.fused_case(poison=(getattr(sync, word).value, value))
     assert set(outcomes(case, range(6))) <= WAITS[word]
     if word == "EXIT":  # the result is right all the same
         y = given(case)["y"].clone()

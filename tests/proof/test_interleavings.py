@@ -8,10 +8,8 @@ where MEGAMOE_PROOF_TRACES names a folder, that story is kept there for ui.perfe
 import os
 
 import pytest
-import torch
 
 import megamoe as mm
-from megamoe.engine.faults import NONE
 from tests.emulator import policies
 from tests.emulator.exploring import explore
 from tests.emulator.scheduler import Scheduler
@@ -26,11 +24,11 @@ PER_TEST = 100
 # 2 000 of the fused launch over two ranks of two CTAs; 500 and more of each kernel besides.
 NUM = {
     "fused-ranks": 2000, "fused": 200, "fused-idle": 100, "fused-fp4": 150, "fused-bf16": 150,
-    "fused-four": 50, "fused-apart": 200, "fused-ring": 100, "swapped": 100, "swapped-fp4": 100,
-    "swapped-wide": 100,
-    "swapped-bf16": 100, "swapped-deep": 100, "straight": 100, "straight-dealt": 100,
-    "straight-drawn": 150, "straight-idle": 100, "straight-fp4": 100, "straight-ahead": 50,
-    "straight-tail": 100,
+    "fused-four": 50, "fused-apart": 200, "fused-ring": 100, "swap-ab": 100, "swap-ab-fp4": 100,
+    "swap-ab-wide": 100,
+    "swap-ab-bf16": 100, "swap-ab-deep": 100, "plain": 100, "plain-static": 100,
+    "plain-dynamic": 150, "plain-idle": 100, "plain-fp4": 100, "plain-per-wave": 50,
+    "plain-tail": 100,
 }  # fmt: skip
 
 
@@ -65,19 +63,20 @@ def test_a_seed_gives_the_same_run_again():
     ("recipe", "tile"),
     [
         ("w8a8", targets.NARROW), ("w4a8_block", targets.NARROW), ("bf16", targets.NARROW),
-        ("w8a8", targets.DRAWN), ("w4a8_block", targets.IN_STAGE),
+        ("w8a8", targets.DYNAMIC), ("w4a8_block", targets.PER_TILE),
     ],
 )  # fmt: skip
 def test_what_is_scheduled_is_the_layer(recipe, tile):
     """Against the reference: what the cases compare their runs with is right."""
     w = targets.weights_of(recipe, 2, 256, 256)
     inputs = targets.tokens_of(5, 2, 256)
-    word = torch.full((1,), NONE, dtype=torch.int32)
     found = []
 
     def host():
+        plan = targets.staged_plan(inputs, w, tile)
+        status = targets.DeviceStatus(targets.CPU)
         found.append(
-            targets.hopper.moe(*inputs, w, targets.Options(), None, word, tile=tile, pdl=False)
+            targets.hopper.run(targets.Call(*inputs, w, targets.Options(), None, status), plan)
         )
 
     with targets.installed(2, targets.kernels()):
@@ -89,8 +88,7 @@ def test_what_is_scheduled_is_the_layer(recipe, tile):
 def test_a_fused_case_is_the_layer():
     case = targets.fused_case()
     case.learn()
-    names = targets._GLUON["mega"].arg_names
-    given = dict(zip(names, case.launches[0][2], strict=False))
+    given = case.launches[0][2]
     w = targets.weights_of("w8a8", 2, 256, 256)
     wanted = mm.moe(*targets.tokens_of(3, 2, 256), w, backend="reference")
     assert error(given["y"], wanted) <= tolerance("w8a8")

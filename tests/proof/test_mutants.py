@@ -17,7 +17,7 @@ from tests.proof import campaign, targets
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
-MODULES = [module.__name__.rpartition(".")[2] for module in targets.MODULES]
+MODULES = [mutate.short_name(module.__name__) for module in targets.MODULES]
 FROM = int(os.environ.get("MEGAMOE_INTERLEAVINGS_FROM", "0"))
 
 

@@ -6,6 +6,8 @@ one step out, so that a test can show that the step matters.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 f32, f64 = np.float32, np.float64
@@ -139,7 +141,17 @@ def _expert(x, weight, w13, w2, recipe, activation, clamp, b13, b2, weight_at, c
         gate, up = bf16(gate), bf16(up)
     if without not in ("clamp", "clamp_after_rounding"):
         gate, up = np.minimum(gate, f32(clamp)), np.clip(up, f32(-clamp), f32(clamp))
-    if activation == "swiglu":
+    wide = gate.astype(f64)
+    if activation == "situ":
+        soft = 4 * np.tanh(wide / 4) / (1 + np.exp(-wide))
+        acts = soft.astype(f32) * (25 * np.tanh(up.astype(f64) / 25)).astype(f32)
+    elif activation == "geglu":
+        phi = np.array([0.5 * (1 + math.erf(v / math.sqrt(2))) for v in wide.ravel()])
+        acts = (wide * phi.reshape(wide.shape)).astype(f32) * up
+    elif activation == "geglu_tanh":
+        inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
+        acts = (wide * 0.5 * (1 + np.tanh(inner))).astype(f32) * up
+    elif activation == "swiglu":
         acts = (gate.astype(f64) / (1 + np.exp(-gate.astype(f64)))).astype(f32) * up
     else:
         swish = (gate.astype(f64) / (1 + np.exp(-1.702 * gate.astype(f64)))).astype(f32)

@@ -40,6 +40,9 @@ OPTIONS = [
     {},
     {"clamp": 0.7},
     {"activation": "gpt_oss", "bias": True},
+    {"activation": "situ"},
+    {"activation": "geglu", "clamp": 3.0},
+    {"activation": "geglu_tanh", "bias": True},
     {"weight_at": "combine", "combine": "fp8", "clamp": 10.0},
     {"combine": "fp8", "gate_up": "interleaved", "bias": True},
 ]

@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megamoe.errors import MegaMoEError
-from megamoe.routing.permute import expert_counts, max_tiles, permute
+from megamoe.routing.permute import expert_counts, permute
 from megamoe.routing.samplers import SKEWS, sample_routing
+from megamoe.routing.spec import max_tiles
 
 
 def test_a_worked_example():

@@ -3,9 +3,9 @@
 import heapq
 from random import Random
 
+from megamoe.layout import stamps as of
 from megamoe.problem import Problem
-from megamoe.schedule.sample import sample_counts
-from megamoe.trace import stamps as of
+from megamoe.simulator.sample import sample_counts
 from megamoe.trace.stamps import Recording, events_of
 
 NEAR_WRAP = 2**32 - 40_000  # ns: the clock's low word wraps 40 us into the launch
@@ -13,7 +13,9 @@ NEAR_WRAP = 2**32 - 40_000  # ns: the clock's low word wraps 40 us into the laun
 
 def buffer(num_ctas, events):
     """The stamp buffer, int32 as the GPU leaves it: [CTAs][4][128][4]."""
-    found = [[[[0] * 4 for _ in range(of.MOST)] for _ in range(4)] for _ in range(num_ctas)]
+    found = [
+        [[[0] * 4 for _ in range(of.EVENTS)] for _ in range(of.ROLES)] for _ in range(num_ctas)
+    ]
     used = {}
     for cta, role, kind, ticket, begin, end in events:
         n = used[cta, role] = used.get((cta, role), -1) + 1

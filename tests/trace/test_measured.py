@@ -2,18 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
 from megamoe.errors import FileError, RangeError
-from megamoe.problem import Problem
-from megamoe.schedule.timeline import Span, Timeline
-from megamoe.trace import measured, stamps
-from megamoe.trace.beside import MOST_OVERHEAD, Pair, timelines_json
-from megamoe.trace.measured import figures, timeline
-from megamoe.trace.perfetto import perfetto
-from megamoe.trace.stamps import (
+from megamoe.layout import stamps as numbers
+from megamoe.layout.stamps import (
     COMBINE,
     FILL,
     FIRST,
@@ -25,9 +21,14 @@ from megamoe.trace.stamps import (
     ROUTE,
     SECOND,
     WAIT,
-    Recording,
-    events_of,
 )
+from megamoe.problem import Problem
+from megamoe.simulator.timeline import Span, Timeline
+from megamoe.trace import measured, stamps
+from megamoe.trace.beside import MAX_OVERHEAD, Pair, timelines_json
+from megamoe.trace.measured import figures, timeline
+from megamoe.trace.perfetto import perfetto
+from megamoe.trace.stamps import Recording, events_of
 from tests.trace.support import NEAR_WRAP, buffer, launch
 
 US = 1000
@@ -51,13 +52,14 @@ def small(events, num_ctas=2, rows=(10, 3), block_m=8, ranks=1, **more):
 
 
 def test_the_numbers_are_those_of_the_kernel():
-    kernel = pytest.importorskip("megamoe.kernels.hopper.stamps")
+    kernel = pytest.importorskip("megamoe.kernels.hopper.mega.events")
     for name in (
         "MATH", "LOAD_WEIGHTS", "LOAD_TOKENS", "PUBLISH", "ROUTE", "FILL", "FIRST", "SECOND",
         "MEET", "COMBINE", "WAIT",
     ):  # fmt: skip
-        assert getattr(stamps, name) == getattr(kernel, name).value, name
-    assert kernel.EVENTS.value == stamps.MOST and kernel.ROLES.value == 4
+        renamed = {"FIRST": "L1", "SECOND": "L2", "MEET": "END"}
+        assert getattr(numbers, name) == getattr(kernel, renamed.get(name, name)).value, name
+    assert (kernel.EVENTS.value, kernel.ROLES.value) == (numbers.EVENTS, numbers.ROLES)
 
 
 def test_tickets_become_blocks(found):
@@ -252,11 +254,11 @@ def test_arrays_and_tensors_are_read_alike():
 
 def test_both_stand_on_one_clock_and_one_page(found):
     pair = Pair.of(found)
-    launch_us = pair.prediction.plan.hardware.launch_us.value
+    launch_us = pair.prediction.schedule.hardware.launch_us.value
     assert pair.simulated.total_us == pytest.approx(pair.prediction.time_us - launch_us)
     assert pair.prediction.counts == found.counts
-    how = pair.prediction.plan
-    assert (how.tiles.block_m, how.tiles.block_n, how.num_sms) == (8, 256, 132)
+    how = pair.prediction.schedule
+    assert (how.experts.block_m, how.experts.l1.block_n, how.num_sms) == (8, 256, 132)
     blocks = [sum(s.role == "math" for s in line.spans) for line in (pair.measured, pair.simulated)]
     assert blocks[0] == blocks[1], "the same tiles"
     text = pair.page()
@@ -270,10 +272,24 @@ def test_both_stand_on_one_clock_and_one_page(found):
     assert "@@" not in text and len(text) < 200_000
 
 
+def test_the_simulated_launch_is_the_recordings_own():
+    """Its tile, CTAs and stages, whatever a plan would choose for the call today."""
+    odd = replace(launch(num_ctas=100, block_m=16), num_stages=3)
+    how = Pair.of(odd).prediction.schedule
+    assert (how.num_sms, how.experts.block_m, how.study) == (100, 16, "")
+    full = Pair.of(replace(odd, num_stages=0)).prediction.schedule
+    assert 3 * full.experts.l1.ring_bytes > 5 * how.experts.l1.ring_bytes
+    again = Recording.from_json(odd.to_json())
+    assert again == odd
+    old = json.loads(odd.to_json())
+    del old["num_stages"]
+    assert Recording.from_json(json.dumps(old)) == replace(odd, num_stages=0)
+
+
 def test_the_summary_has_every_figure(found):
     pair = Pair.of(found)
     rows = {row.name: row for row in pair.rows}
-    assert rows["call"].measured == 100.0 and rows["stamping"].measured < MOST_OVERHEAD
+    assert rows["call"].measured == 100.0 and rows["stamping"].measured < MAX_OVERHEAD
     assert rows["call"].difference.startswith("-") and rows["pool ready"].difference == "-"
     assert rows["loads, any SM"].measured > 0.9 > rows["loads, an SM"].measured > 0.8
     text = pair.text()

@@ -10,10 +10,12 @@ from array import array
 import pytest
 
 from megamoe.errors import RangeError
+from megamoe.planner.plan import plan
 from megamoe.problem import Problem
-from megamoe.schedule.plan import plan
-from megamoe.schedule.simulate import simulate
-from megamoe.schedule.timeline import ROLES, WAITS, Span, Timeline
+from megamoe.simulator.simulate import simulate
+from megamoe.simulator.timeline import ROLES, WAITS, Span, Timeline
+from megamoe.studies.deep_gemm.plan import plan as study_plan
+from megamoe.studies.deep_gemm.schedule import schedule_of
 from megamoe.trace import html
 from megamoe.trace.html import page
 from megamoe.trace.kinds import KINDS, LANE_KINDS, SM_KINDS, kind_of
@@ -31,7 +33,7 @@ def found():
 @pytest.fixture(scope="module")
 def large():
     """EP8 prefill: the page with the size bar."""
-    return simulate(plan(Problem(8192, 7168, 3072, 384, 6, 8, "w4a8"), "h200"))
+    return simulate(plan(Problem(8192, 7168, 3072, 384, 6, 8, "w4a8_block"), "h200"))
 
 
 def test_every_span_becomes_one_complete_event(found):
@@ -98,14 +100,28 @@ def test_the_page_is_alone_in_the_world(found):
     assert text.startswith("<!doctype html>") and text.count("<script") == text.count("</script>")
 
 
-def test_the_page_explains_itself(found):
+def test_the_page_explains_what_it_shows_and_nothing_else(found):
+    assert found.timeline.num_waves == 1
     text = prediction_page(found, "a call")
-    for words in (
-        "What a wave is, and why L1 comes first", "Where communication hides",
-        "predicted time", "floor", "exposed communication", "tensor / memory / links",
-    ):  # fmt: skip
-        assert words in text
-    assert all(kind.about in text for kind in KINDS.values())
+    assert "Where communication shows" in text and "thin bands" in text
+    assert "What a wave is" not in text
+    alone = simulate(plan(Problem(8, 2048, 1024, 32, 4, 1, "w4a8"), "h200"))
+    text = prediction_page(alone, "a call")
+    assert "communication shows" not in text and "thin bands" not in text
+    ring = plan(Problem(64, 2048, 1024, 32, 4, 1, "w4a8"), "h200", pool_rows=200)
+    assert "What a wave is" in prediction_page(simulate(ring), "a call")
+
+
+def test_a_study_says_so_in_every_picture(found):
+    other = simulate(schedule_of(study_plan(found.schedule.problem, "h200")))
+    says = "study: not a launch of this library (deep_gemm)"
+    assert f'<p class="badge">{says}</p>' in prediction_page(other, "a call")
+    assert 'class="badge"' not in prediction_page(found, "a call")
+    assert gantt(other.timeline).startswith(says) and says not in gantt(found.timeline)
+    trace = json.loads(perfetto(other.timeline))
+    assert trace["otherData"]["study"] == says
+    assert "study" not in json.loads(perfetto(found.timeline))["otherData"]
+    assert says in exposed_plot([Bar.of(other)], "a call", other.timeline.study)
 
 
 def test_the_page_of_eight_ranks_is_small(large):

@@ -14,34 +14,41 @@ from pathlib import Path
 from typing import NoReturn
 
 from megamoe.compat.deep_gemm import mega, testing, utils
-from megamoe.compat.deep_gemm.mega import (
-    SymmBuffer,
-    bf16_mega_moe,
-    fp8_fp4_mega_moe,
-    get_symm_buffer_for_mega_moe,
-    mega_moe_pre_dispatch,
-    transform_weights_for_mega_moe,
+from megamoe.compat.deep_gemm.machine import (
+    get_num_sms,
+    get_pdl,
+    get_tc_util,
+    set_block_size_multiple_of,
+    set_ignore_compile_dims,
+    set_num_sms,
+    set_pdl,
+    set_tc_util,
 )
+from megamoe.compat.deep_gemm.mega import *  # noqa: F403
+from megamoe.compat.deep_gemm.mega import __all__ as _mega
 from megamoe.compat.deep_gemm.utils import *  # noqa: F403  (upstream has them at both places)
 from megamoe.compat.deep_gemm.utils import __all__ as _utils
 from megamoe.compat.deep_gemm.utils.layout import transform_sf_into_required_layout
 
 __all__ = [
     *_utils,
-    "SymmBuffer",
-    "bf16_mega_moe",
-    "fp8_fp4_mega_moe",
-    "get_symm_buffer_for_mega_moe",
+    *_mega,
+    "get_num_sms",
+    "get_pdl",
+    "get_tc_util",
     "install",
     "mega",
-    "mega_moe_pre_dispatch",
+    "set_block_size_multiple_of",
+    "set_ignore_compile_dims",
+    "set_num_sms",
+    "set_pdl",
+    "set_tc_util",
     "testing",
     "transform_sf_into_required_layout",
-    "transform_weights_for_mega_moe",
     "utils",
 ]
 
-__version__ = "2.6.1"  # the release whose MegaMoE interface this is
+__version__ = "2.6.1"  # DeepGEMM's; the interface is a superset of it and of its fork's 0.2.5
 
 
 def install() -> None:

@@ -1,8 +1,7 @@
-"""Launchers of the Hopper kernels. Tiles come from the caller; nothing is chosen here."""
+"""Launchers of the Hopper GEMMs. Configurations come from the plan; nothing is chosen here."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,18 +12,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.device.numbers import Kind
-from megamoe.kernels.hopper.deal import HALF, Hand, Width
-from megamoe.kernels.hopper.decode import PAIR_WORDS
-from megamoe.kernels.hopper.operands import WEIGHTS
-from megamoe.kernels.hopper.pack import WIDTH, Packed
-from megamoe.kernels.hopper.pool import Pool, max_tiles, num_rows
-from megamoe.kernels.hopper.straight import straight_kernel
-from megamoe.kernels.hopper.swapped import swapped_kernel
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.hopper.gemm.plain import gemm_kernel
+from megamoe.kernels.hopper.gemm.swap_ab import gemm_swap_ab_kernel
+from megamoe.kernels.hopper.gemm.tile_scheduler import HALF, LinearTiles, WorkItems
+from megamoe.kernels.hopper.pool import Pool
+from megamoe.kernels.hopper.weights.decode import PAIR_WORDS
+from megamoe.kernels.hopper.weights.operands import WEIGHTS
+from megamoe.kernels.hopper.weights.pack import WIDTH, Packed
 from megamoe.kernels.portable.acts import CODES, PLAIN, SCALED, VALUES
 from megamoe.layout.regions import align_up
+from megamoe.planner.hopper import max_tiles, num_rows
+from megamoe.planner.launches import Gemm, GemmSwapAb, Launch
+from megamoe.planner.numerics import numerics
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.hopper_tiles import Straight, Swapped, Tile
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,14 +44,13 @@ class Arithmetic:
 
 
 def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
-    """FP8 where scales are per 128 and the weights fit E4M3; BF16, exact too, elsewhere."""
-    acts = recipe_named(recipe).acts.name
-    if recipe == "w8a8" or (recipe == "w4a8_block" and fits_e4m3):
-        return Arithmetic(CODES[acts], torch.float8_e4m3fn, True, recipe != "w8a8")
-    if recipe == "w4a8_block":
-        return Arithmetic(SCALED[acts], torch.bfloat16, True, False)
-    kind = PLAIN if acts == "bf16" else VALUES[acts]
-    return Arithmetic(kind, torch.bfloat16, False, False)
+    """The row of `planner.numerics` as the kernels take it."""
+    row, how = recipe_named(recipe), numerics("hopper", recipe, fits_e4m3=fits_e4m3)
+    kinds = {"codes": CODES, "scaled": SCALED, "values": VALUES}
+    kind = PLAIN if how.acts == "plain" else kinds[how.acts][row.acts.name]
+    is_fp8 = how.mma == "fp8"
+    dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+    return Arithmetic(kind, dtype, how.promotion > 0, is_fp8 and row.weights.element.bits == 4)
 
 
 def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
@@ -77,33 +77,37 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     )  # fmt: skip
 
 
-def hand(pool: Pool, weights: Sequence[Packed], tile: Tile) -> Hand | None:
+def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems | None:
     """Room for the items of one or two linears with these weights, where the tile asks for them."""
-    if not isinstance(tile, Straight) or not tile.is_in_waves:
+    tile = step.config
+    if not isinstance(tile, Gemm) or not tile.has_items:
         return None
-    widths = [Width(-(-w.num_rows // 256), w.data.shape[1]) for w in weights]
-    ctas, most = num_sms(pool.tiles.device), len(pool.tiles)
-    return Hand.empty(pool.tiles, widths, ctas, tile.span, most, is_drawn=tile.is_drawn)
+    linears = [LinearTiles(-(-w.num_rows // 256), w.data.shape[1]) for w in weights]
+    is_dynamic = tile.schedule == "dynamic"
+    most = len(pool.tiles)
+    return WorkItems.empty(
+        pool.tiles, linears, step.num_ctas, tile.group_m, most, is_dynamic=is_dynamic
+    )
 
 
-def gated(x: Pool, w: Packed, out: Pool, tile: Tile, how: Arithmetic, options: Options,
+def gated(x: Pool, w: Packed, out: Pool, step: Launch, how: Arithmetic, options: Options,
           *, items: Tensor | None = None, bias: Tensor | None = None,
           acts_factor: Tensor | None = None, error: Tensor | None = None,
           use_pdl: bool = False) -> None:  # fmt: skip
     """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate].
 
-    items  its own of the `hand` that was dealt
+    items  its own of the work items (`tile_scheduler`)
     error  is set to -1 by a wait that is given up, where CTAs wait for each other
     """
     width = out.data.shape[1]
     _run(
-        x, w, out.data, out.scale, tile, how, width, width, float(options.limit), bias,
-        acts_factor, waits={"items": items, "error": error}, ACTS=how.acts,
+        x, w, step, how, bias, acts_factor, items, error, out=out.data, out_scale=out.scale,
+        num_outputs=width, out_width=width, clamp=float(options.limit), ACTS=how.acts,
         ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
-def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options: Options,
+def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
            *, after: Packed | None = None, items: Tensor | None = None,
            bias: Tensor | None = None, acts_factor: Tensor | None = None,
            error: Tensor | None = None, use_pdl: bool = False) -> None:  # fmt: skip
@@ -113,75 +117,67 @@ def linear(x: Pool, w: Packed, out: Tensor, tile: Tile, how: Arithmetic, options
 
     after  weights of the L1 that was launched before it
     """
-    awaited = 0 if after is None else -(-after.num_rows // 256)
     _run(
-        x, w, out, out, tile, how, w.num_outputs, w.num_outputs, 0.0, bias, acts_factor,
-        waits={"items": items, "error": error, "awaited": awaited}, ACTS=PLAIN,
+        x, w, step, how, bias, acts_factor, items, error,
+        0 if after is None else -(-after.num_rows // 256), out=out, out_scale=out,
+        num_outputs=w.num_outputs, out_width=w.num_outputs, clamp=0.0, ACTS=PLAIN,
         ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
-def _run(x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Tile, *rest: Any,
-         waits: dict[str, Any], **constants: Any) -> None:  # fmt: skip
-    """The launch that the tile asks for; only `straight` has items and waits between CTAs."""
-    if isinstance(tile, Straight):
-        _straight(x, w, out, out_scale, tile, *rest, **waits, **constants)
+def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
+         acts_factor: Tensor | None, items: Tensor | None, error: Tensor | None,
+         l1_n_tiles: int = 0, **rest: Any) -> None:  # fmt: skip
+    """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
+    unused = x.num_tiles
+    factor_rows, factor_cols = factor_shape(w)
+    rest |= {
+        "factor": or_unused(w.factor, unused), "bias": or_unused(bias, unused),
+        "row_weight": x.weight, "row_dest": x.dest, "tiles": x.tiles, "num_tiles": x.num_tiles,
+        "pool_rows": x.data.shape[0], "factor_rows": factor_rows, "factor_cols": factor_cols,
+        "num_bias": w.num_outputs, "GATED": w.is_gated, "HAS_BIAS": bias is not None,
+    }  # fmt: skip
+    if isinstance(step.config, Gemm):
+        rest |= {
+            "items": or_unused(items, unused), "error": or_unused(error, unused),
+            "l1_n_tiles": l1_n_tiles,
+        }  # fmt: skip
+        assert (items is not None) == step.config.has_items
+        _gemm(x, w, step, step.config, rest)
     else:
-        _swapped(x, w, out, out_scale, tile, *rest, **constants)
+        assert isinstance(step.config, GemmSwapAb)
+        rest |= {"acts_factor": or_unused(acts_factor, unused), "row_factor": x.factor}
+        _gemm_swap_ab(x, w, step, step.config, how, rest)
 
 
-def _swapped(
-    x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Swapped, how: Arithmetic,
-    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
-    acts_factor: Tensor | None, **constants: Any,
-) -> None:  # fmt: skip
-    rows, width = x.data.shape
-    data, scale = weight_descriptors(w, tile.depth, tile.rows)
-    some = x.num_tiles
-    swapped_kernel[(num_sms(x.data.device),)](
-        data, scale, token_descriptor(x.data, tile.tokens),
-        scale_descriptor(x.scale, tile.tokens) if how.is_promoted else data,
-        or_some(w.factor, some), or_some(bias, some), or_some(acts_factor, some), x.factor,
-        x.weight, x.dest, out, out_scale, x.tiles, x.num_tiles, rows,
-        width // 128 // tile.depth, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
-        WEIGHTS=WEIGHTS[w.kind], GATED=w.is_gated, PROMOTED=how.is_promoted, FACTOR=w.factor_is,
-        HAS_BIAS=bias is not None, TOKENS=tile.tokens, IS_STREAM=tile.is_stream, SLABS=tile.slabs,
-        DEPTH=tile.depth, STAGES=tile.stages, SPAN=tile.span, MATH_REGS=tile.math_regs,
-        LOAD_REGS=tile.load_regs, num_warps=4, **constants,
+def _gemm_swap_ab(x: Pool, w: Packed, step: Launch, tile: GemmSwapAb, how: Arithmetic,
+                  rest: dict[str, Any]) -> None:  # fmt: skip
+    data, scale = weight_descriptors(w, tile.k_blocks, tile.block_n)
+    gemm_swap_ab_kernel[step.grid](
+        w=data, w_scale=scale, x=token_descriptor(x.data, tile.block_m),
+        x_scale=scale_descriptor(x.scale, tile.block_m) if how.is_promoted else data,
+        steps=x.data.shape[1] // tile.block_k, WEIGHTS=WEIGHTS[w.kind], PROMOTED=how.is_promoted,
+        FACTOR=w.factor_is, **rest, **tile.constants(),
     )  # fmt: skip
 
 
-def _straight(
-    x: Pool, w: Packed, out: Tensor, out_scale: Tensor, tile: Straight, how: Arithmetic,
-    num_outputs: int, out_width: int, clamp: float, bias: Tensor | None,
-    acts_factor: Tensor | None, *, items: Tensor | None, error: Tensor | None, awaited: int = 0,
-    ACTS: Kind, **constants: Any,
-) -> None:  # fmt: skip
-    rows, width = x.data.shape
-    ctas, some = num_sms(x.data.device), x.num_tiles
-    fp4 = fp4_scale = ring = some
-    assert (items is not None) == tile.is_in_waves
-    if tile.ahead:
-        assert w.scale is not None and tile.ahead % 4 == 0 and width // 256 < ctas
-        chunk = 2 if width % 512 else 4  # K blocks that are decoded together
+def _gemm(x: Pool, w: Packed, step: Launch, tile: Gemm, rest: dict[str, Any]) -> None:
+    fp4 = fp4_scale = ring = x.num_tiles
+    if tile.decode_ahead:
+        assert w.scale is not None and tile.decode_ahead % 4 == 0
+        chunk = tile.decode_chunk
         fp4 = _tma(w.data.flatten(0, 1), [1, 4 * chunk, 256], 0)
         fp4_scale = _tma(w.scale.flatten(0, 1), [1, chunk * PAIR_WORDS.value], 0)
-        ring = w.data.new_empty(ctas * tile.ahead * 256, 128, dtype=torch.float8_e4m3fn)
+        num_rows = step.num_ctas * tile.decode_ahead * 256
+        ring = w.data.new_empty(num_rows, 128, dtype=torch.float8_e4m3fn)
         data = scale = _tma(ring, [256, 128], 128)
-        constants["launch_cooperative_grid"] = True  # its CTAs wait for each other
-        constants["CHUNK"] = chunk
     else:
         data, scale = weight_descriptors(w, 1, 256)
-        constants["CHUNK"] = 0
-    straight_kernel[(ctas,)](
-        data, scale, token_descriptor(x.data, HALF.value), scale_descriptor(x.scale, tile.tokens),
-        or_some(w.factor, some), or_some(bias, some), x.weight, x.dest, out, out_scale, x.tiles,
-        x.num_tiles, awaited, or_some(items, some), fp4, fp4_scale, ring, or_some(error, some),
-        rows, width // 128, num_outputs, out_width, *factor_shape(w), clamp, w.num_outputs,
-        DECODED=w.kind == "e4m3_image", DEALT=tile.is_in_waves, DRAWN=tile.is_drawn,
-        DEPTH=tile.ahead, GATED=w.is_gated, HAS_BIAS=bias is not None, STAGES=tile.stages,
-        IMAGES=tile.images, SPAN=0 if tile.is_in_waves else tile.span, MATH_REGS=tile.math_regs,
-        DECODE_REGS=tile.decode_regs, LOAD_REGS=tile.load_regs, num_warps=4, **constants,
+    rest = {name: value for name, value in rest.items() if name != "ACTS"}
+    gemm_kernel[step.grid](
+        w=data, w_scale=scale, x=token_descriptor(x.data, HALF.value),
+        x_scale=scale_descriptor(x.scale, tile.block_m), fp4=fp4, fp4_scale=fp4_scale, ring=ring,
+        steps=x.data.shape[1] // 128, DECODED=w.kind == "e4m3_image", **rest, **tile.constants(),
     )  # fmt: skip
 
 
@@ -194,9 +190,9 @@ def factor_shape(w: Packed) -> tuple[int, int]:
     return w.factor.shape[-2], w.factor.shape[-1]
 
 
-def or_some(t: Tensor | None, some: Tensor) -> Tensor:
+def or_unused(t: Tensor | None, unused: Tensor) -> Tensor:
     """`t`, or any tensor where the kernel does not look."""
-    return some if t is None else t
+    return unused if t is None else t
 
 
 def weight_descriptors(
@@ -227,8 +223,3 @@ def scale_descriptor(scale: Tensor, tokens: int) -> TensorDescriptor:
 def _tma(t: Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
     layout = gl.NVMMASharedLayout(swizzle, 8 * t.element_size(), rank=len(block))
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,11 +1,11 @@
 """Activations inside kernels: quantise a tile, and keep it in memory the way the GEMM wants it.
 
-A `Kind` of ACTS says which format the contract asks for and how the tile is held:
+A `Kind` of ACTS says which format the contract asks for and how the tile is stored:
   plain   BF16, no format
   codes   the format's bytes and scales, as `formats` stores them
   values  BF16 values code * scale, where the GPU lacks the format's MMA: exact for E8M0 and E4M3
           scales (NVFP4's global scale is applied to the sums)
-  scaled  the codes' values in BF16 beside FP32 scales, likewise exact
+  scaled  the codes' values in BF16 beside FP32 scales: exact too
 ORDERED ones lie in the order of K that FP4 weights want (korder.py): `values`, `scaled` and BF16.
 """
 
@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from megamoe.formats.spec import E2M1, E4M3, FORMATS, Scale
-from megamoe.kernels.device.compat import quotient, to_bf16
-from megamoe.kernels.device.numbers import (
+from megamoe.kernels.common.compat import div_rn, to_bf16
+from megamoe.kernels.common.numbers import (
     INF_BITS,
     Kind,
     abs_bits,
@@ -27,7 +27,7 @@ from megamoe.kernels.device.numbers import (
     e8m0_value,
     pow2,
 )
-from megamoe.kernels.portable.korder import held_cols, tile_in_order, tile_positions
+from megamoe.kernels.portable.k_order import stored_cols, tile_in_order, tile_positions
 
 
 @triton.jit
@@ -56,14 +56,14 @@ def _nv_scale(amax_bits, g, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
 
 
 @triton.jit
-def _exact_quotient(x, step):
+def _div_pow2(x, step):
     """x / step where step is a power of two: one exact multiplication."""
     field = (step.to(tl.int32, bitcast=True) >> 23) & 0xFF
     return x * pow2(254 - field)
 
 
 def _kind(hold: str, name: str) -> Kind:
-    """The format of that name held in one of the ways above."""
+    """The format of that name stored in one of the ways above."""
     fmt = FORMATS[name]
     is_wide = fmt.element is E4M3
     assert is_wide or fmt.element is E2M1
@@ -77,7 +77,7 @@ def _kind(hold: str, name: str) -> Kind:
         EXPONENT=fmt.element.max_exponent,
         MANTISSA=fmt.element.max_mantissa,
         scale=scale,
-        divide=_exact_quotient if fmt.scale is Scale.E8M0 else quotient,
+        divide=_div_pow2 if fmt.scale is Scale.E8M0 else div_rn,
         round=e4m3_round if is_wide else e2m1_round,
         code=e4m3_code if is_wide else e2m1_code,
     )
@@ -102,14 +102,20 @@ def quantise_blocks(x, g, ACTS: tl.constexpr):
 
 
 @triton.jit
-def _store_held(held, out, row, row_mask, first_col, width, ACTS: tl.constexpr, COLS: tl.constexpr):
-    """BF16 values as they stand or, for FP4 weights, in their order of K: the zeros behind too."""
+def _store_values(
+    values, out, row, row_mask, first_col, width, ACTS: tl.constexpr, COLS: tl.constexpr
+):
+    """BF16 values as they stand or, for FP4 weights, in their order of K, with zeros to the end."""
     col = first_col + tl.arange(0, COLS)
     if ACTS.ORDERED:
-        held, col, width = tile_in_order(held), tile_positions(first_col, COLS), held_cols(width)
+        values, col, width = (
+            tile_in_order(values),
+            tile_positions(first_col, COLS),
+            stored_cols(width),
+        )
     start = row.to(tl.uint32).to(tl.int64) * width  # rows are not negative: nothing to extend
     at = start[:, None] + col[None, :]
-    tl.store(out + at, held, mask=row_mask[:, None] & (col < width)[None, :])
+    tl.store(out + at, values, mask=row_mask[:, None] & (col < width)[None, :])
 
 
 @triton.jit
@@ -122,13 +128,13 @@ def store_acts(
     mask = row_mask[:, None] & (col < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + col[None, :]
     if ACTS.HOLD == "plain":
-        _store_held(to_bf16(x), out, row, row_mask, first_col, width, ACTS, COLS)
+        _store_values(to_bf16(x), out, row, row_mask, first_col, width, ACTS, COLS)
     else:
         G: tl.constexpr = ACTS.GROUP
         ratio, stored, scale = quantise_blocks(tl.reshape(x, (ROWS, COLS // G, G)), g, ACTS)
         if ACTS.HOLD == "values":
-            held = to_bf16(tl.reshape(ACTS.round(ratio) * scale[:, :, None], (ROWS, COLS)))
-            _store_held(held, out, row, row_mask, first_col, width, ACTS, COLS)
+            values = to_bf16(tl.reshape(ACTS.round(ratio) * scale[:, :, None], (ROWS, COLS)))
+            _store_values(values, out, row, row_mask, first_col, width, ACTS, COLS)
         else:
             block = first_col // G + tl.arange(0, COLS // G)
             num_blocks = tl.cdiv(width, G)
@@ -136,8 +142,8 @@ def store_acts(
             scale_mask = row_mask[:, None] & (block < num_blocks)[None, :]
             tl.store(out_scale + scale_at, stored.to(out_scale.dtype.element_ty), mask=scale_mask)
             if ACTS.HOLD == "scaled":
-                held = to_bf16(tl.reshape(ACTS.round(ratio), (ROWS, COLS)))
-                _store_held(held, out, row, row_mask, first_col, width, ACTS, COLS)
+                values = to_bf16(tl.reshape(ACTS.round(ratio), (ROWS, COLS)))
+                _store_values(values, out, row, row_mask, first_col, width, ACTS, COLS)
             elif ACTS.BITS == 8:
                 code = tl.reshape(ACTS.code(ratio), (ROWS, COLS))
                 tl.store(out + at, code, mask=mask)

@@ -4,9 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import after_previous, overlap, to_bf16
+from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.portable.acts import combine_value
-from megamoe.kernels.portable.grid import is_deep, row_tile, tiles
+from megamoe.kernels.portable.grid import row_tile
+from megamoe.planner.launches import Launch
 
 
 @triton.jit
@@ -50,8 +51,8 @@ def combine(
     weights: Tensor,
     y: Tensor,
     *,
+    step: Launch,
     weighted: bool,
-    num_warps: int = 4,
     pdl: bool = False,
 ) -> None:
     """rows [T, k + extra, H] -> y [T, H]; FP8 bytes where `row_scale` is given."""
@@ -59,11 +60,9 @@ def combine(
     top_k = idx.shape[1]
     if num_tokens == 0:
         return
-    cols = min(triton.next_power_of_2(hidden), 2048)
     # No fused multiply-add: the product is rounded before it is added.
-    _combine_kernel[tiles(num_tokens, triton.cdiv(hidden, cols))](
+    _combine_kernel[step.grid](
         rows, row_scale if row_scale is not None else rows, idx, weights, y, num_tokens, hidden,
         TOP_K=top_k, EXTRA=slots - top_k, WEIGHTED=weighted, IS_FP8=row_scale is not None,
-        COLS=cols, IS_DEEP=is_deep(num_tokens), num_warps=num_warps, enable_fp_fusion=False,
-        **overlap(pdl),
+        enable_fp_fusion=False, **step.config.constants(), **overlap(pdl),
     )  # fmt: skip

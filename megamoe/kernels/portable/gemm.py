@@ -8,7 +8,7 @@ where it belongs. Formats come in as `Kind`s (operands.py, acts.py).
 import triton
 import triton.language as tl
 
-from megamoe.kernels.device.compat import after_previous, to_bf16
+from megamoe.kernels.common.compat import after_previous, to_bf16
 from megamoe.kernels.portable.acts import store_acts
 from megamoe.kernels.portable.operands import add_product, second_scale
 
@@ -27,13 +27,33 @@ def _place(program, live, num_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
+def _tanh(x):
+    """FP32 tanh, a few units in the last place."""
+    size = tl.abs(x)
+    power = tl.exp(-2.0 * size)
+    far = tl.div_rn(1.0 - power, 1.0 + power)
+    square = size * size
+    near = size - size * square * (0.33333334 - square * 0.13333334)  # 1 - power would cancel
+    result = tl.where(size < 0.1, near, far)
+    return tl.where(x < 0, -result, result)
+
+
+@triton.jit
 def _activate(gate, up, clamp, ACTIVATION: tl.constexpr, FAST_MATH: tl.constexpr):
     """BF16 gate and up to the gated activation in FP32."""
     gate = tl.minimum(to_bf16(gate).to(tl.float32), clamp, tl.PropagateNan.ALL)
     up = to_bf16(up).to(tl.float32)
     up = tl.maximum(tl.minimum(up, clamp, tl.PropagateNan.ALL), -clamp, tl.PropagateNan.ALL)
+    if ACTIVATION == "geglu":
+        return gate * (0.5 * (1.0 + tl.erf(gate * 0.70710678))) * up
+    if ACTIVATION == "geglu_tanh":
+        inner = 0.7978846 * (gate + 0.044715 * gate * gate * gate)
+        return gate * (0.5 * (1.0 + _tanh(inner))) * up
     is_oss: tl.constexpr = ACTIVATION == "gpt_oss"
     power = 1.0 + tl.exp(-1.702 * gate if is_oss else -gate)
+    if ACTIVATION == "situ":
+        gate = 4.0 * _tanh(gate * 0.25)
+        up = 25.0 * _tanh(up * 0.04)
     swish = gate / power if FAST_MATH else tl.div_rn(gate, power)
     return swish * (up + 1.0) if is_oss else swish * up
 

@@ -17,13 +17,13 @@ from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
-from megamoe.kernels.portable.hold import VALUES, decode_blocks, decoding
+from megamoe.kernels.portable.decode_tokens import VALUES, decode_blocks, decoding
 from megamoe.kernels.portable.sort import Order
+from megamoe.planner.launches import PortableGemm
+from megamoe.planner.portable import grouped, pick
 from megamoe.problem import RECIPES, check_width
-from megamoe.schedule.heuristics.portable import Tile, tiles
 
 SCHEDULES = ("static", "dynamic")
-PROGRAMS_PER_SM = 4  # more than fit find no tile left and end at once
 
 
 @triton.jit
@@ -88,14 +88,14 @@ def grouped_gemm(
     *,
     schedule: str = "static",
     sort_by_m: bool = False,
-    tile: Tile | None = None,
+    tile: PortableGemm | None = None,
 ) -> Tensor:
     """y[r] = w[g] @ x[r] for the rows r of each group g, in the formats of any recipe.
 
     x          [M, k], sorted by group; NVFP4 with one global scale
     w          [G, n, k]; NVFP4 with one global scale, or one per group
     counts     int32 [G] on the device: rows of each group, M in all (not checked: never read back)
-    schedule   "static": one program a tile; "dynamic": programs draw tiles until none is left
+    schedule   "static": one program a tile; "dynamic": programs take tiles until none is left
     sort_by_m  large groups first, so that the last tiles to run are short ones
     tile       the planner's unless given
     returns    bf16 [M, n]; every schedule, order and tile gives the same bits
@@ -108,7 +108,7 @@ def grouped_gemm(
     if num_rows == 0:
         return y
     how = launch.arithmetic_on(device, recipe)
-    tile = tile or tiles(recipe, num_rows / num_groups, is_native=how.is_native)[1]
+    tile = tile or pick(recipe, num_rows / num_groups, is_native=how.is_native)[1]
     order = Order.empty(num_rows, num_groups, tile.block_m, device)
     ticket = torch.empty(1, dtype=torch.int32, device=device)
     todo = decoding(x, how)
@@ -124,10 +124,10 @@ def grouped_gemm(
         num_warps=4,
     )  # fmt: skip
     dynamic = schedule == "dynamic"
+    step = grouped(tile, num_rows, num_groups, n, _num_sms(device) if dynamic else None)
     launch.linear(
-        todo.held, _per_group(w), order, y.view(num_rows, 1, n), tile, how, store="slots",
+        todo.activations, _per_group(w), order, y.view(num_rows, 1, n), step, how, store="slots",
         x_global=spread, gather=True, ticket=ticket if dynamic else None,
-        num_programs=PROGRAMS_PER_SM * _num_sms(device),
     )  # fmt: skip
     return y
 

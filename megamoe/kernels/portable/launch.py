@@ -1,4 +1,4 @@
-"""Launchers of the grouped GEMMs. Tiles come from the caller; nothing is chosen here."""
+"""Launchers of the grouped GEMMs. Configurations come from the plan; nothing is chosen here."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.device.compat import overlap
-from megamoe.kernels.device.numbers import Kind
+from megamoe.kernels.common.compat import overlap
+from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, ORDERED, PLAIN, SCALED, VALUES
-from megamoe.kernels.portable.korder import held_width
+from megamoe.kernels.portable.k_order import stored_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
+from megamoe.planner.launches import Launch, PortableGemm
+from megamoe.planner.numerics import Numerics, numerics
 from megamoe.problem import Options
-from megamoe.schedule.heuristics.portable import Tile
 
 
-class Held(NamedTuple):
+class Activations(NamedTuple):
     """Activations in memory as the GEMM loads them."""
 
     data: Tensor
@@ -38,7 +39,7 @@ class Arithmetic:
     weights: Kind
     tokens: Kind
     acts: Kind
-    data_dtype: torch.dtype = torch.bfloat16  # of held activations; bytes hold two codes
+    data_dtype: torch.dtype = torch.bfloat16  # of stored activations; bytes hold two codes
     group: int = 0  # columns of one of their scales; 0: they have none
     scale_dtype: torch.dtype = torch.float32
 
@@ -49,7 +50,7 @@ class Arithmetic:
 
     @property
     def has_scale(self) -> bool:
-        """Whether held activations have scales beside them."""
+        """Whether stored activations have scales beside them."""
         return self.group > 0
 
     @property
@@ -57,16 +58,16 @@ class Arithmetic:
         """Whether the MMA takes codes and scales of both operands."""
         return bool(self.tokens.CODED.value)
 
-    def hold(self, rows: int, width: int, device: torch.device) -> Held:
+    def allocate(self, rows: int, width: int, device: torch.device) -> Activations:
         """Room for activations [rows, width]."""
         cols = width // 2 if self.data_dtype == torch.uint8 else width
-        cols = held_width(width) if self.is_ordered else cols
+        cols = stored_width(width) if self.is_ordered else cols
         data = torch.empty(rows, cols, dtype=self.data_dtype, device=device)
         scale = None
         if self.has_scale:
             shape = rows, triton.cdiv(width, self.group)
             scale = torch.empty(shape, dtype=self.scale_dtype, device=device)
-        return Held(data, scale)
+        return Activations(data, scale)
 
 
 _F8, _U8 = torch.float8_e4m3fn, torch.uint8
@@ -100,21 +101,29 @@ def arithmetic(recipe: str, *, has_fp8: bool = True, has_mx: bool = False) -> Ar
 
 
 @functools.cache
+def arithmetic_of(recipe: str, how: Numerics) -> Arithmetic:
+    """The row of `planner.numerics` as the kernels take it."""
+    is_native = how.acts == "codes" and how.promotion == 0
+    return arithmetic(recipe, has_fp8=how.mma == "fp8" or recipe != "w8a8", has_mx=is_native)
+
+
+@functools.cache
 def arithmetic_on(device: torch.device, recipe: str) -> Arithmetic:
     """The one of this device; the interpreter multiplies FP8."""
-    if device.type == "cpu":
-        return arithmetic(recipe)
-    major, minor = torch.cuda.get_device_capability(device)
-    return arithmetic(recipe, has_fp8=(major, minor) >= (8, 9), has_mx=major == 10)
+    arch = "cpu"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        arch = f"sm_{major}{minor}"
+    return arithmetic_of(recipe, numerics("portable", recipe, arch=arch))
 
 
 def gated(
-    x: Held,
+    x: Activations,
     w13: Quantized,
     order: Order,
     topk_weights: Tensor,
-    out: Held,
-    tile: Tile,
+    out: Activations,
+    step: Launch,
     how: Arithmetic,
     options: Options,
     *,
@@ -127,38 +136,35 @@ def gated(
 ) -> None:
     """L1, activation, weight and quantisation: x [T, H] (or permuted rows) -> out [rows, I]."""
     intermediate, hidden = w13.shape[2:]
-    _check_tile(tile, how, order)
+    tile = _tile(step, how, order)
     require(
         128 % tile.block_n == 0 or not how.is_ordered,
         "acts are written in blocks of 128 columns",
         got=f"block_n {tile.block_n}",
         kind=RangeError,
     )
-    tiles = order.tile_idx_to_group_idx.numel()
-    some = x.data
-    num_cols = held_width(intermediate) if how.is_ordered else intermediate
-    gemm._gated_kernel[(tiles * triton.cdiv(num_cols, tile.block_n),)](
-        x.data, _token_scales(x, how), _rows(w13, tile, how), _scales(w13, how), _halves(w13, some),
-        _or(x_global, some), _or(bias, some), topk_weights, as_bytes(out.data),
-        _or(out.scale, some), _or(acts_global, some), order.permuted_idx_to_expanded_idx,
+    unused = x.data
+    gemm._gated_kernel[step.grid](
+        x.data, _token_scales(x, how), _rows(w13, tile, how), _scales(w13, how),
+        _halves(w13, unused), _or(x_global, unused), _or(bias, unused), topk_weights,
+        as_bytes(out.data),
+        _or(out.scale, unused), _or(acts_global, unused), order.permuted_idx_to_expanded_idx,
         order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
         hidden, intermediate, float(options.limit),
         TOKENS=how.tokens, WEIGHTS=how.weights, ACTS=how.acts,
         ACTIVATION=options.activation, FAST_MATH=options.fast_math,
         WEIGHTED=options.weight_at == "l1", HAS_BIAS=bias is not None,
         HAS_GLOBAL=w13.global_scale is not None, GATHER=gather, TOP_K=top_k,
-        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
-        GROUP_M=tile.group_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
-        **overlap(pdl),
+        **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
 
 def linear(
-    x: Held,
+    x: Activations,
     w: Quantized,
     order: Order,
     out: Tensor,
-    tile: Tile,
+    step: Launch,
     how: Arithmetic,
     *,
     top_k: int = 1,
@@ -172,7 +178,6 @@ def linear(
     x_global: Tensor | None = None,
     gather: bool = False,
     ticket: Tensor | None = None,
-    num_programs: int = 0,
     pdl: bool = False,
 ) -> None:
     """One linear over permuted rows: the plain grouped GEMM ("rows"), or L2 finalising.
@@ -183,11 +188,11 @@ def linear(
     weighted   with "atomic": multiply by the topk weight here
     x_global   FP32, one per expert
     gather     x holds tokens, not permuted rows
-    ticket     int32 zero: `num_programs` draw their tiles from it, instead of one program a tile
+    ticket     int32 zero: the grid's programs take their tiles from it, instead of one a program
     pdl        place programs while the launch before ends
     """
     num_cols, width = w.shape[1:]
-    _check_tile(tile, how, order)
+    tile = _tile(step, how, order)
     require(
         out_scale is None or tile.block_n % 128 == 0,
         "one scale of FP8 combine is one block of 128 columns",
@@ -200,26 +205,25 @@ def linear(
         got=store,
         kind=RangeError,
     )
-    tiles = order.tile_idx_to_group_idx.numel()
-    some = x.data
-    grid = tiles * triton.cdiv(num_cols, tile.block_n)
-    grid = grid if ticket is None else min(grid, num_programs)
-    gemm._linear_kernel[(grid,)](
+    unused = x.data
+    gemm._linear_kernel[step.grid](
         x.data, _token_scales(x, how), _rows(w, tile, how), _scales(w, how),
-        _or(w.global_scale, some), _or(x_global, some), _or(bias, some), _or(topk_weights, some),
-        as_bytes(out), _or(out_scale, some), order.permuted_idx_to_expanded_idx,
-        order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
-        _or(ticket, some), width, num_cols, first_slot, out.shape[1] if store == "slots" else 1,
+        _or(w.global_scale, unused), _or(x_global, unused), _or(bias, unused),
+        _or(topk_weights, unused), as_bytes(out), _or(out_scale, unused),
+        order.permuted_idx_to_expanded_idx, order.tile_idx_to_group_idx,
+        order.tile_idx_to_mn_limit, order.num_non_exiting_tiles, _or(ticket, unused), width,
+        num_cols, first_slot, out.shape[1] if store == "slots" else 1,
         TOKENS=how.tokens, WEIGHTS=how.weights,
         ACTS=PLAIN if out_scale is None else CODES["fp8_combine"], STORE=store, WEIGHTED=weighted,
         WEIGHT_BIAS=weight_bias, HAS_BIAS=bias is not None, HAS_GLOBAL=w.global_scale is not None,
-        GATHER=gather, TOP_K=top_k, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, GROUP_M=tile.group_m, DYNAMIC=ticket is not None,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **overlap(pdl),
+        GATHER=gather, TOP_K=top_k, DYNAMIC=ticket is not None, **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
 
-def _check_tile(tile: Tile, how: Arithmetic, order: Order) -> None:
+def _tile(step: Launch, how: Arithmetic, order: Order) -> PortableGemm:
+    """The step's tile, held to what the kernels can do (`planner.portable.check` says why)."""
+    tile = step.config
+    assert isinstance(tile, PortableGemm)
     require(
         tile.block_m == order.tile_m,
         "the token tile must be the one the slots were sorted for",
@@ -244,9 +248,10 @@ def _check_tile(tile: Tile, how: Arithmetic, order: Order) -> None:
         got=f"block_n {tile.block_n}",
         kind=RangeError,
     )
+    return tile
 
 
-def _rows(w: Quantized, tile: Tile, how: Arithmetic) -> TensorDescriptor:
+def _rows(w: Quantized, tile: PortableGemm, how: Arithmetic) -> TensorDescriptor:
     """A descriptor over the rows of all experts: of elements, bytes or words of eight codes."""
     flat, depth = w.data.flatten(0, -2), tile.block_k
     if how.weights.WORDS.value:
@@ -272,7 +277,7 @@ def _scales(w: Quantized, how: Arithmetic) -> Tensor | tuple[Tensor, Tensor | in
     return raw, _shifts(w.device)
 
 
-def _token_scales(x: Held, how: Arithmetic) -> Tensor | tuple[Tensor, int]:
+def _token_scales(x: Activations, how: Arithmetic) -> Tensor | tuple[Tensor, int]:
     """The scales of activations, as `_scales` gives those of weights."""
     if x.scale is None:
         return x.data
@@ -291,9 +296,9 @@ def _shifts(device: torch.device) -> Tensor:
 _SHIFTS: dict[torch.device, Tensor] = {}
 
 
-def _or(t: Tensor | None, some: Tensor) -> Tensor:
+def _or(t: Tensor | None, unused: Tensor) -> Tensor:
     """`t`, or any tensor where the kernel does not look."""
-    return some if t is None else t
+    return unused if t is None else t
 
 
 def as_bytes(t: Tensor) -> Tensor:
@@ -301,9 +306,9 @@ def as_bytes(t: Tensor) -> Tensor:
     return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
 
 
-def _halves(w13: Quantized, some: Tensor) -> Tensor:
+def _halves(w13: Quantized, unused: Tensor) -> Tensor:
     """The global scales of gate and up of every expert, [E, 2]."""
     g = w13.global_scale
     if g is None:
-        return some
+        return unused
     return g if g.ndim == 2 else g[:, None].expand(-1, 2).contiguous()

@@ -13,8 +13,8 @@ sums are never stored, and no sum mixes with another.
 import triton
 import triton.language as tl
 
-from megamoe.kernels.device.compat import INTERPRETED, dot
-from megamoe.kernels.device.numbers import (
+from megamoe.kernels.common.compat import INTERPRETED, dot
+from megamoe.kernels.common.numbers import (
     Kind,
     e2m1_to_bf16,
     e2m1_words,
@@ -23,7 +23,7 @@ from megamoe.kernels.device.numbers import (
     e8m0_twice,
     e8m0_value,
 )
-from megamoe.kernels.portable.korder import held_cols, tile_in_order
+from megamoe.kernels.portable.k_order import stored_cols, tile_in_order
 
 
 @triton.jit
@@ -151,13 +151,13 @@ def _scaled_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
 @triton.jit
 def _ordered_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
     """In the order of korder.py, zero past the end of K."""
-    return _token_tile(x, row, k0, held_cols(K), BLOCK_K, BLOCK_K == 128), 1.0
+    return _token_tile(x, row, k0, stored_cols(K), BLOCK_K, BLOCK_K == 128), 1.0
 
 
 @triton.jit
 def _ordered_scaled_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
     scale = _token_scale(x_scale, row, valid, k0, K)
-    return _token_tile(x, row, k0, held_cols(K), BLOCK_K, BLOCK_K == 128), scale
+    return _token_tile(x, row, k0, stored_cols(K), BLOCK_K, BLOCK_K == 128), scale
 
 
 @triton.jit

@@ -10,10 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import HAS_PTX, INTERPRETED, after_previous, overlap
-from megamoe.kernels.device.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
-from megamoe.kernels.portable.grid import is_deep, row_tile, tiles
+from megamoe.kernels.common.compat import HAS_PTX, INTERPRETED, after_previous, overlap
+from megamoe.kernels.common.numbers import INF_BITS, Kind, abs_bits, e4m3_code, e4m3_round, pow2
+from megamoe.kernels.portable.grid import row_tile
 from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
+from megamoe.planner.launches import Launch, Quantize
 
 
 @triton.jit
@@ -55,7 +56,7 @@ def _inverse(y):
 def _ratio(x, step, inverse, CAP: tl.constexpr, HOW: tl.constexpr):
     """|x / step|, at most CAP, as IEEE rounds it.
 
-    "shift": step is a power of two, and nothing exceeds CAP; "correct": see `compat.quotient`, but
+    "shift": step is a power of two, and nothing exceeds CAP; "correct": see `compat.div_rn`, but
     an overflow gives NaN, which `minimum` drops; "divide": any step.
     """
     if HOW == "shift":
@@ -188,19 +189,18 @@ def pack(
     g: Tensor | None,
     routing: Routing | None,
     num_experts: int,
-    block: tuple[int, int],
-    num_warps: int,
+    step: Launch,
     pdl: bool,
 ) -> None:
-    """bf16 [T, k] -> FP4 bytes [T, k / 2] and their scales; `block` counts values."""
+    """bf16 [T, k] -> FP4 bytes [T, k / 2] and their scales; `step` counts values."""
     num_rows, width = x.shape
     num_blocks = width // acts.GROUP.value
-    rows, blocks = block[0], block[1] // acts.GROUP.value
+    config = step.config
+    assert isinstance(config, Quantize)
     words = x.view(torch.int32)
     tensors, constants = routing_arguments(routing, words)
-    num_tiles = triton.cdiv(num_rows, rows)
-    _pack_kernel[tiles(num_tiles, triton.cdiv(num_blocks, blocks))](
+    _pack_kernel[step.grid](
         words, words.stride(0), x if g is None else g, out.view(torch.int64), out_scale, *tensors,
-        num_rows, num_blocks, num_experts, ACTS=acts, HAS_G=g is not None, ROWS=rows,
-        BLOCKS=blocks, IS_DEEP=is_deep(num_tiles), num_warps=num_warps, **constants, **overlap(pdl),
+        num_rows, num_blocks, num_experts, ACTS=acts, HAS_G=g is not None, **config.constants(),
+        **constants, **overlap(pdl),
     )  # fmt: skip

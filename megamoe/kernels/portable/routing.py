@@ -49,14 +49,14 @@ def check_routing(
 
 
 def routing_arguments(
-    routing: Routing | None, some: Tensor
+    routing: Routing | None, unused: Tensor
 ) -> tuple[tuple[Tensor, ...], dict[str, int]]:
-    """Tensors and constants of a kernel that can check the routing; `some` stands for what is not.
+    """Tensors and constants of a kernel that can check the routing; `unused` where there is none.
 
     The tensors come in the order of `check_routing`.
     """
-    r = routing or Routing(some, some, some, some, some, None)
-    num_valid = some if r.num_valid is None else r.num_valid
+    r = routing or Routing(unused, unused, unused, unused, unused, None)
+    num_valid = unused if r.num_valid is None else r.num_valid
     top_k = r.idx.shape[1] if routing else 1
     constants = {
         "HAS_ROUTING": routing is not None,

@@ -13,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.kernels.device.compat import after_previous, overlap
-from megamoe.routing.permute import max_tiles
-
-CHUNK = 128  # slots a program ranks against each other
+from megamoe.kernels.common.compat import after_previous, overlap
+from megamoe.planner.launches import Launch, Pass
+from megamoe.planner.tables.portable import CHUNK
+from megamoe.routing.spec import max_tiles
 
 
 class Order(NamedTuple):
@@ -72,8 +72,8 @@ def _scan_kernel(
     total = tl.sum(own, 0)
     tl.store(counts + expert, total)
     if HAS_STATS:
-        is_told = expert < num_stats
-        tl.store(stats + expert, tl.load(stats + expert, mask=is_told) + total, mask=is_told)
+        is_counted = expert < num_stats
+        tl.store(stats + expert, tl.load(stats + expert, mask=is_counted) + total, mask=is_counted)
 
 
 @triton.jit
@@ -118,42 +118,39 @@ def _place_kernel(
 
 
 def scan_counts(
-    chunk_counts: Tensor, counts: Tensor, stats: Tensor | None, *, pdl: bool = False
+    chunk_counts: Tensor, counts: Tensor, stats: Tensor | None, step: Launch, *, pdl: bool = False
 ) -> None:
     """Each expert's counts of the chunks [chunks, E] to those before a chunk, in place; totals.
 
     `stats`, of the first experts or all, get the totals added.
     """
     num_chunks, num_experts = chunk_counts.shape
-    _scan_kernel[(num_experts,)](
+    _scan_kernel[step.grid](
         chunk_counts, counts, stats if stats is not None else counts, num_chunks, num_experts,
         0 if stats is None else len(stats),
-        HAS_STATS=stats is not None, CHUNKS=max(triton.next_power_of_2(num_chunks), 2),
-        num_warps=1, **overlap(pdl),
+        HAS_STATS=stats is not None, **step.config.constants(), **overlap(pdl),
     )  # fmt: skip
 
 
 def sort_slots(
-    idx: Tensor, order: Order, stats: Tensor | None = None, *, pdl: bool = False
+    idx: Tensor, order: Order, steps: Pass, stats: Tensor | None = None, *, pdl: bool = False
 ) -> None:
     """Fill `order` from int32 [T, k] experts (-1 masked); add the counts to `stats` if given."""
     num_slots, num_experts = idx.numel(), order.counts.numel()
-    num_chunks = triton.cdiv(num_slots, CHUNK)
     tiles = order.tile_idx_to_group_idx.numel()
-    experts = max(triton.next_power_of_2(num_experts), 2)
     if num_slots == 0:
         order.counts.zero_()
         order.num_non_exiting_tiles.zero_()
         return
     scratch = order.chunk_counts
-    _count_kernel[(num_chunks,)](
-        idx, scratch, num_slots, num_experts, CHUNK=CHUNK, E=experts, num_warps=1, **overlap(pdl)
+    count, place = steps["count"], steps["place"]
+    _count_kernel[count.grid](
+        idx, scratch, num_slots, num_experts, **count.config.constants(), **overlap(pdl)
     )
-    scan_counts(scratch, order.counts, stats, pdl=pdl)
-    grid = (num_chunks + triton.cdiv(tiles, CHUNK),)
-    _place_kernel[grid](
+    scan_counts(scratch, order.counts, stats, steps["scan"], pdl=pdl)
+    _place_kernel[place.grid](
         idx, scratch, order.counts, order.permuted_idx_to_expanded_idx,
         order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
-        num_slots, num_chunks, num_experts, tiles,
-        TILE_M=order.tile_m, CHUNK=CHUNK, E=experts, num_warps=4, **overlap(pdl),
+        num_slots, len(scratch), num_experts, tiles,
+        **place.config.constants(), **overlap(pdl),
     )  # fmt: skip

@@ -289,6 +289,7 @@ async function begin() {
   }
   total = to = Math.max(...charts.map((c) => c.meta.total_ns));
   const { ranks, left_out } = charts[0].meta;
+  document.querySelectorAll(ranks > 1 ? ".single" : ".several").forEach((e) => { e.hidden = true; });
   if (ranks > 1) $("ranks").innerHTML = "rank " + [...Array(ranks).keys()].map((r) => `<button>${r}</button>`).join("");
   [...$("ranks").querySelectorAll("button")].forEach((b, i) => { b.onclick = () => choose(i); });
   if (left_out) { $("left-out").hidden = false; $("left-out").textContent = `${left_out} more ranks were simulated and left out of this page to keep it small; trace.json has them all.`; }

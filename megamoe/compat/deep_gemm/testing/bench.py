@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
 import time
 from collections.abc import Callable
 
@@ -10,6 +13,50 @@ import torch
 from megamoe.errors import NotAvailable, RangeError, require
 
 FLUSH_BYTES = 256 << 20  # written before each call, more than any L2 holds
+
+
+def bench(
+    fn: Callable[[], object],
+    num_warmups: int = 5,
+    num_tests: int = 10,
+    high_precision: bool = False,
+) -> float:
+    """Mean seconds of a call of `fn`, one after the other; `high_precision` is accepted."""
+    for _ in range(num_warmups):
+        fn()
+    once = _once_on_gpu if torch.cuda.is_available() else _once_on_cpu
+
+    def all_of_them() -> None:
+        for _ in range(num_tests):
+            fn()
+
+    return once(all_of_them) / num_tests
+
+
+class empty_suppress(contextlib.nullcontext):  # type: ignore[type-arg]
+    """Suppresses nothing."""
+
+
+class suppress_stdout_stderr:
+    """What is written to the process's standard output and error meanwhile goes nowhere."""
+
+    def __enter__(self) -> suppress_stdout_stderr:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self._kept = [(fd, os.dup(fd)) for fd in (1, 2)]
+        self._streams = sys.stdout, sys.stderr
+        self._nowhere = open(os.devnull, "w")
+        for fd, _ in self._kept:
+            os.dup2(self._nowhere.fileno(), fd)
+        sys.stdout = sys.stderr = self._nowhere
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._nowhere.close()
+        sys.stdout, sys.stderr = self._streams
+        for fd, kept in self._kept:
+            os.dup2(kept, fd)
+            os.close(kept)
 
 
 def bench_kineto(

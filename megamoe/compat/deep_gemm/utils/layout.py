@@ -17,9 +17,9 @@ TMA_BYTES = 16
 _contiguous_alignment = {"mk": 128}  # kept for callers; no kernel of megamoe reads it
 
 
-def get_tma_aligned_size(x: int, element_size: int) -> int:
-    """x elements, rounded up to whole 16 bytes."""
-    return align(x, TMA_BYTES // element_size)
+def get_tma_aligned_size(mn: int, element_size: int) -> int:
+    """mn elements, rounded up to whole 16 bytes."""
+    return align(mn, TMA_BYTES // element_size)
 
 
 def get_mn_major_tma_aligned_tensor(sf: Tensor) -> Tensor:
@@ -100,7 +100,9 @@ def set_mk_alignment_for_contiguous_layout(new_value: int) -> None:
     _contiguous_alignment["mk"] = new_value
 
 
-def get_theoretical_mk_alignment_for_contiguous_layout(expected_m: int | None = None) -> int:
+def get_theoretical_mk_alignment_for_contiguous_layout(
+    expected_m: int | None = None, num_groups: int | None = None
+) -> int:
     """The alignment that a caller may set: 128, DeepGEMM's own outside of Blackwell."""
     return 128
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import DTypeError, RangeError, ShapeError, require
-from megamoe.formats.elements import pack_e2m1, packed_e2m1_to_float
+from megamoe.formats.elements import e2m1_from_float, pack_e2m1, packed_e2m1_to_float
 from megamoe.formats.quantize import FLOATS
 from megamoe.formats.spec import E2M1, E4M3
 
@@ -89,7 +89,36 @@ def per_token_cast_to_fp8(
     _check_matrix(x)
     _check_packing(use_ue8m0, use_packed_ue8m0)
     scaled, scale = _scaled(x, (1, gran_k), E4M3.max, use_ue8m0)
-    return scaled.to(torch.float8_e4m3fn), pack_ue8m0_to_int(scale) if use_packed_ue8m0 else scale
+    return scaled.to(torch.float8_e4m3fn), _packed(scale) if use_packed_ue8m0 else scale
+
+
+def per_channel_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
+    """E4M3 with one scale per `gran_k` rows and column: [m, n] and float32 [m / gran_k, n]."""
+    _check_matrix(x)
+    require(
+        x.shape[0] % gran_k == 0, f"x must have a multiple of {gran_k} rows", got=tuple(x.shape),
+        kind=ShapeError,
+    )  # fmt: skip
+    scaled, scale = _scaled(x, (gran_k, 1), E4M3.max, use_ue8m0)
+    return scaled.to(torch.float8_e4m3fn), scale
+
+
+def per_custom_dims_cast_to_fp8(
+    x: Tensor, dims: tuple[int, ...], use_ue8m0: bool
+) -> tuple[Tensor, Tensor]:
+    """E4M3 with one scale per index of `dims`; scales have those dimensions alone."""
+    others = tuple(i for i in range(x.ndim) if i not in dims)
+    amax = x.float().abs().amax(dim=others, keepdim=True).clamp(min=AMAX_FLOOR)
+    scale = _scale_of(amax, E4M3.max, use_ue8m0)
+    return (x * (1.0 / scale)).to(torch.float8_e4m3fn), scale.squeeze()
+
+
+def cast_back_from_fp8(
+    x_fp8: Tensor, sf: Tensor, gran_k: int = 128, use_packed_ue8m0: bool = False
+) -> Tensor:
+    """The FP32 values of what `per_token_cast_to_fp8` made."""
+    scale = unpack_ue8m0_from_int(sf) if use_packed_ue8m0 else sf
+    return x_fp8.float() * scale.repeat_interleave(gran_k, dim=1)[:, : x_fp8.shape[1]]
 
 
 def per_block_cast_to_fp8(x: Tensor, use_ue8m0: bool, gran_k: int = 128) -> tuple[Tensor, Tensor]:
@@ -112,10 +141,70 @@ def per_token_cast_to_fp4(
     _check_packing(use_ue8m0, use_packed_ue8m0)
     scaled, scale = _scaled(x, (1, gran_k), E2M1.max, use_ue8m0)
     packed = pack_e2m1(_e2m1_toward_zero(scaled)).view(torch.int8)
-    if use_packed_ue8m0:
-        spare = -scale.shape[1] % CODES_PER_WORD
-        scale = _pack(torch.nn.functional.pad(scale, (0, spare), value=1.0))
-    return packed, scale
+    return packed, _packed(scale) if use_packed_ue8m0 else scale
+
+
+def per_token_cast_to_nvfp4(
+    x: Tensor, gran_k: int = 16, use_packed_ue4m3: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Packed E2M1 with one E4M3 scale, amax / 6, per token and `gran_k` columns.
+
+    returns  int8 [m, n / 2], and float32 [m, n / gran_k] or, packed, int32 of four each
+    Unlike `per_token_cast_to_fp4`, ties go to even, as in the release that has this cast.
+    """
+    _check_matrix(x)
+    m, n = x.shape
+    require(n % gran_k == 0, f"x must have a multiple of {gran_k} columns", got=n, kind=ShapeError)
+    groups = x.float().view(m, -1, gran_k)
+    amax = groups.abs().amax(dim=2)
+    scale = cast_to_ue4m3(amax / torch.full_like(amax, E2M1.max))
+    inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+    code = e2m1_from_float((groups * inverse[..., None]).view(m, n))
+    code = torch.where(code == 8, torch.zeros_like(code), code)  # no negative zero
+    packed = pack_e2m1(code).view(torch.int8)
+    return packed, pack_ue4m3_to_int(scale) if use_packed_ue4m3 else scale
+
+
+def cast_to_ue4m3(x: Tensor) -> Tensor:
+    """x rounded to E4M3, in FP32."""
+    return x.to(torch.float8_e4m3fn).float()
+
+
+def pack_ue4m3_to_int(x: Tensor) -> Tensor:
+    """E4M3 scales [..., k] -> int32 [..., k / 4], the first in the low byte."""
+    require(
+        x.shape[-1] % CODES_PER_WORD == 0,
+        f"the last dimension must be a multiple of {CODES_PER_WORD}",
+        got=tuple(x.shape),
+        kind=ShapeError,
+    )
+    return x.to(torch.float8_e4m3fn).contiguous().view(torch.uint8).view(torch.int32)
+
+
+def unpack_ue4m3_from_int(packed_sf: Tensor) -> Tensor:
+    """int32 [..., k / 4] -> FP32 scales [..., k]."""
+    return packed_sf.contiguous().view(torch.float8_e4m3fn).float()
+
+
+def transform_ue4m3_sf_into_required_layout(sf: Tensor, mn: int) -> Tensor:
+    """E4M3 scales [(g,) mn, k] -> int32 [(g,) mn, k / 4], rows contiguous."""
+    require(
+        sf.ndim in (2, 3) and sf.shape[-2] == mn and mn % 4 == 0,
+        f"scales must be [(groups,) {mn}, columns], rows a multiple of 4",
+        got=tuple(sf.shape),
+        kind=ShapeError,
+    )
+    return pack_ue4m3_to_int(sf).mT.contiguous().mT
+
+
+def transpose_packed_fp4(a: Tensor) -> Tensor:
+    """int8 [m, n / 2] -> [n, m / 2]: the values transposed, packed along the other dimension."""
+    _check_matrix(a, (torch.int8,))
+    require(a.shape[0] % 2 == 0, "there must be an even number of rows", got=a.shape[0],
+            kind=ShapeError)  # fmt: skip
+    byte = a.view(torch.uint8)
+    code = torch.stack((byte & 15, byte >> 4), dim=2).flatten(1)
+    return pack_e2m1(code.T.contiguous()).view(torch.int8)
 
 
 def cast_back_from_fp4(
@@ -137,12 +226,21 @@ def _scaled(
     padded = torch.nn.functional.pad(x.float(), (0, -n % cols, 0, -m % rows))
     blocks = padded.view(padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
     amax = blocks.abs().amax(dim=(1, 3)).clamp(min=AMAX_FLOOR)
-    # By a tensor: on CUDA torch turns division by a number into a multiplication.
-    scale = amax / torch.full_like(amax, limit)
-    if use_ue8m0:
-        scale = ceil_to_ue8m0(scale)
+    scale = _scale_of(amax, limit, use_ue8m0)
     scaled = blocks * (1.0 / scale)[:, None, :, None]
     return scaled.flatten(2).flatten(0, 1)[:m, :n].contiguous(), scale
+
+
+def _scale_of(amax: Tensor, limit: float, use_ue8m0: bool) -> Tensor:
+    # By a tensor: on CUDA torch turns division by a number into a multiplication.
+    scale = amax / torch.full_like(amax, limit)
+    return ceil_to_ue8m0(scale) if use_ue8m0 else scale
+
+
+def _packed(scale: Tensor) -> Tensor:
+    """Words of four codes, filled up with 1."""
+    spare = -scale.shape[1] % CODES_PER_WORD
+    return _pack(torch.nn.functional.pad(scale, (0, spare), value=1.0))
 
 
 def _e2m1_toward_zero(x: Tensor) -> Tensor:

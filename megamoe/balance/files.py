@@ -1,0 +1,33 @@
+"""Small JSON files of ours: each says what it is and of which version."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megamoe.errors import FileError, require
+from megamoe.files import write_atomic
+
+
+def write_json(path: str | Path, whole: dict[str, Any]) -> None:
+    """One object as a file, whole or not at all."""
+    write_atomic(path, json.dumps(whole) + "\n")
+
+
+def read_json(path: str | Path, kind: str, version: int) -> dict[str, Any]:
+    """The object in a file of ours."""
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path} must be a JSON file; got {error}") from error
+    is_ours = isinstance(found, dict) and found.get("kind") == kind
+    got = found.get("kind") if isinstance(found, dict) else type(found).__name__
+    require(is_ours, f"{path} must be of kind {kind}", got=got, kind=FileError)
+    require(
+        found.get("version") == version,
+        f"{path} must be of version {version}",
+        got=found.get("version"),
+        kind=FileError,
+    )
+    return dict(found)

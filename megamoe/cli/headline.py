@@ -1,0 +1,107 @@
+"""`megamoe bench headline`: measure README's table, or print and draw it from a record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megamoe.bench import headline
+from megamoe.bench.cells import TOKENS
+from megamoe.bench.peers import load
+from megamoe.cli.bench import (
+    Device,
+    Flush,
+    Out,
+    PeersFile,
+    Repeats,
+    Rounds,
+    one_line_a_row,
+)
+from megamoe.cli.shared import Bars, Json, device_named, writable_folder
+from megamoe.errors import NotAvailable, require
+
+PEERS = Path(headline.__file__).parents[2] / "benchmarks" / "h200" / "peers.json"
+
+From = Annotated[str | None, typer.Option("--from", help="A record; nothing is measured then.")]
+Markdown = Annotated[
+    bool, typer.Option("--markdown", help="Print the table as README has it.", metavar="")
+]
+
+
+def add_to(bench: typer.Typer) -> None:
+    """Register the command on the `bench` group."""
+    bench.command("headline")(command)
+
+
+def command(
+    record: From = None,
+    markdown: Markdown = False,
+    repeats: Repeats = 25,
+    rounds: Rounds = 3,
+    flush: Flush = "memset",
+    peers: PeersFile = None,
+    device: Device = "auto",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time the cells of README's table, contestants shuffled call by call; table and picture."""
+    if record is not None:
+        found = headline.Record.load(record)
+        folder = None if out is None else writable_folder(out)
+    else:
+        where = device_named(device)
+        require(
+            where != "cpu", "the headline is measured on a GPU", got=where,
+            fix="print and draw a record with --from RECORD", kind=NotAvailable,
+        )  # fmt: skip
+        folder = None if out is None else writable_folder(out)
+        found = _measure(where, repeats, rounds, flush, peers, folder, as_json)
+    if as_json:
+        print(found.to_json(), end="")
+    elif markdown:
+        print(found.markdown(), end="")
+    else:
+        _show(found)
+    if folder is not None:
+        made = headline.write(found, folder)
+        console = Console(stderr=as_json or markdown)
+        try:
+            made.append(headline.draw(found, folder / "headline.png"))
+        except NotAvailable as error:
+            console.print(f"no picture: {escape(str(error))}", soft_wrap=True)
+        console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+    raise typer.Exit(found.exit_code)
+
+
+def _measure(
+    device: str, repeats: int, rounds: int, flush: str, peers: str | None, folder: Path | None,
+    quiet: bool,
+) -> headline.Record:  # fmt: skip
+    from megamoe.bench.layer import Settings
+
+    settings = Settings(device=device, repeats=repeats, rounds=rounds, flush=flush)
+    path = PEERS if peers is None else Path(peers)
+    recorded = load(path) if peers is not None or path.is_file() else None
+
+    def keep(so_far: headline.Record) -> None:
+        if folder is not None:
+            headline.write(so_far, folder)
+
+    with Bars(quiet=quiet) as bars:
+        return headline.measure(settings, recorded, progress=bars, on_cell=keep)
+
+
+def _show(found: headline.Record) -> None:
+    out = one_line_a_row(Console())
+    table = Table("model", "recipe", *(f"{n:,} tokens" for n in TOKENS), title="us of one layer")
+    for line in headline.LINES:
+        cells = (headline.text_of(cell).replace("**", "") for cell in found.of_line(line))
+        table.add_row(line.model, line.recipe, *cells)
+    out.print(table)
+    for words in (*found.summary(), f"{found.how}: {found.provenance}", found.method):
+        out.print(words, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,381 @@
+"""Checkpoint: the experts of a Hugging Face folder, a layer and an expert at a time.
+
+Which tensors there are says how experts are stored, config.json what their gate computes. Nothing
+is guessed: a name, dtype or activation that is not in the tables below is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megamoe.engine import checkpoint, model_config, stored
+from megamoe.engine.shards import Shards, read_json
+from megamoe.engine.stored import KINDS, Stored
+from megamoe.errors import FileError, NotAvailable, RangeError, ShapeError, require
+from megamoe.formats.quantized import Quantized, empty
+from megamoe.formats.spec import recipe_named
+from megamoe.problem import check_width
+
+if TYPE_CHECKING:
+    from megamoe.engine.weights import ExpertWeights
+
+# Of an expert's linears. w1, w3, w2: Mixtral, DeepSeek-V4; the others: all else.
+LINEARS = {
+    "gate": ("gate_proj", "w1"), "up": ("up_proj", "w3"), "down": ("down_proj", "w2"),
+}  # fmt: skip
+VALUES = ("weight", "weight_packed")
+SCALES = ("weight_scale_inv", "weight_scale", "scale")  # all multiply, "inv" too
+GLOBALS = {"weight_scale_2": "multiply", "weight_global_scale": "divide"}
+INPUTS = {"input_scale": "multiply", "input_global_scale": "divide"}
+LEFT_OUT = ("weight_shape",)  # says nothing that the tensors do not
+# Where the experts of a layer are one tensor: values and scales of gate and up, and of down.
+FUSED = {"_blocks": "_scales", "": "_scale_inv", ".weight": ".weight_scale_inv"}
+COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+TOP_KS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What was found out about one layer's experts. `str` says it in a line.
+
+    activation, clamp   for `mm.moe` and `mm.MoE`
+    gate_up             order of rows in the checkpoint, "split" or "interleaved"
+    """
+
+    layer: int
+    prefix: str  # of the names of its experts
+    num_experts: int
+    top_k: int | None
+    hidden: int
+    intermediate: int
+    stored: str
+    recipe: str
+    activation: str
+    clamp: float | None
+    gate_up: str
+    has_bias: bool
+
+    def __str__(self) -> str:
+        clamp = "" if self.clamp is None else f" clamped at {self.clamp:g}"
+        bias = ", biases" if self.has_bias else ""
+        return (
+            f"layer {self.layer}: {self.num_experts} experts {self.hidden} x {self.intermediate} "
+            f"stored as {KINDS[self.stored].about}{bias} -> recipe {self.recipe}, "
+            f"{self.activation}{clamp}, gate and up {self.gate_up}"
+        )
+
+
+class Checkpoint:
+    """A Hugging Face folder: which experts it has, how they are stored, and the experts.
+
+    folder  with config.json and safetensors files; opening it reads no tensor
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.shards = Shards(folder)
+        config = self.shards.folder / "config.json"
+        require(config.is_file(), "the folder must hold config.json", got=config, kind=FileError)
+        read = read_json(config)
+        self.config: dict[str, Any] = {**read, **(read.get("text_config") or {})}
+        self._names: dict[int, dict[str, list[str]]] = {}
+        wanted = re.compile(r"((?:.*\.)?layers\.(\d+)\.(?:\w+\.)*experts\.)(.+)")
+        for name in self.shards.names:
+            match = wanted.fullmatch(name)
+            if match:
+                prefix, layer, rest = match.groups()
+                self._names.setdefault(int(layer), {}).setdefault(prefix, []).append(rest)
+
+    @property
+    def layers(self) -> list[int]:
+        """The layers that have experts."""
+        return sorted(self._names)
+
+    def picked(self, layer: int, recipe: str | None = None) -> Picked:
+        """How a layer's experts are stored, and what they need to run.
+
+        layer   its number in the names of the tensors
+        recipe  that they are to have; None is picked from how they are stored
+        """
+        require(
+            layer in self._names,
+            "the layer must have experts",
+            got=f"layer {layer}; those with experts: {_runs(self.layers)}",
+            kind=RangeError,
+        )
+        prefixes = self._names[layer]
+        require(
+            len(prefixes) == 1, "a layer must have experts under one prefix", got=sorted(prefixes),
+            kind=FileError,
+        )  # fmt: skip
+        ((prefix, names),) = prefixes.items()
+        is_fused = not any(name[0].isdigit() for name in names)
+        _refuse_unknown(prefix, names, is_fused)
+        activation, clamp = model_config.activation_of(self.config)
+        require(
+            not is_fused or model_config.is_gpt_oss(self.config) or activation != "gpt_oss",
+            "one tensor of gate and up must have a known order of rows",
+            got=f"{prefix}* of {self.config.get('model_type')}, with gpt-oss's gate",
+            kind=NotAvailable,
+        )
+        gate_up = "interleaved" if is_fused and model_config.is_gpt_oss(self.config) else "split"
+        gate, _, down = self._matrices(prefix, names, 0, gate_up)
+        intermediate, hidden = gate.shape
+        require(
+            down.shape == (hidden, intermediate),
+            "gate must be [intermediate, hidden] and down [hidden, intermediate]",
+            got=f"{gate.shape} and {down.shape}",
+            kind=ShapeError,
+        )
+        recipe = recipe or self._recipe(gate.kind)
+        recipe_named(recipe)
+        return Picked(
+            layer, prefix, self._count(prefix, names, is_fused), self._first_of(TOP_KS), hidden,
+            intermediate, gate.kind, recipe, activation, clamp, gate_up,
+            any(name.endswith("bias") for name in names),
+        )  # fmt: skip
+
+    def experts(
+        self,
+        layer: int,
+        *,
+        rank: int = 0,
+        num_ranks: int = 1,
+        recipe: str | None = None,
+        device: torch.device | str = "cpu",
+        progress: Callable[[int], None] | bool = False,
+    ) -> ExpertWeights:
+        """The experts of one rank, read one by one.
+
+        layer     its number in the names of the tensors
+        recipe    None is the one that is picked
+        progress  True: a bar on standard error, after a line that says what was picked; or a
+                  function, called with the number of experts read
+        Bytes are taken as they are where the recipe stores weights as the checkpoint does, else the
+        values are rounded to it. On the host there is one expert at a time beside the result.
+        """
+        from megamoe.engine.weights import ExpertWeights
+
+        found = self.picked(layer, recipe)
+        require(
+            num_ranks >= 1 and found.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
+            f"{found.num_experts} experts must be dealt to ranks evenly",
+            got=f"rank {rank} of {num_ranks}",
+            kind=RangeError,
+        )
+        per_rank = found.num_experts // num_ranks
+        numbers = range(rank * per_rank, (rank + 1) * per_rank)
+        where = torch.device(device)
+        names = self._names[layer][found.prefix]
+        made = _Made(found, len(numbers), where)
+        with _bar(progress, found, len(numbers)) as advance:
+            for slot, expert in enumerate(numbers):
+                made.put(slot, expert, self._matrices(found.prefix, names, expert, found.gate_up))
+                if found.has_bias:
+                    made.put_bias(slot, self._biases(found.prefix, names, expert, found.gate_up))
+                advance(slot + 1)
+        extras = made.biases
+        if recipe_named(found.recipe).acts.has_global:
+            x_global = self._x_global(found.prefix, names, found.num_experts)
+            extras |= {"x_global": x_global.to(where), "acts_global": made.acts_global}
+        return ExpertWeights(found.recipe, made.w13, made.w2, **extras)
+
+    # -- config ----------------------------------------------------------------------------------
+
+    def _recipe(self, kind: str) -> str:
+        is_v4 = str(self.config.get("model_type", "")).startswith("deepseek_v4")
+        return "w4a8" if kind == "mxfp4" and is_v4 else KINDS[kind].recipe
+
+    def _first_of(self, keys: tuple[str, ...]) -> int | None:
+        found = [self.config[key] for key in keys if isinstance(self.config.get(key), int)]
+        return found[0] if found else None
+
+    def _count(self, prefix: str, names: list[str], is_fused: bool) -> int:
+        """How many experts there are; the config and the tensors must agree."""
+        if is_fused:
+            values = next(n for n in names if n.startswith("down_proj") and "bias" not in n)
+            num = self.shards.entry(prefix + values).shape[0]
+        else:
+            num = len({name.split(".")[0] for name in names})
+        wanted = self._first_of(COUNTS)
+        require(
+            wanted in (None, num), f"{prefix}* must be the {wanted} experts of config.json",
+            got=num, fix="a shard may be missing", kind=FileError,
+        )  # fmt: skip
+        return num
+
+    # -- tensors ---------------------------------------------------------------------------------
+
+    def _matrices(
+        self, prefix: str, names: list[str], expert: int, gate_up: str
+    ) -> tuple[Stored, Stored, Stored]:
+        """Gate, up and down of one expert."""
+        if any(name[0].isdigit() for name in names):
+            known = set(names)
+            gate, up, down = (self._linear(prefix, known, expert, role) for role in LINEARS)
+            require(
+                gate.kind == up.kind == down.kind and gate.shape == up.shape,
+                "gate, up and down of an expert must be stored alike",
+                got=f"{gate.kind} {gate.shape}, {up.kind} {up.shape}, {down.kind}",
+                kind=ShapeError,
+            )
+            return gate, up, down
+        both = self._fused(prefix, names, expert, "gate_up_proj")
+        return *both.halves(gate_up), self._fused(prefix, names, expert, "down_proj")
+
+    def _linear(self, prefix: str, known: set[str], expert: int, role: str) -> Stored:
+        linear = next((n for n in LINEARS[role] if f"{expert}.{n}.weight" in known
+                       or f"{expert}.{n}.weight_packed" in known), LINEARS[role][0])  # fmt: skip
+        head = f"{expert}.{linear}."
+
+        def part(suffixes: Sequence[str]) -> tuple[str, Tensor | None]:
+            for suffix in suffixes:
+                if head + suffix in known:
+                    return suffix, self.shards.read(prefix + head + suffix)
+            return "", None
+
+        _, data = part(VALUES)
+        if data is None:
+            data = self.shards.read(f"{prefix}{head}weight")  # refuses by name
+        name, g = part(tuple(GLOBALS))
+        one = stored.read(prefix + head[:-1], data, part(SCALES)[1], _factor(g, GLOBALS.get(name)))
+        name, given = part(tuple(INPUTS))
+        return replace(one, input_scale=_factor(given, INPUTS.get(name)))
+
+    def _fused(self, prefix: str, names: list[str], expert: int, linear: str) -> Stored:
+        """One expert out of a tensor of all of them."""
+        for values, scales in FUSED.items():
+            if linear + values in names:
+                data = self.shards.read(prefix + linear + values, expert)
+                scale = None
+                if linear + scales in names:
+                    scale = self.shards.read(prefix + linear + scales, expert)
+                data = data.flatten(1) if values == "_blocks" else data
+                if values != "_blocks" and model_config.is_gpt_oss(self.config):
+                    data = data.T.contiguous()
+                return stored.read(prefix + linear, data, scale, None)
+        self.shards.entry(prefix + linear)  # refuses by name
+        raise AssertionError
+
+    def _biases(
+        self, prefix: str, names: list[str], expert: int, gate_up: str
+    ) -> tuple[Tensor, Tensor]:
+        """float32 [2, I] and [H]."""
+        if "gate_up_proj_bias" in names:
+            b13 = self.shards.read(prefix + "gate_up_proj_bias", expert).float()
+            b2 = self.shards.read(prefix + "down_proj_bias", expert).float()
+            return checkpoint.gate_then_up(b13[:, None], gate_up)[..., 0], b2
+        found = []
+        for linears in LINEARS.values():
+            names_of = [f"{expert}.{one}.bias" for one in linears]
+            name = next((n for n in names_of if n in names), names_of[0])
+            found.append(self.shards.read(prefix + name).float())
+        return torch.stack(found[:2]), found[2]
+
+    def _x_global(self, prefix: str, names: list[str], num_experts: int) -> Tensor:
+        """NVFP4's global scale of tokens: the largest of all experts', 1 where there is none."""
+        known, found = set(names), []
+        for expert in range(num_experts):
+            for linear in (*LINEARS["gate"], *LINEARS["up"]):
+                for suffix, direction in INPUTS.items():
+                    name = f"{expert}.{linear}.{suffix}"
+                    if name in known:
+                        found.append(_factor(self.shards.read(prefix + name), direction))
+        return torch.stack([t for t in found if t is not None]).amax() if found else torch.ones(())
+
+
+class _Made:
+    """Experts on their way: allocated whole, filled one by one."""
+
+    def __init__(self, found: Picked, num: int, device: torch.device) -> None:
+        check_width("hidden", found.hidden)
+        check_width("intermediate", found.intermediate)
+        fmt = recipe_named(found.recipe).weights
+        hidden, wide = found.hidden, found.intermediate
+        self.w13 = empty((num, 2, wide, hidden), fmt, device)
+        if fmt.has_global:  # gate and up may have different ones
+            ones = torch.ones(num, 2, device=device)
+            w = self.w13
+            self.w13 = Quantized(w.data, w.scale, w.format, w.shape, ones)
+        self.w2 = empty((num, hidden, wide), fmt, device)
+        self.acts_global = torch.ones(num, device=device)
+        self.biases: dict[str, Tensor] = {}
+        if found.has_bias:
+            self.biases = {
+                "b13": torch.empty(num, 2, wide, device=device),
+                "b2": torch.empty(num, hidden, device=device),
+            }
+
+    def put(self, slot: int, expert: int, matrices: tuple[Stored, Stored, Stored]) -> None:
+        gate, up, down = matrices
+        gate.put(_half(self.w13, slot, 0), "gate", expert)
+        up.put(_half(self.w13, slot, 1), "up", expert)
+        down.put(self.w2[slot : slot + 1], "down", expert)
+        if down.input_scale is not None:
+            self.acts_global[slot] = down.input_scale
+
+    def put_bias(self, slot: int, biases: tuple[Tensor, Tensor]) -> None:
+        self.biases["b13"][slot], self.biases["b2"][slot] = biases
+
+
+@contextmanager
+def _bar(
+    progress: Callable[[int], None] | bool, found: Picked, total: int
+) -> Iterator[Callable[[int], object]]:
+    """What to call with the number of experts done."""
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress
+
+    console = Console(stderr=True, quiet=not progress, soft_wrap=True)
+    console.print(str(found), markup=False, highlight=False)
+    with Progress(BarColumn(), MofNCompleteColumn(), console=console) as bars:
+        task = bars.add_task("", total=total)
+        yield lambda done: bars.update(task, completed=done)
+
+
+def _half(w13: Quantized, slot: int, half: int) -> Quantized:
+    """Gate or up of one expert, [1, I, H], as views."""
+    part = slice(slot, slot + 1)
+    scale, g = (None if t is None else t[part, half] for t in (w13.scale, w13.global_scale))
+    _, _, wide, hidden = w13.shape
+    return Quantized(w13.data[part, half], scale, w13.format, (1, wide, hidden), g)
+
+
+def _factor(value: Tensor | None, direction: str | None) -> Tensor | None:
+    """A scalar that multiplies."""
+    if value is None:
+        return None
+    value = value.float().reshape(-1)
+    require(value.numel() == 1, "a global scale must be one number", got=value.numel(),
+            kind=ShapeError)  # fmt: skip
+    return value[0].reciprocal() if direction == "divide" else value[0]
+
+
+def _refuse_unknown(prefix: str, names: list[str], is_fused: bool) -> None:
+    """Every tensor beside the experts must be one that is read, or known to say nothing."""
+    linears = [name for each in LINEARS.values() for name in each]
+    tails = (*VALUES, *SCALES, *GLOBALS, *INPUTS, *LEFT_OUT, "bias")
+    fused = {f"{linear}{tail}" for linear in ("gate_up_proj", "down_proj")
+             for tail in (*FUSED, *FUSED.values(), "_bias")}  # fmt: skip
+    for name in names:
+        _, _, rest = name.partition(".")
+        linear, _, tail = rest.partition(".")
+        ok = name in fused if is_fused else linear in linears and tail in tails
+        require(
+            ok, "every tensor of the experts must be known", got=prefix + name,
+            fix="this format is not built", kind=NotAvailable,
+        )  # fmt: skip
+
+
+def _runs(numbers: list[int]) -> str:
+    return f"{numbers[0]}..{numbers[-1]}" if numbers else "none"

@@ -1,0 +1,149 @@
+"""From tensors to plans: traits of weights and tokens, the machine of a device, and a cache.
+
+The planner decides; here it is asked, once for each kind of call.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from typing import Any, NamedTuple
+
+import torch
+
+from megamoe.engine.weights import ExpertWeights
+from megamoe.formats.spec import Scale
+from megamoe.hardware import CPU, Hardware, of_gpu
+from megamoe.planner.call import CallSpec, SharedSpec
+from megamoe.planner.overrides import Overrides
+from megamoe.planner.plan import Plan, plan_call
+from megamoe.planner.tables.hopper import ACTIVATIONS
+from megamoe.problem import Options, Problem
+
+LOG = logging.getLogger("megamoe")
+OWN_LAUNCHES = "shared experts have launches of their own on this backend"
+
+
+@functools.cache
+def log_once(message: str) -> None:
+    """Tell of a fallback, the first time that it happens."""
+    LOG.warning(message)
+
+
+@functools.cache
+def hardware_of(device: torch.device) -> Hardware:
+    """The machine that a device is."""
+    if device.type != "cuda":
+        return CPU
+    facts = torch.cuda.get_device_properties(device)
+    arch = f"sm_{facts.major}{facts.minor}" + ("a" if facts.major >= 9 else "")
+    return of_gpu(facts.name, facts.multi_processor_count, arch, facts.total_memory)
+
+
+class Traits(NamedTuple):
+    """What plans depend on beside sizes: bytes of the weights, as they are now."""
+
+    fits_e4m3: bool = True
+    not_hopper: str = ""
+    shared: SharedSpec | None = None
+
+
+def traits_of(
+    backend: str,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: str = "swiglu",
+) -> Traits:
+    """The traits of a layer's experts; only Hopper's kernels look at their bytes."""
+    if backend != "hopper":
+        return Traits(shared=_shared_spec(shared))
+    from megamoe.engine import hopper
+
+    if activation not in ACTIVATIONS:
+        return Traits(not_hopper=f"activation {activation}", shared=_shared_spec(shared))
+    fits = hopper.fits_e4m3(weights)
+    if shared is None:
+        return Traits(fits, hopper.why_not(weights))
+    spec = _shared_spec(
+        shared, fits_e4m3=hopper.fits_e4m3(shared), apart=hopper.why_apart(weights, shared)
+    )
+    return Traits(fits, hopper.why_not(weights) or hopper.why_not(shared), spec)
+
+
+def _shared_spec(
+    shared: ExpertWeights | None,
+    *,
+    fits_e4m3: bool = True,
+    apart: str = OWN_LAUNCHES,
+) -> SharedSpec | None:
+    if shared is None:
+        return None
+    return SharedSpec(shared.num_experts, shared.recipe, shared.intermediate, fits_e4m3, apart)
+
+
+def why_unlike(weights: ExpertWeights, shared: ExpertWeights) -> str:
+    """Why no launch has these shared experts among the others; "" where one can."""
+    if shared.recipe != weights.recipe:
+        return f"shared experts in {shared.recipe}, the others in {weights.recipe}"
+    spec = weights.w13.spec
+    if spec.element.bits != 4 or spec.scale is not Scale.E8M0:
+        return f"shared experts in {weights.recipe}"
+    if shared.intermediate != weights.intermediate:
+        return f"shared experts of {shared.intermediate}, the others of {weights.intermediate}"
+    has_bias = any(t is not None for w in (weights, shared) for t in (w.b13, w.b2))
+    return "shared experts and biases" if has_bias else ""
+
+
+class Ranks(NamedTuple):
+    """The ranks of a call."""
+
+    num: int = 1
+    num_experts: int | None = None  # of all ranks; None: those of the weights
+    local: int = 1
+    is_placed: bool = False
+    max_tokens: int | None = None
+
+
+ONE_RANK = Ranks()
+
+
+def plan_for(
+    weights: ExpertWeights,
+    options: Options,
+    traits: Traits,
+    *,
+    num_tokens: int,
+    top_k: int,
+    overrides: Overrides,
+    ranks: Ranks = ONE_RANK,
+    is_quantized: bool = False,
+    is_captured: bool = False,
+) -> Plan:
+    """The plan of a call; overrides name the backend."""
+    return _planned(
+        weights.device, num_tokens, weights.hidden, weights.intermediate,
+        weights.num_experts if ranks.num_experts is None else ranks.num_experts, top_k,
+        weights.recipe, options.combine, traits, ranks, is_quantized, is_captured, overrides,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=8192)
+def _planned(
+    device: torch.device, num_tokens: int, hidden: int, intermediate: int, num_experts: int,
+    top_k: int, recipe: str, combine: str, traits: Traits, ranks: Ranks, *rest: Any,
+) -> Plan:  # fmt: skip
+    is_quantized, is_captured, overrides = rest
+    problem = Problem(num_tokens, hidden, intermediate, num_experts, top_k, ranks.num, recipe)
+    call = CallSpec(
+        problem,
+        combine=combine,
+        fits_e4m3=traits.fits_e4m3,
+        not_hopper=traits.not_hopper,
+        shared=traits.shared,
+        is_quantized=is_quantized,
+        is_captured=is_captured,
+        local_ranks=ranks.local,
+        is_placed=ranks.is_placed,
+        max_tokens=ranks.max_tokens,
+    )
+    return plan_call(call, hardware_of(device), overrides)

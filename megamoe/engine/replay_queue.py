@@ -1,0 +1,67 @@
+"""ReplayQueue: what each replay of a graph is about, written where the GPU reads it.
+
+Host and GPU count the slots of a ring, each for itself: every note is followed by one replay, and
+every replay has one. A slot is written again once the GPU has taken it, which an event in each half
+of the ring tells.
+"""
+
+from __future__ import annotations
+
+import struct
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from megamoe.kernels.portable.graph_io import ReplayArgs
+
+SLOTS = 256  # replays that may be under way
+HALF = SLOTS // 2
+
+_WORDS, _SIZE = struct.Struct("7q"), 64  # as in kernels/portable/graph_io.py
+_LEFT: dict[
+    torch.device, list[ReplayArgs]
+] = {}  # of mailboxes that went: the GPU may still read it
+
+
+class ReplayQueue:
+    """The host's side of a `ReplayArgs`."""
+
+    def __init__(self, device: torch.device) -> None:
+        from megamoe.kernels.portable.graph_io import ReplayArgs
+
+        self.device = device
+        self.mail: ReplayArgs = ReplayArgs.empty(SLOTS, device)
+        self._bytes = memoryview(self.mail.slots.numpy()).cast("B")
+        self._at = 0
+        self._taken = [torch.cuda.Event() for _ in range(2)]  # of each half
+        weakref.finalize(self, _leave, device, self.mail)
+
+    def send(self, note: tuple[int, ...], launch: Callable[[], object]) -> None:
+        """Write a note's seven words, and launch on the current stream what takes it.
+
+        Whatever is raised, nobody knows whether it was taken: the replay_queue is good no more.
+        """
+        at = self._at
+        if at % HALF == 0:
+            self._taken[at // HALF].synchronize()  # hardly ever waits: half a ring lies between
+        _WORDS.pack_into(self._bytes, at * _SIZE, *note)
+        launch()
+        at += 1
+        if at % HALF == 0:
+            self._taken[at // HALF - 1].record(torch.cuda.current_stream(self.device))
+        self._at = at % SLOTS
+
+
+def finish(device: torch.device) -> None:
+    """Wait for the GPU; what mailboxes left there is then free."""
+    left = _LEFT.pop(device, [])
+    torch.cuda.synchronize(device)
+    left.clear()
+
+
+def _leave(device: torch.device, mail: ReplayArgs) -> None:
+    """Keep it for a while; no wait, since this may run inside somebody's capture."""
+    _LEFT.setdefault(device, []).append(mail)

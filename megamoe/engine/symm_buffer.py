@@ -1,0 +1,55 @@
+"""A rank's shared memory as tensors, for fused launches over several ranks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamoe.layout.exchange import exchange
+from megamoe.layout.regions import Workspace
+from megamoe.planner.tables.hopper import COUNTERS
+
+DTYPES = {"i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "bf16": torch.bfloat16}
+
+
+class SymmBuffer(NamedTuple):
+    """The regions of `layout.exchange`."""
+
+    signals: Tensor
+    counters: Tensor
+    num_valid: Tensor
+    topk_idx: Tensor
+    topk_weights: Tensor
+    tokens: Tensor
+    rows: Tensor
+
+    def put(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+        """The tokens of a call, on the current stream. Its launches take equally many each."""
+        num = len(x)
+        self.tokens[:num].copy_(x)
+        self.topk_idx[:num].copy_(topk_idx)
+        self.topk_weights[:num].copy_(topk_weights)
+        passes = len(self.num_valid)
+        if passes == 1:
+            self.num_valid.fill_(num)
+            return
+        each = len(self.tokens) // passes
+        first = torch.arange(0, passes * each, each, dtype=torch.int32, device=x.device)
+        self.num_valid.copy_((num - first).clamp_(0, each))
+
+
+def layout(num_tokens: int, hidden: int, top_k: int, num_passes: int = 1) -> Workspace:
+    """Where everything lies in a room for so many tokens."""
+    return exchange(num_tokens, hidden, top_k, COUNTERS, num_passes)
+
+
+def symm_buffer_in(memory: Tensor, of: Workspace) -> SymmBuffer:
+    """uint8 memory as a room."""
+    return SymmBuffer(
+        *(
+            memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape)
+            for r in (of[name] for name in SymmBuffer._fields)
+        )
+    )

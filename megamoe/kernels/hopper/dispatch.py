@@ -1,0 +1,170 @@
+"""Dispatch on the device: tokens into the expert-sorted pool that the GEMMs read.
+
+A small call is one launch, every program finding the rows of its own slots; otherwise they are
+written before by `permute`, as the plan says. Nothing is read back to the host.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamoe.kernels.common.columns import token_column
+from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.hopper.gemm.tile_scheduler import WorkItems, expert_rows
+from megamoe.kernels.hopper.permute import (
+    legal,
+    place,
+    rank,
+    report_bad,
+    routing_place,
+    write_tiles,
+)
+from megamoe.kernels.hopper.pool import Pool
+from megamoe.kernels.portable.acts import quantise_blocks
+from megamoe.kernels.portable.routing import Routing
+from megamoe.planner.launches import Pass, Permute
+
+
+@triton.jit
+def _pool_kernel(
+    x, x_scale, x_stride, g, g_stride, idx, weights, num_valid, error, idx_out, weights_out, rows,
+    stats, data, scale, dest, weight, factor, tiles, num_tiles,
+    num_slots, pool_rows, num_experts, hidden, width, first_slot, num_dest,
+    ACTS: tl.constexpr, READY: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
+    HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, K_SLOTS: tl.constexpr,
+    SLOTS: tl.constexpr, IS_SMALL: tl.constexpr, BLOCK: tl.constexpr, COLS: tl.constexpr,
+    E: tl.constexpr, BY_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of columns): quantise once, write to each of the token's rows.
+
+    IS_SMALL: every program looks at all slots; otherwise `rows` are known. READY tokens come in the
+    pool's own format, with their scales. BY_GROUP: how columns stand in it (`common.columns`).
+    """
+    after_previous()
+    token = tl.program_id(0)
+    part = tl.program_id(1)
+    slot = tl.arange(0, K_SLOTS)
+    at = token * TOP_K + slot
+    own = slot < TOP_K
+    if IS_SMALL:
+        mine, share, bad = legal(
+            idx, weights, at, own, num_valid, num_experts, TOP_K, SHARED, HAS_COUNT
+        )
+        other = tl.arange(0, SLOTS)
+        experts, _, _ = legal(
+            idx, weights, other, other < num_slots, num_valid, num_experts, TOP_K, SHARED, HAS_COUNT
+        )
+        count = tl.histogram(tl.maximum(experts, 0), E, mask=experts >= 0)
+        row_begin = expert_rows(count)
+        used = mine >= 0
+        row = tl.gather(row_begin, tl.maximum(mine, 0), 0) + rank(experts, other, mine, at)
+    else:
+        row = tl.load(rows + at, mask=own, other=-1)
+        used = row >= 0
+    col = part * COLS + tl.arange(0, COLS)
+    block = part * (COLS // 128) + tl.arange(0, COLS // 128)
+    place = row.to(tl.int64)[:, None] * width + col[None, :]
+    mask = used[:, None] & (col < width)[None, :]
+    scale_place = block[None, :].to(tl.int64) * pool_rows + row[:, None]
+    scale_mask = used[:, None] & (block < width // 128)[None, :]
+    place_of = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
+    source = tl.load(x + token.to(tl.int64) * x_stride + place_of, mask=place_of < hidden, other=0)
+    if READY or ACTS.HOLD == "plain":
+        values = source
+        if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
+            blocks = tl.cdiv(hidden, 128)
+            known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
+            wide = tl.broadcast_to(known[None, :], scale_place.shape)
+            tl.store(scale + scale_place, wide, mask=scale_mask)
+    else:
+        G: tl.constexpr = ACTS.GROUP
+        by = tl.load(g + token * g_stride) if HAS_G else 1.0
+        tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
+        ratio, stored, step = quantise_blocks(tile, by, ACTS)
+        if ACTS.HOLD == "values":
+            values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
+        else:
+            if ACTS.HOLD == "scaled":
+                values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
+            else:
+                values = tl.reshape(ACTS.code(ratio), (COLS,))
+            wide = tl.broadcast_to(stored, scale_place.shape)
+            tl.store(scale + scale_place, wide, mask=scale_mask)
+    tl.store(data + place, tl.broadcast_to(values[None, :], place.shape), mask=mask)
+    if IS_SMALL and part == 0:
+        tl.store(dest + row, token * num_dest + first_slot + slot, mask=used)
+        tl.store(weight + row, share, mask=used)
+        if HAS_G:
+            token_factor = tl.load(g + token * g_stride)
+            tl.store(factor + row, tl.zeros([K_SLOTS], tl.float32) + token_factor, mask=used)
+        to, is_given = routing_place(at, TOP_K, SHARED)
+        tl.store(idx_out + to, mine, mask=own & is_given)
+        tl.store(weights_out + to, share, mask=own & is_given)
+        report_bad(bad, to, error)
+        if token == 0:
+            if HAS_STATS:
+                expert = tl.arange(0, E)
+                inside = expert < num_experts - SHARED
+                total = tl.load(stats + expert, mask=inside)
+                tl.store(stats + expert, total + count, mask=inside)
+            write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
+
+
+def route(
+    x: Tensor,
+    routing: Routing,
+    acts: Kind,
+    pool: Pool,
+    steps: Pass,
+    *,
+    work: WorkItems | None = None,
+    x_scale: Tensor | None = None,
+    g: Tensor | None = None,
+    stats: Tensor | None = None,
+    first_slot: int = 0,
+    num_dest: int = 0,
+    num_shared: int = 0,
+    is_ready: bool = False,
+    by_group: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Fill `pool` from tokens x [T, H] and their routing, in the plan's `steps`.
+
+    Writes the work items of `work` too. The last `num_shared` experts see every token, with weight
+    1, in slots after the routed ones.
+    """
+    num_tokens, hidden = x.shape
+    top_k = routing.topk_idx.shape[1] + num_shared
+    slots, num_experts = num_tokens * top_k, steps.num_experts
+    config = steps["permute"].config
+    assert isinstance(config, Permute) and slots == steps.num_slots
+    is_small = config.is_small
+    g_stride = 0 if g is None or g.ndim == 0 else 1
+    num_dest = num_dest or top_k
+    unused = rows = pool.num_tiles
+    if not is_small:
+        rows = place(
+            routing, pool, steps, work=work, g=g, g_stride=g_stride, stats=stats,
+            first_slot=first_slot, num_dest=num_dest, num_shared=num_shared, pdl=pdl,
+        )  # fmt: skip
+    width = pool.data.shape[1]
+    has_count = is_small and routing.num_valid is not None
+    _pool_kernel[steps["permute"].grid](
+        _raw(x), unused if x_scale is None else x_scale, x.stride(0), unused if g is None else g,
+        g_stride, routing.topk_idx, routing.topk_weights,
+        routing.num_valid if has_count else unused, routing.error, routing.idx, routing.weights,
+        rows, unused if stats is None else stats, _raw(pool.data), pool.scale, pool.dest,
+        pool.weight, pool.factor, pool.tiles, pool.num_tiles, slots, pool.data.shape[0],
+        num_experts, hidden, width, first_slot, num_dest,
+        ACTS=acts, READY=is_ready, HAS_G=g is not None, HAS_STATS=is_small and stats is not None,
+        HAS_COUNT=has_count, TOP_K=top_k, SHARED=num_shared, BY_GROUP=by_group,
+        **config.constants(), **overlap(pdl),
+    )  # fmt: skip
+
+
+def _raw(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t

@@ -1,0 +1,1 @@
+"""The two grouped GEMMs, and what they share."""

@@ -1,0 +1,1 @@
+"""The whole layer in one launch."""

@@ -1,0 +1,200 @@
+"""State of a fused launch: its arguments, one CTA's memory and barriers, and the two linears."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from megamoe.kernels.hopper.gemm.epilogue import EpilogueOperands, allocate_operands
+from megamoe.kernels.hopper.gemm.swap_ab import SwapAbGemm, allocate_stages
+from megamoe.kernels.hopper.pipeline import FLAT_SHARED, GROUPS, barriers, record
+
+PART_COLS = gl.constexpr(2048)  # columns of a part of a token: what is quantised at a time
+QUEUE_WORDS = gl.constexpr(7)  # of a work item: kind, ticket, tile, n tile, expert, begin, end
+
+
+@record
+class KernelArgs:
+    """One launch: its tensors, sizes and constants, the same for every CTA."""
+
+    x: gl.tensor
+    x_stride: gl.tensor
+    g: gl.tensor  # NVFP4: global scale of the tokens
+    g_stride: gl.tensor
+    topk_idx: gl.tensor
+    topk_weights: gl.tensor
+    num_valid: gl.tensor
+    error: gl.tensor
+    stats: gl.tensor
+    y: gl.tensor
+    pool: gl.tensor
+    pool_scale: gl.tensor
+    row_dest: gl.tensor
+    row_weight: gl.tensor
+    row_factor: gl.tensor
+    rows: gl.tensor  # BF16 [slots, hidden]: what combine adds
+    tile_lists: gl.tensor  # int32 [CTAs, tile_list_stride]: of each CTA
+    counters: gl.tensor
+    signals: gl.tensor  # of ranks of other launches
+    peers: gl.tensor  # int64 [ranks]: bytes from a pointer of this launch to the same of a rank
+    report: gl.tensor
+    trace: gl.tensor
+    bound_ns: gl.tensor
+    early_steps: gl.tensor  # steps of a CTA's first tile that do not wait for the whole pool
+    absent_rank: gl.tensor  # a rank that never signals its end, for tests of the bound; -1: none
+    first_rank: gl.tensor  # of this launch
+    first_slot: gl.tensor  # of the call: where this launch's slots begin, on each rank
+    num_slots: gl.tensor  # of all ranks
+    tokens_per_rank: gl.tensor
+    num_experts: gl.tensor  # of one rank
+    rows_per_rank: gl.tensor
+    pool_rows: gl.tensor
+    wave_rows: gl.tensor  # RING: rows (of all experts in order) of a pool wave
+    tile_list_stride: gl.tensor
+    num_counters: gl.tensor
+    hidden: gl.tensor
+    width: gl.tensor  # of a pooled token
+    clamp: gl.tensor
+    WEIGHTS: gl.constexpr
+    ACTS: gl.constexpr
+    FACTOR: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    ACTIVATION: gl.constexpr
+    PROMOTED: gl.constexpr
+    WEIGHTED: gl.constexpr
+    HAS_COUNT: gl.constexpr
+    HAS_STATS: gl.constexpr
+    RANKS: gl.constexpr
+    LOCAL: gl.constexpr  # ranks of this launch
+    EXPERTS: gl.constexpr  # num_experts to the next power of two
+    SLOTS: gl.constexpr  # num_slots to the next size that kernels are compiled for
+    CHUNK: gl.constexpr  # slots of which one warpgroup reads the routing at a time
+    TOP_K: gl.constexpr  # slots of a token, those of shared experts included
+    SHARED: gl.constexpr  # shared experts: the last experts, in the last slots of every token
+    K_SLOTS: gl.constexpr  # TOP_K to the next power of two
+    TOKENS: gl.constexpr
+    SLABS: gl.constexpr
+    DEPTH: gl.constexpr
+    STAGES: gl.constexpr
+    ROWS: gl.constexpr  # weight rows of a tile
+    TRACE: gl.constexpr
+    WINDOW: gl.constexpr  # as in `SwapAbGemm`
+    RING: gl.constexpr  # the pool holds two pool waves at a time, not all rows
+    ROWS_AS: gl.constexpr  # the format that combine rounds rows to
+
+
+@gluon.jit
+def num_parts(args):
+    """Parts of tokens, of all ranks."""
+    return args.num_slots // args.TOP_K * ((args.width + PART_COLS - 1) // PART_COLS)
+
+
+@record
+class Linear:
+    """One of the two products: what `SwapAbGemm` has of its own for each."""
+
+    w: tma.tensor_descriptor
+    w_scale: tma.tensor_descriptor
+    x: tma.tensor_descriptor
+    x_scale: tma.tensor_descriptor
+    factor: gl.tensor
+    bias: gl.tensor
+    acts_factor: gl.tensor
+    out: gl.tensor
+    out_scale: gl.tensor
+    steps: gl.tensor
+    num_outputs: gl.tensor
+    num_bias: gl.tensor
+    factor_rows: gl.tensor
+    factor_cols: gl.tensor
+    ACTS: gl.constexpr
+    GATED: gl.constexpr
+
+
+@record
+class Shared:
+    """Shared memory and barriers of a CTA that both linears use."""
+
+    w_l1: gl.shared_memory_descriptor  # the stages' weights, as each linear sees them
+    w_l2: gl.shared_memory_descriptor
+    w_scale: gl.shared_memory_descriptor
+    x: gl.shared_memory_descriptor
+    x_scale: gl.shared_memory_descriptor
+    amax: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    amax_full: gl.shared_memory_descriptor
+    epilogue: EpilogueOperands
+
+
+@record
+class CtaState:
+    """One CTA: its place, its tile list, its work queue, its barriers."""
+
+    args: KernelArgs
+    rank: gl.tensor
+    local_rank: gl.tensor  # among the ranks of this launch
+    cta_idx: gl.tensor  # within the rank
+    num_ctas: gl.tensor  # of the rank
+    tile_list: gl.tensor  # this CTA's
+    counters: gl.tensor  # this rank's
+    slot_expert: gl.shared_memory_descriptor  # int16 [SLOTS / CHUNK, CHUNK]: local expert, or -1
+    expert_row_begin: gl.shared_memory_descriptor  # int32 [EXPERTS]
+    num_tiles: gl.shared_memory_descriptor  # int32 [1]: length of the tile list
+    routed: gl.shared_memory_descriptor
+    own_filled: gl.shared_memory_descriptor
+    pool_filled: gl.shared_memory_descriptor
+    queue: gl.shared_memory_descriptor  # int32 [2 * QUEUE_WORDS, 1]: two work items
+    item_full: gl.shared_memory_descriptor
+    item_empty: gl.shared_memory_descriptor
+    tile_stored: gl.shared_memory_descriptor
+    tile_counted: gl.shared_memory_descriptor
+    own_done: gl.shared_memory_descriptor
+    all_done: gl.shared_memory_descriptor
+
+
+@gluon.jit
+def allocate_shared(args, l1, l2):
+    """The stage ring and what epilogues need; weights of both linears lie in the same stages."""
+    w_l1, w_scale, x, x_scale = allocate_stages(
+        l1.w, l1.w_scale, l1.x, l1.x_scale, args.WEIGHTS, args.PROMOTED, args.TOKENS, args.SLABS,
+        args.DEPTH, args.STAGES,
+    )  # fmt: skip
+    w_l2 = w_l1
+    if not args.WEIGHTS.DECODED:
+        shape: gl.constexpr = [args.STAGES * args.DEPTH] + l2.w.block_type.shape
+        w_l2 = w_l1._reinterpret(l2.w.dtype, shape, l2.w.layout)
+    amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS * 4, args.TOKENS], FLAT_SHARED)
+    gl.static_assert(args.TOKENS < 64, "wider tiles are transposed in memory that is not here")
+    full = barriers(args.STAGES, 2, LOOP=True)
+    empty = barriers(args.STAGES, GROUPS, LOOP=True)
+    amax_full = full
+    if args.PROMOTED:
+        amax_full = barriers(2, GROUPS)
+    epilogue = allocate_operands(args.row_dest, args.ROWS, args.TOKENS, args.FACTOR, args.HAS_BIAS)
+    return Shared(
+        w_l1=w_l1, w_l2=w_l2, w_scale=w_scale, x=x, x_scale=x_scale, amax=amax, full=full,
+        empty=empty, amax_full=amax_full, epilogue=epilogue,
+    )  # fmt: skip
+
+
+@gluon.jit
+def gemm_of(args, linear, w_bufs, shared, tile_list):
+    """One linear over the CTA's ring, as the swap-AB GEMM computes it."""
+    out_width = linear.num_outputs
+    if args.RANKS > 1 and not linear.GATED:
+        out_width = gl.to_tensor(1)  # destinations are offsets: rows go to other ranks too
+    return SwapAbGemm(
+        w=linear.w, w_scale=linear.w_scale, x=linear.x, x_scale=linear.x_scale, w_bufs=w_bufs,
+        ws_bufs=shared.w_scale, x_bufs=shared.x, xs_bufs=shared.x_scale, amax=shared.amax,
+        transpose_smem=shared.amax, full=shared.full, empty=shared.empty,
+        amax_full=shared.amax_full, epilogue=shared.epilogue, factor=linear.factor,
+        bias=linear.bias, acts_factor=linear.acts_factor, row_factor=args.row_factor,
+        row_weight=args.row_weight, row_dest=args.row_dest, out=linear.out,
+        out_scale=linear.out_scale, tiles=tile_list, num_tiles=tile_list,
+        pool_rows=args.pool_rows, steps=linear.steps, num_outputs=linear.num_outputs,
+        num_bias=linear.num_bias, out_width=out_width, factor_rows=linear.factor_rows,
+        factor_cols=linear.factor_cols, clamp=args.clamp, WEIGHTS=args.WEIGHTS, ACTS=linear.ACTS,
+        GATED=linear.GATED, PROMOTED=args.PROMOTED, FACTOR=args.FACTOR, HAS_BIAS=args.HAS_BIAS,
+        WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION, TOKENS=args.TOKENS, IS_STREAM=True,
+        SLABS=args.SLABS, DEPTH=args.DEPTH, STAGES=args.STAGES, SPAN=1, WINDOW=args.WINDOW,
+    )  # fmt: skip

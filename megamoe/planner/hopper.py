@@ -1,0 +1,609 @@
+"""Hopper's launches: the tile of a load, which calls are fused, and every launch of a call."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from megamoe.errors import CapacityError, DTypeError, MegaMoEError, NotAvailable, require
+from megamoe.formats.spec import recipe_named
+from megamoe.layout.regions import align_up, ceil_div
+from megamoe.planner import smem
+from megamoe.planner.call import CallSpec
+from megamoe.planner.choice import SharedMemory, Value
+from megamoe.planner.launches import (
+    SCHEDULES,
+    Count,
+    Gemm,
+    GemmSwapAb,
+    Launch,
+    Mega,
+    Pass,
+    Permute,
+    Place,
+    Scan,
+    Tile,
+    next_power_of_2,
+)
+from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.overrides import TILE, word
+from megamoe.planner.portable import combine, quantize_rows
+from megamoe.planner.tables import hopper as tables
+from megamoe.planner.tables.hopper import Shape
+from megamoe.problem import MAX_TOP_K
+
+if TYPE_CHECKING:
+    from megamoe.planner.plan import Plan
+
+KERNELS = ("swap_ab", "gemm")
+BLOCK_MS = (8, 16, 32, 64, 128)
+
+
+# -- tiles ----------------------------------------------------------------------------------------
+
+
+def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
+    """(the table's tile of both linears, why)."""
+    shape: Shape | Gemm
+    if recipe == "w4a8_block" and not fits_e4m3:
+        shape, why = next((t, w) for edge, t, w in tables.WIDE_RANGE if rows_per_expert <= edge)
+    else:
+        shape, why = next(
+            (shape, why)
+            for recipes, edge, shape, why in tables.TILES
+            if recipe in recipes and rows_per_expert <= edge
+        )
+    return tile_of(recipe, shape, fits_e4m3=fits_e4m3), why
+
+
+def tile_of(recipe: str, shape: Shape | Gemm, *, fits_e4m3: bool = True) -> Tile:
+    """An entry of the tables as a tile, with as many stages as shared memory holds."""
+    if isinstance(shape, Gemm):
+        return shape
+    how = numerics("hopper", recipe, fits_e4m3=fits_e4m3)
+    is_first_out = shape.block_m < 64 if shape.evict_first is None else bool(shape.evict_first)
+    # Where FP4 becomes BF16 math is the limit and wants the whole ring.
+    decodes = recipe_named(recipe).weights.element.bits == 4 and how.mma == "bf16"
+    tile = GemmSwapAb(
+        shape.block_m, shape.slabs, shape.k_blocks, 0, shape.group_m, is_first_out,
+        0 if decodes else tables.MAX_IN_FLIGHT,
+    )  # fmt: skip
+    return replace(tile, num_stages=max_stages(smem.gemm_swap_ab(recipe, how, tile)))
+
+
+def max_stages(sums: SharedMemory) -> int:
+    """Stages that fit beside what is fixed."""
+    return min((sums.limit - sums.fixed_bytes) // sums.stage_bytes, tables.MAX_STAGES)
+
+
+def candidates(recipe: str, picked: Tile, *, fits_e4m3: bool = True) -> tuple[Tile, ...]:
+    """`picked` first; then others as wide, the next narrower and the next wider."""
+    others = [
+        tile_of(recipe, shape, fits_e4m3=fits_e4m3)
+        for recipes, shape in tables.CANDIDATES
+        if recipe in recipes and (fits_e4m3 or not isinstance(shape, Gemm))
+    ]
+    widths = sorted({tile.block_m for tile in (picked, *others)})
+    at = widths.index(picked.block_m)
+    near = widths[max(at - 1, 0) : at + 2]
+    fitting = (t for t in others if t.block_m in near and t.num_stages >= 2)
+    return tuple(dict.fromkeys((picked, *fitting)))
+
+
+def label(tile: Tile) -> str:
+    """A tile's name: what it is, its tokens, and every field that is not as by default.
+
+    >>> label(Gemm(4, group_m=16))
+    'gemm128-num_stages4-group_m16'
+    """
+    kind = "gemm" if isinstance(tile, Gemm) else "swap_ab"
+    values = {f.name: (getattr(tile, f.name), f.default) for f in fields(tile)}
+    block_m, _ = values.pop("block_m")
+    parts = (f"{n}{v}" for n, (v, usual) in values.items() if usual is MISSING or v != usual)
+    return "-".join((f"{kind}{block_m}", *parts))
+
+
+def overridden(
+    recipe: str, how: Numerics, tile: Tile, given: Mapping[str, Value]
+) -> tuple[Tile, str]:
+    """The tile with what was given in place of the table's, or a refusal with the reason."""
+    told = {name: given[name] for name in TILE if name in given}
+    if not told:
+        return tile, ""
+    _refuse("num_warps" in told, "Hopper kernels have fixed roles", "num_warps")
+    kernel = word(given, "kernel", KERNELS) or _kernel_for(recipe, how, tile, told)
+    if kernel == "gemm":
+        made: Tile = _gemm(recipe, how, tile, told)
+    else:
+        made = _swap_ab(recipe, how, tile, told)
+    return made, "given: " + ", ".join(f"{name} {value}" for name, value in told.items())
+
+
+def _kernel_for(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> str:
+    if "schedule" in told or "decode_ahead" in told:
+        return "gemm"
+    if "block_m" in told and how.mma == "fp8":
+        return "gemm" if told["block_m"] == 128 else "swap_ab"
+    return "gemm" if isinstance(tile, Gemm) else "swap_ab"
+
+
+def _int(told: Mapping[str, Value], name: str, otherwise: int) -> int:
+    value = told.get(name, otherwise)
+    assert isinstance(value, int)
+    return value
+
+
+def _refuse(when: bool, why: str, got: object, fix: str = "") -> None:
+    require(not when, why, got=got, fix=fix, kind=NotAvailable)
+
+
+def _one_of(told: Mapping[str, Value], name: str, legal: tuple[int, ...], why: str) -> None:
+    value = told.get(name)
+    ok = value is None or value in legal
+    _refuse(not ok, f"{name} must be {' or '.join(map(str, legal))}: {why}", value)
+
+
+def _swap_ab(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> GemmSwapAb:
+    """A swap-AB tile that a kernel can have."""
+    _one_of(told, "block_m", BLOCK_MS, "wgmma's N")
+    _one_of(told, "block_n", (128, 256), "one or two slabs of 64 rows for each of two warpgroups")
+    _one_of(told, "block_k", (128, 256), "one or two blocks of 128 a stage")
+    for name in ("schedule", "decode_ahead"):
+        _refuse(name in told, "the swap_ab kernel strides over its tiles", name, "kernel='gemm'")
+    base = tile if isinstance(tile, GemmSwapAb) else None
+    m = _int(told, "block_m", base.block_m if base else 64)
+    widest = 64 if how.mma == "fp8" else 32
+    n = _int(told, "block_n", 256 if how.promotion or m <= widest else 128)
+    _refuse(
+        how.promotion > 0 and n != 256,
+        "with activation scales per 128 columns block_n must be 256: 128 outputs share a scale",
+        f"block_n {n}",
+    )
+    _refuse(
+        n == 256 and m > widest,
+        f"with block_n 256 block_m must be at most {widest}: more accumulators spill",
+        f"block_m {m}",
+    )
+    k = _int(told, "block_k", base.block_k if base and base.block_m == m else 128)
+    shape = Shape(m, n // 128, k // 128, _int(told, "group_m", base.group_m if base else 1))
+    made = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
+    assert isinstance(made, GemmSwapAb)
+    return replace(made, num_stages=_stages(told, made.num_stages))
+
+
+def _gemm(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> Gemm:
+    """A tokens-first tile that a kernel can have."""
+    _refuse(how.mma != "fp8", "the gemm kernel multiplies FP8", f"{how.mma} ({recipe})")
+    _one_of(told, "block_m", (128,), "two halves of 64 tokens")
+    _one_of(told, "block_n", (256,), "128 rows for each of two warpgroups")
+    _one_of(told, "block_k", (128,), "one activation scale a stage")
+    is_fp4 = recipe == "w4a8_block"
+    own = Gemm(3, 3, 8, 216, 56, 24) if is_fp4 else Gemm(4)
+    base = tile if isinstance(tile, Gemm) else own
+    schedule = word(told, "schedule", SCHEDULES) or base.schedule
+    ahead = _int(told, "decode_ahead", base.decode_ahead)
+    _refuse(
+        "decode_ahead" in told and not is_fp4,
+        "only FP4 weights are decoded ahead",
+        recipe,
+    )
+    _refuse(
+        "decode_ahead" in told and (ahead % 4 != 0 or ahead > 64),
+        "decode_ahead must be a multiple of 4, at most 64",
+        ahead,
+    )
+    _refuse(
+        is_fp4 and schedule == "dynamic",
+        "CTAs draw their items only with FP8 weights",
+        "schedule dynamic with w4a8_block",
+    )
+    if "schedule" in told and "decode_ahead" not in told and schedule != base.schedule:
+        ahead = 0
+    return replace(
+        base,
+        schedule=schedule,
+        decode_ahead=ahead,
+        group_m=_int(told, "group_m", base.group_m),
+        num_stages=_stages(told, own.num_stages),
+    )
+
+
+def _stages(told: Mapping[str, Value], most: int) -> int:
+    stages = _int(told, "num_stages", most)
+    require(
+        2 <= stages <= most,
+        f"num_stages must lie between 2 and the {most} that fit in shared memory",
+        got=stages,
+        fix="leave it out to fill shared memory, or take a smaller tile",
+        kind=CapacityError,
+    )
+    return stages
+
+
+# -- which calls are fused ------------------------------------------------------------------------
+
+
+class Refusal(NamedTuple):
+    """Why a call is not fused."""
+
+    why: str
+    kind: type[MegaMoEError] = NotAvailable
+
+
+def as_fused(tile: Tile, routing_bytes: int = 0) -> GemmSwapAb | None:
+    """The tile of a fused launch; None where only launches of their own hold it.
+
+    A stage makes room for a routing of more than ROUTING_BYTES. Tiles of 64 tokens would spill
+    beside what a fused launch holds, and gain nothing: 322 us, 323 in launches of their own.
+    """
+    if not isinstance(tile, GemmSwapAb) or tile.slabs != 2 or tile.group_m != 1:
+        return None
+    if tile.block_m >= 64:
+        return None
+    stages = tile.num_stages - (routing_bytes > tables.ROUTING_BYTES)
+    return replace(tile, num_stages=stages, math_regs=tables.MATH_REGS, load_regs=tables.LOAD_REGS)
+
+
+def slot_size(num_slots: int) -> int:
+    """Slots to the next size that the fused kernel is compiled for."""
+    return next(size for size in tables.SLOT_SIZES if num_slots <= size)
+
+
+def routing_bytes(num_slots: int, num_experts: int) -> int:
+    """Shared memory of the experts of all slots and the counts of one rank's experts."""
+    return 2 * slot_size(num_slots) + 4 * next_power_of_2(num_experts, 32)
+
+
+def passes(
+    recipe: str,
+    num_tokens: int,
+    slots_per_token: int,
+    num_experts: int,
+    *,
+    fits_e4m3: bool = True,
+) -> tuple[int, int]:
+    """(launches of a call over a group, tokens of a rank in each): as few as a launch's limits let.
+
+    slots_per_token  of all ranks, for each token of a rank
+    """
+
+    def is_too_many(tokens: int) -> bool:
+        rows = tokens * slots_per_token / num_experts
+        return as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
+
+    most = min(num_tokens, tables.MAX_SLOTS // slots_per_token)
+    each = bisect(range(1, most + 1), False, key=is_too_many)
+    num = ceil_div(num_tokens, max(each, 1))
+    return num, ceil_div(num_tokens, num)
+
+
+def passes_of(call: CallSpec) -> tuple[int, int]:
+    """(fused launches of a call, tokens of a rank in each)."""
+    p = call.problem
+    if not call.is_group:
+        return 1, p.num_tokens
+    tokens = max(call.fused_tokens, 1)
+    slots = p.num_ranks * p.top_k
+    return passes(p.recipe, tokens, slots, p.num_experts, fits_e4m3=call.fits_e4m3)
+
+
+def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
+    """Why no fused launch takes this call on Hopper; None where one does."""
+    p = call.problem
+    if call.is_quantized:
+        return Refusal("a fused launch takes BF16 tokens; these come quantised", DTypeError)
+    if call.is_captured:
+        return Refusal("a graph around mm.moe has no counters of its own; MoE has them")
+    if call.is_group:
+        if call.shared is not None:
+            return Refusal("fused calls over a group have no shared experts")
+        if call.is_placed:
+            return Refusal("fused calls over a group need contiguous experts, each once")
+        if p.num_ranks > tables.MAX_RANKS:
+            return Refusal(f"fused calls take {tables.MAX_RANKS} ranks at most")
+        if not call.max_tokens:
+            why = "fused calls over a group need max_tokens_per_rank: memory is shared up front"
+            return Refusal(why, CapacityError)
+    if call.shared is not None:
+        if call.shared.apart:
+            why = "shared experts of a fused launch must be like the others, in FP4 with E8M0 "
+            return Refusal(f"{why}scales, without bias; got {call.shared.apart}")
+        if p.top_k + call.num_shared > MAX_TOP_K:
+            return Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
+    _, each = passes_of(call)
+    slots = p.num_ranks * each * (p.top_k + call.joined)
+    if slots > tables.MAX_SLOTS:
+        why = f"a fused launch takes {tables.MAX_SLOTS} slots at most; got {slots}"
+        return Refusal(why, CapacityError)
+    load = each * p.num_ranks * p.top_k / p.num_experts
+    tile, _ = tile_for(call, load, given)
+    if as_fused(tile) is None:
+        why = f"a fused launch takes few rows an expert; {load:.1f} want {tile}"
+        return Refusal(why, CapacityError)
+    return None
+
+
+def max_fused_tokens(call: CallSpec) -> int:
+    """Tokens of the largest call of one rank that a fused launch takes."""
+    p = call.problem
+    slots = p.top_k + call.joined
+    most = max(tables.MAX_SLOTS // slots, 1)
+    _, each = passes(p.recipe, most, p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3)
+    return each
+
+
+def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[Tile, str]:
+    """(the tile of routed experts with so many rows each, why)."""
+    recipe = call.problem.recipe
+    how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
+    tile, why = pick(recipe, load, fits_e4m3=call.fits_e4m3)
+    made, told = overridden(recipe, how, tile, given)
+    return (made, told) if told else (tile, why)
+
+
+def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str, str]:
+    """(mode, why); refuses `fused` with the reason where no launch takes the call."""
+    p = call.problem
+    refusal = why_not_fused(call, given)
+    if asked == "fused":
+        require(
+            refusal is None,
+            "mode fused must fit the call",
+            got=refusal.why if refusal else "",
+            fix="use mode='auto' or 'staged'",
+            kind=refusal.kind if refusal else NotAvailable,
+        )
+        return "fused", "asked for"
+    if asked == "staged":
+        return "staged", "asked for"
+    if refusal is not None:
+        return "staged", refusal.why
+    if call.is_group:
+        num, _ = passes_of(call)
+        if num > 1:
+            return "staged", f"a call would take {num} fused launches, and read all weights in each"
+        return "fused", "one launch, and no host between ranks"
+    slots = p.num_tokens * p.top_k * p.num_ranks
+    return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+
+
+# -- launches -------------------------------------------------------------------------------------
+
+
+def num_rows(slots: int, experts: int) -> int:
+    """Rows of a pool that any routing fits, gaps before experts included."""
+    align = tables.ROW_ALIGN
+    return align_up(slots + min(slots, experts) * (align - 1), align)
+
+
+def max_tiles(slots: int, experts: int, block_m: int) -> int:
+    """Tiles of `block_m` rows that any routing can ask for."""
+    return max(min(slots, slots // block_m + experts), 1)
+
+
+def ring(most_rows: int, pool_rows: int | None, block_m: int) -> tuple[int, int]:
+    """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
+
+    >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
+    ((100, 0), (100, 0), (496, 240))
+    """
+    if pool_rows is None or pool_rows >= most_rows:
+        return most_rows, 0
+    align, waves = tables.ROW_ALIGN, tables.MAX_WAVES
+    half = pool_rows // (2 * align) * align
+    wave_rows = half - block_m
+    least = 2 * (max(align_up(ceil_div(most_rows, waves), align), block_m) + block_m)
+    require(  # waves of less than a tile could be empty
+        wave_rows >= block_m and ceil_div(most_rows, wave_rows) <= waves,
+        f"the pool of a call with up to {most_rows} rows must have {least} at least",
+        got=f"pool_rows {pool_rows}",
+        fix=f"there are {waves} waves at most, each of at least a tile of {block_m} rows",
+        kind=CapacityError,
+    )
+    return 2 * half, wave_rows
+
+
+def weights_ahead(tile: GemmSwapAb) -> int:
+    """Stages of a CTA's first weights that come before all tokens are in the pool: half a ring.
+
+    48 experts at 32 tokens, stages of one K block: 233.2 us with 6 of 11, 234.7 with none, 233.5
+    with all. Fewer leave memory idle, more hold up the tokens.
+    """
+    return tile.num_stages // 2
+
+
+def check_grid(num_sms: int, reserve_sms: int, ranks: int) -> None:
+    """Require an SM for every rank of a launch."""
+    require(
+        num_sms - reserve_sms >= ranks,
+        f"a fused launch needs {ranks} of the GPU's {num_sms} SMs at least",
+        got=f"reserve_sms {reserve_sms}",
+        fix="reserve fewer",
+        kind=CapacityError,
+    )
+
+
+def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:
+    """The launch of a fused call, or of each of its passes over a group."""
+    p = call.problem
+    _, each = passes_of(call)
+    load = each * p.num_ranks * p.top_k / p.num_experts
+    top_k = p.top_k + call.joined
+    slots = p.num_ranks * each * top_k
+    experts = p.num_experts // p.num_ranks + call.joined
+    wide, why = tile_for(call, load, given)
+    tile = as_fused(wide, routing_bytes(slots, experts))
+    assert tile is not None, "why_not_fused would have refused it"
+    reserve, pool_rows = _int(given, "reserve_sms", 0), given.get("pool_rows")
+    check_grid(num_sms, reserve, call.local_ranks)
+    assert pool_rows is None or isinstance(pool_rows, int)
+    rows, wave_rows = ring(num_rows(slots, experts), pool_rows, tile.block_m)
+    config = Mega(
+        tile=tile,
+        max_slots=slot_size(slots),
+        max_experts=next_power_of_2(experts, 32),
+        max_top_k=next_power_of_2(top_k),
+        weights_ahead=weights_ahead(tile),
+        pool_rows=rows,
+        wave_rows=wave_rows,
+    )
+    grid = ((num_sms - reserve) // call.local_ranks * call.local_ranks,)
+    return Launch("mega", "mega_kernel", grid, config, why)
+
+
+class Sizes(NamedTuple):
+    """What one pass goes through: rows of tokens, their slots, experts and widths."""
+
+    num_tokens: int
+    top_k: int  # slots of a token, shared ones included
+    num_experts: int  # shared ones included
+    num_shared: int
+    hidden: int
+    intermediate: int
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all tokens."""
+        return self.num_tokens * self.top_k
+
+
+def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) -> Pass:
+    """Permute, L1 and L2 of the slots of one set of experts."""
+    slots, max_experts = sizes.num_slots, next_power_of_2(sizes.num_experts, 2)
+    has_items = isinstance(tile, Gemm) and tile.has_items
+    is_small = slots <= tables.SMALL_SLOTS and not has_items
+    is_counted = slots > tables.MIDDLE_SLOTS
+    launches: list[Launch] = []
+    chunks = ceil_div(slots, tables.CHUNK)
+    if not is_small:
+        if is_counted:
+            launches += count_and_scan(chunks, sizes.num_experts, tables.CHUNK, max_experts)
+        place = Place(
+            block_m=tile.block_m,
+            chunk=tables.CHUNK,
+            look=tables.LOOK,
+            is_counted=is_counted,
+            max_experts=max_experts,
+            max_ctas=next_power_of_2(num_sms) if has_items else 0,
+            is_dynamic=isinstance(tile, Gemm) and tile.schedule == "dynamic",
+            num_warps=tables.PLACE_WARPS[sizes.num_shared > 0],
+        )
+        waves = sum(waves_of(sizes, tile, num_sms)) if has_items else 0
+        what = "counts of chunks are known" if is_counted else "every program counts for itself"
+        launches.append(Launch("place", "_place_kernel", (chunks + 1 + waves,), place, what))
+    cols, warps = tables.PERMUTE_COLS[is_small]
+    permute = Permute(
+        is_small=is_small,
+        block_m=tile.block_m,
+        cols=cols,
+        num_warps=warps,
+        max_slots=next_power_of_2(slots, 16) if is_small else 16,
+        max_experts=max_experts,
+        max_top_k=next_power_of_2(sizes.top_k),
+    )
+    width = align_up(sizes.hidden, tables.WIDTH)
+    grid = (sizes.num_tokens, ceil_div(width, cols))
+    small = f"up to {tables.SMALL_SLOTS} slots in one launch" if is_small else "rows are placed"
+    launches.append(Launch("permute", "_pool_kernel", grid, permute, small))
+    for name, depth in (("l1", sizes.hidden), ("l2", sizes.intermediate)):
+        launches.append(gemm_launch(name, tile, depth, num_sms, why))
+    return Pass(experts, slots, sizes.num_experts, tuple(launches))
+
+
+def gemm_launch(name: str, tile: Tile, depth: int, num_sms: int, why: str) -> Launch:
+    """One linear over K of `depth` columns: a persistent launch on all SMs."""
+    if isinstance(tile, GemmSwapAb):
+        return Launch(name, "gemm_swap_ab_kernel", (num_sms,), tile, why)
+    if tile.decode_ahead:
+        wide = align_up(depth, tables.WIDTH)
+        require(
+            wide // 256 < num_sms,
+            f"decode_ahead needs fewer than {num_sms * 256} columns of K",
+            got=depth,
+            kind=CapacityError,
+        )
+        tile = replace(tile, decode_chunk=2 if wide % 512 else 4)
+    return Launch(name, "gemm_kernel", (num_sms,), tile, why)
+
+
+def waves_of(sizes: Sizes, tile: Tile, num_sms: int) -> tuple[int, int]:
+    """Waves of one work item a CTA, of L1 and of L2."""
+    tiles = max_tiles(sizes.num_slots, sizes.num_experts, tile.block_m)
+    l1 = 2 * align_up(sizes.intermediate, tables.WIDTH) // 256
+    l2 = ceil_div(sizes.hidden, 256)
+    return ceil_div(tiles * l1, num_sms), ceil_div(tiles * l2, num_sms)
+
+
+def count_and_scan(chunks: int, experts: int, chunk: int, max_experts: int) -> list[Launch]:
+    """Two launches that count the slots of each expert chunk by chunk."""
+    return [
+        Launch("count", "_count_kernel", (chunks,), Count(chunk, max_experts), "chunk by chunk"),
+        Launch(
+            "scan", "_scan_kernel", (experts,), Scan(next_power_of_2(chunks, 2)), "running sums"
+        ),
+    ]
+
+
+def staged_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tuple[Pass, ...]:
+    """The routed experts' pass, and the shared ones' where they are apart."""
+    p = call.problem
+    load = p.num_tokens * p.top_k / p.num_experts
+    tile, why = tile_for(call, load, given)
+    extra = call.joined
+    sizes = Sizes(
+        p.num_tokens, p.top_k + extra, p.num_experts + extra, extra, p.hidden, p.intermediate
+    )
+    found = [staged_pass(sizes, tile, num_sms, why, "routed and shared" if extra else "routed")]
+    if call.shared is not None and call.shared.apart:
+        found.append(shared_pass(call, num_sms))
+    return tuple(found)
+
+
+def shared_pass(call: CallSpec, num_sms: int) -> Pass:
+    """Shared experts in launches of their own: each sees every token."""
+    p, shared = call.problem, call.shared
+    assert shared is not None
+    tile, why = pick(shared.recipe, float(p.num_tokens), fits_e4m3=shared.fits_e4m3)
+    sizes = Sizes(p.num_tokens, shared.num, shared.num, 0, p.hidden, shared.intermediate)
+    return staged_pass(sizes, tile, num_sms, why, "shared")
+
+
+def rows_pass(call: CallSpec, num_rows: int, num_sms: int, given: Mapping[str, Value]) -> Pass:
+    """The rows that a rank received for its experts, one slot each."""
+    p = call.problem
+    local = p.num_local_experts
+    tile, why = tile_for(call, num_rows / local, given)
+    sizes = Sizes(num_rows, 1, local, 0, p.hidden, p.intermediate)
+    return staged_pass(sizes, tile, num_sms, why, "routed")
+
+
+def finish(call: CallSpec, num_tokens: int) -> list[Launch]:
+    """Rows to FP8, where combine wants that, and combine."""
+    p, slots = call.problem, call.problem.top_k + call.num_shared
+    found = []
+    if call.combine == "fp8":
+        found.append(
+            quantize_rows("rows_to_fp8", num_tokens * slots, p.hidden, "codes-fp8_combine")
+        )
+    found.append(combine(num_tokens, p.hidden))
+    return found
+
+
+def shared_memory(call: CallSpec, tile: Tile) -> SharedMemory:
+    """The sum of a CTA of the routed experts' GEMMs."""
+    recipe = call.problem.recipe
+    if isinstance(tile, Gemm):
+        return smem.gemm(recipe, tile)
+    how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
+    return smem.gemm_swap_ab(recipe, how, tile)
+
+
+def with_tile(plan: Plan, tile: Tile) -> Plan:
+    """A staged plan of routed experts with another tile in both linears, as sweeps try them."""
+    call, p = plan.call, plan.problem
+    sizes = Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
+    one = staged_pass(sizes, tile, plan.hardware.num_sms, "given", "routed")
+    rest = tuple(finish(call, p.num_tokens))
+    return replace(plan, mode="staged", passes=(one,), mega=None, rest=rest)

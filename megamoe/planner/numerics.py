@@ -1,0 +1,83 @@
+"""Numerics: what the tensor cores multiply, by backend and recipe. One arithmetic per recipe.
+
+No bit of a result depends on tiles, modes or ranks, so nothing but this table decides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megamoe.formats.spec import recipe_named
+
+
+@dataclass(frozen=True, slots=True)
+class Numerics:
+    """How one backend computes one recipe.
+
+    mma        operand type of the MMA: "bf16", "fp8", "fp4"; "float64" in the oracle
+    promotion  columns of K after which a sum takes its scales and is added in FP32; 0: the MMA
+               adds over all of K
+    acts       how activations lie in memory: "plain" BF16; "values": BF16 that holds quantised
+               values exactly; "scaled": BF16 elements, their scales apart; "codes": as the format
+    """
+
+    mma: str
+    promotion: int
+    acts: str
+    why: str
+
+
+# fmt: off
+# (backend, recipe) -> numerics. "native" is portable on a GPU with block-scaled MMAs (sm_100).
+TABLE: dict[tuple[str, str], Numerics] = {
+    ("hopper",   "bf16"):       Numerics("bf16", 0,   "plain",  "BF16 operands"),
+    ("hopper",   "w8a8"):       Numerics("fp8",  128, "codes",  "FP8 operands, one scale per 128 of K"),
+    ("hopper",   "w4a16"):      Numerics("bf16", 0,   "plain",  "FP4 times its scale is exact in BF16"),
+    ("hopper",   "w4a8"):       Numerics("bf16", 0,   "values", "a scale per 32 of K: BF16 holds both operands exactly and needs no promotion"),
+    ("hopper",   "w4a8_block"): Numerics("fp8",  128, "codes",  "FP4 decoded to FP8 in registers, one activation scale per 128 of K"),
+    ("hopper",   "w4a4"):       Numerics("bf16", 0,   "values", "no FP4 tensor cores; BF16 holds both operands exactly"),
+    ("hopper",   "nvfp4"):      Numerics("bf16", 0,   "values", "no FP4 tensor cores; BF16 holds both operands exactly"),
+    ("portable", "bf16"):       Numerics("bf16", 0,   "plain",  "BF16 operands"),
+    ("portable", "w8a8"):       Numerics("fp8",  128, "codes",  "FP8 operands, one scale per 128 of K"),
+    ("portable", "w4a16"):      Numerics("bf16", 0,   "plain",  "FP4 times its scale is exact in BF16"),
+    ("portable", "w4a8"):       Numerics("bf16", 0,   "values", "BF16 holds both operands exactly"),
+    ("portable", "w4a8_block"): Numerics("bf16", 128, "scaled", "BF16 holds both elements exactly; activation scales per 128 of K"),
+    ("portable", "w4a4"):       Numerics("bf16", 0,   "values", "BF16 holds both operands exactly"),
+    ("portable", "nvfp4"):      Numerics("bf16", 0,   "values", "BF16 holds both operands exactly"),
+    ("native",   "w4a8"):       Numerics("fp8",  0,   "codes",  "block-scaled MMA takes codes and scales"),
+    ("native",   "w4a4"):       Numerics("fp4",  0,   "codes",  "block-scaled MMA takes codes and scales"),
+    ("native",   "nvfp4"):      Numerics("fp4",  0,   "codes",  "block-scaled MMA takes codes and scales"),
+}
+WIDE_RANGE = Numerics("bf16", 128, "scaled", "a weight scale that E4M3 cannot take in: BF16 elements, exact too")
+UPCAST = Numerics("bf16", 128, "codes", "no FP8 tensor cores before sm_89: E4M3 multiplied as BF16, exact")
+ORACLE = Numerics("float64", 0, "codes", "float64 sums of exactly quantised operands")
+# fmt: on
+
+
+def numerics(
+    backend: str, recipe: str, *, arch: str = "sm_90a", fits_e4m3: bool = True
+) -> Numerics:
+    """The row of a backend and recipe.
+
+    fits_e4m3  hopper, w4a8_block: whether all weights times their scales are E4M3 values
+    """
+    if backend == "reference":
+        return ORACLE
+    if backend == "hopper" and recipe == "w4a8_block" and not fits_e4m3:
+        return WIDE_RANGE
+    if backend == "portable" and arch.startswith("sm_10") and ("native", recipe) in TABLE:
+        return TABLE["native", recipe]
+    if backend == "portable" and recipe == "w8a8" and arch in ("sm_80", "sm_86", "sm_87"):
+        return UPCAST
+    return TABLE[backend, recipe]
+
+
+def narrowest_mma(recipe: str) -> str:
+    """The narrowest MMA type that holds both operands of a recipe: what a floor may assume.
+
+    >>> narrowest_mma("w4a8"), narrowest_mma("w4a16"), narrowest_mma("nvfp4")
+    ('fp8', 'bf16', 'fp4')
+    """
+    found = recipe_named(recipe)
+    bits = max(found.weights.element.bits, found.acts.element.bits)
+    return {16: "bf16", 8: "fp8", 4: "fp4"}[bits]

@@ -1,0 +1,83 @@
+"""Overrides: what a caller may fix of a plan. Checked by name and type; tables check the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+from megamoe.errors import DTypeError, RangeError, one_of, require
+from megamoe.planner.choice import Value
+
+# fmt: off
+# name -> (type, meaning). Tile overrides hold for L1 and L2 of the routed experts.
+OVERRIDES: dict[str, tuple[type, str]] = {
+    "backend":      (str, "auto, hopper, portable or reference"),
+    "mode":         (str, "auto, staged or fused"),
+    "reserve_sms":  (int, "SMs that fused launches leave to others"),
+    "pool_rows":    (int, "fused: rows of the pool; a call with more runs in waves"),
+    "overlap_launches": (bool, "staged: each launch is placed while the one before it ends"),
+    "kernel":       (str, "hopper: swap_ab (weights are the MMA's M) or gemm (tokens are)"),
+    "block_m":      (int, "tokens of a tile"),
+    "block_n":      (int, "weight rows of a tile"),
+    "block_k":      (int, "columns of K in a stage"),
+    "num_stages":   (int, "stages of the ring in shared memory"),
+    "group_m":      (int, "token tiles that share each tile of weights"),
+    "schedule":     (str, "hopper gemm: strided, static or dynamic"),
+    "decode_ahead": (int, "hopper gemm, FP4: K blocks of each ring that weights are decoded into"),
+    "num_warps":    (int, "portable: warps of a program"),
+}
+# fmt: on
+ROUTES = (
+    "backend",
+    "mode",
+    "reserve_sms",
+    "pool_rows",
+    "overlap_launches",
+)  # arguments of MoE by their own names
+TILE = tuple(name for name in OVERRIDES if name not in ROUTES)
+
+Overrides = tuple[tuple[str, Value], ...]
+
+
+def checked(given: Mapping[str, Value], *, legal: tuple[str, ...] | None = None) -> Overrides:
+    """Overrides as a sorted, hashable value; one of None is not given."""
+    names = tuple(OVERRIDES) if legal is None else legal
+    for name, value in given.items():
+        near = get_close_matches(name, names, 1)
+        fix = f"did you mean {near[0]}?" if near else ""
+        if name in ROUTES and legal is not None:
+            fix = f"pass {name}= as an argument of its own"
+        require(
+            name in names,
+            f"an override must be one of {', '.join(names)}",
+            got=name,
+            fix=fix,
+            kind=RangeError,
+        )
+        if value is None:
+            continue
+        kind, meaning = OVERRIDES[name]
+        word = {int: "an integer", str: "a word", bool: "True or False"}[kind]
+        require(
+            type(value) is kind,
+            f"{name} ({meaning}) must be {word}",
+            got=repr(value),
+            kind=DTypeError,
+        )
+        if kind is int:
+            require(
+                isinstance(value, int) and value >= (name != "reserve_sms"),
+                f"{name} must {'not be negative' if name == 'reserve_sms' else 'be positive'}",
+                got=value,
+                kind=RangeError,
+            )
+    return tuple(sorted((n, v) for n, v in given.items() if v is not None))
+
+
+def word(given: Mapping[str, Value], name: str, legal: tuple[str, ...]) -> str | None:
+    """A given word out of `legal`, or None."""
+    value = given.get(name)
+    if value is None:
+        return None
+    one_of(value, legal, name)
+    return str(value)

@@ -1,0 +1,401 @@
+"""Plan: how a call runs. `plan(problem, hardware, **overrides)` is what `moe` and `MoE` launch.
+
+Every decision of a call is taken here, with its reason: backend, mode, each launch with its grid
+and configuration, buffers, numerics. The engine asks once for each layer and size, launchers pass
+on what they are given, and the simulator plays the same launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from megamoe.errors import NotAvailable, RangeError, one_of, require
+from megamoe.formats.spec import BF16, recipe_named
+from megamoe.hardware import Hardware
+from megamoe.layout.exchange import exchange
+from megamoe.layout.regions import align_up
+from megamoe.layout.rows import stored_bytes
+from megamoe.planner import hopper, portable
+from megamoe.planner.call import CallSpec
+from megamoe.planner.choice import Choice, SharedMemory, Value
+from megamoe.planner.floor import Floor, floor, weight_bytes
+from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, PortableGemm, Tile
+from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.hopper import COUNTERS, WIDTH
+from megamoe.problem import Problem
+
+BACKENDS = ("hopper", "portable", "reference")  # best first
+MODES = ("auto", "staged", "fused", "split")
+# backend -> modes that it has; the oracle computes what any mode would
+BACKEND_MODES = {
+    "hopper": ("staged", "fused"),
+    "portable": ("staged",),
+    "reference": ("staged", "fused"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Memory of a rank: what it holds, and who sees it."""
+
+    name: str
+    num_bytes: int
+    kind: str  # "weights", "local" (of a call, from the caching allocator) or "symmetric"
+    about: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How a call runs. Print it: it explains itself."""
+
+    call: CallSpec
+    hardware: Hardware
+    backend: str
+    mode: str
+    why: str  # of the backend and the mode
+    numerics: Numerics
+    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart
+    mega: Launch | None  # fused
+    num_passes: int  # fused over a group: launches of a call
+    rest: tuple[Launch, ...]  # staged: what follows the passes, combine last
+    buffers: tuple[Buffer, ...]
+    overrides: Overrides
+
+    @property
+    def problem(self) -> Problem:
+        """The call in integers."""
+        return self.call.problem
+
+    @property
+    def launches(self) -> tuple[Launch, ...]:
+        """Every launch on this rank, in order; over a group all-to-alls lie between them."""
+        if self.mega is not None:
+            return (self.mega,) * self.num_passes
+        return (*self.before, *(one for each in self.passes for one in each.launches), *self.rest)
+
+    @property
+    def before(self) -> tuple[Launch, ...]:
+        """Staged over a group: the launch that quantises tokens before they are sent."""
+        if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
+            return ()
+        p = self.problem
+        acts = recipe_named(p.recipe).acts.name
+        if acts == "bf16" or p.num_tokens == 0:
+            return ()
+        return (portable.quantize_rows("quantize", p.num_tokens, p.hidden, f"codes-{acts}"),)
+
+    def launch(self, name: str) -> Launch:
+        """The first launch of that name."""
+        found = next((one for one in self.launches if one.name == name), None)
+        have = ", ".join(dict.fromkeys(one.name for one in self.launches)) or "none"
+        require(found is not None, f"the plan's launches are {have}", got=name, kind=RangeError)
+        assert found is not None
+        return found
+
+    @property
+    def tile(self) -> Tile | PortableGemm | None:
+        """The tile of the routed experts' L1; None where nothing is launched."""
+        if self.mega is not None:
+            assert isinstance(self.mega.config, Mega)
+            return self.mega.config.tile
+        if not self.passes:
+            return None
+        config = self.passes[0]["l1"].config
+        assert isinstance(config, GemmSwapAb | Gemm | PortableGemm)
+        return config
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether staged launches are placed while the one before ends: on Hopper, unless told."""
+        given = dict(self.overrides).get("overlap_launches")
+        return self.backend == "hopper" if given is None else bool(given)
+
+    @property
+    def num_sms(self) -> int:
+        """SMs that the GEMMs run on."""
+        return self.mega.num_ctas if self.mega is not None else self.hardware.num_sms
+
+    @property
+    def shared_memory(self) -> SharedMemory | None:
+        """The sum of a CTA of Hopper's GEMMs; Triton's compiler lays out portable's."""
+        if isinstance(self.tile, GemmSwapAb | Gemm):
+            return hopper.shared_memory(self.call, self.tile)
+        return None
+
+    @property
+    def floor(self) -> Floor:
+        """What no schedule beats, at the speeds that were reached on this hardware."""
+        return floor(self.problem, self.hardware, self.numerics.mma, self.call.combine)
+
+    @property
+    def choices(self) -> tuple[Choice, ...]:
+        """The decisions in the order in which they are taken, each with its reason."""
+        how = self.numerics
+        found = [
+            Choice("backend", self.backend, self._why_backend()),
+            Choice("mode", self.mode, self.why),
+            Choice("mma", how.mma, how.why),
+            Choice("promotion", how.promotion or None, "columns of K between FP32 additions"),
+        ]
+        tile = self.tile
+        if tile is not None:
+            l1 = self.mega or self.passes[0]["l1"]
+            found += [
+                Choice("tile", str(tile), l1.why),
+                Choice("block_m", tile.block_m, "tokens"),
+                Choice("block_n", tile.block_n, "weight rows"),
+                Choice("block_k", tile.block_k, "columns of a stage"),
+                Choice("num_stages", tile.num_stages, "of the ring in shared memory"),
+            ]
+        if self.num_passes > 1:
+            found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
+        told = {name for name, _ in self.overrides}
+        return tuple(
+            Choice(c.name, c.value, f"given; {c.why}") if c.name in told else c for c in found
+        )
+
+    def _why_backend(self) -> str:
+        if dict(self.overrides).get("backend") not in (None, "auto"):
+            return "asked for"
+        if self.backend == "portable" and self.call.not_hopper:
+            return self.call.not_hopper
+        return f"{self.hardware.label} is {self.hardware.arch}"
+
+    def __getitem__(self, name: str) -> Value:
+        found = {choice.name: choice.value for choice in self.choices}
+        require(
+            name in found, f"a plan has the choices {', '.join(found)}", got=name, kind=RangeError
+        )
+        return found[name]
+
+    def __repr__(self) -> str:
+        p = self.problem
+        names = ", ".join(one.name for one in self.launches) or "no launches"
+        return (
+            f"Plan({p.num_tokens} tokens x {p.num_ranks} ranks, {p.recipe}, {self.backend} "
+            f"{self.mode} on {self.hardware.name}: {names})"
+        )
+
+    def __str__(self) -> str:
+        p = self.problem
+        rows = [
+            f"{p.num_tokens} tokens a rank, {p.num_ranks} ranks, {p.num_experts} experts, "
+            f"top-{p.top_k}, {p.hidden} x {p.intermediate}, {p.recipe} on {self.hardware.label}",
+            "choices",
+        ]
+        shown = [(c.name, "none" if c.value is None else str(c.value), c.why) for c in self.choices]
+        rows += [f"  {name:<12}{value:<34} {why}" for name, value, why in shown]
+        rows.append("launches" if self.launches else "no launches: computed by the oracle")
+        for one in self.launches:
+            grid = " x ".join(map(str, one.grid))
+            rows.append(f"  {one.name:<12}{one.kernel:<20} grid {grid:<14} {one.config}")
+        if self.shared_memory is not None:
+            rows += ["shared memory of a CTA", str(self.shared_memory)]
+        rows.append("memory of a rank")
+        rows += [f"  {b.name:<20}{b.num_bytes:>16,}  {b.kind}: {b.about}" for b in self.buffers]
+        if self.backend != "reference":
+            rows += ["floor of the call", str(self.floor)]
+        return "\n".join(rows)
+
+
+def choose_backend(
+    asked: str, mode: str, reasons: Mapping[str, str], not_hopper: str = ""
+) -> tuple[str, str]:
+    """(backend, why `auto` passed over a better one).
+
+    reasons     by name, best first: why a backend cannot run here; "" where it can
+    not_hopper  why the Hopper kernels cannot hold the weights exactly
+    """
+    one_of(asked, ("auto", *reasons), "backend")
+    one_of(mode, MODES, "mode")
+    working = [name for name, why in reasons.items() if not why]
+    passed = ""
+    if asked != "auto":
+        require(
+            asked in working,
+            f"backend {asked} must be able to run here",
+            got=reasons[asked],
+            fix=f"use {' or '.join(working)}",
+            kind=NotAvailable,
+        )
+        name = asked
+        require(
+            not (name == "hopper" and not_hopper),
+            "the hopper backend must be able to compute this layer exactly",
+            got=not_hopper,
+            fix='use backend="portable", which can',
+            kind=NotAvailable,
+        )
+    else:
+        name = working[0]
+        if name == "hopper" and not_hopper:
+            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+    modes = BACKEND_MODES[name]
+    because = f" ({passed})" if passed else ""
+    require(
+        mode == "auto" or mode in modes,
+        f"backend {name} has mode {' or '.join(('auto', *modes))}{because}",
+        got=mode,
+        kind=NotAvailable,
+    )
+    return name, passed
+
+
+def reasons_on(arch: str) -> dict[str, str]:
+    """Why each backend cannot run on an architecture."""
+    is_gpu = arch.startswith("sm_")
+    return {
+        "hopper": "" if arch == "sm_90a" else f"needs sm_90a, this is {arch}",
+        "portable": "" if is_gpu else "needs a GPU; on a CPU only Triton's interpreter runs it",
+        "reference": "",
+    }
+
+
+def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Value) -> Plan:
+    """How a call runs on a machine: exactly what `moe` and `MoE` launch there.
+
+    problem    a Problem, or a CallSpec with traits of weights and tokens (`layer.plan` has them)
+    hardware   a name such as "h200", or a Hardware
+    overrides  the names of `planner.overrides.OVERRIDES`, checked; one of None is not given
+
+    >>> found = plan(Problem(8, 4096, 2048, 32, 6), "h200")
+    >>> found.mode, [launch.name for launch in found.launches]
+    ('fused', ['mega'])
+    """
+    hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+    call = problem if isinstance(problem, CallSpec) else CallSpec(
+        problem, max_tokens=problem.num_tokens
+    )  # fmt: skip
+    return plan_call(call, hw, checked(overrides))
+
+
+@lru_cache(maxsize=4096)
+def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
+    """`plan` of checked overrides; made once for each call, machine and overrides."""
+    given = dict(overrides)
+    asked = str(given.get("backend", "auto"))
+    wanted = word(given, "mode", MODES) or "auto"
+    reasons = reasons_on(hw.arch)
+    if asked == "portable" and hw.arch == "cpu":
+        reasons["portable"] = ""  # Triton's interpreter; the engine has looked
+    backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper)
+    how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
+    mode, why = _mode(call, backend, given, wanted)
+    why = f"{passed}; {why}" if passed else why
+    passes: tuple[Pass, ...] = ()
+    mega, num = None, 1
+    rest: tuple[Launch, ...] = ()
+    if call.problem.num_tokens == 0 or backend == "reference":
+        pass
+    elif mode == "fused":
+        num, _ = hopper.passes_of(call)
+        mega = hopper.fused_launch(call, hw.num_sms, given)
+    elif call.is_group:
+        passes, rest = _over_group(call, backend, hw, given)
+    elif backend == "hopper":
+        passes = hopper.staged_passes(call, hw.num_sms, given)
+        rest = tuple(hopper.finish(call, call.problem.num_tokens))
+    else:
+        passes = portable.staged_passes(call, hw.arch, given)
+        rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
+    made = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
+    return _with_buffers(made)
+
+
+def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: Overrides) -> Pass:
+    """Staged over a group: the launches of the rows that a rank received."""
+    if backend == "hopper":
+        return hopper.rows_pass(call, num_rows, hw.num_sms, dict(given))
+    return portable.rows_pass(call, num_rows, hw.arch, dict(given))
+
+
+def shared_plan(made: Plan) -> Pass:
+    """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
+    if made.backend == "hopper":
+        return hopper.shared_pass(made.call, made.hardware.num_sms)
+    return portable.shared_pass(made.call, made.hardware.arch)
+
+
+def _over_group(
+    call: CallSpec, backend: str, hw: Hardware, given: Mapping[str, Value]
+) -> tuple[tuple[Pass, ...], tuple[Launch, ...]]:
+    """Passes and the rest under even routing, where a rank receives as many rows as it sends."""
+    p = call.problem
+    rows = p.num_tokens * p.top_k
+    found = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
+    rest: list[Launch] = []
+    if backend == "hopper" and call.combine == "fp8":
+        kind = "codes-fp8_combine"
+        rest.append(portable.quantize_rows("rows_to_fp8", rows, p.hidden, kind))
+    if call.shared is not None:
+        one = (
+            hopper.shared_pass(call, hw.num_sms)
+            if backend == "hopper"
+            else portable.shared_pass(call, hw.arch)
+        )
+        rest += one.launches
+    rest.append(portable.combine(p.num_tokens, p.hidden))
+    return tuple(found), tuple(rest)
+
+
+def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str) -> tuple[str, str]:
+    if backend == "reference":
+        mode = "staged" if wanted == "auto" else wanted
+        return mode, "computed by the oracle: the same result, no launches"
+    if backend == "portable":
+        return "staged", "portable launches phase by phase"
+    return hopper.mode_of(call, given, wanted)
+
+
+def _with_buffers(made: Plan) -> Plan:
+    from dataclasses import replace
+
+    return replace(made, buffers=tuple(_buffers(made)))
+
+
+def _buffers(made: Plan) -> list[Buffer]:
+    """What a rank holds: weights, and the memory of one call."""
+    call, p = made.call, made.problem
+    local = p.num_experts // p.num_ranks * call.local_ranks
+    weights = local * weight_bytes(p)
+    found = [Buffer("experts", weights, "weights", f"{local} routed experts as the checkpoint has")]
+    is_fp4 = recipe_named(p.recipe).weights.element.bits == 4
+    if made.backend == "hopper" and is_fp4:
+        about = "the same in the order that wgmma wants, beside the checkpoint's bytes"
+        found.append(Buffer("images", weights, "weights", about))
+    if made.mega is not None:
+        assert isinstance(made.mega.config, Mega)
+        rows = made.mega.config.pool_rows * call.local_ranks
+        found += _pools(made, rows)
+        _, each = hopper.passes_of(call)
+        if call.is_group:
+            where = exchange(made.num_passes * each, p.hidden, p.top_k, COUNTERS, made.num_passes)
+            about = f"tokens and combine rows, {made.num_passes} x {each} tokens a rank"
+            found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+        else:
+            num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
+            found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    elif made.passes:
+        one = made.passes[0]
+        rows = one.num_slots
+        if made.backend == "hopper":
+            rows = hopper.num_rows(one.num_slots, one.num_experts)
+        found += _pools(made, rows)
+        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
+        found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    return found
+
+
+def _pools(made: Plan, rows: int) -> list[Buffer]:
+    """Tokens sorted by expert, and activations between the linears."""
+    p, how = made.problem, made.numerics
+    fmt = recipe_named(p.recipe).acts if how.acts == "codes" else BF16
+    widths = (("tokens", p.hidden), ("activations", p.intermediate))
+    wide = WIDTH if made.backend == "hopper" else 1
+    return [
+        Buffer(name, rows * stored_bytes(align_up(width, wide), fmt), "local", f"{rows} rows")
+        for name, width in widths
+    ]

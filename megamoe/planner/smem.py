@@ -1,0 +1,72 @@
+"""Shared memory of a CTA: the one formula of each Gluon kernel, as a named sum.
+
+Stages fill what is left. The compile tests hold every shipped kernel to its sum.
+"""
+
+from __future__ import annotations
+
+from megamoe.formats.spec import recipe_named
+from megamoe.hardware import SMEM_PER_CTA
+from megamoe.layout.regions import align_up
+from megamoe.planner.choice import SharedMemory, Term
+from megamoe.planner.launches import K_BLOCK, SLAB, WARPGROUPS, Gemm, GemmSwapAb
+from megamoe.planner.numerics import Numerics
+
+RESERVE = 4096  # epilogue operands, work queue, and the compiler's scratch
+TMA_ROWS = 32  # a TMA destination is 128 bytes: FP32 scales of so many tokens
+TRANSPOSE_FROM = 64  # tokens of a tile from which rows are transposed in shared memory
+
+
+def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
+    """Of `gemm_swap_ab_kernel`, and of the fused kernel beside its routing."""
+    m, k = tile.block_m, tile.k_blocks
+    slabs = WARPGROUPS * tile.slabs
+    weights = recipe_named(recipe).weights
+    bits = weights.bits_per_value
+    if weights.block[0] > 1:
+        bits = weights.element.bits  # scales of 128x128 do not pass through the ring
+    element = 1 if how.mma == "fp8" else 2
+    has_scales = how.promotion > 0
+    transpose = WARPGROUPS * m * 64 if m >= TRANSPOSE_FROM else 0
+    fixed = (
+        Term("amax", 2 * WARPGROUPS * m * 4, "one FP32 a token and warpgroup, twice"),
+        Term("transpose", transpose, "rows of wide tiles on their way out"),
+    )
+    padding = align_up(sum(t.num_bytes for t in fixed), 1024) - sum(t.num_bytes for t in fixed)
+    stage = (
+        Term("weights", k * int(SLAB * K_BLOCK * bits / 8) * slabs, "with the scales of images"),
+        Term("tokens", k * m * K_BLOCK * element, "as the tensor cores read them"),
+        Term(
+            "token scales",
+            k * max(m, TMA_ROWS) * 4 if has_scales else 0,
+            "at least 32 rows: TMA alignment",
+        ),
+        Term("barriers", 16, "full and empty"),
+    )
+    rest = Term("reserve", RESERVE + padding, "epilogue operands, compiler's scratch")
+    return SharedMemory((*fixed, rest), stage, tile.num_stages, SMEM_PER_CTA)
+
+
+def gemm(recipe: str, tile: Gemm) -> SharedMemory:
+    """Of `gemm_kernel`; `num_image_stages` more of FP4 images where it decodes."""
+    is_fp4 = recipe_named(recipe).weights.element.bits == 4
+    image = 256 * K_BLOCK // 2 + 256 * K_BLOCK // 64  # two exponents share a byte
+    if tile.decode_ahead:
+        image = (tile.decode_chunk or 4) * (SLAB * K_BLOCK // 2 + SLAB * K_BLOCK // 64) + 64
+    fixed = (
+        Term("amax", 4 * tile.block_m * 4, "one FP32 a token and warpgroup, twice"),
+        Term("transpose", WARPGROUPS * SLAB * 64 * 2, "rows on their way out"),
+        Term(
+            "FP4 images",
+            tile.num_image_stages * image if is_fp4 else 0,
+            f"{tile.num_image_stages} stages",
+        ),
+        Term("reserve", RESERVE, "epilogue operands, compiler's scratch"),
+    )
+    stage = (
+        Term("weights", tile.block_n * K_BLOCK, "E4M3"),
+        Term("tokens", tile.block_m * K_BLOCK, "E4M3"),
+        Term("token scales", 4 * tile.block_m, "FP32"),
+        Term("barriers", 16, "full and empty"),
+    )
+    return SharedMemory(fixed, stage, tile.num_stages, SMEM_PER_CTA)

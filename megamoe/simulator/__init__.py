@@ -1,0 +1,1 @@
+"""The simulator: what a plan's launches cost, as a timeline. Standard library only."""

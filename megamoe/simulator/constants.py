@@ -1,0 +1,94 @@
+"""The constants of the simulator: one table with value, unit and where each comes from.
+
+Five of them are fitted (`fit.py`), on the five flash-ep8 cells of one peer alone: one H200,
+2026-11-15, staged FP8 grouped GEMM peer. One is set on this library's own launches. The others are
+figures of the hardware or of single experiments, and are never tuned to a total.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from megamoe.errors import RangeError, require
+
+
+class Constant(NamedTuple):
+    """One number of the model."""
+
+    value: float
+    unit: str
+    source: str
+
+
+_FITTED = "fitted on the flash-ep8 cells of the staged FP8 peer, one H200, 2026-11-15"
+_OWN = "set on the ten fused decode cells of benchmarks/h200, one H200, 2026-11-18"
+_ONE_LAUNCH = "one H200, a fused one-launch experiment, 2026-11"
+_GUESS = "not measured here"
+
+# fmt: off
+TABLE: dict[str, Constant] = {
+    "stream_share":   Constant(0.818, "of reached HBM",    f"{_FITTED}: weights and rows of the matrix launches"),
+    "own_share":      Constant(0.98,  "of reached HBM",    f"{_OWN}: the same of this library's launches on Hopper"),
+    "row_share":      Constant(0.631, "of reached HBM",    f"{_FITTED}: launches that only move rows (permute, activation, combine)"),
+    "start_us":       Constant(6.12,  "us a call",         f"{_FITTED}: cold caches, and write-back of what the last user of L2 left dirty"),
+    "gap_us":         Constant(2.29,  "us a launch",       f"{_FITTED}: from the last block of a launch to the first of the next, ramp included"),
+    "epilogue_us":    Constant(1.15,  "us a 128x128 tile", f"{_FITTED}: what a block takes beside its steps; smaller tiles take as long"),
+    "sm_gbs":         Constant(112.0, "GB/s an SM",        "64 bytes a clock from L2 to an SM at 1.755 GHz, on paper"),
+    "l2_share":       Constant(0.8,   "of L2",             f"{_GUESS}: what an expert's weights may fill before later row blocks read them again"),
+    "route_us":       Constant(4.2,   "us a call",         f"{_ONE_LAUNCH}: counting and preparing, 9.5 us less 5.3 for an empty launch"),
+    "sync_us":        Constant(1.2,   "us a barrier",      f"{_ONE_LAUNCH}: last block to first row of combine, between the SMs of one rank"),
+    "barrier_us":     Constant(4.0,   "us a barrier",      f"{_GUESS}: between ranks over NVLink, a few round trips"),
+    "link_us":        Constant(1.5,   "us a pull",         f"{_GUESS}: latency of a row over NVLink"),
+    "window_us":      Constant(3.0,   "us",                "rows asked for ahead of those that have come: twice the latency"),
+}
+# fmt: on
+# tokens of a tile -> us that math takes for 128 columns of 256 weight rows, FP4, on H200: up to 32
+# tokens by a launch that only computes, above such that whole layers come out: pro at 512 tokens,
+# flash at 2048 (benchmarks/h200/hopper-layer.txt). 256 tokens as two tiles of 128.
+MATH_US = {8: 0.33, 16: 0.38, 32: 0.43, 64: 0.62, 128: 0.94, 256: 1.88}
+
+# recipe -> bits of a weight, scale included, as launches read it where that is not the checkpoint's.
+HELD_BITS = {"w4a8_block": 4.125}  # two exponents share a byte
+
+_SHARES = ("stream_share", "own_share", "row_share")
+FITTED = ("stream_share", "row_share", "start_us", "gap_us", "epilogue_us")
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """The table as a value, so that a fit or a test may pass others."""
+
+    stream_share: float
+    own_share: float
+    row_share: float
+    start_us: float
+    gap_us: float
+    epilogue_us: float
+    sm_gbs: float
+    l2_share: float
+    route_us: float
+    sync_us: float
+    barrier_us: float
+    link_us: float
+    window_us: float
+
+    def __post_init__(self) -> None:
+        for name in (*_SHARES, "sm_gbs", "l2_share"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be positive", got=value, kind=RangeError)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            require(value >= 0, f"{field.name} must not be negative", got=value, kind=RangeError)
+        for name in _SHARES:
+            value = getattr(self, name)
+            require(value <= 1, f"{name} must not exceed 1", got=value, kind=RangeError)
+
+    @staticmethod
+    def of(table: Mapping[str, Constant]) -> Constants:
+        """The values of a table."""
+        return Constants(**{name: constant.value for name, constant in table.items()})
+
+
+DEFAULT = Constants.of(TABLE)

@@ -1,0 +1,222 @@
+"""Write docs/api.md from the docstrings of every public name: `python scripts/api_docs.py`.
+
+A docstring names its arguments in lines of their own, "name  text", the text aligned; a field of a
+dataclass may carry a comment instead. `missing()` lists the arguments that nothing is said about.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import megamoe as mm  # noqa: E402
+
+PAGE = ROOT / "docs" / "api.md"
+GROUPS = {
+    "The layer": ("moe", "MoE", "ExpertWeights", "Checkpoint", "Options", "warmup", "doctor"),
+    "Formats and routing": ("quantize", "dequantize", "Quantized", "route", "Router"),
+    "Several ranks": ("Placement", "propose", "Statistics"),
+    "Plan and simulate": ("Problem", "Hardware", "plan", "Plan", "simulate"),
+    "Errors": (
+        "MegaMoEError", "ShapeError", "DTypeError", "DeviceError", "RangeError", "FileError",
+        "CapacityError", "NotAvailable", "RankError", "MegaMoETimeout",
+    ),
+}  # fmt: skip
+HEAD = """# API reference
+
+Everything that `import megamoe as mm` offers, made from the docstrings by
+`scripts/api_docs.py`. Errors are `mm.MegaMoEError` and its kinds; each also derives from the
+built-in error that fits, so `except ValueError` works too.
+"""
+# What these mean wherever they occur; those of Options and Problem are said there.
+COMMON = {
+    "experts": "the experts: pairs of both linears, or numbers in the order wanted",
+    "gate_up": '"split": gate rows, then up rows; "interleaved": gate, up, gate, up, ...',
+    "b13": "biases [E, 2I], or None",
+    "b2": "biases [E, H], or None",
+    "parts": "experts in one recipe and of one size",
+    "tensors": "by the names that `state_dict` gives them",
+    "layer": "a `mm.MoE`",
+    "path": "the file",
+    "device": "torch device, or its name",
+    "progress": "called with the number done so far",
+    "rank": "this rank, from 0",
+    "weights": "the experts of this rank",
+    "shared": "experts that see every token with weight 1, in any recipe; None: there are none",
+    "backend": '"auto", or a backend that `mm.doctor()` lists',
+    "mode": '"auto", "staged" or "fused"; all give the same bits',
+    "topk_idx": "int32 or int64 [T, top_k]; -1 masks a slot",
+    "topk_weights": "float32 [T, top_k]",
+    "loads": "rows of each logical expert",
+    "seed": "seed of what is sampled",
+}
+NAMES = re.compile(r"(\w+(?:, \w+)*)  +(\S.*)")
+
+
+def parsed(doc: str, names: set[str]) -> tuple[str, dict[str, str]]:
+    """(the docstring without its argument lines, argument -> text)."""
+    rest, found = [], {}
+    current: list[str] = []
+    indent = 0
+    for line in doc.splitlines():
+        match = NAMES.match(line.strip())
+        here = match[1].split(", ") if match else []
+        if match and (set(here) <= names or here == ["returns"]):
+            current, indent = here, len(line) - len(line.lstrip())
+            found.update(dict.fromkeys(here, match[2]))
+        elif current and line.strip() and len(line) - len(line.lstrip()) > indent + 1:
+            for name in current:
+                found[name] += " " + line.strip()
+        else:
+            current = []
+            rest.append(line)
+    return "\n".join(rest).strip(), found
+
+
+def parameters(thing: Any) -> list[inspect.Parameter]:
+    found = inspect.signature(thing).parameters.values()
+    return [p for p in found if p.name not in ("self", "cls")]
+
+
+def comments(cls: type) -> dict[str, str]:
+    """What stands behind the fields of a dataclass."""
+    try:
+        source = inspect.getsource(cls)
+    except (OSError, TypeError):
+        return {}
+    return dict(re.findall(r"^    (\w+): [^#\n]*  # (.+)$", source, re.MULTILINE))
+
+
+def texts(thing: Any) -> tuple[str, dict[str, str]]:
+    names = {p.name for p in parameters(thing)}
+    rest, found = parsed(inspect.getdoc(thing) or "", names)
+    if isinstance(thing, type):
+        found = comments(thing) | found
+    if thing not in (mm.Options, mm.Problem):
+        found = COMMON | texts(mm.Problem)[1] | texts(mm.Options)[1] | found
+    return rest, {name: text for name, text in found.items() if name in names | {"returns"}}
+
+
+def type_of(p: inspect.Parameter) -> str:
+    """A union with "or": a bar would end the cell of the table."""
+    parts = [] if p.annotation is p.empty else str(p.annotation).split(" | ")
+    return " or ".join(f"`{part}`" for part in parts)
+
+
+def default_of(p: inspect.Parameter) -> str:
+    if p.default is p.empty:
+        return "required"
+    if isinstance(p.default, (str, int, float, bool, tuple, type(None))):
+        return f"`{p.default!r}`"
+    return "its own"
+
+
+def table(thing: Any, found: dict[str, str]) -> list[str]:
+    rows = [
+        f"| `{p.name}` | {type_of(p)} | {default_of(p)} | {found.get(p.name, '')} |"
+        for p in parameters(thing)
+    ]
+    if not rows:
+        return []
+    return ["", "| argument | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
+
+
+def described(title: str, thing: Any, level: str) -> list[str]:
+    if isinstance(thing, type) and issubclass(thing, BaseException):
+        bases = " and ".join(f"`{b.__name__}`" for b in thing.__bases__)
+        doc = _paragraphs(inspect.getdoc(thing) or "")
+        return ["", f"{level} `{title}`", "", doc, "", f"Derives from {bases}."]
+    rest, found = texts(thing)
+    lines = ["", f"{level} `{title}`", "", _paragraphs(rest), *table(thing, found)]
+    if "returns" in found:
+        lines += ["", f"Returns {found['returns']}."]
+    return lines
+
+
+def _paragraphs(text: str) -> str:
+    """Doctests as code, lines "name  text" as items of a list, the rest as it stands."""
+    found: list[str] = []
+    code = item = False
+    for line in text.splitlines():
+        match = re.match(r"(\S+(?: \S+)*)  +(\S.*)", line)
+        if match and not code:
+            found += [] if item else [""]
+            found.append(f"- **{match[1]}**: {match[2]}")
+            item = True
+            continue
+        if item and line.startswith("    "):
+            found[-1] += " " + line.strip()
+            continue
+        item = False
+        is_code = line.startswith((">>>", "...", "    ")) or (code and bool(line.strip()))
+        if is_code != code:
+            found += ["", "```python"] if is_code else ["```", ""]
+            code = is_code
+        found.append(line)
+    return "\n".join([*found, "```"] if code else found).strip()
+
+
+def members(cls: type) -> list[tuple[str, Any]]:
+    """Public methods and properties that a class defines and describes itself."""
+    return [
+        (name, value)
+        for name, value in vars(cls).items()
+        if not name.startswith("_")
+        and getattr(value, "__doc__", None)
+        and (isinstance(value, (property, classmethod, staticmethod)) or inspect.isfunction(value))
+    ]
+
+
+def page() -> str:
+    lines = [HEAD.strip()]
+    for group, names in GROUPS.items():
+        lines += ["", f"## {group}"]
+        for name in names:
+            thing = getattr(mm, name)
+            lines += described(f"mm.{name}", thing, "###")
+            if not isinstance(thing, type) or issubclass(thing, BaseException):
+                continue
+            found = members(thing)
+            properties = [(n, v) for n, v in found if isinstance(v, property)]
+            for own, value in found:
+                if not isinstance(value, property):
+                    lines += described(f"{name}.{own}", getattr(thing, own), "####")
+            if properties:
+                lines += ["", "| property | meaning |", "| --- | --- |"]
+                lines += [f"| `{n}` | {_first(inspect.getdoc(v) or '')} |" for n, v in properties]
+    return "\n".join(lines) + "\n"
+
+
+def _first(doc: str) -> str:
+    return " ".join(doc.split("\n\n")[0].split()).replace("|", "\\|")
+
+
+def missing() -> list[str]:
+    """Arguments, as name.argument, about which no docstring says anything."""
+    found = []
+    for name in mm.__all__:
+        thing = getattr(mm, name)
+        if isinstance(thing, type) and issubclass(thing, BaseException):
+            continue
+        things = {name: thing}
+        if isinstance(thing, type):
+            things |= {
+                f"{name}.{n}": getattr(thing, n)
+                for n, v in members(thing)
+                if not isinstance(v, property)
+            }
+        for title, one in things.items():
+            said = texts(one)[1]
+            found += [f"{title}.{p.name}" for p in parameters(one) if p.name not in said]
+    return found
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}; without a word: {', '.join(missing()) or 'none'}")

@@ -1,0 +1,364 @@
+"""Experts out of checkpoint folders: all naming schemes, what libraries wrote, what is refused."""
+
+import json
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import megamoe as mm
+from megamoe.errors import DTypeError, FileError, NotAvailable, RangeError, ShapeError
+from megamoe.formats.quantize import dequantize
+
+DATA = Path(__file__).parents[1] / "data" / "checkpoints"
+E, I, H = 4, 128, 256
+LINEARS = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = ("w1", "w3", "w2")
+CONFIG = {
+    "model_type": "qwen3_moe", "hidden_act": "silu", "num_experts": E, "num_experts_per_tok": 2,
+}  # fmt: skip
+V4 = {"model_type": "deepseek_v4", "swiglu_limit": 10.0, "n_routed_experts": E, "num_experts": None}
+
+
+def source(seed=0):
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randn(E, 2 * I, H, generator=rng) * 0.05, torch.randn(E, H, I, generator=rng) * 0.1
+
+
+def write(folder, tensors, config=None, shards=1):
+    """A folder as Hugging Face writes it."""
+    (folder / "config.json").write_text(json.dumps(CONFIG | (config or {})))
+    tensors = {name: t.contiguous() for name, t in tensors.items()}
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+    files, names = (
+        {},
+        sorted(tensors, key=lambda n: zlib.crc32(n.encode())),
+    )  # layers are cut anywhere
+    for k in range(shards):
+        file = f"model-{k + 1:05}-of-{shards:05}.safetensors"
+        part = names[k::shards]
+        save_file({n: tensors[n] for n in part}, folder / file)
+        files |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def per_expert(parts, *, linears=LINEARS, prefix="model.layers.3.mlp.experts."):
+    """{suffix: ([E, 2, ...] of gate and up, [E, ...] of down)} under each expert's names."""
+    found = {}
+    for suffix, (w13, w2) in parts.items():
+        for e in range(E):
+            for name, t in zip(linears, (w13[e, 0], w13[e, 1], w2[e]), strict=True):
+                found[f"{prefix}{e}.{name}.{suffix}"] = t.clone()
+    return found
+
+
+def made(recipe):
+    return mm.ExpertWeights.quantize(*source(), recipe)
+
+
+def bf16(**names):
+    w13, w2 = (w.bfloat16() for w in source())
+    return per_expert({"weight": (w13.unflatten(1, (2, I)), w2)}, **names)
+
+
+def fp8(scale, dtype=torch.float32):
+    w = made("w8a8")
+    scales = w.w13.scale.to(dtype), w.w2.scale.to(dtype)
+    return per_expert({"weight": (w.w13.data, w.w2.data), scale: scales})
+
+
+def mxfp4(values="weight", scale="weight_scale", view=torch.uint8, scale_view=torch.uint8, **names):
+    w = made("w4a16")
+    return per_expert(
+        {
+            values: (w.w13.data.view(view), w.w2.data.view(view)),
+            scale: (w.w13.scale.view(scale_view), w.w2.scale.view(scale_view)),
+        },
+        **names,
+    )
+
+
+def gpt_oss(blocks):
+    w13, w2 = source()
+    if not blocks:
+        mixed = w13.unflatten(1, (2, I)).transpose(1, 2).flatten(1, 2)
+        parts = {"gate_up_proj": mixed.mT.bfloat16(), "down_proj": w2.mT.bfloat16()}
+    else:
+        w = made("w4a16")
+        mixed, scale = (t.transpose(1, 2).flatten(1, 2) for t in (w.w13.data, w.w13.scale))
+        parts = {
+            "gate_up_proj_blocks": mixed.unflatten(2, (-1, 16)), "gate_up_proj_scales": scale,
+            "down_proj_blocks": w.w2.data.unflatten(2, (-1, 16)), "down_proj_scales": w.w2.scale,
+        }  # fmt: skip
+    b13, b2 = biases()
+    parts["gate_up_proj_bias"] = b13.unflatten(1, (2, I)).transpose(1, 2).flatten(1).bfloat16()
+    parts["down_proj_bias"] = b2.bfloat16()
+    return {f"model.layers.3.mlp.experts.{name}": t for name, t in parts.items()}
+
+
+def biases():
+    rng = torch.Generator().manual_seed(5)
+    return (torch.randn(E, 2 * I, generator=rng).bfloat16().float(),
+            torch.randn(E, H, generator=rng).bfloat16().float())  # fmt: skip
+
+
+OSS = {"model_type": "gpt_oss", "swiglu_limit": 7.0, "num_local_experts": E, "num_experts": None}
+V4_NAMES = {"linears": MIXTRAL, "prefix": "layers.3.ffn.experts."}
+MIXTRAL_NAMES = {"linears": MIXTRAL, "prefix": "model.layers.3.block_sparse_moe.experts."}
+KIMI = {"text_config": {"num_experts": None, "n_routed_experts": E}, "model_type": "kimi_k25"}
+# what: tensors, config, recipe that is picked, the same experts
+FOLDERS = {
+    "Qwen3": (lambda: bf16(), {}, "bf16"),
+    "Mixtral": (lambda: bf16(**MIXTRAL_NAMES), {"model_type": "mixtral"}, "bf16"),
+    "GLM-4.5": (lambda: bf16(), {"model_type": "glm4_moe"}, "bf16"),
+    "Kimi, nested": (
+        lambda: bf16(prefix="language_model.model.layers.3.mlp.experts."), KIMI, "bf16"),
+    "DeepSeek-V3, Kimi-K2": (
+        lambda: fp8("weight_scale_inv"), {"model_type": "deepseek_v3"}, "w8a8"),
+    "DeepSeek-V4": (
+        lambda: mxfp4("weight", "scale", torch.int8, torch.float8_e8m0fnu, **V4_NAMES), V4, "w4a8"),
+    "Quark MXFP4": (lambda: mxfp4(), {}, "w4a16"),
+    "compressed-tensors MXFP4": (lambda: mxfp4("weight_packed"), {}, "w4a16"),
+}  # fmt: skip
+
+
+def same(a, b):
+    mine, theirs = a.state_dict(), b.state_dict()
+    return mine.keys() == theirs.keys() and all(
+        torch.equal(t.view(torch.uint8) if t.ndim else t, theirs[n].view(torch.uint8) if t.ndim else theirs[n])
+        for n, t in mine.items()
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_folders_are_read_as_they_are(name, shards, tmp_path, capsys):
+    tensors, config, recipe = FOLDERS[name]
+    folder = write(tmp_path, tensors(), config, shards)
+    found = mm.Checkpoint(folder)
+    picked = found.picked(3)
+    assert found.layers == [3] and picked.recipe == recipe and picked.num_experts == E
+    assert (picked.hidden, picked.intermediate, picked.top_k) == (H, I, 2)
+    assert picked.activation == "swiglu" and picked.clamp == config.get("swiglu_limit")
+    done = []
+    whole = mm.ExpertWeights.from_checkpoint(folder, 3, progress=done.append)
+    assert done == [1, 2, 3, 4]
+    mm.ExpertWeights.from_checkpoint(folder, 3, progress=True)
+    assert picked.recipe in (said := capsys.readouterr().err) and f"{E}/{E}" in said
+    wanted = made("w4a8" if recipe.startswith("w4") else recipe)
+    wanted = mm.ExpertWeights(recipe, wanted.w13, wanted.w2)
+    assert same(whole, wanted)
+    half = mm.ExpertWeights.from_checkpoint(folder, 3, rank=1, num_ranks=2)
+    assert same(half, wanted[2:])
+
+
+@pytest.mark.parametrize("blocks", [True, False])
+def test_gpt_oss_is_read_with_its_gate_and_biases(blocks, tmp_path):
+    folder = write(tmp_path, gpt_oss(blocks), OSS)
+    picked = mm.Checkpoint(folder).picked(3)
+    assert (picked.activation, picked.clamp, picked.gate_up) == ("gpt_oss", 7.0, "interleaved")
+    assert picked.has_bias and "gpt_oss clamped at 7" in str(picked)
+    recipe = "w4a16" if blocks else "bf16"
+    b13, b2 = biases()
+    wanted = mm.ExpertWeights.quantize(*source(), recipe, b13=b13, b2=b2)
+    assert same(mm.ExpertWeights.from_checkpoint(folder, 3), wanted)
+
+
+def test_scales_in_bf16_and_e8m0_are_taken_by_value(tmp_path):
+    folder = write(tmp_path, fp8("weight_scale_inv", torch.bfloat16))
+    w = mm.ExpertWeights.from_checkpoint(folder, 3)
+    assert torch.equal(w.w13.scale, made("w8a8").w13.scale.bfloat16().float())
+
+
+def test_a_scale_per_matrix_is_a_scale_of_every_block(tmp_path):
+    tensors = fp8("weight_scale_inv")
+    for name in [n for n in tensors if n.endswith("scale_inv")]:
+        tensors[name.removesuffix("_inv")] = tensors.pop(name).amax()
+        tensors[name.removesuffix("weight_scale_inv") + "input_scale"] = torch.tensor(0.1)
+    w = mm.ExpertWeights.from_checkpoint(write(tmp_path, tensors), 3)
+    assert w.recipe == "w8a8" and torch.equal(w.w2.data.float(), made("w8a8").w2.data.float())
+    assert (w.w2.scale == made("w8a8").w2.scale.flatten(1).amax(1).view(E, 1, 1)).all()
+
+
+LIBRARIES = {
+    "compressed_tensors_nvfp4": ("nvfp4", 4e-3),  # it reads back in BF16
+    "compressed_tensors_mxfp4": ("w4a16", 0.0),
+    "compressed_tensors_mxfp8": ("bf16", 0.0),
+    "compressed_tensors_fp8_channel": ("bf16", 4e-3),  # rounded to BF16
+    "compressed_tensors_fp8_block": ("w8a8", 1e-6),
+    "modelopt_nvfp4": ("nvfp4", 1e-6),
+    "modelopt_mxfp4": ("w4a16", 0.0),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_what_libraries_wrote_has_the_values_that_they_read_back(name, tmp_path):
+    recipe, tolerance = LIBRARIES[name]
+    tensors = load_file(DATA / f"{name}.safetensors")
+    values = {n: tensors.pop(n) for n in list(tensors) if n.startswith("values.")}
+    folder = write(tmp_path, tensors, {"num_experts": 2})
+    assert mm.Checkpoint(folder).picked(1).recipe == recipe
+    w = mm.ExpertWeights.from_checkpoint(folder, 1, rank=1, num_ranks=2)
+    w13, w2 = w.dequantize()
+    found = {"gate_proj": w13[0, :32], "up_proj": w13[0, 32:], "down_proj": w2[0]}
+    for linear, mine in found.items():
+        wanted = values[f"values.{linear}"]
+        assert float((mine - wanted).norm() / wanted.norm()) <= tolerance, linear
+    if recipe == "nvfp4":  # both files give inputs of amax 12
+        assert w.x_global.item() == pytest.approx(12 / 2688)
+        assert w.acts_global.tolist() == pytest.approx([12 / 2688])
+
+
+def test_another_recipe_may_be_asked_for(tmp_path):
+    folder = write(tmp_path, bf16())
+    w = mm.ExpertWeights.from_checkpoint(folder, 3, recipe="w4a8_block")
+    w13, w2 = (t.bfloat16() for t in source())
+    assert same(w, mm.ExpertWeights.quantize(w13, w2, "w4a8_block"))
+    w = mm.ExpertWeights.from_checkpoint(folder, 3, recipe="nvfp4", rank=1, num_ranks=4)
+    assert float((dequantize(w.w2)[0] - w2[1].float()).norm() / w2[1].float().norm()) < 0.12
+
+
+def test_biases_of_single_experts_are_read(tmp_path):
+    b13, b2 = biases()
+    tensors = bf16() | per_expert({"bias": (b13.unflatten(1, (2, I)), b2)})
+    w = mm.ExpertWeights.from_checkpoint(write(tmp_path, tensors), 3)
+    assert torch.equal(w.b13, b13.unflatten(1, (2, I))) and torch.equal(w.b2, b2)
+
+
+def test_a_loaded_layer_runs(tmp_path):
+    folder = write(tmp_path, mxfp4("weight", "scale", **V4_NAMES), V4)
+    found = mm.Checkpoint(folder)
+    picked = found.picked(3)
+    x = torch.randn(5, H).bfloat16()
+    idx, weight = torch.arange(10).view(5, 2) % E, torch.rand(5, 2)
+    options = {"activation": picked.activation, "clamp": picked.clamp}
+    y = mm.MoE(found.experts(3), picked.num_experts, picked.top_k, **options)(x, idx, weight)
+    assert torch.equal(y, mm.moe(x, idx, weight, made("w4a8"), **options))
+
+
+SITU = {"hidden_act": "situ", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "activation"),
+    [(SITU, "situ"), ({"swiglu_alpha": 1.702, "swiglu_limit": 7.0}, "gpt_oss"), ({"hidden_act": "gelu"}, "geglu"), ({"hidden_act": "gelu_pytorch_tanh"}, "geglu_tanh")],
+)  # fmt: skip
+def test_activations_are_those_of_the_config(config, activation, tmp_path):
+    assert mm.Checkpoint(write(tmp_path, bf16(), config)).picked(3).activation == activation
+
+
+MEMORY = """
+import resource, sys, torch
+import megamoe as mm
+found = mm.Checkpoint(sys.argv[1])
+found.experts(3, rank=0, num_ranks=16)  # everything is loaded that loads once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+w = found.experts(3)
+after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((after - before) * 1024 - w.nbytes, w.nbytes // w.num_experts)
+"""
+
+
+def test_reading_streams(tmp_path):
+    """Beside the result at most two experts lie in memory."""
+    num, wide, hidden = 16, 1024, 2048
+    tensors = {}
+    for e in range(num):
+        for name, shape in zip(
+            LINEARS, ((wide, hidden), (wide, hidden), (hidden, wide)), strict=True
+        ):
+            head = f"model.layers.3.mlp.experts.{e}.{name}."
+            tensors[head + "weight_packed"] = torch.full(
+                (shape[0], shape[1] // 2), 17, dtype=torch.uint8
+            )
+            tensors[head + "weight_scale"] = torch.full(
+                (shape[0], shape[1] // 32), 120, dtype=torch.uint8
+            )
+    folder = write(tmp_path, tensors, {"num_experts": num}, shards=2)
+    del tensors
+    command = [sys.executable, "-c", MEMORY, str(folder)]
+    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
+    beside, one = map(int, said.split())
+    assert beside < 2 * one, f"{beside} bytes beside the result, an expert has {one}"
+
+
+def change(tensors, pick, new):
+    """`tensors` with the one that ends in `pick` changed, or taken out."""
+    name = next(n for n in tensors if n.endswith(pick))
+    old = tensors.pop(name)
+    return tensors | ({} if new is None else {name: new(old)})
+
+
+def int4():
+    tensors = bf16()
+    return {
+        n.replace("weight", key): t
+        for n in tensors
+        for key, t in (("weight_packed", torch.zeros(I, H // 8, dtype=torch.int32)),
+                       ("weight_scale", torch.ones(I, H // 32).bfloat16()))
+    }  # fmt: skip
+
+
+def half_scales(t):
+    return t.repeat_interleave(2, dim=0)
+
+
+REFUSED = [
+    ("no experts there", lambda: bf16(), {}, RangeError, "those with experts: 3..3", 4),
+    ("a missing tensor", lambda: change(bf16(), "2.up_proj.weight", None), {}, FileError, "2.up_proj.weight", 3),
+    ("a missing expert", lambda: {n: t for n, t in bf16().items() if ".3.mlp.experts.3." not in n}, {}, FileError, "4 experts of config", 3),
+    ("an unknown tensor", lambda: bf16() | {"model.layers.3.mlp.experts.0.gate_proj.weight_zero_point": torch.zeros(1)}, {}, NotAvailable, "weight_zero_point", 3),
+    ("INT4", int4, {}, NotAvailable, "torch.int32", 3),
+    ("other blocks", lambda: change(fp8("weight_scale_inv"), "0.gate_proj.weight_scale_inv", half_scales), {}, DTypeError, "scales torch.float32", 3),
+    ("FP4 with float scales", lambda: change(mxfp4(), "0.gate_proj.weight_scale", lambda t: t.float()), {}, DTypeError, "MXFP4", 3),
+    ("an activation", lambda: bf16(), {"hidden_act": "relu2"}, NotAvailable, "hidden_act 'relu2'", 3),
+    ("another alpha", lambda: bf16(), {"swiglu_alpha": 1.5}, NotAvailable, "swiglu_alpha be 1.702", 3),
+    ("a softcap", lambda: bf16(), {"mlp_gate_softcap": 10.0}, NotAvailable, "softcap", 3),
+    ("rows in an unknown order", lambda: gpt_oss(True), OSS | {"model_type": "other", "swiglu_alpha": 1.702}, NotAvailable, "order of rows", 3),
+    ("another SiTU", lambda: bf16(), {"hidden_act": "situ", "activation_situ_beta": 1.0}, NotAvailable, "SiTU must have", 3),
+    ("two prefixes", lambda: bf16() | bf16(prefix="draft.layers.3.mlp.experts."), {}, FileError, "one prefix", 3),
+    ("mixed formats", lambda: mxfp4() | {n: t for n, t in bf16().items() if "0.up_proj" in n}, {}, DTypeError, "must be one of", 3),
+    ("NaN", lambda: change(bf16(), "1.down_proj.weight", lambda t: t * torch.nan), {}, RangeError, "NaN or Inf in expert 1", 3),
+    ("scales upside down", lambda: {n: t.reciprocal() if "scale" in n else t for n, t in fp8("weight_scale_inv").items()}, {}, RangeError, "scales must multiply", 3),
+    ("a transposed down", lambda: change(bf16(), "0.down_proj.weight", lambda t: t.T), {}, ShapeError, "down", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "tensors", "config", "kind", "says", "layer"), REFUSED)
+def test_what_cannot_be_read_is_refused(what, tensors, config, kind, says, layer, tmp_path):
+    folder = write(tmp_path, tensors(), config)
+    with pytest.raises(kind, match=says):
+        mm.ExpertWeights.from_checkpoint(folder, layer)
+
+
+def test_files_that_are_not_whole_are_refused(tmp_path):
+    folder = write(tmp_path, bf16(), shards=2)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1000])
+    with pytest.raises(FileError, match="whole safetensors file"):
+        mm.ExpertWeights.from_checkpoint(folder, 3)
+    shard.write_bytes(whole[:4])
+    with pytest.raises(FileError, match="whole safetensors file"):
+        mm.ExpertWeights.from_checkpoint(folder, 3)
+    shard.unlink()
+    with pytest.raises(FileError, match="a shard must exist"):
+        mm.ExpertWeights.from_checkpoint(folder, 3)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileError, match=r"config\.json"):
+        mm.Checkpoint(folder)
+    with pytest.raises(FileError, match="must exist"):
+        mm.Checkpoint(folder / "none")
+
+
+def test_experts_that_do_not_fit_the_ranks_are_refused(tmp_path):
+    with pytest.raises(RangeError, match="dealt to ranks evenly"):
+        mm.ExpertWeights.from_checkpoint(write(tmp_path, bf16()), 3, num_ranks=3)

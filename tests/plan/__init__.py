@@ -1,0 +1,1 @@
+"""Tests that what is planned is what runs."""

@@ -1,0 +1,211 @@
+"""What reaches every kernel is what the plan says: kernel, grid and each constant it decides.
+
+On a pretended GPU: tensors without memory, and Triton's own entry (`JITFunction.run`) in place of a
+launch, so nothing between the plan and the compiler can decide again without being seen here.
+"""
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+import megamoe as mm
+from megamoe.engine import hopper, parallel, planning, symm_buffer
+from megamoe.engine.call import Call
+from megamoe.engine.functional import launch
+from megamoe.engine.fused import over
+from megamoe.engine.planning import Ranks, Traits, plan_for
+from megamoe.engine.status import DeviceStatus
+from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
+from megamoe.formats.spec import format_named, recipe_named
+from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.hopper.weights import pack
+from megamoe.planner.hopper import passes_of
+from megamoe.planner.launches import Launch
+from megamoe.problem import RECIPES, Options
+from tests.kernels.support import INTERPRETED
+from tests.pretending import pretend_h200
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no launches")
+
+META = torch.device("meta")
+TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
+E, I, H, K = 32, 2048, 4096, 6  # of one rank
+BACKENDS = ("hopper", "portable")
+
+
+def quantized(name, *shape):
+    """A tensor in a format, without memory."""
+    fmt = format_named(name)
+    data = torch.empty(data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=META)
+    scale = None
+    if name != "bf16":
+        scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=META)
+    g = torch.ones(shape[0] if len(shape) > 2 else (), device=META) if fmt.has_global else None
+    return Quantized(data, scale, name, shape, g)
+
+
+def experts(recipe, num=E, intermediate=I):
+    name = recipe_named(recipe).weights.name
+    extra = {}
+    if name == "nvfp4":
+        one, each = torch.ones((), device=META), torch.ones(num, device=META)
+        extra = {"x_global": one, "acts_global": each}
+    w13, w2 = quantized(name, num, 2, intermediate, H), quantized(name, num, H, intermediate)
+    return mm.ExpertWeights(recipe, w13, w2, **extra)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """(kernel, grid, constants) of all that would have been launched, on a pretended H200."""
+    found = []
+
+    def keep(kernel, *args, grid, warmup, **constants):
+        found.append((kernel.__name__, tuple(grid), constants))
+
+    pretend_h200(monkeypatch)
+    monkeypatch.setattr(JITFunction, "run", keep)
+    for name in ("fits_e4m3", "fits_bf16", "can_be_placed"):
+        monkeypatch.setattr(pack, name, lambda w: True)
+        if hasattr(hopper, name):
+            monkeypatch.setattr(hopper, name, lambda w: True)
+    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
+    monkeypatch.setattr(hopper, "why_not", lambda w: "")
+    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    monkeypatch.setattr(planning.hardware_of, "cache_clear", lambda: None, raising=False)
+    return found
+
+
+def status():
+    """Words without memory."""
+    found = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
+    found.order_after_last = found.raise_if_seen = lambda: None
+    return found
+
+
+def assert_planned(launched, steps):
+    """Every launch is the planned one, in order; `decode` of quantised tokens aside."""
+    ran = [one for one in launched if one[0] != "_decode_kernel"]
+    assert [kernel for kernel, _, _ in ran] == [step.kernel for step in steps]
+    for (kernel, grid, constants), step in zip(ran, steps, strict=True):
+        assert isinstance(step, Launch)
+        wanted = step.config.constants()
+        assert grid == step.grid, (kernel, step.name)
+        assert {name: constants.get(name) for name in wanted} == wanted, (kernel, step.name)
+
+
+def inputs(num, *, is_quantized=False, recipe="w8a8"):
+    x = torch.empty(num, H, dtype=torch.bfloat16, device=META)
+    if is_quantized:
+        x = quantized(recipe_named(recipe).acts.name, num, H)
+        if x.global_scale is not None:
+            x = Quantized(x.data, x.scale, x.format, x.shape, torch.ones(num, device=META))
+    idx = torch.empty(num, K, dtype=torch.int64, device=META)
+    return x, idx, torch.empty(num, K, device=META)
+
+
+CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS]
+
+
+@pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
+def test_one_rank(launched, backend, recipe, num):
+    w, options = experts(recipe), Options()
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, overrides=(("backend", backend),)
+    )
+    public = mm.plan(mm.Problem(num, H, I, E, K, 1, recipe), "h200", backend=backend)
+    assert plan.launches == public.launches and plan.mode == public.mode
+    launch(Call(*inputs(num), w, options, None, status()), plan)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
+def test_eight_ranks(launched, backend, recipe, num):
+    w, options = experts(recipe), Options()
+    ranks = Ranks(8, 8 * E, max_tokens=num)
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, overrides=(("backend", backend),),
+        ranks=ranks,
+    )  # fmt: skip
+    public = mm.plan(mm.Problem(num, H, I, 8 * E, K, 8, recipe), "h200", backend=backend)
+    assert plan.launches == public.launches and plan.mode == public.mode
+    if plan.mode == "fused":
+        fused_over_ranks(plan, w, options)
+    else:
+        staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+def fused_over_ranks(plan, w, options):
+    """What `FusedGroup` launches on this rank."""
+    passes, each = passes_of(plan.call)
+    where = symm_buffer.layout(passes * each, H, K, passes)
+    room = symm_buffer.symm_buffer_in(
+        torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
+    )
+    peers = torch.empty(8, dtype=torch.int64, device=META)
+    world = mega_launch.World(8, 1, 0, peers, room.signals)
+    stats = torch.empty(E, dtype=torch.int64, device=META)
+    for number in range(passes):
+        over(
+            room, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
+            number=number,
+        )  # fmt: skip
+
+
+def staged_over_ranks(plan, w, options, num):
+    """What this rank computes between the all-to-alls, under even routing."""
+    x, idx, gates = inputs(num)
+    stats = torch.empty(E, dtype=torch.int64, device=META)
+    compute = parallel.COMPUTE[plan.backend](
+        w, None, options, 8 * E, stats, lambda tokens, is_quantized: plan, status()
+    )
+    sent = compute.tokens(x)
+    rows = num * K
+    received = Quantized(inputs(rows)[0], None, "bf16", (rows, H))
+    if sent.format != "bf16":
+        received = inputs(rows, is_quantized=True, recipe=w.recipe)[0]
+    expert = torch.empty(rows, dtype=torch.int64, device=META)
+    made = compute.rows(received, expert, torch.empty(rows, device=META))
+    slots = torch.empty(rows, dtype=torch.int64, device=META)
+    compute.combine(made, slots, x, idx, gates)
+
+
+def test_a_second_decision_is_seen(launched, monkeypatch):
+    """A launcher that changes a stage count, or a grid, fails."""
+    w, options = experts("w8a8"), Options()
+    plan = plan_for(
+        w, options, Traits(), num_tokens=512, top_k=K, overrides=(("backend", "hopper"),)
+    )
+    true_run = JITFunction.run
+
+    def other(kernel, *args, grid, warmup, **constants):
+        if "STAGES" in constants:
+            constants["STAGES"] -= 1
+        true_run(kernel, *args, grid=grid, warmup=warmup, **constants)
+
+    monkeypatch.setattr(JITFunction, "run", other)
+    launch(Call(*inputs(512), w, options, None, status()), plan)
+    with pytest.raises(AssertionError, match="STAGES"):
+        assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_overrides_shared_experts_fp8_rows_and_quantised_tokens(launched, backend):
+    w, shared = experts("w4a8_block"), experts("w4a16", 1)
+    options = Options(combine="fp8")
+    spec = planning._shared_spec(shared, apart="w4a16")
+    given = (("backend", backend), ("mode", "staged"), ("block_m", 64), ("num_stages", 3))
+    plan = plan_for(
+        w, options, Traits(shared=spec), num_tokens=100, top_k=K, overrides=given,
+        is_quantized=False,
+    )  # fmt: skip
+    assert plan.tile.block_m == 64 and plan.tile.num_stages == 3
+    launch(Call(*inputs(100), w, options, shared, status()), plan)
+    assert_planned(launched, plan.launches)
+    launched.clear()
+    plan = plan_for(
+        w, options, Traits(), num_tokens=100, top_k=K, overrides=given, is_quantized=True
+    )
+    ready = inputs(100, is_quantized=True, recipe="w4a8_block")
+    launch(Call(*ready, w, options, None, status()), plan)
+    assert_planned(launched, plan.launches)

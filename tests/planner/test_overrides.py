@@ -1,0 +1,119 @@
+"""Overrides: each that a kernel can have changes the launches; all others are refused by name."""
+
+from dataclasses import replace
+
+import pytest
+
+import megamoe as mm
+from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
+from megamoe.planner.launches import Gemm, GemmSwapAb
+from megamoe.planner.overrides import OVERRIDES, ROUTES, TILE, checked
+from megamoe.planner.plan import plan
+
+DECODE = mm.Problem(8, 4096, 2048, 32, 6, 1, "w4a8_block")
+PREFILL = replace(DECODE, num_tokens=2048)
+W8A8 = replace(PREFILL, recipe="w8a8")
+
+
+@pytest.mark.parametrize(
+    ("problem", "given", "field", "value"),
+    [
+        (DECODE, {"block_m": 16}, "block_m", 16),
+        (DECODE, {"block_k": 128}, "block_k", 128),
+        (DECODE, {"num_stages": 3}, "num_stages", 3),
+        (DECODE, {"kernel": "gemm"}, "block_m", 128),
+        (PREFILL, {"block_m": 64}, "block_m", 64),
+        (PREFILL, {"kernel": "swap_ab"}, "block_m", 64),
+        (PREFILL, {"decode_ahead": 32}, "decode_ahead", 32),
+        (PREFILL, {"schedule": "static"}, "schedule", "static"),
+        (W8A8, {"schedule": "dynamic", "group_m": 24}, "group_m", 24),
+        (replace(DECODE, recipe="bf16"), {"block_n": 128}, "block_n", 128),
+    ],
+    ids=str,
+)
+def test_an_override_reaches_every_launch_and_says_so(problem, given, field, value):
+    found = plan(problem, "h200", mode="staged", **given)
+    for name in ("l1", "l2"):
+        config = found.launch(name).config
+        assert isinstance(config, Gemm | GemmSwapAb) and getattr(config, field) == value
+    chosen = {c.name: c for c in found.choices}
+    for name in given:
+        if name in chosen:
+            assert chosen[name].why.startswith("given")
+    assert all(f"{name} {given[name]}" in chosen["tile"].why for name in given)
+    assert found != plan(problem, "h200", mode="staged")
+
+
+def test_fused_launches_take_overrides_too():
+    found = plan(DECODE, "h200", block_m=32, num_stages=3, reserve_sms=12, pool_rows=160)
+    config = found.mega.config
+    assert (config.tile.block_m, config.tile.num_stages) == (32, 3)
+    assert found.mega.num_ctas == 120 and config.is_ring and config.pool_rows <= 160
+
+
+def test_portable_tiles_take_overrides():
+    found = plan(PREFILL, "b200", block_m=32, num_warps=8, num_stages=2, group_m=4)
+    config = found.launch("l1").config
+    assert (config.block_m, config.num_warps, config.num_stages, config.group_m) == (32, 8, 2, 4)
+
+
+def test_none_is_not_given_and_auto_is_the_choice():
+    plain = plan(DECODE, "h200")
+    assert plan(DECODE, "h200", **dict.fromkeys(OVERRIDES)) == plain
+    assert plan(DECODE, "h200", mode="auto").launches == plain.launches
+
+
+BAD = [
+    (DECODE, {"blockm": 64}, RangeError, "got blockm; did you mean block_m"),
+    (DECODE, {"tile": 64}, RangeError, "an override must be one of backend, mode"),
+    (DECODE, {"block_m": 48}, NotAvailable, "block_m must be 8 or 16 or 32 or 64 or 128.*got 48"),
+    (DECODE, {"block_m": "64"}, DTypeError, "block_m .tokens of a tile. must be an integer"),
+    (DECODE, {"block_m": True}, DTypeError, "must be an integer; got True"),
+    (DECODE, {"block_m": 0}, RangeError, "block_m must be positive; got 0"),
+    (DECODE, {"mode": 1}, DTypeError, "must be a word; got 1"),
+    (DECODE, {"mode": "magic"}, RangeError, "mode must be one of auto, staged, fused"),
+    (DECODE, {"mode": "split"}, NotAvailable, "has mode auto or staged or fused; got split"),
+    (DECODE, {"backend": "cuda"}, RangeError, "backend must be one of auto, hopper"),
+    (DECODE, {"block_n": 96}, NotAvailable, "block_n must be 128 or 256"),
+    (DECODE, {"block_n": 128}, NotAvailable, "block_n must be 256: 128 outputs share a scale"),
+    (DECODE, {"block_k": 64}, NotAvailable, "block_k must be 128 or 256"),
+    (DECODE, {"num_stages": 1}, CapacityError, "between 2 and the 6 that fit"),
+    (DECODE, {"num_stages": 7}, CapacityError, "between 2 and the 6 that fit"),
+    (DECODE, {"num_warps": 8}, NotAvailable, "Hopper kernels have fixed roles"),
+    (DECODE, {"kernel": "magic"}, RangeError, "kernel must be one of swap_ab, gemm"),
+    (DECODE, {"reserve_sms": 132}, CapacityError, "needs 1 of the GPU's 132 SMs at least"),
+    (DECODE, {"pool_rows": 8}, CapacityError, "must have .* at least; got pool_rows 8"),
+    (replace(DECODE, num_tokens=64), {"mode": "fused", "block_m": 64}, CapacityError,
+     "few rows an expert"),
+    (PREFILL, {"kernel": "swap_ab", "schedule": "static"}, NotAvailable,
+     "strides over its tiles; got schedule; kernel='gemm'"),
+    (PREFILL, {"kernel": "swap_ab", "block_m": 128}, NotAvailable,
+     "block_m must be at most 64: more accumulators spill"),
+    (PREFILL, {"kernel": "gemm", "block_m": 64}, NotAvailable, "block_m must be 128"),
+    (PREFILL, {"schedule": "dynamic"}, NotAvailable, "draw their items only with FP8 weights"),
+    (PREFILL, {"decode_ahead": 30}, NotAvailable, "a multiple of 4, at most 64; got 30"),
+    (W8A8, {"decode_ahead": 16}, NotAvailable, "only FP4 weights are decoded ahead"),
+    (W8A8, {"schedule": "fair"}, RangeError, "schedule must be one of strided, static, dynamic"),
+    (replace(PREFILL, recipe="bf16"), {"kernel": "gemm"}, NotAvailable, "multiplies FP8"),
+    (DECODE, {"backend": "portable", "mode": "fused"}, NotAvailable, "portable has mode auto or"),
+    (DECODE, {"backend": "portable", "kernel": "gemm"}, NotAvailable, "one kernel a linear"),
+    (DECODE, {"backend": "portable", "block_m": 24}, NotAvailable, "power of two from 16 on"),
+    (DECODE, {"backend": "portable", "block_k": 64}, NotAvailable, "one 1x128 scale"),
+    (DECODE, {"backend": "portable", "block_n": 64}, NotAvailable, "block_n must be 128"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("problem", "given", "error", "says"), BAD, ids=lambda x: str(x)[:40])
+def test_what_no_kernel_can_do_is_refused_with_the_reason(problem, given, error, says):
+    with pytest.raises(error, match=says):
+        plan(problem, "h200", **given)
+
+
+def test_names_that_are_arguments_of_their_own_are_sent_there():
+    for name in ROUTES:
+        with pytest.raises(RangeError, match=f"pass {name}= as an argument of its own"):
+            checked({name: "auto"}, legal=TILE)
+    assert checked({"num_stages": 3, "block_m": 8, "block_n": None}, legal=TILE) == (
+        ("block_m", 8),
+        ("num_stages", 3),
+    )
