@@ -383,78 +383,88 @@ _PACE = "speed alone: it holds back who would otherwise only be early"
 # {mutant: why no run can tell it from the kernel}. Where one of several suffices, `TOGETHER` drops
 # all of them.
 EXCUSED = {
-    "notes.tell_notes: no gl.thread_barrier()": _BARRED,
-    "notes.tell_notes: mbarrier.arrive(p.notes.there, count=1) before gl.thread_barrier()": _BARRED,
-    "notes.tell_tile: no gl.thread_barrier()": _BARRED,
-    "edges.read_routing: no gl.thread_barrier()": _BARRED,
-    "edges.read_routing: mbarrier.arrive(m.routed, count=1) before gl.thread_barrier()": _BARRED,
-    "mega.tell_stored: no gl.thread_barrier()": _BARRED,
-    "mega.tell_stored: mbarrier.arrive(m.stored.index(done & 1), count=1) before "
+    "gemm.epilogue.publish_operands: no gl.thread_barrier()": _BARRED,
+    "gemm.epilogue.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
     "gl.thread_barrier()": _BARRED,
-    "straight.compute: no gl.thread_barrier()": _BARRED,
-    "ahead.decode_ahead: no gl.thread_barrier()": _BARRED,
-    "ahead.decode_ahead: mbarrier.arrive(a.stored.index(slot), count=1) before "
+    "gemm.epilogue.post_tile: no gl.thread_barrier()": _BARRED,
+    "mega.dispatch.read_routing: no gl.thread_barrier()": _BARRED,
+    "mega.dispatch.read_routing: mbarrier.arrive(cta.routed, count=1) before "
     "gl.thread_barrier()": _BARRED,
-    "mega.mega_kernel: no gl.thread_barrier()": "entering warp_specialize is such a barrier",
-    "meet.add_to: no publish_stores()": _FENCED,
-    "mega.publish: no publish_stores()": _FENCED,
-    "mega.tell_stored: no publish_stores()": _FENCED,
-    "straight.compute: no publish_stores()": _FENCED,
-    "draw.publish_rows: no publish_stores()": _FENCED,
-    "draw.publish_rows: gl.atomic_add(counter, 1, sem='release', scope='gpu') before "
-    "publish_stores()": _FENCED,
-    "meet._WAIT_TEXT: has no proxy fence": _FENCED,
-    "meet._WAIT_SYSTEM: has no proxy fence": "no copy by TMA reads what another GPU stored",
-    "swapped.load_weight_step: no _hold(p, idx, phase)": _PACE,
-    "swapped._hold: no mbarrier.wait(p.full.index(at), gl.where(wraps, phase, phase ^ 1))": _PACE,
-    "swapped.swapped_kernel: no allow_next_launch()": _PACE,
-    "straight.straight_kernel: no allow_next_launch()": _PACE,
-    "edges.fill_pool: mbarrier.arrive(m.own_filled, count=1) before "
-    "_fill(m, begin, end, 0, 2, m.counters + POOL)": _PACE,
-    "mega.load_weights: no mbarrier.wait(m.own_filled, 0)": _PACE,
-    "mega.load_weights: no mbarrier.wait(m.filled, 0)": _PACE,
-    "mega.math: no mbarrier.wait(one.full.index(idx), phase)": "the product waits for it again",
-    "mega.math: no mbarrier.wait(m.all_done, 0)": "in builds with stamps alone, for a stamp",
-    "mega.math: other phase of mbarrier.wait(m.all_done, 0)": "in builds with stamps alone",
-    "swapped.note: no wait_for_launch()":
+    "mega.kernel._arrive_stored: no gl.thread_barrier()": _BARRED,
+    "mega.kernel._arrive_stored: mbarrier.arrive(cta.tile_stored.index(num_stored & 1), count=1) "
+    "before gl.thread_barrier()": _BARRED,
+    "gemm.plain._compute: no gl.thread_barrier()": _BARRED,
+    "gemm.decode_per_wave.decode_jobs: no gl.thread_barrier()": _BARRED,
+    "gemm.decode_per_wave.decode_jobs: mbarrier.arrive(d.stored.index(slot.idx), count=1) before "
+    "gl.thread_barrier()": _BARRED,
+    "mega.kernel.mega_kernel: no gl.thread_barrier()": "entering warp_specialize is such a barrier",
+    "mega.sync.publish_count: no fence_stores()": _FENCED,
+    "mega.kernel.publish: no fence_stores()": _FENCED,
+    "mega.kernel._arrive_stored: no fence_stores()": _FENCED,
+    "gemm.plain._compute: no fence_stores()": _FENCED,
+    "gemm.tile_scheduler.publish_l1_tile: no fence_stores()": _FENCED,
+    "gemm.tile_scheduler.publish_l1_tile: gl.atomic_add(counter, 1, sem='release', scope='gpu') "
+    "before fence_stores()": _FENCED,
+    "hopper.pipeline.wait_text(gpu, eq): has no proxy fence": _FENCED,
+    "hopper.pipeline.wait_text(sys, eq): has no proxy fence":
+        "no copy by TMA reads what another GPU stored",
+    "gemm.swap_ab.load_weight_step: no _throttle(gemm, stage)": _PACE,
+    "gemm.swap_ab._throttle: no mbarrier.wait(gemm.full.index(at), gl.where(wraps, stage.phase, "
+    "stage.phase ^ 1))": _PACE,
+    "gemm.swap_ab.gemm_swap_ab_kernel: no allow_next_launch()": _PACE,
+    "gemm.plain.gemm_kernel: no allow_next_launch()": _PACE,
+    "mega.dispatch.fill_pool: mbarrier.arrive(cta.own_filled, count=1) before "
+    "_fill_parts(cta, begin, end, 0, 2, cta.counters + POOL)": _PACE,
+    "mega.kernel.load_weights: no mbarrier.wait(cta.own_filled, 0)": _PACE,
+    "mega.kernel.load_weights: no mbarrier.wait(cta.pool_filled, 0)": _PACE,
+    "mega.kernel.math: no mbarrier.wait(l1.full.index(stage.idx), stage.phase)":
+        "the product waits for it again",
+    "mega.kernel.math: no mbarrier.wait(cta.all_done, 0)": "in builds with stamps alone",
+    "mega.kernel.math: other phase of mbarrier.wait(cta.all_done, 0)":
+        "in builds with stamps alone",
+    "gemm.swap_ab.load_epilogue_operands: no wait_for_launch()":
         "it reads what is older than L1, and L1 lets L2 begin once that is complete",
-    "swapped.math: no wait_for_launch()":
+    "gemm.swap_ab.math: no wait_for_launch()":
         "its first stage comes from load_tokens, which has waited",
-    "straight.math: no wait_for_launch()":
+    "gemm.plain.math: no wait_for_launch()":
         "its first stage comes from load_tokens, which has waited",
-    "meet.send: no mbarrier.wait(m.mail_read.index(slot), i >> 1 & 1 ^ 1)":
-        "wait_until_read has waited for the letter after the one that is replaced",
-    "tickets.deal: no wait_until_read(m, i)": "send waits too; it draws earlier, which costs time",
-    "meet.wait_until_read: no mbarrier.wait(m.mail_read.index(i & 1), i >> 1 & 1)":
-        "send waits too; it draws earlier, which costs time",
-    "mega.tell_stored: no mbarrier.wait(m.told.index(done & 1), done >> 1 & 1 ^ 1)":
-        "notes of the next tile come once publish has counted this one: math is one tile ahead at "
-        "most, and there are two slots",
-    "straight.compute: no wait_for_notes(p, done)":
-        "the warp that brings notes has them before it brings the last stage",
-    "images.decode: mbarrier.arrive(p.image_empty.index(used), count=1) before "
-    "mbarrier.arrive(p.full.index(idx), count=1)": "two arrivals after the same fence",
-    "ahead.decode_ahead: mbarrier.arrive(a.free.index(slot), count=1) before "
-    "mbarrier.arrive(a.stored.index(slot), count=1)":
-        "free needs tell_jobs as well, which waits for stored",
-    "ahead.tell_jobs: mbarrier.arrive(a.free.index(slot), count=1) before gl.atomic_xchg("
-    "p.items + item * 8 + 6, value, sem='release', scope='gpu')": "the slot has been read",
+    "mega.scheduler._push: no mbarrier.wait(cta.item_empty.index(slot), i >> 1 & 1 ^ 1)":
+        "_wait_until_popped has waited for the item after the one that is replaced",
+    "mega.scheduler.schedule_tiles: no _wait_until_popped(cta, i)":
+        "_push waits too; tickets are taken earlier, which costs time",
+    "mega.scheduler._wait_until_popped: no mbarrier.wait(cta.item_empty.index(i & 1), i >> 1 & 1)":
+        "_push waits too; tickets are taken earlier, which costs time",
+    "mega.kernel._arrive_stored: no mbarrier.wait(cta.tile_counted.index(num_stored & 1), "
+    "num_stored >> 1 & 1 ^ 1)":
+        "operands of the next tile come once publish has counted this one: math is one tile ahead "
+        "at most, and there are two slots",
+    "gemm.plain._compute: no wait_for_operands(gemm, num_done)":
+        "the warp that brings operands has them before it brings the last stage",
+    "gemm.decode_per_tile.decode: mbarrier.arrive(gemm.image_empty.index(used), count=1) before "
+    "mbarrier.arrive(gemm.full.index(stage.idx), count=1)": "two arrivals after the same fence",
+    "gemm.decode_per_wave.decode_jobs: mbarrier.arrive(d.free.index(slot.idx), count=1) before "
+    "mbarrier.arrive(d.stored.index(slot.idx), count=1)":
+        "free needs publish_jobs as well, which waits for stored",
+    "gemm.decode_per_wave.publish_jobs: mbarrier.arrive(d.free.index(slot.idx), count=1) before "
+    "gl.atomic_xchg(counter, value, sem='release', scope='gpu')": "the slot has been read",
 }  # fmt: skip
 
 # Mutants that only together take something away.
 TOGETHER = {
     "no proxy fence between a fused launch's stores and copies": (
-        "meet.add_to: no publish_stores()", "mega.publish: no publish_stores()",
-        "mega.tell_stored: no publish_stores()", "meet._WAIT_TEXT: has no proxy fence",
+        "mega.sync.publish_count: no fence_stores()", "mega.kernel.publish: no fence_stores()",
+        "mega.kernel._arrive_stored: no fence_stores()",
+        "hopper.pipeline.wait_text(gpu, eq): has no proxy fence",
     ),
     "no proxy fence between L1's stores and L2's copies": (
-        "straight.compute: no publish_stores()", "draw.publish_rows: no publish_stores()",
-        "ahead.AWAIT: has no proxy fence",
+        "gemm.plain._compute: no fence_stores()",
+        "gemm.tile_scheduler.publish_l1_tile: no fence_stores()",
+        "hopper.pipeline.wait_text(gpu, ge): has no proxy fence",
     ),
-    "letters replaced unread": (
-        "meet.send: no mbarrier.wait(m.mail_read.index(slot), i >> 1 & 1 ^ 1)",
-        "tickets.deal: no wait_until_read(m, i)",
+    "work items replaced unread": (
+        "mega.scheduler._push: no mbarrier.wait(cta.item_empty.index(slot), i >> 1 & 1 ^ 1)",
+        "mega.scheduler.schedule_tiles: no _wait_until_popped(cta, i)",
     ),
 }  # fmt: skip
 # The race that once shipped: a stage that is written again while it is read.
-SHIPPED_ONCE = "products.release: no fence_async_shared()"
+SHIPPED_ONCE = "gemm.swap_ab._release_stage: no fence_async_shared()"
