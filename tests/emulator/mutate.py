@@ -298,12 +298,17 @@ def mutants(modules, texts):
 
 
 def _aliases(node):
-    """(name, other, statement) of every `name = other`."""
+    """(name, other, statement) of every `name = other`; other: a name, or a field of one."""
     for found in ast.walk(node):
-        if isinstance(found, ast.Assign) and isinstance(found.value, ast.Name):
+        if isinstance(found, ast.Assign) and isinstance(found.value, ast.Name | ast.Attribute):
             for target in found.targets:
                 if isinstance(target, ast.Name):
-                    yield target.id, found.value.id, found
+                    yield target.id, ast.unparse(found.value), found
+
+
+def _root(other):
+    """The name of which `other` is a field, or itself."""
+    return other.partition(".")[0]
 
 
 def _stored(node):
@@ -324,7 +329,7 @@ def as_compiled(tree):
         mine = {id(statement) for _, _, statement in inside}
         outside = {(a, b) for a, b, statement in _aliases(tree) if id(statement) not in mine}
         for name, other, statement in inside:
-            if (name, other) in outside and other in _stored(loop):
+            if (name, other) in outside and _root(other) in _stored(loop):
                 statement.value = ast.copy_location(ast.Name(name, ast.Load()), statement.value)
     return tree
 
@@ -336,7 +341,7 @@ def carried_traps(module):
             loops = [n for n in ast.walk(statement) if isinstance(n, ast.For | ast.While)]
             before = set().union(*map(_stored, tree.body[:at])) if at else set()
             for name, other in sorted({(a, b) for loop in loops for a, b, _ in _aliases(loop)}):
-                if other in before and name not in before:
+                if _root(other) in before and name not in before:
                     changed = copy.deepcopy(tree)
                     alias = ast.parse(f"{name} = {other}").body[0]
                     changed.body.insert(at, ast.copy_location(alias, statement))

@@ -170,9 +170,16 @@ def fetch_operands(gemm, num_done, tile):
 
 
 @gluon.jit
-def publish_operands(gemm):
-    """The same warp, some steps later: the copies are complete."""
+def publish_operands(gemm, report=0):
+    """The same warp, some steps later: the copies are complete.
+
+    After a report, who fills `row_dest` may not have: rows of L2 then go to the first one's place.
+    """
     async_copy.wait_group(0)
+    if not gemm.GATED:  # noqa: SIM102  known at compile time
+        if report != 0:
+            dest = gemm.epilogue.dest
+            dest.store(gl.zeros([dest.shape[0]], dest.dtype, _LANES))
     gl.thread_barrier()
     mbarrier.arrive(gemm.epilogue.full, count=1)
 
