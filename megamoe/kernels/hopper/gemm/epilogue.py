@@ -175,11 +175,12 @@ def publish_operands(gemm, report=0):
 
     After a report, who fills `row_dest` may not have: rows of L2 then go to the first one's place.
     """
+    dest = gemm.epilogue.dest
+    NUM: gl.constexpr = dest.shape[0]
     async_copy.wait_group(0)
     if not gemm.GATED:  # noqa: SIM102  known at compile time
         if report != 0:
-            dest = gemm.epilogue.dest
-            dest.store(gl.zeros([dest.shape[0]], dest.dtype, _LANES))
+            dest.store(gl.zeros([NUM], dest.dtype, _LANES))
     gl.thread_barrier()
     mbarrier.arrive(gemm.epilogue.full, count=1)
 
