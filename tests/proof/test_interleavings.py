@@ -1,7 +1,7 @@
 """Interleavings of the kernels as they stand: no violation of PTX's order, always the same bits.
 
-MEGAMOE_INTERLEAVINGS multiplies how many are tried (0.1 for a look, 50 for a night), and
-MEGAMOE_INTERLEAVINGS_FROM is the first seed. A failure names its seed and the shortest story found;
+MEGAMOE_INTERLEAVINGS multiplies how many are tried: a tenth of `NUM` without it, 1 for all, 50 for a
+night. MEGAMOE_INTERLEAVINGS_FROM is the first seed. A failure names its seed and the shortest story found;
 where MEGAMOE_PROOF_TRACES names a folder, that story is kept there for ui.perfetto.dev.
 """
 
@@ -18,10 +18,10 @@ from tests.proof import campaign, targets
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
-TIMES = float(os.environ.get("MEGAMOE_INTERLEAVINGS", "1"))
+TIMES = float(os.environ.get("MEGAMOE_INTERLEAVINGS", "0.1"))
 FROM = int(os.environ.get("MEGAMOE_INTERLEAVINGS_FROM", "0"))
 PER_TEST = 100
-# 2 000 of the fused launch over two ranks of two CTAs; 500 and more of each kernel besides.
+# In all: 2 000 of the fused launch over two ranks of two CTAs; 500 and more of each kernel besides.
 NUM = {
     "fused-ranks": 2000, "fused": 200, "fused-idle": 100, "fused-fp4": 150, "fused-bf16": 150,
     "fused-four": 50, "fused-apart": 200, "fused-ring": 100, "swap-ab": 100, "swap-ab-fp4": 100,

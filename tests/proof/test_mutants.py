@@ -1,4 +1,4 @@
-"""Every hand-shake of the kernels, dropped or changed by a tool: the scheduler finds it.
+"""Every synchronisation of the kernels, dropped or changed by a tool: the scheduler finds it.
 
 Seeds begin at MEGAMOE_INTERLEAVINGS_FROM. `python -m tests.proof.test_mutants` prints the table:
 each mutant, who found it, or why it changes nothing.
