@@ -1,5 +1,4 @@
-"""Bugs planted in kernels by a tool that reads their source: every synchronisation dropped or
-changed.
+"""Bugs planted in kernels by a tool that reads their source: synchronisation dropped or changed.
 
 Sites are found by what they are, not by name: calls of mbarrier, fences, waits for groups and
 products, semantics and scopes of atomics, counts, phases, and PTX that waits or fences. A mutant is

@@ -1,8 +1,9 @@
 """Interleavings of the kernels as they stand: no violation of PTX's order, always the same bits.
 
-MEGAMOE_INTERLEAVINGS multiplies how many are tried: a tenth of `NUM` without it, 1 for all, 50 for a
-night. MEGAMOE_INTERLEAVINGS_FROM is the first seed. A failure names its seed and the shortest story found;
-where MEGAMOE_PROOF_TRACES names a folder, that story is kept there for ui.perfetto.dev.
+MEGAMOE_INTERLEAVINGS multiplies how many are tried: a tenth of `NUM` without it, 1 for all of them,
+50 for a night. MEGAMOE_INTERLEAVINGS_FROM is the first seed. A failure names its seed and the
+shortest story found; where MEGAMOE_PROOF_TRACES names a folder, that story is kept there for
+ui.perfetto.dev.
 """
 
 import os
