@@ -273,10 +273,10 @@ class GroupWorld:
         )
         host = torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True)
         host.copy_(t, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(t.device))
         deadline = time.monotonic() + self.timeout_s
-        while not event.query():  # type: ignore[no-untyped-call]
+        while not event.query():
             if time.monotonic() > deadline:  # an all-to-all with a dead rank blocks the stream
                 what = f"its own GPU in call {self.calls} (the bound is {self.timeout_s:g} s)"
                 raise MegaMoETimeout(self.rank, what, 1, 0, RESTART)

@@ -29,7 +29,7 @@ def _portable(device: torch.device) -> str:
         import triton
     except ImportError:
         return "triton is not installed"
-    if device.type == "cpu":
+    if device.type != "cuda":
         interpreted = bool(triton.knobs.runtime.interpret)
         return "" if interpreted else "needs a GPU; on a CPU only Triton's interpreter runs it"
     major, minor = torch.cuda.get_device_capability(device)

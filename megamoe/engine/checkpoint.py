@@ -115,8 +115,10 @@ def refuse_reciprocal(matrix: Quantized, name: str) -> None:
 def gate_then_up(rows: Tensor, gate_up: str) -> Tensor:
     """[..., 2I, k] in checkpoint order -> [..., 2, I, k]: gate, then up."""
     if gate_up == "split":
-        return rows.unflatten(-2, (2, -1))
-    return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).contiguous()
+        split: Tensor = rows.unflatten(-2, (2, -1))
+        return split
+    mixed: Tensor = rows.unflatten(-2, (-1, 2))
+    return mixed.transpose(-3, -2).contiguous()
 
 
 def check_source(w: object, name: str, rank: int) -> None:

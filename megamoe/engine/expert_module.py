@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megamoe.engine.fingerprint import counted
@@ -21,6 +22,7 @@ class ExpertModule(nn.Module):
         for name, t in weights.state_dict().items():
             self.register_buffer(name.replace(".", "_"), t)
         self._weights: ExpertWeights | None = weights
+        self._owns = False  # the caller's tensors, which others may hold too
 
     @property
     def weights(self) -> ExpertWeights:
@@ -39,9 +41,29 @@ class ExpertModule(nn.Module):
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
         self._weights = None
-        super()._apply(move, recurse)
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Load into tensors of this module's own: those it was built from may be others' too."""
+        if not self._owns:
+            for key in self._names:
+                self._buffers[key] = torch.empty_like(self.get_buffer(key))
+            self._owns = True
         self._weights = None  # load_state_dict(assign=True) replaces the tensors
         super()._load_from_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        w = self.weights
+        return (
+            f"{w.recipe}, {w.num_experts} of {w.hidden} x {w.intermediate}, {megabytes(w.nbytes)}"
+        )
+
+
+def megabytes(num_bytes: int) -> str:
+    """For people: 0.4 MB, 428 MB.
+
+    >>> megabytes(400_000), megabytes(427_819_008)
+    ('0.4 MB', '428 MB')
+    """
+    return f"{num_bytes / 1e6:,.0f} MB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.1f} MB"

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megamoe.errors import FileError, require
+from megamoe.errors import DeviceError, FileError, require
 
 FILE_KIND, FILE_VERSION = "megamoe.ExpertWeights", "1"
 
 
 def save(path: str | Path, tensors: dict[str, Tensor], recipe: str) -> None:
     """Write beside the target, then move it into place."""
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     path = Path(path)
@@ -24,8 +26,11 @@ def save(path: str | Path, tensors: dict[str, Tensor], recipe: str) -> None:
     try:
         save_file({n: t.contiguous() for n, t in tensors.items()}, part, metadata=metadata)
         os.replace(part, path)
+    except (SafetensorError, OSError) as error:
+        raise FileError(f"the file must be writable; got {path} ({error})") from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
 
 
 def load(path: str | Path, device: torch.device | str) -> tuple[dict[str, Tensor], str]:
@@ -34,6 +39,14 @@ def load(path: str | Path, device: torch.device | str) -> tuple[dict[str, Tensor
 
     path = Path(path)
     require(path.is_file(), "the file must exist", got=path, kind=FileError)
+    where = torch.device(device)
+    require(
+        where.type != "cuda" or torch.cuda.is_available(),
+        "device must be one that this torch has",
+        got=device,
+        fix='use device="cpu"',
+        kind=DeviceError,
+    )
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             metadata = file.metadata() or {}

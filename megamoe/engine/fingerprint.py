@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -118,7 +119,7 @@ def _content(t: Tensor) -> Tensor | int:
     """A checksum of all bytes, or the values at some positions of every leading index."""
     words = t.detach().view(_WORD[t.element_size()])
     if t.device.type == "cpu" and t.nbytes <= WHOLE_BYTES:
-        return zlib.crc32(words.contiguous().numpy())
+        return zlib.crc32(cast(Any, words.contiguous().numpy()))
     for dim in range(1, t.ndim):
         if t.shape[dim] > POSITIONS:
             words = words.index_select(dim, _positions(t.shape[dim], t.device))

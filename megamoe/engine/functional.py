@@ -63,21 +63,38 @@ def moe(
     the rules.
     """
     options = Options(activation, clamp, weight_at, combine, fast_math)
+    inputs = x, topk_idx, topk_weights, weights
+    y: Tensor = _moe(*inputs, options, shared, backend, mode, overrides)
+    return y
+
+
+WHY_EAGER = "mm.moe runs outside of compiled graphs; mm.MoE is one node in them"
+
+
+@torch.compiler.disable(reason=WHY_EAGER)  # type: ignore[untyped-decorator]
+def _moe(
+    x: Tensor | Quantized,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    options: Options,
+    shared: ExpertWeights | None,
+    backend: str,
+    mode: str,
+    overrides: Mapping[str, Value] | None,
+) -> Tensor:
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
-    name, traits = choose(backend, mode, weights, shared, activation)
+    name, traits = choose(backend, mode, weights, shared, options.activation)
     given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
     is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
     plan = plan_for(
         weights, options, traits, num_tokens=x.shape[0], top_k=topk_idx.shape[1],
         overrides=given, is_quantized=not isinstance(x, Tensor), is_captured=is_layerless_capture,
     )  # fmt: skip
-    found = None if name == "reference" else status.of_stream(weights.device)
+    words = status.of_stream(weights.device)
     with torch.no_grad():
-        return run(
-            Call(x, topk_idx, topk_weights, weights, options, shared, found),
-            plan,  # type: ignore[arg-type]
-        )
+        return run(Call(x, topk_idx, topk_weights, weights, options, shared, words), plan)
 
 
 def choose(

@@ -1,6 +1,6 @@
 """The Hopper backend: packed weights, and the staged launches of a plan.
 
-Weights are packed once per layer for the kernels (`kernels.hopper.weights.pack`); nothing is rounded.
+Weights are packed once per layer (`kernels.hopper.weights.pack`); nothing is rounded.
 No host synchronisation and shapes that depend on sizes alone, so a call can be captured in a CUDA
 graph and replayed with other routing. Fused launches are in `fused.py`.
 """
@@ -39,7 +39,8 @@ from megamoe.kernels.hopper.weights.pack import (
 from megamoe.kernels.hopper.weights.pack import fits_e4m3 as pack_fits_e4m3
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.combine import combine
-from megamoe.kernels.portable.dispatch import Routing, dispatch
+from megamoe.kernels.portable.dispatch import dispatch
+from megamoe.kernels.portable.routing import Routing
 from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Pass
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import ACTIVATIONS
@@ -57,7 +58,7 @@ class Prepared:
 
 # By the bytes of a matrix: what was made from them, and the seal of the bytes and scales it was
 # made from (decision 0026). Entries go when the weights go: images hold nothing of the original.
-_MADE = WeakIdKeyDictionary()
+_MADE: Any = WeakIdKeyDictionary()
 
 
 def prepared(weights: ExpertWeights) -> Prepared:
@@ -73,7 +74,8 @@ def prepared(weights: ExpertWeights) -> Prepared:
     both = weights.w13, weights.w2
     how = launch.arithmetic(weights.recipe, fits_e4m3=can_be_e4m3(weights))
     is_placed = _is_placed(both, how)
-    return Prepared(*(_packed(w, how.to_e4m3, is_placed) for w in both), how)
+    w13, w2 = (_packed(w, how.to_e4m3, is_placed) for w in both)
+    return Prepared(w13, w2, how)
 
 
 def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
@@ -93,7 +95,8 @@ def with_shared(weights: ExpertWeights, shared: ExpertWeights) -> Prepared:
 
     def found(a: Quantized, b: Quantized) -> Packed:
         what = f"behind {id(a.data)}, {image}"  # other layers may share either
-        return _known(b, what, lambda b: both(a, b), a)
+        made: Packed = _known(b, what, lambda b: both(a, b), a)
+        return made
 
     return Prepared(found(weights.w13, shared.w13), found(weights.w2, shared.w2), how)
 
@@ -151,7 +154,8 @@ def _packed(w: Quantized, to_e4m3: bool, is_placed: bool) -> Packed:
     if w.spec.element.bits != 4:
         return pack(w, to_e4m3=False)  # as they are: nothing to keep
     image = _image(to_e4m3, is_placed)
-    return _known(w, image, lambda w: pack(w, to_e4m3=to_e4m3, is_placed=is_placed))
+    made: Packed = _known(w, image, lambda w: pack(w, to_e4m3=to_e4m3, is_placed=is_placed))
+    return made
 
 
 def _image(to_e4m3: bool, is_placed: bool) -> str:

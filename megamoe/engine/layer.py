@@ -13,7 +13,7 @@ from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.engine import backends, fused_group, parallel, status
 from megamoe.engine.call import Call
-from megamoe.engine.expert_module import ExpertModule
+from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.functional import (
     Signature,
@@ -145,6 +145,27 @@ class MoE(nn.Module):
             self.register_buffer("_sent", counted(zeros), persistent=False)
             self._handle = handle_of(self)
 
+    @classmethod
+    def empty(
+        cls,
+        recipe: str,
+        num_experts: int,
+        top_k: int,
+        hidden: int,
+        intermediate: int,
+        *,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> MoE:
+        """A layer without weights, for `load_state_dict`.
+
+        recipe, num_experts, top_k, hidden, intermediate   the sizes of the layer
+        device   where its tensors lie; "meta": nowhere yet, until `to_empty(device=...)`
+        options  the other arguments of the class
+        """
+        weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
+        return cls(weights, num_experts, top_k, **options)
+
     def _build(
         self,
         weights: ExpertWeights,
@@ -272,11 +293,15 @@ class MoE(nn.Module):
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
             if self._world is not None:
-                return group_moe_op(x, topk_idx, topk_weights, self.stats, self._sent, self._handle)
+                over: Tensor = group_moe_op(
+                    x, topk_idx, topk_weights, self.stats, self._sent, self._handle
+                )
+                return over
             tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
-            return moe_op(
+            y: Tensor = moe_op(
                 x, topk_idx, topk_weights, tensors, self.stats, self._status.storage, self._what
             )
+            return y
         graphs = self._graphs  # none over a group
         looks = signature_of(x, topk_idx, topk_weights)
         if graphs is not None:
@@ -463,16 +488,23 @@ class MoE(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._refresh()
         return self
 
     def extra_repr(self) -> str:
-        w, world = self.weights, self._world
+        w, world, o = self.weights, self._world, self.options
         ranks = "" if world is None else f" on rank {world.rank} of {world.num_ranks}"
+        limit = "" if o.limit == float("inf") else f", clamp={o.limit:g}"
+        usual = Options(o.activation, o.clamp)
+        other = "".join(
+            f", {name}={getattr(o, name)}"
+            for name in ("weight_at", "combine", "fast_math")
+            if getattr(o, name) != getattr(usual, name)
+        )
         return (
             f"{w.recipe}, {w.num_experts} experts{ranks}, top_k={self.top_k}, hidden={w.hidden}, "
-            f"intermediate={w.intermediate}, backend={self.backend}, {w.nbytes / 2**20:.0f} MiB"
+            f"intermediate={w.intermediate}, activation={o.activation}{limit}{other}, "
+            f"backend={self.backend}, mode={self.mode}, {megabytes(w.nbytes)}"
             + (", CUDA graphs" if self._wants_graphs else "")
-            + (", fused" if self._fused_group is not None else "")
         )

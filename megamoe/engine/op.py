@@ -57,7 +57,7 @@ def moe_op(
         mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
         found.append(ExpertWeights.from_state_dict(mine, recipe))
         first += len(names)
-    weights, shared = (*found, None)[:2]
+    weights, shared = found[0], found[1] if len(found) > 1 else None
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     traits = traits_of(backend, weights, shared)

@@ -16,8 +16,9 @@ from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.decode_tokens import decode_tokens
-from megamoe.kernels.portable.dispatch import Routing, dispatch
+from megamoe.kernels.portable.dispatch import dispatch
 from megamoe.kernels.portable.launch import Activations
+from megamoe.kernels.portable.routing import Routing
 from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner.launches import Pass, PortableGemm
 from megamoe.planner.numerics import numerics
@@ -113,7 +114,7 @@ class ExpertPass:
                     step=step, pdl=self.pdl,
                 )  # fmt: skip
         else:
-            held, g = how.allocate(*x.shape, w.device), w.x_global
+            held, g = how.allocate(x.shape[0], x.shape[1], w.device), w.x_global
             assert step is not None
             dispatch(
                 x, launch.as_bytes(held.data), held.scale, how.acts, g=g, routing=routing,

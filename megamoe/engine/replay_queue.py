@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -34,7 +34,7 @@ class ReplayQueue:
 
         self.device = device
         self.mail: ReplayArgs = ReplayArgs.empty(SLOTS, device)
-        self._bytes = memoryview(self.mail.slots.numpy()).cast("B")
+        self._bytes = memoryview(cast(Any, self.mail.slots.numpy())).cast("B")
         self._at = 0
         self._taken = [torch.cuda.Event() for _ in range(2)]  # of each half
         weakref.finalize(self, _leave, device, self.mail)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,7 +90,7 @@ class DeviceStatus:
     def _view(self) -> memoryview:
         """What has arrived, read in a tenth of the time that the tensor takes."""
         assert self._seen is not None
-        return memoryview(self._seen.numpy())
+        return memoryview(cast(Any, self._seen.numpy()))
 
     def order_after_last(self) -> None:
         """Before a fused launch: its stream waits for that of the one before."""
@@ -180,8 +181,8 @@ def _timeout(report: list[int], remedy: str) -> MegaMoETimeout:
     """The report of `kernels/hopper/mega/sync.py` in words."""
     _, rank, cta, what, where, expected, seen, _ = report
     barrier = BARRIERS.get(what, f"barrier {what}").format(where=where)
-    what = f"{barrier} (CTA {cta} of a fused launch)"
-    return MegaMoETimeout(rank, what, expected, seen, remedy)
+    waited_for = f"{barrier} (CTA {cta} of a fused launch)"
+    return MegaMoETimeout(rank, waited_for, expected, seen, remedy)
 
 
 _BY_STREAM: dict[tuple[torch.device, int | None], DeviceStatus] = {}

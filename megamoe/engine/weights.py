@@ -125,7 +125,7 @@ class ExpertWeights:
         )
         pairs = zip(w13, w2, strict=True)
         made = cls.quantize_each(pairs, len(w13), recipe, gate_up=gate_up, progress=progress)
-        return replace(made, **extras)
+        return replace(made, **extras)  # type: ignore[arg-type]
 
     @classmethod
     def quantize_each(
@@ -143,7 +143,8 @@ class ExpertWeights:
         made: ExpertWeights | None = None
         done = 0
         for w13, w2 in experts:
-            checkpoint.check_pair(w13, w2, made and (2 * made.intermediate, made.hidden))
+            shape = None if made is None else (2 * made.intermediate, made.hidden)
+            checkpoint.check_pair(w13, w2, shape)
             if made is None:
                 made = _empty(recipe, num_experts, w13.shape[0] // 2, w13.shape[1], w13.device)
             require(
@@ -374,6 +375,24 @@ class ExpertWeights:
             )
         return cls(recipe, **parts)
 
+    @classmethod
+    def empty(
+        cls,
+        recipe: str,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        device: torch.device | str = "cpu",
+    ) -> ExpertWeights:
+        """Uninitialised experts of these sizes on a device, "meta" too."""
+        return _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
+
+    def __repr__(self) -> str:
+        return (
+            f"ExpertWeights({self.recipe}, {self.num_experts} experts, hidden={self.hidden}, "
+            f"intermediate={self.intermediate}, {self.nbytes / 1e6:,.1f} MB on {self.device})"
+        )
+
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; an existing file is replaced only once the new one is whole."""
         files.save(path, self.state_dict(), self.recipe)
@@ -397,9 +416,11 @@ def _empty(
 
     check_width("hidden", hidden)
     check_width("intermediate", intermediate)
+    cpu = torch.device("cpu")  # where values can be checked, whatever the device
+    extras = checkpoint.extras(recipe, num_experts, None, None, "split", 1.0, 1.0, cpu)
     return ExpertWeights(
         recipe,
         empty((num_experts, 2, intermediate, hidden), fmt, device),
         empty((num_experts, hidden, intermediate), fmt, device),
-        **checkpoint.extras(recipe, num_experts, None, None, "split", 1.0, 1.0, device),
+        **{name: t.to(device) for name, t in extras.items()},
     )

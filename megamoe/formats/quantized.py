@@ -35,6 +35,9 @@ class Quantized:
     shape: tuple[int, ...]
     global_scale: Tensor | None = None
 
+    def __repr__(self) -> str:
+        return f"Quantized({self.format}, {self.shape}, on {self.data.device})"
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
         fmt = self.spec

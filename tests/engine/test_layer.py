@@ -8,7 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.engine import backends
 from megamoe.errors import CapacityError, NotAvailable
-from tests.engine.pretended import E, H, K, tokens, weights
+from tests.engine.pretended import E, H, I, K, tokens, weights
 
 
 def test_the_module_is_the_function():
@@ -121,3 +121,41 @@ def test_rows_may_be_strided():
     wide[:, :H] = x
     w = weights()
     assert torch.equal(mm.moe(wide[:, :H], idx, weight, w), mm.moe(x, idx, weight, w))
+
+
+def test_layers_of_one_set_of_weights_do_not_share_what_is_loaded():
+    w = weights()
+    one, two = mm.MoE(w, E, K), mm.MoE(w, E, K)
+    inputs = tokens()
+    before = one(*inputs)
+    two.load_state_dict(mm.MoE(weights(seed=3), E, K).state_dict())
+    assert torch.equal(one(*inputs), before) and torch.equal(mm.moe(*inputs, w), before)
+    assert not torch.equal(two(*inputs), before)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_layer_without_weights_takes_a_state_dict(device):
+    made = mm.MoE(weights(), E, K, clamp=3.0)
+    empty = mm.MoE.empty("w4a8", E, K, H, I, device=device, clamp=3.0)
+    if device == "meta":
+        empty = empty.to_empty(device="cpu")
+    empty.load_state_dict(made.state_dict())
+    assert torch.equal(empty(*tokens()), made(*tokens()))
+
+
+def test_reprs_are_short_and_say_what_is_computed():
+    layer = mm.MoE(weights(), E, K, clamp=3.0, weight_at="combine")
+    assert "activation=swiglu, clamp=3, weight_at=combine" in repr(layer)
+    assert len(repr(layer.weights)) < 200 and len(repr(layer.weights.w13)) < 100
+    assert len(repr(layer.plan(4))) < 200
+
+
+def test_moe_inside_a_compiled_function_has_the_same_bits():
+    w, inputs = weights(), tokens()
+
+    @torch.compile(backend="eager")
+    def model(x, idx, gates):
+        return mm.moe(x * 1, idx, gates, w) + 1
+
+    with torch.no_grad():
+        assert torch.equal(model(*inputs), mm.moe(*inputs, w) + 1)

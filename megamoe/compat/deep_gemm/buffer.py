@@ -53,6 +53,9 @@ class SymmBuffer:
     and those of shared experts are None here. `base` shares the allocation of another buffer.
     """
 
+    device: torch.device
+    buffer: Tensor
+
     def __init__(
         self,
         group: Any,

@@ -69,7 +69,7 @@ class Source(NamedTuple):
 
     def key(self) -> Key:
         """Where L1's values lie."""
-        storage = StorageWeakRef(self.l1.untyped_storage())  # type: ignore[no-untyped-call]
+        storage = StorageWeakRef(self.l1.untyped_storage())
         return storage, self.l1.data_ptr(), tuple(self.l1.shape)
 
 
@@ -188,7 +188,7 @@ def forget_dropped() -> None:
     """Let go of experts whose source the caller has dropped."""
     for kept in (_PREPARED, _IS_PACKED):
         for key in list(kept):
-            if key[0].expired():  # type: ignore[no-untyped-call]
+            if key[0].expired():
                 del kept[key]
 
 
@@ -221,7 +221,7 @@ def read_source(l1: object, l2: object) -> Source:
         got=one[1] // 2,
         kind=ShapeError,
     )
-    return Source(*parts, recipe)
+    return Source(*parts, recipe)  # type: ignore[call-arg]
 
 
 def _check_matrix(name: str, data: object, scale: object) -> tuple[tuple[int, int, int], str]:

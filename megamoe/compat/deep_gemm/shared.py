@@ -50,8 +50,8 @@ def _prepared(l1: Weights, l2: Weights, width: int) -> _Kept:
     pairs = [w if isinstance(w, (tuple, list)) else (w,) for w in (l1, l2)]
     tensors = [t for pair in pairs for t in pair]
     first = tensors[0]
-    key = StorageWeakRef(first.untyped_storage()), first.data_ptr()  # type: ignore[no-untyped-call]
-    for old in [k for k in _KEPT if k[0].expired()]:  # type: ignore[no-untyped-call]
+    key = StorageWeakRef(first.untyped_storage()), first.data_ptr()
+    for old in [k for k in _KEPT if k[0].expired()]:
         del _KEPT[old]
     found = _KEPT.get(key)
     if found is None or not found.seal.holds(tensors):

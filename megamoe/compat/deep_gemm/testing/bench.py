@@ -100,8 +100,8 @@ def bench_kineto(
 
 
 def _once_on_gpu(fn: Callable[[], object]) -> float:
-    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     fn()
     end.record()
