@@ -1,6 +1,7 @@
 """Gluon kernels on a CPU: every role of every CTA is a thread, every tensor one of torch.
 
-What it shows: indices (each access is held to an allocation), barriers (counts, phases, bytes that
+`scheduler` runs the same kernels one step at a time instead (docs/proof.md). What threads
+show: indices (each access is held to an allocation), barriers (counts, phases, bytes that
 TMA brings), who waits for whom (a circle ends in an error that names it), and results. What it does
 not: layouts, fences, the memory model, registers, time. Kernels are taken as they stand: their
 Python functions run with `gl`, `mbarrier` and the like replaced by what is here.

@@ -23,12 +23,12 @@ TRAP = "before = idx\nfor k in x:\n    before = idx\n    idx += 1"
 
 
 def aliases(node):
-    """(name, other) of every `name = other`."""
+    """(name, other) of every `name = other`; other: a name, or a field of one."""
     for found in ast.walk(node):
-        if isinstance(found, ast.Assign) and isinstance(found.value, ast.Name):
+        if isinstance(found, ast.Assign) and isinstance(found.value, ast.Name | ast.Attribute):
             for target in found.targets:
                 if isinstance(target, ast.Name):
-                    yield target.id, found.value.id
+                    yield target.id, ast.unparse(found.value)
 
 
 def stored(node):
@@ -42,9 +42,9 @@ def lost(function):
     """Lines of loops that would not carry a variable."""
     for loop in ast.walk(function):
         if isinstance(loop, ast.For | ast.While):
-            inside = Counter(aliases(loop))
+            inside, here = Counter(aliases(loop)), stored(loop)
             outside = Counter(aliases(function)) - inside
-            if any(pair in outside and pair[1] in stored(loop) for pair in inside):
+            if any(pair in outside and pair[1].partition(".")[0] in here for pair in inside):
                 yield loop.lineno
 
 

@@ -16,7 +16,6 @@ from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper.mega import launch as mega_launch
-from megamoe.kernels.hopper.mega import sync
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import RECIPES, Options
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows 
 
 CPU = torch.device("cpu")
 E, H, I, K = 4, 320, 160, 2  # widths that are no multiples of 128
-SOON, LATER = 0.3, 3.0  # seconds: where a slow machine may be late, and where it may not
+LATER = 3.0  # seconds after which a wait that nobody ends is given up
 
 
 @pytest.fixture(autouse=True)
@@ -320,18 +319,6 @@ def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
         fuse(inputs, w, found=found, timeout_s=LATER, absent=0)
     found.reset()
     assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
-
-
-@pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
-@pytest.mark.parametrize("word", ["POOL", "TICKET", "DONE", "EXIT", "L1_DONE"])
-def test_a_poisoned_counter_ends_in_a_timeout_or_a_right_result(word, value):
-    w, inputs, found = weights_of("w4a8_block"), tokens(5), DeviceStatus(CPU)
-    found.counters.view(-1)[getattr(sync, word).value] = value
-    try:
-        assert_agrees(fuse(inputs, w, found=found, timeout_s=SOON)[0], inputs, w)
-    except MegaMoETimeout:
-        found.reset()
-        assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
 
 
 # -- the emulator itself -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler, assert_streamed, matrix
+from tests.proof.compiled import assert_arrivals_follow_barriers
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -130,6 +131,7 @@ def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeyp
     assert found == {f"m64n{tile.block_m}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx and "trap" not in ptx
     assert_streamed(ptx, True)
+    assert_arrivals_follow_barriers(ptx)
     assert list(addresses(kernel)) == [(FUNCTION, 0)]  # the launch fetches its own code
     used = resources(kernel)
     routing = routing_bytes(case[3]["slots"], case[3]["experts"])

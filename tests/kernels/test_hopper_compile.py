@@ -27,6 +27,7 @@ from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.steps import hopper_steps
 from tests.kernels.support import INTERPRETED
+from tests.proof.compiled import assert_arrivals_follow_barriers
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -176,6 +177,7 @@ def test_a_shipped_launch_has_its_instructions_and_no_spill(case, monkeypatch):
     assert found == {f"m64n{num}k{depth}.f32.{element}.{element}"}
     assert "setmaxnreg" in ptx
     assert_streamed(ptx, getattr(tile, "evict_first", False))
+    assert_arrivals_follow_barriers(ptx)
     used = resources(kernel)
     assert used["shared"] <= planned_bytes(recipe, fits, tile) <= SHARED_LIMIT
     assert used["stack"] == 0

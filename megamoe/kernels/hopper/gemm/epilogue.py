@@ -170,9 +170,17 @@ def fetch_operands(gemm, num_done, tile):
 
 
 @gluon.jit
-def publish_operands(gemm):
-    """The same warp, some steps later: the copies are complete."""
+def publish_operands(gemm, report=0):
+    """The same warp, some steps later: the copies are complete.
+
+    After a report, who fills `row_dest` may not have: rows of L2 then go to the first one's place.
+    """
+    dest = gemm.epilogue.dest
+    NUM: gl.constexpr = dest.shape[0]
     async_copy.wait_group(0)
+    if not gemm.GATED:  # noqa: SIM102  known at compile time
+        if report != 0:
+            dest.store(gl.zeros([NUM], dest.dtype, _LANES))
     gl.thread_barrier()
     mbarrier.arrive(gemm.epilogue.full, count=1)
 

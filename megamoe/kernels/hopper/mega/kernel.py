@@ -116,6 +116,7 @@ from megamoe.kernels.hopper.mega.sync import (
     WAIT_L1,
     WAIT_WAVE,
     on_rank,
+    read_report,
     wait_for,
     wait_for_ranks,
 )
@@ -189,20 +190,24 @@ def load_tokens(cta, l1, l2):
 def publish(cta, l1, l2):
     """One warp: the epilogue's operands of each tile; then count it for all CTAs.
 
-    L1 tiles are counted, with a ring L2 tiles too.
+    L1 tiles are counted, with a ring L2 tiles too. Rows' destinations are in memory unless there is
+    a report once the pool, or the tile's pool wave, was waited for.
     """
     num_counted = 0
     num_done = 0
     i = 0
     mbarrier.wait(cta.pool_filled, 0)
+    report = read_report(cta.args)
     kind = gl.to_tensor(0)
     while kind >= 0:
         item = pop_item(cta, i)
         kind = item.kind
         if kind == L2:
             wait_for_wave(cta, item.tile_idx)  # its L1 tiles may be other CTAs', and not begun
+            if cta.args.RING:
+                report = read_report(cta.args)
             fetch_operands(l2, num_done, item.tile)
-            publish_operands(l2)
+            publish_operands(l2, report)
             num_done += 1
         elif kind == L1:
             wait_for_wave(cta, item.tile_idx)

@@ -214,6 +214,7 @@ def _finish(cta, num_own, num_tickets):
     signal_done(cta)
     wait_for_done(cta)
     mbarrier.arrive(cta.all_done, count=1)
+    mbarrier.wait(cta.pool_filled, 0)  # load_tokens of a CTA without a tile may still poll POOL
     out = gl.atomic_add(cta.counters + EXIT, num_own * 1024 + 1, sem="acq_rel", scope="gpu")
     if out % 1024 == cta.num_ctas - 1:
         expect_equal(args, cta.rank, out // 1024 + num_own, num_tickets, WAIT_TICKETS, cta.rank)

@@ -87,6 +87,15 @@ def expect_equal(args, rank, seen, want, WHAT: gl.constexpr, where):
 
 
 @gluon.jit
+def read_report(args):
+    """The report's first word: not zero once a wait of the launch was given up.
+
+    Read after a wait, it shows whether that one was.
+    """
+    return gl.atomic_add(args.report, 0, sem="relaxed", scope="gpu")
+
+
+@gluon.jit
 def wait_for_ranks(args, rank, cta_idx):
     """Signal to other launches' ranks that this one's tokens are there, and wait for theirs."""
     if args.RANKS > args.LOCAL:
@@ -110,7 +119,7 @@ def signal_done(cta):
     SCOPE: gl.constexpr = "sys" if args.RANKS > args.LOCAL else "gpu"
     signals = cta.rank != args.absent_rank
     if args.RANKS > args.LOCAL:
-        signals = signals & (gl.atomic_add(args.report, 0, sem="relaxed", scope="gpu") == 0)
+        signals = signals & (read_report(args) == 0)
     if signals:
         for other in gl.static_range(args.RANKS):
             done = on_rank(args, args.counters, other) + DONE

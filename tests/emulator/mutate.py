@@ -1,0 +1,420 @@
+"""Bugs planted in kernels by a tool that reads their source: synchronisation dropped or changed.
+
+Sites are found by what they are, not by name: calls of mbarrier, fences, waits for groups and
+products, semantics and scopes of atomics, counts, phases, and PTX that waits or fences. A mutant is
+the changed code of one function, put in place of that of the scheduled kernels (`device`).
+"""
+
+import ast
+import contextlib
+import copy
+import functools
+import inspect
+import re
+from dataclasses import dataclass
+from types import CodeType
+
+from tests.emulator import device
+
+WEAKER = {"acq_rel": "relaxed", "release": "relaxed", "acquire": "relaxed", "sys": "gpu",
+          "gpu": "cta"}  # fmt: skip
+TEXTS = (
+    ("acquires nothing", r"ld\.acquire\.", "ld.relaxed."),
+    ("acquires at a narrower scope", r"ld\.acquire\.sys", "ld.acquire.gpu"),
+    ("acquires at a narrower scope", r"ld\.acquire\.gpu", "ld.acquire.cta"),
+    ("has no proxy fence", r"fence\.proxy\.async\.global;", ""),
+)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One planted bug: `code` instead of that of a function, or a text instead of what it gives.
+
+    text  (arguments, PTX) of a function that gives PTX
+    """
+
+    module: str
+    function: str
+    what: str
+    code: CodeType | None = None
+    text: tuple[tuple[str, ...], str] | None = None
+
+    @property
+    def name(self):
+        return f"{self.module}.{self.function}: {self.what}"
+
+
+def short_name(module):
+    """The last two parts of a module's name."""
+    return ".".join(module.split(".")[-2:])
+
+
+# -- functions -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def functions(module_name):
+    """{name: (translated function, its source's tree)} of a module's jit functions."""
+    found = {}
+    for fn, made in device.FUNCTIONS.items():
+        if fn.__module__ == module_name:
+            lines, first = inspect.getsourcelines(fn)
+            indent = len(lines[0]) - len(lines[0].lstrip())
+            tree = ast.parse("".join(line[indent:] for line in lines)).body[0]
+            ast.increment_lineno(tree, first - 1)
+            tree.decorator_list = []
+            found[fn.__name__] = made, tree
+    return found
+
+
+def compiled(made, tree):
+    """The code of a changed function."""
+    tree = ast.fix_missing_locations(as_compiled(tree))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    made_of = compile(ast.Module([tree], []), made.__code__.co_filename, "exec")
+    return next(c for c in made_of.co_consts if isinstance(c, CodeType))
+
+
+# -- sites -----------------------------------------------------------------------------------------
+
+
+def _called(node):
+    """The name of what a call calls: "mbarrier.wait", "fence_async_shared"."""
+    return ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+
+
+def _text(node):
+    return re.sub(r"\s+", " ", ast.unparse(node))
+
+
+@functools.cache
+def _hand_shakes():
+    """Names of jit functions that wait, arrive, fence or count, and give nothing back."""
+    known = set()
+    for made in device.FUNCTIONS.values():
+        tree = functions(made.__globals__["__name__"])[made.__name__][1]
+        if not any(isinstance(n, ast.Return) and n.value is not None for n in ast.walk(tree)):
+            text = ast.unparse(tree)
+            if (
+                len(tree.body) <= 8
+                and re.search(
+                    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|wait_until_reached\(|wait_for\(",
+                    text,
+                )
+                and "warp_specialize" not in text
+                and "while" not in text
+            ):
+                known.add(made.__name__)
+    return known
+
+
+def _is_hand_shake(node):
+    name = _called(node)
+    return name in DROPPED or name in _hand_shakes() or name.startswith("gl.atomic_")
+
+
+DROPPED = (
+    "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared",
+    "gl.thread_barrier", "async_copy.wait_group", "async_copy.commit_group",
+)  # fmt: skip
+
+
+def _blocks(tree):
+    for node in ast.walk(tree):
+        for name in ("body", "orelse"):
+            block = getattr(node, name, None)
+            if isinstance(block, list) and block and isinstance(block[0], ast.stmt):
+                yield block
+
+
+def _changes(tree):
+    """(what, change) of every site: `change` makes the bug in the tree it is given a copy of.
+
+    A change finds its node by its place in `ast.walk`, which is the same in the copy.
+    """
+    nodes = list(ast.walk(tree))
+    place = {id(node): i for i, node in enumerate(nodes)}
+
+    def at(node, act):
+        number = place[id(node)]
+
+        def change(other):
+            act(list(ast.walk(other))[number])
+
+        return change
+
+    for block in _blocks(tree):
+        owner = next(n for n in nodes if block in (getattr(n, "body", 0), getattr(n, "orelse", 0)))
+        field = "body" if getattr(owner, "body", None) is block else "orelse"
+        for i, statement in enumerate(block):
+            if isinstance(statement, ast.Expr) and _is_hand_shake(statement.value):
+                text = _text(statement)
+
+                def drop(node, field=field, i=i):
+                    getattr(node, field)[i] = ast.Pass()
+
+                yield f"no {text}", at(owner, drop)
+                before = block[i - 1] if i else None
+                moves = _called(statement.value).startswith(("mbarrier.arrive", "gl.atomic_"))
+                if moves and isinstance(before, ast.Expr) and isinstance(before.value, ast.Call):
+
+                    def swap(node, field=field, i=i):
+                        part = getattr(node, field)
+                        part[i - 1], part[i] = part[i], part[i - 1]
+
+                    yield f"{text} before {_text(before)}", at(owner, swap)
+    yield from _expressions(nodes, at)
+
+
+def _expressions(nodes, at):
+    for node in nodes:
+        if isinstance(node, ast.Call):
+            name, text = _called(node), _text(node)
+            if name == "mbarrier.wait":
+
+                def other_phase(call):
+                    call.args[1] = ast.BinOp(call.args[1], ast.BitXor(), ast.Constant(1))
+
+                yield f"other phase of {text}", at(node, other_phase)
+            if name in ("mbarrier.expect", "mbarrier.init") or name.startswith("gl.atomic_add"):
+                given = node.args[1] if len(node.args) > 1 else None
+
+                def one_more(call, is_size=name == "mbarrier.expect"):
+                    more = ast.Constant(16 if is_size else 1)
+                    if len(call.args) > 1:
+                        call.args[1] = ast.BinOp(call.args[1], ast.Add(), more)
+                    else:
+                        call.keywords[0].value = ast.BinOp(call.keywords[0].value, ast.Add(), more)
+
+                if given is not None or node.keywords:
+                    yield f"one more in {text}", at(node, one_more)
+            if name == "mbarrier.arrive":
+
+                def counts_more(call):
+                    for keyword in call.keywords:
+                        keyword.value = ast.BinOp(keyword.value, ast.Add(), ast.Constant(1))
+
+                yield f"counts one more: {text}", at(node, counts_more)
+            if name == "warpgroup_mma_wait":
+
+                def not_waited(call):
+                    deps = next(k.value for k in call.keywords if k.arg == "deps")
+                    call.func = ast.Lambda(
+                        ast.arguments([], [ast.arg("it")], None, [], [], None, []), ast.Name("it")
+                    )
+                    call.args, call.keywords = [deps.elts[0]], []
+                    for part in ast.walk(call):
+                        if isinstance(part, ast.Name):
+                            part.ctx = ast.Load()
+
+                yield f"no {text}", at(node, not_waited)
+            if name.startswith("mbarrier.") and node.args:
+                first = node.args[0]
+                if _called(first).endswith(".index") and "& 1" in ast.unparse(first.args[0]):
+
+                    def other_index(call):
+                        part = call.args[0].args
+                        part[0] = ast.BinOp(part[0], ast.BitXor(), ast.Constant(1))
+
+                    yield f"other index in {text}", at(node, other_index)
+            if name == "first_stage" and isinstance(node.args[0], ast.Constant):
+
+                def other_start(call):
+                    call.args[0] = ast.Constant(1 - call.args[0].value)
+
+                yield f"other phase of {text}", at(node, other_start)
+            if name == "barriers" and len(node.args) > 1:
+
+                def more_arrivals(call):
+                    call.args[1] = ast.BinOp(call.args[1], ast.Add(), ast.Constant(1))
+
+                yield f"one arrival more in {text}", at(node, more_arrivals)
+        yield from _weaker(node, at)
+        if isinstance(node, ast.Call):
+            continue
+        if (
+            isinstance(node, ast.BinOp)
+            and isinstance(node.op, ast.BitXor)
+            and isinstance(node.right, ast.Constant)
+            and node.right.value == 1
+        ):
+
+            def same_phase(part):
+                part.right = ast.Constant(0)
+
+            yield f"{_text(node)} stays", at(node, same_phase)
+
+
+def _weaker(node, at):
+    """Semantics and scopes: arguments of a call, or what a name is set to."""
+    if isinstance(node, ast.Call):
+        parts = [k.value for k in node.keywords if k.arg in ("sem", "scope")]
+    elif isinstance(node, ast.AnnAssign | ast.Assign):
+        if any(isinstance(part, ast.Call) for part in ast.walk(node)) or node.value is None:
+            return
+        parts = [part for part in ast.walk(node.value) if isinstance(part, ast.Constant)]
+    else:
+        return
+    for part in parts:
+        if isinstance(part, ast.Constant) and part.value in WEAKER:
+
+            def weaken(constant):
+                constant.value = WEAKER[constant.value]
+
+            yield f"{part.value} is {WEAKER[part.value]} in {_text(node)}", at(part, weaken)
+
+
+def mutants(modules, texts):
+    """All mutants of the functions of some modules, and of PTX.
+
+    texts  [(module, function that gives PTX, its arguments)]
+    """
+    found = {}
+    for module in modules:
+        name = module.__name__
+        for function, (made, tree) in sorted(functions(name).items()):
+            for what, change in _changes(tree):
+                other = copy.deepcopy(tree)
+                change(other)
+                short = short_name(name)
+                mutant = Mutant(short, function, what, compiled(made, other))
+                key, number = mutant.name, 2
+                while key in found:
+                    key, number = f"{mutant.name} ({number})", number + 1
+                found[key] = Mutant(short, function, key.partition(": ")[2], mutant.code)
+    for module, function, arguments in texts:
+        text = device.MODULES[module.__name__][function](*arguments)
+        short, of = short_name(module.__name__), f"{function}({', '.join(arguments)})"
+        for what, pattern, instead in TEXTS:
+            if re.search(pattern, text):
+                mutant = Mutant(short, of, what, None, (arguments, re.sub(pattern, instead, text)))
+                found[mutant.name] = mutant
+    return found
+
+
+# -- what a loop carries ---------------------------------------------------------------------------
+
+
+def _aliases(node):
+    """(name, other, statement) of every `name = other`; other: a name, or a field of one."""
+    for found in ast.walk(node):
+        if isinstance(found, ast.Assign) and isinstance(found.value, ast.Name | ast.Attribute):
+            for target in found.targets:
+                if isinstance(target, ast.Name):
+                    yield target.id, ast.unparse(found.value), found
+
+
+def _root(other):
+    """The name of which `other` is a field, or itself."""
+    return other.partition(".")[0]
+
+
+def _stored(node):
+    """Names that are set."""
+    return {
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    }
+
+
+def as_compiled(tree):
+    """A function as Gluon's compiler takes it: some aliases in loops are not carried.
+
+    `name = other` before a loop and again in it, where the loop sets `other`: the compiler, at its
+    first look, finds the same value in both, and `name` is for ever the first one.
+    """
+    for loop in [n for n in ast.walk(tree) if isinstance(n, ast.For | ast.While)]:
+        inside = list(_aliases(loop))
+        mine = {id(statement) for _, _, statement in inside}
+        outside = {(a, b) for a, b, statement in _aliases(tree) if id(statement) not in mine}
+        for name, other, statement in inside:
+            if (name, other) in outside and _root(other) in _stored(loop):
+                statement.value = ast.copy_location(ast.Name(name, ast.Load()), statement.value)
+    return tree
+
+
+def carried_traps(module):
+    """The same alias before a loop too, where that changes nothing in Python."""
+    for function, (made, tree) in sorted(functions(module.__name__).items()):
+        for at, statement in enumerate(tree.body):
+            loops = [n for n in ast.walk(statement) if isinstance(n, ast.For | ast.While)]
+            before = set().union(*map(_stored, tree.body[:at])) if at else set()
+            for name, other in sorted({(a, b) for loop in loops for a, b, _ in _aliases(loop)}):
+                if _root(other) in before and name not in before:
+                    changed = copy.deepcopy(tree)
+                    alias = ast.parse(f"{name} = {other}").body[0]
+                    changed.body.insert(at, ast.copy_location(alias, statement))
+                    short = short_name(module.__name__)
+                    what = f"{name} = {other} before the loop too"
+                    yield Mutant(short, function, what, compiled(made, changed))
+
+
+def _made(mutant):
+    for name in device.MODULES:
+        if short_name(name) == mutant.module and mutant.function in functions(name):
+            return functions(name)[mutant.function][0]
+    raise KeyError(mutant.name)
+
+
+@contextlib.contextmanager
+def planted(mutant):
+    """The scheduled kernels have the bug."""
+    if mutant.code is not None:
+        made = _made(mutant)
+        code = made.__code__
+        try:
+            made.__code__ = mutant.code
+            yield
+        finally:
+            made.__code__ = code
+        return
+    arguments, text = mutant.text
+    key = mutant.function.partition("(")[0]
+    name = next(n for n in device.MODULES if short_name(n) == mutant.module)
+    module = device.MODULES[name]
+    given = module[key]
+    try:
+        module[key] = lambda *args: text if args == arguments else given(*args)
+        yield
+    finally:
+        module[key] = given
+
+
+# -- which functions a case runs -------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reached(texts):
+    """The set of (module, function) that run meanwhile, functions that give PTX included."""
+    seen, codes, given = set(), [], []
+
+    def noted(short, function, make):
+        def text(*arguments):
+            seen.add((short, f"{function}({', '.join(arguments)})"))
+            return make(*arguments)
+
+        return text
+
+    try:
+        for name, function in {(module.__name__, function) for module, function, _ in texts}:
+            there = device.MODULES[name]
+            given.append((there, function, there[function]))
+            there[function] = noted(short_name(name), function, there[function])
+        for name in list(device.MODULES):
+            for function, (made, tree) in functions(name).items():
+                other = copy.deepcopy(tree)
+                key = ast.Tuple(
+                    [ast.Constant(short_name(name)), ast.Constant(function)], ast.Load()
+                )
+                call = ast.Call(ast.Name("_reached", ast.Load()), [key], [])
+                other.body.insert(0, ast.copy_location(ast.Expr(call), tree))
+                codes.append((made, made.__code__))
+                made.__globals__["_reached"] = seen.add
+                made.__code__ = compiled(made, other)
+        yield seen
+    finally:
+        for made, code in codes:
+            made.__code__ = code
+        for there, function, make in given:
+            there[function] = make

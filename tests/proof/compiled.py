@@ -1,0 +1,24 @@
+"""What the memory model takes for granted of the compiler, seen in PTX."""
+
+import re
+
+_BARRIER = re.compile(r"(@%p\d+ )?bar\.(warp\.)?sync")
+_TOUCHES = re.compile(r"\b(ld|st|atom|red|cp|stmatrix|ldmatrix|wgmma)\.")
+_ASM = re.compile(r"\.(relaxed|acquire)\.|\.param|wgmma\.fence")  # of waits and reports; parameters
+
+
+def assert_arrivals_follow_barriers(ptx):
+    """Between a role's last access to memory and its arrival stands a barrier of its threads.
+
+    One thread arrives for all. The kernels ask for the barrier before atomics alone; before
+    arrivals the compiler puts one.
+    """
+    lines, num = [line.strip() for line in ptx.split("\n")], 0
+    for i, line in enumerate(lines):
+        if "mbarrier.arrive.shared" in line:
+            num += 1
+            for before in reversed(lines[:i]):
+                if _BARRIER.match(before):
+                    break
+                assert not _TOUCHES.search(before) or _ASM.search(before), (before, line)
+    assert num > 4

@@ -1,0 +1,85 @@
+"""Every synchronisation of the kernels, dropped or changed by a tool: the scheduler finds it.
+
+Seeds begin at MEGAMOE_INTERLEAVINGS_FROM. `python -m tests.proof.test_mutants` prints the table:
+each mutant, who found it, or why it changes nothing.
+"""
+
+import contextlib
+import os
+import sys
+
+import pytest
+
+from tests.emulator import mutate
+from tests.emulator.exploring import is_found
+from tests.kernels.support import INTERPRETED
+from tests.proof import campaign, targets
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
+
+MODULES = [mutate.short_name(module.__name__) for module in targets.MODULES]
+FROM = int(os.environ.get("MEGAMOE_INTERLEAVINGS_FROM", "0"))
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_every_planted_bug_is_found(module):
+    bugs = [b for b in campaign.planted_bugs().values() if b.module == module]
+    missed = [
+        bug.name for bug in bugs
+        if bug.name not in targets.EXCUSED and campaign.hunt(bug, FROM) is None
+    ]  # fmt: skip
+    assert not missed
+
+
+def test_there_are_many_and_excuses_are_of_mutants():
+    bugs = campaign.planted_bugs()
+    assert len(bugs) - len(targets.EXCUSED) >= 300
+    assert not set(targets.EXCUSED) - set(bugs)
+
+
+def test_no_excuse_is_needless():
+    found = []
+    for name in targets.EXCUSED:
+        hunted = campaign.hunt(campaign.planted_bugs()[name], 0, seeds=1, special=0)
+        if hunted is not None:
+            found.append((name, hunted))
+    assert not found
+
+
+@pytest.mark.parametrize("name", targets.TOGETHER)
+def test_what_one_of_several_holds_is_found_without_all(name):
+    bugs = [campaign.planted_bugs()[part] for part in targets.TOGETHER[name]]
+    where = [c for c in campaign.CASES if all(c in campaign.places(b) for b in bugs)]
+    assert where
+    with contextlib.ExitStack() as stack:
+        for bug in bugs:
+            stack.enter_context(mutate.planted(bug))
+        assert any(is_found(campaign.case(c), range(10))[1] is not None for c in where)
+
+
+@pytest.mark.parametrize("base", [0, 10_000, 20_000])
+def test_the_race_that_once_shipped_is_found(base):
+    bug = campaign.planted_bugs()[targets.SHIPPED_ONCE]
+    case, _, error = campaign.hunt(bug, base, seeds=1)
+    assert "has a copy write" in str(error) and "not ordered after math" in str(error), case
+
+
+def test_a_variable_that_the_compiler_does_not_carry_is_found():
+    """An alias before a loop that sets it again: compiled, the loop keeps the first value."""
+    traps = [trap for module in targets.MODULES for trap in mutate.carried_traps(module)]
+    assert traps
+    missed = [trap.name for trap in traps if campaign.hunt(trap) is None]
+    assert not missed
+
+
+def main():
+    for name, bug in campaign.planted_bugs().items():
+        if name in targets.EXCUSED:
+            print(f"excused | {name} | {targets.EXCUSED[name]}")
+        else:
+            case, seed, error = campaign.hunt(bug, FROM) or ("", "", "MISSED")
+            print(f"{case} {seed} | {name} | {str(error)[:120]}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
