@@ -13,6 +13,8 @@ from megamoe.planner.launches import K_BLOCK, SLAB, WARPGROUPS, Gemm, GemmSwapAb
 from megamoe.planner.numerics import Numerics
 
 RESERVE = 4096  # epilogue operands, work queue, and the compiler's scratch
+WIDE_OPERANDS = 2048
+DECODE_JOBS = 6144  # what decoding ahead keeps beside its images
 TMA_ROWS = 32  # a TMA destination is 128 bytes: FP32 scales of so many tokens
 TRANSPOSE_FROM = 64  # tokens of a tile from which rows are transposed in shared memory
 
@@ -31,6 +33,7 @@ def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
     fixed = (
         Term("amax", 2 * WARPGROUPS * m * 4, "one FP32 a token and warpgroup, twice"),
         Term("transpose", transpose, "rows of wide tiles on their way out"),
+        Term("operands", WIDE_OPERANDS if transpose else 0, "epilogue operands of wide tiles"),
     )
     padding = align_up(sum(t.num_bytes for t in fixed), 1024) - sum(t.num_bytes for t in fixed)
     stage = (
@@ -61,6 +64,7 @@ def gemm(recipe: str, tile: Gemm) -> SharedMemory:
             tile.num_image_stages * image if is_fp4 else 0,
             f"{tile.num_image_stages} stages",
         ),
+        Term("decode jobs", DECODE_JOBS if tile.decode_ahead else 0, "decoding once per wave"),
         Term("reserve", RESERVE, "epilogue operands, compiler's scratch"),
     )
     stage = (

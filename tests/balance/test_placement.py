@@ -121,4 +121,4 @@ def test_a_file_that_is_no_statistics_is_refused(text, tmp_path):
     with pytest.raises(FileError, match="got"):
         Placement.load(tmp_path / "stats.json")
     with pytest.raises(FileError, match="writable"):
-        statistics().save(tmp_path / "nowhere" / "stats.json")
+        statistics().save(tmp_path / "stats.json" / "inside.json")

@@ -143,6 +143,10 @@ def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeyp
 
 def test_a_large_routing_costs_a_stage():
     tile = shipped("w8a8")[0]
-    assert as_fused(tile).stages == as_fused(tile, routing_bytes(1024, 256)).stages == tile.stages
-    assert as_fused(tile, routing_bytes(2048, 256)).stages == tile.stages - 1
+    assert (
+        as_fused(tile).num_stages
+        == as_fused(tile, routing_bytes(1024, 256)).num_stages
+        == tile.num_stages
+    )
+    assert as_fused(tile, routing_bytes(2048, 256)).num_stages == tile.num_stages - 1
     assert as_fused(replace(tile, slabs=1)) is None
