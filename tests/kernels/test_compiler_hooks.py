@@ -59,10 +59,13 @@ def test_nothing_is_installed_while_no_kernel_of_ours_is_compiled():
     assert hook() is None
 
 
-def test_a_kernel_of_somebody_else_is_compiled_as_it_stands():
+def test_a_kernel_of_somebody_else_is_compiled_as_it_stands(monkeypatch, tmp_path):
+    """In caches of their own: one source compiled in two ways, which no program does."""
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "ours"))
     own = compile_kernel(
         compiler_hooks.ours(gluon.jit(prefetching_kernel.fn)), (Stand(torch.int64),), 90
     )
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "theirs"))
     other = compile_kernel(prefetching_kernel, (Stand(torch.int64),), 90)
     assert list(addresses(own)) == [(2, 0)]  # the kernel itself
     assert [kind for kind, _ in addresses(other)] == [1]  # the variable
