@@ -218,7 +218,7 @@ class MoE(nn.Module):
         return "staged" if self._fused_group is None else "fused"
 
     def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
-        """What a call with so many tokens on this rank launches, and why. Print it.
+        """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
 
         Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
         staged, those of even routing.
@@ -234,8 +234,7 @@ class MoE(nn.Module):
         return plan_for(
             weights, self.options, traits_of(self._backend, weights, shared),
             num_tokens=self.max_tokens_per_rank or 1, top_k=self.top_k,
-            overrides=(("backend", self._backend), ("mode", mode), *self._given),
-            ranks=self._ranks,
+            overrides=self._overrides(mode), ranks=self._ranks,
         )  # fmt: skip
 
     def _reserve(self, num_sms: int) -> None:
@@ -244,11 +243,9 @@ class MoE(nn.Module):
         self._given = (("reserve_sms", num_sms), *rest)
 
     def _plan(self, num_tokens: int, traits: Traits, *, is_quantized: bool = False) -> Plan:
-        mode = self.mode
         return plan_for(
             self.weights, self.options, traits, num_tokens=num_tokens, top_k=self.top_k,
-            overrides=(("backend", self._backend), ("mode", mode), *self._given),
-            ranks=self._ranks, is_quantized=is_quantized,
+            overrides=self._overrides(self.mode), ranks=self._ranks, is_quantized=is_quantized,
         )  # fmt: skip
 
     @property
@@ -309,13 +306,14 @@ class MoE(nn.Module):
             one = graphs.find(looks)
             if one is not None and self._is_current(one.parts):
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
-        elif self._world is not None:
+        self._renew()
+        if self._world is not None:
             return self._across(x, topk_idx, topk_weights, self.stats, self._sent)
+        graphs = self._graphs
         self._check_once(looks, x, topk_idx, topk_weights)
         if graphs is not None and graphs.serves(x):
             assert isinstance(x, Tensor) and looks is not None
             return graphs(looks, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
-        self._renew()
         call = self._call(x, topk_idx, topk_weights)
         traits = traits_of(self._backend, call.weights, call.shared)
         plan = self._plan(x.shape[0], traits, is_quantized=not isinstance(x, Tensor))
@@ -456,7 +454,7 @@ class MoE(nn.Module):
             self._handle = handle_of(self)
 
     def _refresh(self) -> None:
-        """What depends on the device: faults, graphs, and what a compiled model passes."""
+        """What depends on the device: status, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
         self._launch.check()
         name, traits, why = choose(*self._wanted, weights, shared, self.options.activation)
@@ -466,14 +464,16 @@ class MoE(nn.Module):
         self._check_plan(traits)
         if self._fused_group is None:  # otherwise a cast would forget a timeout
             self._status = status.DeviceStatus(weights.device)
-        self._call_overrides = self._overrides()
-        self._what = describe(weights, shared, self.options, name, self._launch, self._overrides())
+        self._call_overrides: Overrides = self._overrides(self._wanted[1])
+        self._what = describe(
+            weights, shared, self.options, name, self._launch, self._call_overrides
+        )
         self._passed: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
 
-    def _overrides(self) -> Overrides:
-        return (("backend", self._backend), ("mode", self._wanted[1]), *self._given)
+    def _overrides(self, mode: str) -> Overrides:
+        return (("backend", self._backend), ("mode", mode), *self._given)
 
     def _check_plan(self, traits: Traits) -> None:
         """Refuse what no call of the layer could follow: a plan of one token has all of it."""
@@ -496,7 +496,8 @@ class MoE(nn.Module):
         was_meta = self.stats.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
-            for t in (*self.experts.buffers(), self.stats):
+            held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
+            for t in (*held, self.stats):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
@@ -511,6 +512,8 @@ class MoE(nn.Module):
         device = self.weights.device
         if self.stats.device != device:
             self.stats = torch.zeros(self.stats.shape, dtype=torch.int64, device=device)
+        if self._graphs is not None:
+            self._graphs.drop()  # once the GPU is done with them
         if self._world is None:
             self._refresh()
 

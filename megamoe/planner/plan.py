@@ -109,7 +109,7 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether staged launches are placed while the one before ends: on Hopper, unless told.
+        """Whether staged launches are placed while the one before ends; by default on Hopper.
 
         Over a group other launches and all-to-alls lie between them.
         """

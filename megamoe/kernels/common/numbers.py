@@ -144,13 +144,6 @@ def e2m1_to_bf16(nibble):
     return (bits | ((nibble & 8) << 12)).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
-@triton.jit
-def e8m0_to_bf16(code):
-    """BF16 of E8M0 codes 0..254: exact; code 0 is a subnormal."""
-    wide = code.to(tl.int16)
-    return tl.where(wide == 0, 0x40, wide << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
 def _decode_asm() -> str:
     """PTX: word $8 of E2M1 codes 7..0, and a BF16 factor twice in $9 -> BF16 $0..$7.
 
