@@ -152,10 +152,10 @@ class FusedGroup:
         layer._status.check(layer.top_k)
 
     def _launch(self, layer: MoE, stats: Tensor, timeout_s: float) -> Tensor:
-        from megamoe.engine import fused, hopper
+        from megamoe.engine import fused, images
 
         require(
-            hopper.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
+            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
             "weights of a fused layer over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",
