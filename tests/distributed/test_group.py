@@ -11,7 +11,7 @@ from megamoe import reference
 from megamoe.balance.placement import Placement, propose
 from megamoe.distributed.placement import Places, replica_hash
 from megamoe.distributed.wire import Wire
-from megamoe.engine.warm import row_counts
+from megamoe.engine.row_counts import row_counts
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
