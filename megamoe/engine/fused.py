@@ -11,9 +11,9 @@ from megamoe.engine.launch_options import bound_s
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.symm_buffer import SymmBuffer
 from megamoe.engine.weights import ExpertWeights
+from megamoe.kernels.gluon.mega.scheduler import WAVE_TABLE
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.mega import launch as mega_launch
-from megamoe.kernels.hopper.mega.scheduler import WAVE_TABLE
 from megamoe.layout.regions import align_up
 from megamoe.planner.hopper import max_tiles
 from megamoe.planner.launches import Launch, Mega

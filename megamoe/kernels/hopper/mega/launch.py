@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.hopper.launch import (
     Arithmetic,
     factor_shape,
@@ -15,7 +16,6 @@ from megamoe.kernels.hopper.launch import (
     weight_descriptors,
 )
 from megamoe.kernels.hopper.mega.kernel import mega_kernel
-from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.hopper.weights.operands import WEIGHTS
 from megamoe.kernels.hopper.weights.pack import Packed
 from megamoe.kernels.portable.acts import CODES, PLAIN
