@@ -137,9 +137,8 @@ def main() -> int:
     unknown = [t for t in tools if t not in TOOLS]
     unknown += [p for p in parts or () if p not in PORTABLE + HOPPER]
     if unknown or not got.folder.is_dir():
-        ask.error(
-            f"unknown: {unknown}; tools {list(TOOLS)}; parts {PORTABLE + HOPPER}; the folder must exist"
-        )
+        known = f"tools {list(TOOLS)}; parts {PORTABLE + HOPPER}"
+        ask.error(f"unknown: {unknown}; {known}; the folder must exist")
     where = sanitizer()
     if where is None and tools != ["consan"]:
         print("compute-sanitizer is neither on PATH nor in the CUDA toolkit", file=sys.stderr)
