@@ -108,17 +108,17 @@ def quantisers() -> None:
 
 def graphs() -> None:
     """Arguments read round a ring, inputs from odd places, an output or none."""
-    mail, held = ReplayArgs.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
+    args, held = ReplayArgs.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
     for step, num in enumerate((8, 5, 1, 3)):
         x, y = normal(num, H + step)[:, step:], torch.empty(num, H, device=DEVICE).bfloat16()
         idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K))
         ids = idx.int() if step % 2 else idx
         to = 0 if step == 2 else y.data_ptr()
         note = x.data_ptr(), ids.data_ptr(), weight.data_ptr(), to, H + step, num, not step % 2, 0
-        mail.slots[step % 2] = torch.tensor(note)
-        read_args(mail)
-        copy_inputs(mail.now, held)
-        copy_output(mail.now, held.x)
+        args.slots[step % 2] = torch.tensor(note)
+        read_args(args)
+        copy_inputs(args.now, held)
+        copy_output(args.now, held.x)
         assert to == 0 or torch.equal(y, x)
 
 

@@ -64,7 +64,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
     whys = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(cards) if why]
     try:
         if not whys:
-            check_alike([found for _, found in cards])
+            check_alike([card for _, card in cards])
             return FusedGroup(layer, world.meeting), ""
     except MegaMoETimeout:
         raise
@@ -75,7 +75,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
 
 
 class FusedGroup:
-    """This rank's room, and its peers'. Make it on all ranks."""
+    """This rank's symmetric buffer, and its peers'. Make it on all ranks."""
 
     def __init__(self, layer: MoE, meeting: Rendezvous) -> None:
         from megamoe.distributed.symmetric import share
@@ -86,12 +86,12 @@ class FusedGroup:
         plan = layer._plan_in("fused")
         self.num_tokens = most
         self.num_passes, self._each = passes_of(plan.call)
-        room = self.num_passes * self._each
-        where = symm_buffer.layout(room, weights.hidden, layer.top_k, self.num_passes)
+        num_rows = self.num_passes * self._each
+        where = symm_buffer.layout(num_rows, weights.hidden, layer.top_k, self.num_passes)
         self._shared = share(meeting, where.num_bytes, weights.device)
-        self.room = symm_buffer.symm_buffer_in(self._shared.own, where)
+        self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
-        self._world = World(meeting.num_ranks, 1, meeting.rank, peers, self.room.signals)
+        self._world = World(meeting.num_ranks, 1, meeting.rank, peers, self.buffer.signals)
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
         num_sms = plan.hardware.num_sms
         kept = dict(plan.overrides).get("reserve_sms") or 0
@@ -124,30 +124,30 @@ class FusedGroup:
         check: Callable[[], None],
     ) -> Tensor:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
-        found = layer._status
-        found.remedy = RESTART  # no rank knows how far its peers came
-        found.order_after_last()  # before the room is written to
+        status = layer._status
+        status.remedy = RESTART  # no rank knows how far its peers came
+        status.order_after_last()  # before the buffer is written to
         refusal: Exception | None = None
         try:
-            found.raise_if_seen()
+            status.raise_if_seen()
             check()
             self._check(x)
             assert isinstance(x, Tensor)
-            self.room.put(x, topk_idx, topk_weights)
+            self.buffer.put(x, topk_idx, topk_weights)
         except MegaMoETimeout:
             raise
         except Exception as error:
             refusal = error
-            self.room.num_valid.zero_()
+            self.buffer.num_valid.zero_()
         y = self._launch(layer, stats, layer._launch.timeout_s)
-        found.copy_to_host_async(layer.top_k)
+        status.copy_to_host_async(layer.top_k)
         if refusal is not None:
             raise refusal
         return y[: len(x)]
 
     def warm(self, layer: MoE) -> None:
         """Compile, in a call without tokens that all ranks make; nobody's first call is late."""
-        self.room.num_valid.zero_()
+        self.buffer.num_valid.zero_()
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S)
         layer._status.check(layer.top_k)
 
@@ -164,7 +164,7 @@ class FusedGroup:
         assert self.plan.mega is not None
         parts = [
             fused.over(
-                self.room, self._each, layer.weights, layer.options, self._world, stats,
+                self.buffer, self._each, layer.weights, layer.options, self._world, stats,
                 step=self.plan.mega, status=layer._status, timeout_s=timeout_s,
                 is_poisoned=layer._launch.is_poisoned, number=number,
             )

@@ -256,14 +256,14 @@ class MoE(nn.Module):
         """
         asked = {"auto": "the best that works here"}
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
-        found = f"backend {self._backend}: {backend}"
+        text = f"backend {self._backend}: {backend}"
         if self._world is not None:
             mode = self._why_staged or "every rank can, in one launch"
-            return f"{found}; mode {self.mode}: {mode}"
+            return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
         if self._backend == "reference":
             mode = "computed by the oracle: the same result, no launches"
-        return f"{found}; mode {self._wanted[1]}: {mode}"
+        return f"{text}; mode {self._wanted[1]}: {mode}"
 
     @property
     def backend(self) -> str:
@@ -395,14 +395,16 @@ class MoE(nn.Module):
 
     def _is_current(self, parts: Parts) -> bool:
         """Whether `_captured_parts` are these; a module's own look-ups would take 4 us."""
-        backend, weights, options, shared, found, stats, top_k, launch_options, overrides = parts
+        backend, weights, options, shared, status, stats, top_k, launch_options, overrides = parts
         mine = self.__dict__
         other = mine["_modules"].get("shared")
         return (
             mine["_modules"]["experts"]._weights is weights
             and (None if other is None else other.weights) is shared
             and mine["_buffers"]["stats"] is stats
-            and (mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is found)
+            and (
+                mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is status
+            )
             and (mine["_launch"] is launch_options and mine["_backend"] is backend)
             and mine["_call_overrides"] is overrides
         )
@@ -429,9 +431,9 @@ class MoE(nn.Module):
 
     def save_stats(self, path: str | Path) -> None:
         """`statistics()` as a file for `megamoe balance`; over a group rank 0 writes it."""
-        found = self.statistics()
+        statistics = self.statistics()
         if self._world is None or self._world.rank == 0:
-            found.save(path)
+            statistics.save(path)
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""

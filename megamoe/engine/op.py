@@ -52,12 +52,12 @@ def moe_op(
     error  the words of the layer's `DeviceStatus`, the counters of fused launches among them
     """
     parts, options, backend, launch_options, overrides = _parse(what)
-    found, first = [], 0
+    both, first = [], 0
     for recipe, names in parts:
         mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
-        found.append(ExpertWeights.from_state_dict(mine, recipe))
+        both.append(ExpertWeights.from_state_dict(mine, recipe))
         first += len(names)
-    weights, shared = found[0], found[1] if len(found) > 1 else None
+    weights, shared = both[0], both[1] if len(both) > 1 else None
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     traits = traits_of(backend, weights, shared)

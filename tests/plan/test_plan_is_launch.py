@@ -138,15 +138,15 @@ def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
     passes, each = passes_of(plan.call)
     where = symm_buffer.layout(passes * each, H, K, passes)
-    room = symm_buffer.symm_buffer_in(
+    buffer = symm_buffer.symm_buffer_in(
         torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
     )
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = mega_launch.World(8, 1, 0, peers, room.signals)
+    world = mega_launch.World(8, 1, 0, peers, buffer.signals)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(
-            room, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
+            buffer, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
             number=number,
         )  # fmt: skip
 
