@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, fused_group, parallel, status
+from megamoe.engine import backends, device_guard, fused_group, parallel, status
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -363,7 +363,7 @@ class MoE(nn.Module):
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
 
-        with torch.no_grad():
+        with torch.no_grad(), device_guard.on(self.weights.device):
             if self._fused_group is not None:
                 y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
             else:
