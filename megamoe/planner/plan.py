@@ -369,12 +369,10 @@ def _buffers(made: Plan) -> list[Buffer]:
     """What a rank holds: weights, and the memory of one call."""
     call, p = made.call, made.problem
     local = p.num_experts // p.num_ranks * call.local_ranks
-    weights = local * weight_bytes(p)
-    found = [Buffer("experts", weights, "weights", f"{local} routed experts as the checkpoint has")]
-    is_fp4 = recipe_named(p.recipe).weights.element.bits == 4
-    if made.backend == "hopper" and is_fp4:
-        about = "the same in the order that wgmma wants, beside the checkpoint's bytes"
-        found.append(Buffer("images", weights, "weights", about))
+    each, about = weight_bytes(p), "as the checkpoint has them"
+    if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
+        each, about = _image_bytes(call), "as images, and in no other form"
+    found = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
     if made.mega is not None:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
@@ -396,6 +394,18 @@ def _buffers(made: Plan) -> list[Buffer]:
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     return found
+
+
+def _image_bytes(call: CallSpec) -> int:
+    """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
+    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
+    hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
+    values = 3 * hidden * wide
+    if fmt.has_global:
+        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
+    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
+        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
+    return int(values * fmt.bits_per_value / 8)
 
 
 def _pools(made: Plan, rows: int) -> list[Buffer]:
