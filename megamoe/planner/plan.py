@@ -17,7 +17,7 @@ from megamoe.hardware import Hardware
 from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import hopper, portable
+from megamoe.planner import chain, hopper, portable
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -28,12 +28,12 @@ from megamoe.planner.tables.hopper import COUNTERS, WIDTH
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "portable", "reference")  # best first
-MODES = ("auto", "staged", "fused", "split")
+MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
-    "hopper": ("staged", "fused"),
+    "hopper": ("staged", "fused", "chain"),
     "portable": ("staged",),
-    "reference": ("staged", "fused"),
+    "reference": ("staged", "fused", "chain"),
 }
 
 
@@ -57,10 +57,11 @@ class Plan:
     mode: str
     why: str  # of the backend and the mode
     numerics: Numerics
-    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart
+    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
+    # the exchange, then routed experts, window after window of the pool
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
-    rest: tuple[Launch, ...]  # staged: what follows the passes, combine last
+    rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
     buffers: tuple[Buffer, ...]
     overrides: Overrides
 
@@ -80,6 +81,8 @@ class Plan:
     def before(self) -> tuple[Launch, ...]:
         """Staged over a group: the launch that quantises tokens before they are sent."""
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
+            return ()
+        if self.mode == "chain":
             return ()
         p = self.problem
         acts = recipe_named(p.recipe).acts.name
@@ -101,11 +104,16 @@ class Plan:
         if self.mega is not None:
             assert isinstance(self.mega.config, Mega)
             return self.mega.config.tile
-        if not self.passes:
+        if self.routed is None:
             return None
-        config = self.passes[0]["l1"].config
+        config = self.routed["l1"].config
         assert isinstance(config, GemmSwapAb | Gemm | PortableGemm)
         return config
+
+    @property
+    def routed(self) -> Pass | None:
+        """The first pass of the routed experts; None where nothing is launched, or all at once."""
+        return next((one for one in self.passes if one.find("l1") is not None), None)
 
     @property
     def overlaps(self) -> bool:
@@ -114,7 +122,7 @@ class Plan:
         Over a group other launches and all-to-alls lie between them.
         """
         given = dict(self.overrides).get("overlap_launches")
-        if self.call.is_group:
+        if self.call.is_group and self.mode != "chain":
             return False
         return self.backend == "hopper" if given is None else bool(given)
 
@@ -147,7 +155,7 @@ class Plan:
         ]
         tile = self.tile
         if tile is not None:
-            l1 = self.mega or self.passes[0]["l1"]
+            l1 = self.mega or self.routed["l1"]  # type: ignore[index]
             found += [
                 Choice("tile", str(tile), l1.why),
                 Choice("block_m", tile.block_m, "tokens"),
@@ -157,6 +165,12 @@ class Plan:
             ]
         if self.num_passes > 1:
             found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
+        if self.mode == "chain" and self.routed is not None:
+            pull = self.routed["pull"]
+            found.append(Choice("pull_sms", pull.num_ctas, pull.why))
+            found.append(Choice("l2", str(tile), self.routed["l2"].why))
+            num = len(self.passes) - 1
+            found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
             Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in found
@@ -297,8 +311,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
     rest: tuple[Launch, ...] = ()
-    if call.problem.num_tokens == 0 or backend == "reference":
+    if backend == "reference" or (call.problem.num_tokens == 0 and mode != "chain"):
         pass
+    elif mode == "chain":
+        owner = chain.owner_passes(call, hw.num_sms, given)
+        passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
     elif mode == "fused":
         num, _ = hopper.passes_of(call)
         mega = hopper.fused_launch(call, hw.num_sms, given)
@@ -385,6 +402,13 @@ def _buffers(made: Plan) -> list[Buffer]:
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    elif made.mode == "chain" and made.routed is not None:
+        config = made.routed["rows"].config
+        assert isinstance(config, chain.Rows)
+        found += _pools(made, config.pool_rows)
+        where = chain.memory(call)
+        about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
+        found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots

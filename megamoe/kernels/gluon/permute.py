@@ -205,11 +205,14 @@ def place(
     num_dest: int,
     num_shared: int,
     pdl: bool,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """int32 [slots]: the row of each slot, -1 of masked ones.
 
     Fills all of the pool but tokens and their scales, in the plan's `steps`, and writes
     the work items of `work`.
+
+    counts  int32 [E]: gets the slots of each expert, where two launches count them before
     """
     idx, weights, num_valid = routing.topk_idx, routing.topk_weights, routing.num_valid
     top_k, unused = idx.shape[1] + num_shared, pool.num_tiles
@@ -221,9 +224,11 @@ def place(
     sizes = {"HAS_COUNT": num_valid is not None, "TOP_K": top_k, "SHARED": num_shared}
     valid = unused if num_valid is None else num_valid
     rows = unused.new_empty(slots)
-    counts = chunk_counts = unused
+    chunk_counts = unused
+    assert counts is None or count is not None
+    counts = unused if counts is None else counts
     if count is not None:
-        counts = unused.new_empty(num_experts)
+        counts = unused.new_empty(num_experts) if counts is unused else counts
         chunk_counts = unused.new_empty(*count.grid, num_experts)
         _count_kernel[count.grid](
             idx, weights, valid, chunk_counts, slots, num_experts, **count.config.constants(),
