@@ -20,6 +20,7 @@ from megamoe.engine.call import Call
 from megamoe.engine.fingerprint import LOOK_EVERY
 from megamoe.engine.functional import Signature, launch
 from megamoe.engine.launch_options import LaunchOptions
+from megamoe.engine.made import verify
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.replay_queue import ReplayQueue, finish
 from megamoe.engine.status import REPLAYS, DeviceStatus
@@ -82,10 +83,8 @@ class Parts(NamedTuple):
 
     def verify(self) -> None:
         """Refuse experts that changed, uncounted, after they were packed."""
-        if self.backend == "hopper":
-            from megamoe.engine import hopper
-
-            hopper.verify(self.weights, self.shared)
+        if self.backend in ("hopper", "blackwell"):
+            verify(self.weights, self.shared)
 
 
 class Captured:
