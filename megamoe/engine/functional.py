@@ -139,6 +139,8 @@ def launch(call: Call, plan: Plan) -> Tensor:
     """The launches of a call on a GPU backend; nothing is read back, so they may be captured."""
     if plan.backend == "hopper":
         from megamoe.engine import hopper as compute
+    elif plan.backend == "blackwell":
+        from megamoe.engine import blackwell as compute  # type: ignore[no-redef]
     else:
         from megamoe.engine import portable as compute  # type: ignore[no-redef]
     if call.num_tokens == 0:

@@ -90,6 +90,10 @@ class Parts(NamedTuple):
             from megamoe.engine import images
 
             images.verify(self.weights, self.shared)
+        elif self.backend == "blackwell":
+            from megamoe.engine import made
+
+            made.verify(self.weights, self.shared)
 
 
 class Captured:

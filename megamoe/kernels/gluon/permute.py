@@ -1,8 +1,9 @@
 """Permutation: the row of each slot in the expert-sorted pool, and the tile list of the GEMMs.
 
-Rows of one expert lie together in slot order and start at a multiple of ROW_ALIGN (TMA reads scales
-in whole 16 bytes). One launch does it, each program counting for itself, or two more count before
-it, as the plan says. Nothing is read back to the host.
+Rows of one expert lie together in slot order and start at a multiple of the plan's `row_align`: TMA
+reads FP32 scales in whole 16 bytes, and placed scales have a block a tile. One launch does it, each
+program counting for itself, or two more count before it, as the plan says. Nothing is read back to
+the host.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _place_kernel(
     CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-    E: tl.constexpr,
+    ALIGN: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """A program each: chunks of slots (checked, and their rows), the tile list, waves of items."""
     after_previous()
@@ -163,7 +164,7 @@ def _place_kernel(
             both += tl.histogram(place, 2 * E, mask=theirs >= 0)
         before, after = tl.split(tl.permute(tl.reshape(both, (2, E)), (1, 0)))
         count = before + after
-    row_begin = expert_rows(count)
+    row_begin = expert_rows(count, ALIGN)
     number = chunk - tl.cdiv(num_slots, CHUNK)  # among the programs without slots
     if number > 0:
         if CTAS:
