@@ -464,7 +464,8 @@ class MoE(nn.Module):
         if not why and name == "portable" and self._wanted[0] == "auto":
             self._why_backend = backends.reasons_on(weights.device)["hopper"]
         self._check_plan(traits)
-        if self._fused_group is None:  # otherwise a cast would forget a timeout
+        before = self.__dict__.get("_status")
+        if before is None or before.storage.device != weights.device:  # others would be forgotten
             self._status = status.DeviceStatus(weights.device)
         self._call_overrides: Overrides = self._overrides(self._wanted[1])
         self._what = describe(
