@@ -144,7 +144,14 @@ def hopper_layer(recipe: str) -> None:
 
 OTHERS = {"quantisers": quantisers, "graphs": graphs}
 
+
+def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory that ConSan's kernels keep their own state in."""
+    return torch.empty(size, dtype=torch.int8, device=DEVICE)
+
+
 if __name__ == "__main__":
+    triton.set_allocator(scratch)
     wanted = sys.argv[1:] or [*RECIPES, *OTHERS]
     for name in wanted:
         if name in OTHERS:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe import reference
-from megamoe.engine import backends, status
+from megamoe.engine import backends, device_guard, status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, log_once, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
@@ -140,8 +140,9 @@ def launch(call: Call, plan: Plan) -> Tensor:
         from megamoe.engine import portable as compute  # type: ignore[no-redef]
     if call.num_tokens == 0:
         return torch.empty(call.x.shape, dtype=torch.bfloat16, device=call.weights.device)
-    y = compute.run(call, plan)
-    call.status.copy_to_host_async(call.top_k)
+    with device_guard.on(call.weights.device):
+        y = compute.run(call, plan)
+        call.status.copy_to_host_async(call.top_k)
     return y
 
 

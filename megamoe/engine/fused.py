@@ -11,9 +11,9 @@ from megamoe.engine.launch_options import bound_s
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.symm_buffer import SymmBuffer
 from megamoe.engine.weights import ExpertWeights
+from megamoe.kernels.gluon.mega.scheduler import WAVE_TABLE
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.mega import launch as mega_launch
-from megamoe.kernels.hopper.mega.scheduler import WAVE_TABLE
 from megamoe.layout.regions import align_up
 from megamoe.planner.hopper import max_tiles
 from megamoe.planner.launches import Launch, Mega
@@ -58,6 +58,7 @@ def over(
     is_poisoned: bool = False,
     number: int = 0,
     absent: int = -1,
+    is_compiled_only: bool = False,
 ) -> Tensor:
     """One launch of the world's ranks in it -> bf16 [their tokens, H], rank after rank.
 
@@ -65,6 +66,7 @@ def over(
     num_tokens  of a rank, padding included: the same on all ranks
     weights     the experts of these ranks
     number      of the launch among those of a call: it takes the tokens after the ones before it
+    is_compiled_only  compile the launch, and do not make it
     """
     first = number * num_tokens
     end, top_k = first + num_tokens, buffer.topk_idx.shape[1]
@@ -78,6 +80,7 @@ def over(
     return _run(
         tokens, buffer.counters, weights, options, world, step=step, status=status,
         timeout_s=timeout_s, is_poisoned=is_poisoned, absent=absent,
+        is_compiled_only=is_compiled_only,
     )  # fmt: skip
 
 
@@ -95,6 +98,7 @@ def _run(
     is_poisoned: bool,
     trace: Tensor | None = None,
     absent: int = -1,
+    is_compiled_only: bool = False,
 ) -> Tensor:
     config, device, extra = step.config, weights.device, num_of(shared)
     assert isinstance(config, Mega)
@@ -115,11 +119,13 @@ def _run(
     kept = mega_launch.State(counters, private, status.report)
     if is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
-    status.order_after_last()
+    if not is_compiled_only:
+        status.order_after_last()
     mega_launch.fused(
         tokens, pool, acts, made.w13, made.w2, step, made.how, options, kept, num_experts=experts,
         num_shared=extra, world=world, biases=(weights.b13, weights.b2),
         acts_factor=weights.acts_global, timeout_s=bound_s(timeout_s), trace=trace, absent=absent,
+        is_compiled_only=is_compiled_only,
     )  # fmt: skip
     return tokens.y
 

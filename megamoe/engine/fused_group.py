@@ -3,6 +3,10 @@
 Every rank puts its tokens and routing where its peers read them, then launches; the launches meet
 on the GPU. The host never waits. A rank that refuses its own input takes part with no tokens, so
 that nobody waits for it, and raises afterwards.
+
+A launch holds all SMs until its peers have come. So the launches of all layers of a process and
+device follow each other in the order in which the host made them, whatever their streams: with two
+layers on two streams one rank could begin the first and another the second, and both wait for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import symm_buffer
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.planning import log_once
+from megamoe.engine.status import is_capturing
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -126,7 +131,7 @@ class FusedGroup:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
         status = layer._status
         status.remedy = RESTART  # no rank knows how far its peers came
-        status.order_after_last()  # before the buffer is written to
+        _order_after_last(layer.weights.device)  # before the buffer is written to
         refusal: Exception | None = None
         try:
             status.raise_if_seen()
@@ -145,13 +150,20 @@ class FusedGroup:
             raise refusal
         return y[: len(x)]
 
+    def compile(self, layer: MoE) -> None:
+        """Compile what a call launches, and launch nothing: no rank waits for another's compiler."""
+        self._launch(layer, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
+
     def warm(self, layer: MoE) -> None:
-        """Compile, in a call without tokens that all ranks make; nobody's first call is late."""
+        """A call without tokens that all ranks make once they have compiled it."""
+        _order_after_last(layer.weights.device)
         self.buffer.num_valid.zero_()
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S)
         layer._status.check(layer.top_k)
 
-    def _launch(self, layer: MoE, stats: Tensor, timeout_s: float) -> Tensor:
+    def _launch(
+        self, layer: MoE, stats: Tensor, timeout_s: float, *, is_compiled_only: bool = False
+    ) -> Tensor:
         from megamoe.engine import fused, hopper
 
         require(
@@ -167,6 +179,7 @@ class FusedGroup:
                 self.buffer, self._each, layer.weights, layer.options, self._world, stats,
                 step=self.plan.mega, status=layer._status, timeout_s=timeout_s,
                 is_poisoned=layer._launch.is_poisoned, number=number,
+                is_compiled_only=is_compiled_only,
             )
             for number in range(self.num_passes)
         ]  # fmt: skip
@@ -187,3 +200,16 @@ class FusedGroup:
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
+
+
+_LAST: dict[torch.device, torch.cuda.Stream] = {}  # of the last fused call over a group
+
+
+def _order_after_last(device: torch.device) -> None:
+    """Let the current stream wait for the last fused call over a group on this device."""
+    if device.type != "cuda" or is_capturing(device):
+        return  # who replays a graph keeps the order
+    now, last = torch.cuda.current_stream(device), _LAST.get(device)
+    if last is not None and now != last:
+        now.wait_stream(last)
+    _LAST[device] = now

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megamoe.engine import device_guard
 from megamoe.engine.call import Call
 from megamoe.engine.fingerprint import LOOK_EVERY
 from megamoe.engine.functional import Signature, launch
@@ -169,6 +170,9 @@ class Graphs:
         copy  False: the result is the graph's own, and the bucket's next call overwrites it
         """
         parts, gpu, launch, y, words = one
+        if not device_guard.is_current(gpu.device):
+            with device_guard.on(gpu.device):
+                return self.replay(one, x, topk_idx, topk_weights, copy)
         parts.status.raise_if_seen()
         to = 0
         if copy:
@@ -194,7 +198,8 @@ class Graphs:
             self._versions = [t._version for t in self._tensors]
         bucket = bucket_of(num_tokens, self.most)
         if bucket not in self._held:
-            self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
+            with device_guard.on(parts.weights.device):
+                self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
         return self._held[bucket]
 
     def _is_written(self) -> bool:

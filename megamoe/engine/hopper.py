@@ -25,8 +25,8 @@ from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
+from megamoe.kernels.gluon.dispatch import route
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.hopper.weights.pack import (
     Packed,

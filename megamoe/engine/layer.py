@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, fused_group, parallel, status
+from megamoe.engine import backends, device_guard, fused_group, parallel, status
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -242,10 +242,13 @@ class MoE(nn.Module):
         rest = tuple(pair for pair in self._given if pair[0] != "reserve_sms")
         self._given = (("reserve_sms", num_sms), *rest)
 
-    def _plan(self, num_tokens: int, traits: Traits, *, is_quantized: bool = False) -> Plan:
+    def _plan(
+        self, num_tokens: int, traits: Traits, *, is_quantized: bool = False, mode: str = ""
+    ) -> Plan:
+        """mode  "": the layer's own"""
         return plan_for(
             self.weights, self.options, traits, num_tokens=num_tokens, top_k=self.top_k,
-            overrides=self._overrides(self.mode), ranks=self._ranks, is_quantized=is_quantized,
+            overrides=self._overrides(mode or self.mode), ranks=self._ranks, is_quantized=is_quantized,
         )  # fmt: skip
 
     @property
@@ -356,18 +359,22 @@ class MoE(nn.Module):
         """The call over the group; what one rank refuses, all refuse, but for fused calls."""
         assert self._world is not None
         grad = torch.is_grad_enabled()
+        fused_calls = self._fused_group
+        if self._wanted[1] == "auto" and isinstance(x, Quantized):
+            fused_calls = None  # no fused launch takes them: staged, on all ranks alike
 
         def check() -> None:
-            if self._fused_group is None:
+            if fused_calls is None:
                 self._status.raise_if_seen()
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
 
-        with torch.no_grad():
-            if self._fused_group is not None:
-                y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
+        with torch.no_grad(), device_guard.on(self.weights.device):
+            if fused_calls is not None:
+                y = fused_calls(self, x, topk_idx, topk_weights, stats, check)
             else:
-                y = self._world.run(self._compute(stats), x, topk_idx, topk_weights, check)
+                compute = self._compute(stats)
+                y = self._world.run(compute, x, topk_idx, topk_weights, check)
                 self._status.copy_to_host_async(self.top_k)
             parallel.add_counts(sent, topk_idx)
         return y
@@ -378,7 +385,7 @@ class MoE(nn.Module):
         traits = traits_of(self._backend, weights, shared)
 
         def plan(num_tokens: int, is_quantized: bool) -> Plan:
-            return self._plan(num_tokens, traits, is_quantized=is_quantized)
+            return self._plan(num_tokens, traits, is_quantized=is_quantized, mode="staged")
 
         make = parallel.COMPUTE[self._backend]
         return make(weights, shared, self.options, self.num_experts, stats, plan, self._status)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megamoe.engine import backends, symm_buffer
+from megamoe.engine import backends, device_guard, symm_buffer
 from megamoe.engine.functional import check_tokens
 from megamoe.engine.launch_options import MAX_S, LaunchOptions
 from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
@@ -85,8 +85,8 @@ class LocalRanks:
         assert step is not None
         self._make_buffers(most)
         num = self.num_ranks
-        self._status.order_after_last()  # before the buffers are written to
-        with torch.no_grad():
+        with torch.no_grad(), device_guard.on(self.weights.device):
+            self._status.order_after_last()  # before the buffers are written to
             for buffer, *one in zip(self._buffers, x, topk_idx, topk_weights, strict=True):
                 buffer.put(*one)
             y = fused.over(
@@ -94,7 +94,7 @@ class LocalRanks:
                 World(num, num, 0, self._peers), self.stats, step=step, status=self._status,
                 timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
             )  # fmt: skip
-        self._status.copy_to_host_async(self._top_k)
+            self._status.copy_to_host_async(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:

@@ -178,7 +178,7 @@ def _wait(device: torch.device) -> None:
 
 
 def _timeout(report: list[int], remedy: str) -> MegaMoETimeout:
-    """The report of `kernels/hopper/mega/sync.py` in words."""
+    """The report of `kernels/gluon/mega/sync.py` in words."""
     _, rank, cta, what, where, expected, seen, _ = report
     barrier = BARRIERS.get(what, f"barrier {what}").format(where=where)
     waited_for = f"{barrier} (CTA {cta} of a fused launch)"

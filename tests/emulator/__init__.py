@@ -9,8 +9,9 @@ Python functions run with `gl`, `mbarrier` and the like replaced by what is here
 
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper import dispatch, launch, permute
-from megamoe.kernels.hopper.gemm import swap_ab, tile_scheduler
+from megamoe.kernels.gluon import dispatch, permute, tile_scheduler
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import swap_ab
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.portable import combine, sort
 from megamoe.kernels.portable import dispatch as portable_dispatch

@@ -4,10 +4,10 @@ import time
 
 import torch
 
-from megamoe.kernels.hopper import pipeline
-from megamoe.kernels.hopper.gemm import decode_per_wave, epilogue
-from megamoe.kernels.hopper.mega import sync
-from megamoe.kernels.hopper.weights import decode, l2_policy
+from megamoe.kernels.gluon import arithmetic, l2_policy, pipeline
+from megamoe.kernels.gluon.mega import sync
+from megamoe.kernels.hopper.gemm import decode_per_wave
+from megamoe.kernels.hopper.weights import decode
 from tests.emulator import running
 from tests.emulator.running import HERE
 from tests.emulator.values import Value, pair
@@ -145,8 +145,8 @@ ASSEMBLY = {
     l2_policy.MARK.value: lambda policy: Value(0),
     "": lambda x: x,
     "rcp.approx.ftz.f32 $0, $1;": lambda x: Value(1.0 / x.t),
-    epilogue.RECIPROCAL.value: lambda x: Value(1.0 / x.t),
-    epilogue.DIVIDE.value: lambda a, b, reciprocal: _divide(a, b),
+    arithmetic.RECIPROCAL.value: lambda x: Value(1.0 / x.t),
+    arithmetic.DIVIDE.value: lambda a, b, reciprocal: _divide(a, b),
     "ex2.approx.ftz.f32 $0, $1;": lambda x: Value(x.t.exp2()),
     "mul.rn.f32 $0, $1, $2;": lambda a, b: a * b,
 }

@@ -11,7 +11,7 @@ import megamoe as mm
 from megamoe.engine import launch_options, op, status
 from megamoe.engine.status import COUNTERS, GIVEN_UP, NONE, DeviceStatus
 from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, RangeError
-from megamoe.kernels.hopper.mega.sync import L1_DONE
+from megamoe.kernels.gluon.mega.sync import L1_DONE
 from megamoe.planner.hopper import check_grid, max_tiles
 from megamoe.planner.tables import hopper as tables
 from megamoe.planner.tables.hopper import MAX_SLOTS

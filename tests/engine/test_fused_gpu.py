@@ -18,7 +18,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.hopper.mega import sync
+from megamoe.kernels.gluon.mega import sync
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts

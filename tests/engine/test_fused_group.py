@@ -144,12 +144,84 @@ def test_a_bad_expert_is_told_by_the_next_call_which_takes_part_without_tokens(g
     assert int(counts.sum()) == 7
 
 
-def test_warming_up_is_a_call_without_tokens(gpu, peers):
+def test_warming_up_compiles_then_meets_then_makes_a_call_without_tokens(gpu, peers):
+    """No launch waits for a peer's compiler, however long that takes."""
     one = join(gpu, peers, 0)
-    one._fused_group.warm(one)
-    (launched,) = gpu.calls
+    steps = []
+
+    def follow(step, make, timeout_s):
+        make()
+        steps.append([call["is_compiled_only"] for call in gpu.calls])
+
+    one._world = SimpleNamespace(meeting=SimpleNamespace(follow=follow, meet=follow))
+    mm.warmup(one, [MOST])
+    assert steps == [[True], [True, False]]
+    launched = gpu.calls[1]
     assert int(launched["tokens"].num_valid) == 0 and launched["timeout_s"] == 60
     assert not one.stats.any()
+
+
+class Streams:
+    """Stands for the streams of a GPU: who waits for whom."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.log = None, []
+        monkeypatch.setattr(fused_group, "_LAST", {})
+        monkeypatch.setattr(fused_group, "is_capturing", lambda device: False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        self.a, self.b = (self._stream(name) for name in "ab")
+
+    def _stream(self, name):
+        def wait(other):
+            self.log.append(f"{name} waits for {other.name}")
+
+        return SimpleNamespace(name=name, wait_stream=wait)
+
+
+def test_launches_of_all_layers_of_a_device_follow_each_other_whatever_their_streams(monkeypatch):
+    streams, device = Streams(monkeypatch), torch.device("cuda", 1)
+    for stream in (streams.a, streams.b, streams.b, streams.a):
+        streams.now = stream
+        fused_group._order_after_last(device)
+    fused_group._order_after_last(torch.device("cuda", 0))  # another GPU
+    assert streams.log == ["b waits for a", "a waits for b"]
+
+
+def test_every_call_takes_its_place_in_the_order_before_the_room_is_written_to(
+    gpu, peers, monkeypatch
+):
+    one, ordered = join(gpu, peers, 0), []
+    monkeypatch.setattr(fused_group, "_order_after_last", ordered.append)
+    monkeypatch.setattr(
+        symm_buffer.SymmBuffer, "put", lambda room, *inputs: ordered.append("written")
+    )
+    call(one, *tokens(4))
+    one._fused_group.warm(one)
+    device = one.weights.device
+    assert ordered == [device, "written", device]
+
+
+@pytest.mark.parametrize("mode", ["auto", "fused"])
+def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
+    one = join(gpu, peers, 0)
+    one._wanted = (one._wanted[0], mode)
+    x, idx, gates = tokens(4)
+    staged = []
+
+    def run(compute, x, *rest):
+        staged.append(compute.plan(len(idx), True).mode)
+        return torch.zeros(x.shape)
+
+    one._world = SimpleNamespace(run=run)
+    quantized = mm.quantize(x, "mxfp8")
+    if mode == "auto":
+        one._across(quantized, idx, gates, one.stats, one.stats)
+        assert staged == ["staged"] and not gpu.calls
+        one._across(x, idx, gates, one.stats, one.stats)
+        assert len(gpu.calls) == 1
+    else:
+        with pytest.raises(DTypeError, match="quantised ones"):
+            one._across(quantized, idx, gates, one.stats, one.stats)
 
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):

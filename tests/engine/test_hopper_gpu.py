@@ -10,8 +10,8 @@ import megamoe as mm
 from megamoe.engine import hopper, planning
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
+from megamoe.kernels.gluon.dispatch import route
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import hopper as planner
 from megamoe.planner.launches import Gemm

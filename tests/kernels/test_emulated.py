@@ -14,7 +14,7 @@ from megamoe.engine import backends, fused, planning, symm_buffer
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
+from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.planner.tables import hopper as tables

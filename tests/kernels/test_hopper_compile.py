@@ -14,7 +14,8 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import Scale, recipe_named
-from megamoe.kernels.hopper import dispatch, launch, permute
+from megamoe.kernels.gluon import dispatch, permute
+from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import smem

@@ -8,8 +8,8 @@ import torch
 import megamoe as mm
 from megamoe.engine.status import NONE
 from megamoe.formats.quantize import dequantize
+from megamoe.kernels.gluon.dispatch import route
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.dispatch import route
 from megamoe.kernels.portable.dispatch import Routing
 from megamoe.planner.hopper import max_tiles, num_rows
 from megamoe.planner.launches import GemmSwapAb

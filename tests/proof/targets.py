@@ -19,19 +19,21 @@ from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
-from megamoe.kernels.hopper import dispatch, launch, permute, pipeline
-from megamoe.kernels.hopper.gemm import (
-    decode_per_tile,
-    decode_per_wave,
-    epilogue,
-    plain,
-    swap_ab,
+from megamoe.kernels.gluon import (
+    dispatch,
+    l2_policy,
+    operands,
+    permute,
+    pipeline,
     tile_scheduler,
 )
-from megamoe.kernels.hopper.mega import combine, kernel, scheduler, state, sync
-from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
+from megamoe.kernels.gluon.mega import combine, scheduler, state, sync
+from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import decode_per_tile, decode_per_wave, epilogue, plain, swap_ab
+from megamoe.kernels.hopper.mega import kernel, smem
 from megamoe.kernels.hopper.mega import launch as mega_launch
-from megamoe.kernels.hopper.weights import decode, l2_policy
+from megamoe.kernels.hopper.weights import decode
 from megamoe.kernels.portable import combine as portable_combine
 from megamoe.kernels.portable import dispatch as portable_dispatch
 from megamoe.kernels.portable import sort
@@ -49,8 +51,8 @@ from tests.pretending import plan_of, pretend_h200
 CPU = torch.device("cpu")
 # What is mutated: every file that synchronises roles, CTAs or launches of a Gluon kernel.
 MODULES = (
-    pipeline, l2_policy, swap_ab, epilogue, decode, sync, mega_dispatch, scheduler, state, kernel,
-    combine, plain, tile_scheduler, decode_per_tile, decode_per_wave,
+    pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, scheduler, state,
+    smem, kernel, combine, plain, tile_scheduler, decode_per_tile, decode_per_wave,
 )  # fmt: skip
 # Functions that give PTX that waits, and with what.
 TEXTS = tuple((pipeline, "wait_text", how) for how in (("gpu", "eq"), ("sys", "eq"), ("gpu", "ge")))
@@ -383,10 +385,10 @@ _PACE = "speed alone: it holds back who would otherwise only be early"
 # {mutant: why no run can tell it from the kernel}. Where one of several suffices, `TOGETHER` drops
 # all of them.
 EXCUSED = {
-    "gemm.epilogue.publish_operands: no gl.thread_barrier()": _BARRED,
-    "gemm.epilogue.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
+    "gluon.operands.publish_operands: no gl.thread_barrier()": _BARRED,
+    "gluon.operands.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
     "gl.thread_barrier()": _BARRED,
-    "gemm.epilogue.post_tile: no gl.thread_barrier()": _BARRED,
+    "gluon.operands.post_tile: no gl.thread_barrier()": _BARRED,
     "mega.dispatch.read_routing: no gl.thread_barrier()": _BARRED,
     "mega.dispatch.read_routing: mbarrier.arrive(cta.routed, count=1) before "
     "gl.thread_barrier()": _BARRED,
@@ -402,11 +404,11 @@ EXCUSED = {
     "mega.kernel.publish: no fence_stores()": _FENCED,
     "mega.kernel._arrive_stored: no fence_stores()": _FENCED,
     "gemm.plain._compute: no fence_stores()": _FENCED,
-    "gemm.tile_scheduler.publish_l1_tile: no fence_stores()": _FENCED,
-    "gemm.tile_scheduler.publish_l1_tile: gl.atomic_add(counter, 1, sem='release', scope='gpu') "
+    "gluon.tile_scheduler.publish_l1_tile: no fence_stores()": _FENCED,
+    "gluon.tile_scheduler.publish_l1_tile: gl.atomic_add(counter, 1, sem='release', scope='gpu') "
     "before fence_stores()": _FENCED,
-    "hopper.pipeline.wait_text(gpu, eq): has no proxy fence": _FENCED,
-    "hopper.pipeline.wait_text(sys, eq): has no proxy fence":
+    "gluon.pipeline.wait_text(gpu, eq): has no proxy fence": _FENCED,
+    "gluon.pipeline.wait_text(sys, eq): has no proxy fence":
         "no copy by TMA reads what another GPU stored",
     "gemm.swap_ab.load_weight_step: no _throttle(gemm, stage)": _PACE,
     "gemm.swap_ab._throttle: no mbarrier.wait(gemm.full.index(at), gl.where(wraps, stage.phase, "
@@ -457,12 +459,12 @@ TOGETHER = {
     "no proxy fence between a fused launch's stores and copies": (
         "mega.sync.publish_count: no fence_stores()", "mega.kernel.publish: no fence_stores()",
         "mega.kernel._arrive_stored: no fence_stores()",
-        "hopper.pipeline.wait_text(gpu, eq): has no proxy fence",
+        "gluon.pipeline.wait_text(gpu, eq): has no proxy fence",
     ),
     "no proxy fence between L1's stores and L2's copies": (
         "gemm.plain._compute: no fence_stores()",
-        "gemm.tile_scheduler.publish_l1_tile: no fence_stores()",
-        "hopper.pipeline.wait_text(gpu, ge): has no proxy fence",
+        "gluon.tile_scheduler.publish_l1_tile: no fence_stores()",
+        "gluon.pipeline.wait_text(gpu, ge): has no proxy fence",
     ),
     "work items replaced unread": (
         "mega.scheduler._push: no mbarrier.wait(cta.item_empty.index(slot), i >> 1 & 1 ^ 1)",

@@ -13,10 +13,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.pool import Pool
+from megamoe.kernels.gluon.tile_scheduler import HALF, LinearTiles, WorkItems
 from megamoe.kernels.hopper.gemm.plain import gemm_kernel
 from megamoe.kernels.hopper.gemm.swap_ab import gemm_swap_ab_kernel
-from megamoe.kernels.hopper.gemm.tile_scheduler import HALF, LinearTiles, WorkItems
-from megamoe.kernels.hopper.pool import Pool
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS
 from megamoe.kernels.hopper.weights.operands import WEIGHTS
 from megamoe.kernels.hopper.weights.pack import WIDTH, Packed

@@ -56,35 +56,31 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megamoe.kernels.common.numbers import abs_bits
-from megamoe.kernels.hopper.gemm.decode_per_tile import decode, load_images
-from megamoe.kernels.hopper.gemm.decode_per_wave import (
-    JOB_WORDS,
-    DecodePerWave,
-    decode_jobs,
-    load_decoded,
-    load_jobs,
-    publish_jobs,
-    publish_read,
-    publish_rest,
-    wait_until_reached,
-)
-from megamoe.kernels.hopper.gemm.epilogue import (
+from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, times
+from megamoe.kernels.gluon.operands import (
     PREFETCH_STEPS,
     EpilogueOperands,
     allocate_operands,
-    divide,
-    e4m3_step,
     fetch_operands,
-    glu,
     post_tile,
     publish_operands,
     read_tile,
     release_operands,
-    store_transposed,
-    times,
     wait_for_operands,
 )
-from megamoe.kernels.hopper.gemm.tile_scheduler import (
+from megamoe.kernels.gluon.pipeline import (
+    FLAT_SHARED,
+    Tile,
+    advance,
+    allow_next_launch,
+    barriers,
+    fence_stores,
+    first_stage,
+    pin,
+    record,
+    wait_for_launch,
+)
+from megamoe.kernels.gluon.tile_scheduler import (
     GIVEN_UP,
     HALF,
     ROWS,
@@ -97,18 +93,19 @@ from megamoe.kernels.hopper.gemm.tile_scheduler import (
     publish_l1_tile,
     tile_at,
 )
-from megamoe.kernels.hopper.pipeline import (
-    FLAT_SHARED,
-    Tile,
-    advance,
-    allow_next_launch,
-    barriers,
-    fence_stores,
-    first_stage,
-    pin,
-    record,
-    wait_for_launch,
+from megamoe.kernels.hopper.gemm.decode_per_tile import decode, load_images
+from megamoe.kernels.hopper.gemm.decode_per_wave import (
+    JOB_WORDS,
+    DecodePerWave,
+    decode_jobs,
+    load_decoded,
+    load_jobs,
+    publish_jobs,
+    publish_read,
+    publish_rest,
+    wait_until_reached,
 )
+from megamoe.kernels.hopper.gemm.epilogue import store_transposed
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 
 

@@ -55,25 +55,19 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megamoe.kernels.hopper.compiler_hooks import ours
-from megamoe.kernels.hopper.gemm.epilogue import (
+from megamoe.kernels.gluon.compiler_hooks import ours
+from megamoe.kernels.gluon.l2_policy import L2_WARM_BYTES, stream_copy, stream_policy
+from megamoe.kernels.gluon.operands import (
     EpilogueOperands,
     allocate_operands,
     fetch_operands,
-    finish_gated,
-    finish_linear,
     post_tile,
     publish_operands,
     read_tile,
     release_operands,
     wait_for_operands,
 )
-from megamoe.kernels.hopper.gemm.tile_scheduler import (
-    num_work_items,
-    read_tile_list,
-    tile_in_list,
-)
-from megamoe.kernels.hopper.pipeline import (
+from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     GROUPS,
     advance,
@@ -85,7 +79,12 @@ from megamoe.kernels.hopper.pipeline import (
     scale_width,
     wait_for_launch,
 )
-from megamoe.kernels.hopper.weights.l2_policy import L2_WARM_BYTES, stream_copy, stream_policy
+from megamoe.kernels.gluon.tile_scheduler import (
+    num_work_items,
+    read_tile_list,
+    tile_in_list,
+)
+from megamoe.kernels.hopper.gemm.epilogue import finish_gated, finish_linear
 
 
 @record

@@ -16,16 +16,16 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.common.quantise import round_to_format
-from megamoe.kernels.hopper.gemm.epilogue import divide
-from megamoe.kernels.hopper.mega.scheduler import (
+from megamoe.kernels.gluon.arithmetic import divide
+from megamoe.kernels.gluon.mega.scheduler import (
     WAVES,
     ring_row,
     running_sum,
     wave_of,
     write_wave_table,
 )
-from megamoe.kernels.hopper.mega.state import PART_COLS, num_parts
-from megamoe.kernels.hopper.mega.sync import (
+from megamoe.kernels.gluon.mega.state import PART_COLS, num_parts
+from megamoe.kernels.gluon.mega.sync import (
     FILLED,
     POOL,
     WAIT_POOL,
@@ -34,8 +34,8 @@ from megamoe.kernels.hopper.mega.sync import (
     publish_count,
     wait_for,
 )
-from megamoe.kernels.hopper.pipeline import FLAT_SHARED, GROUPS, fast_div
-from megamoe.kernels.hopper.pool import (
+from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, fast_div
+from megamoe.kernels.gluon.pool import (
     ROW_ALIGN,
     TILE_EXPERT,
     TILE_ROW_BEGIN,

@@ -35,8 +35,8 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper.pipeline import Tile, fence_stores
-from megamoe.kernels.hopper.pool import (
+from megamoe.kernels.gluon.pipeline import Tile, fence_stores
+from megamoe.kernels.gluon.pool import (
     ROW_ALIGN,
     TILE_EXPERT,
     TILE_L1_DONE,

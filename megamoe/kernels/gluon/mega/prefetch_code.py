@@ -13,7 +13,7 @@ from struct import pack_into, unpack_from
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper.compiler_hooks import change
+from megamoe.kernels.gluon.compiler_hooks import change
 
 LINE = gl.constexpr(128)
 PARTS = gl.constexpr(6)  # CTAs that fetch 128 lines each: 96 KB; decode has 75 to 98

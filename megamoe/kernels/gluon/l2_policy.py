@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from megamoe.kernels.hopper.compiler_hooks import change
+from megamoe.kernels.gluon.compiler_hooks import change
 
 L2_WARM_BYTES = gl.constexpr(110 << 20)  # of a launch: twice what the L2 cache holds
 MARK = gl.constexpr("mov.b32 $0, 0; // copies from here: L2 policy $1")

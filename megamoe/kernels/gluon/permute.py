@@ -12,19 +12,19 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.common.compat import after_previous, overlap
-from megamoe.kernels.hopper.gemm.tile_scheduler import (
-    WorkItems,
-    expert_rows,
-    first_above,
-    schedule_wave,
-)
-from megamoe.kernels.hopper.pool import (
+from megamoe.kernels.gluon.pool import (
     TILE_EXPERT,
     TILE_L1_DONE,
     TILE_ROW_BEGIN,
     TILE_ROW_END,
     TILE_WORDS,
     Pool,
+)
+from megamoe.kernels.gluon.tile_scheduler import (
+    WorkItems,
+    expert_rows,
+    first_above,
+    schedule_wave,
 )
 from megamoe.kernels.portable.routing import Routing, legal_or
 from megamoe.kernels.portable.sort import scan_counts

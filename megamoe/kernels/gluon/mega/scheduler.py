@@ -24,10 +24,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.gemm.tile_scheduler import num_n_tiles, read_tile_list
-from megamoe.kernels.hopper.mega.events import FILL, L1, L2
-from megamoe.kernels.hopper.mega.state import QUEUE_WORDS, num_parts
-from megamoe.kernels.hopper.mega.sync import (
+from megamoe.kernels.gluon.mega.events import FILL, L1, L2
+from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, num_parts
+from megamoe.kernels.gluon.mega.sync import (
     CALL,
     EXIT,
     L1_DONE,
@@ -37,8 +36,9 @@ from megamoe.kernels.hopper.mega.sync import (
     signal_done,
     wait_for_done,
 )
-from megamoe.kernels.hopper.pipeline import GROUPS, Tile, fast_div, record
-from megamoe.kernels.hopper.pool import TILE_WAVE, TILE_WORDS
+from megamoe.kernels.gluon.pipeline import GROUPS, Tile, fast_div, record
+from megamoe.kernels.gluon.pool import TILE_WAVE, TILE_WORDS
+from megamoe.kernels.gluon.tile_scheduler import num_n_tiles, read_tile_list
 from megamoe.planner.tables.hopper import MAX_WAVES
 
 WAVES = gl.constexpr(MAX_WAVES)

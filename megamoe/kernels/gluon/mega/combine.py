@@ -5,10 +5,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.common.quantise import round_to_format
-from megamoe.kernels.hopper.gemm.epilogue import times
-from megamoe.kernels.hopper.mega.dispatch import read_slots
-from megamoe.kernels.hopper.mega.sync import on_rank
-from megamoe.kernels.hopper.pipeline import GROUPS, fast_div
+from megamoe.kernels.gluon.arithmetic import times
+from megamoe.kernels.gluon.mega.dispatch import read_slots
+from megamoe.kernels.gluon.mega.sync import on_rank
+from megamoe.kernels.gluon.pipeline import GROUPS, fast_div
 
 COMBINE_COLS = gl.constexpr(1024)  # columns of a token that a warpgroup adds up at a time
 

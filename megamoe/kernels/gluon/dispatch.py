@@ -14,8 +14,7 @@ from torch import Tensor
 from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.common.numbers import Kind
-from megamoe.kernels.hopper.gemm.tile_scheduler import WorkItems, expert_rows
-from megamoe.kernels.hopper.permute import (
+from megamoe.kernels.gluon.permute import (
     legal,
     place,
     rank,
@@ -23,7 +22,8 @@ from megamoe.kernels.hopper.permute import (
     routing_place,
     write_tiles,
 )
-from megamoe.kernels.hopper.pool import Pool
+from megamoe.kernels.gluon.pool import Pool
+from megamoe.kernels.gluon.tile_scheduler import WorkItems, expert_rows
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner.launches import Pass, Permute
