@@ -477,7 +477,8 @@ class MoE(nn.Module):
         if shared is not None:  # which may lie after the others only now
             traits = traits_of(name, weights, shared, self.options.activation)
         self._check_plan(traits)
-        if self._fused_group is None:  # otherwise a cast would forget a timeout
+        before = self.__dict__.get("_status")
+        if before is None or before.storage.device != weights.device:  # others would be forgotten
             self._status = status.DeviceStatus(weights.device)
         self._call_overrides: Overrides = self._overrides(self._wanted[1])
         self._what = describe(

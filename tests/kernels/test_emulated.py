@@ -119,7 +119,7 @@ def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8"])
 def test_all_tiles_have_the_same_bits(recipe):
-    w, inputs = weights_of(recipe, 3, True, 512, 256), tokens(150, 3, hidden=512, skew="zipf")
+    w, inputs = weights_of(recipe, 3, True, 512, 256), tokens(72, 3, hidden=512, skew="zipf")
     first, *others = [stage(inputs, w, tile) for tile in shipped(recipe)[2:]]
     assert len(others) > 2 and all(torch.equal(first, other) for other in others)
     assert_agrees(first, inputs, w)
@@ -134,13 +134,13 @@ def test_quantised_tokens_have_the_bits_of_those_that_are_quantised_here():
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8", "nvfp4"])
 def test_rows_are_the_same_however_they_are_found(recipe, monkeypatch):
     """By every program, by a launch before, or counted by two more; every access is in bounds."""
-    w, inputs = weights_of(recipe), tokens(150, masked_ratio=0.2, skew="zipf")
-    found = []
-    for small, middle in ((1024, 4096), (64, 4096), (64, 128)):
+    w, inputs = weights_of(recipe), tokens(50, masked_ratio=0.2, skew="zipf")
+    results = []
+    for small, middle in ((1024, 4096), (32, 4096), (32, 64)):
         monkeypatch.setattr(tables, "SMALL_SLOTS", small)
         monkeypatch.setattr(tables, "MIDDLE_SLOTS", middle)
-        found += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
-    assert all(torch.equal(found[0], y) for y in found)
+        results += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
+    assert all(torch.equal(results[0], y) for y in results)
 
 
 # -- fused ---------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def test_counters_serve_call_after_call_and_a_bad_slot_is_masked():
         fuse((x, idx, gates), w, status=status)
 
 
-@pytest.mark.parametrize("counts", [(5,), (3, 4), (0, 6), (2, 0, 1, 3)])
+@pytest.mark.parametrize("counts", [(5,), (0, 6), (2, 0, 1, 3)])
 def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
     monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
     kernels = emulator.install(monkeypatch, num_sms=4)
@@ -234,10 +234,10 @@ def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
 @pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
     emulator.install(monkeypatch, num_sms)
-    w, inputs, status = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), DeviceStatus(CPU)
-    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(96, 6) // part
+    w, inputs, status = weights_of("w4a8_block", 6), tokens(24, 6, skew="zipf"), DeviceStatus(CPU)
+    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(48, 6) // part
     wanted, stats = fuse(inputs, w, tile=tile)
-    assert ring(num_rows(96, 6), rows, 8)[1] > 0
+    assert ring(num_rows(48, 6), rows, 8)[1] > 0
     y, again = fuse(inputs, w, tile=tile, status=status, pool_rows=rows)
     assert torch.equal(y, wanted) and torch.equal(again, stats) and not status.counters.any()
 

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 from scripts import sanitize
+from tests.kernels.support import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.skipif(INTERPRETED, reason="starts an interpreter of its own")
 def test_the_sanitizers_calls_run():
     env = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     parts = ["w4a16", "quantisers", "graphs"]
