@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.engine import hopper
+from megamoe.engine import hopper, images
 from megamoe.engine.call import Call
 from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
@@ -78,7 +78,7 @@ class _Ranked(NamedTuple):
     me: Member
     call: Call
     words: TokenWords
-    made: hopper.Prepared
+    made: images.Prepared
     pdl: bool
     num_slots: int  # rows of a token: routed, then shared
 
@@ -95,7 +95,7 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
     hopper.check_activation(call.options)
     extra = hopper.num_of(call.shared)
     here = _Ranked(
-        me, call, planned.words_of(plan.call), hopper.prepared(call.weights), plan.overlaps,
+        me, call, planned.words_of(plan.call), images.prepared(call.weights), plan.overlaps,
         call.top_k + extra,
     )  # fmt: skip
     num, hidden = call.num_tokens, call.weights.hidden
