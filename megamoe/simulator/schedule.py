@@ -139,7 +139,7 @@ class Schedule:
     problem: Problem
     hardware: Hardware
     backend: str
-    mode: str  # "fused", "staged"; of a study also "split"
+    mode: str  # "fused", "staged", "chain"; of a study also "split"
     combine: str  # rows on their way to combine
     experts: Experts
     num_sms: int
@@ -158,6 +158,7 @@ class Schedule:
     mma_rows: int | None = None  # rows that the tensor cores compute at once; None: the tile
     has_epilogue_warps: bool = False  # epilogues run beside the next block's math
     study: str = ""  # name of the study, where this is no launch of this library
+    launches: tuple[int, int] = (0, 0)  # chain: before the tokens are pulled, and after L2
 
     @property
     def name(self) -> str:
@@ -194,6 +195,8 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
+        if plan.mode == "chain":
+            return _chain(plan)
         return _fused(plan) if plan.mode == "fused" else _staged(plan)
 
 
@@ -316,6 +319,29 @@ def _staged(plan: Plan) -> Schedule:
         num_joined=call.joined if plan.passes[0].experts == "routed and shared" else 0,
         deal="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
+    )
+
+
+def _chain(plan: Plan) -> Schedule:
+    """Tokens come and rows go under the GEMMs, tile by tile, as in a fused launch."""
+    assert plan.routed is not None
+    tile = plan.tile
+    is_drawn = isinstance(tile, Gemm) and tile.schedule == "dynamic"
+    before = len(plan.passes[0].launches) + 1
+    shared = _shared_pass(plan)
+    return Schedule(
+        problem=plan.problem,
+        hardware=plan.hardware,
+        backend=plan.backend,
+        mode="chain",
+        combine="bf16",  # FP8 rows are made at home
+        experts=_experts(plan, plan.routed),
+        num_sms=plan.routed["l1"].num_ctas,
+        order=Phases(),
+        shared=None if shared is None else _experts(plan, shared),
+        deal="ticket" if is_drawn else "static",
+        is_own_stream=True,
+        launches=(before, len(plan.rest) - 1),
     )
 
 

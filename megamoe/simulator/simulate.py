@@ -131,6 +131,9 @@ def _launch(
         start += how.hardware.launch_us.value + constants.start_us
     routed = start + constants.route_us + (0.0 if is_alone else constants.barrier_us)
     work = costs(how, constants)
+    if how.mode == "chain":  # launches before, of which one quantises the rank's own tokens
+        size = how.problem.num_tokens * (2 * how.problem.hidden + work.rows.tokens)
+        routed += how.launches[0] * constants.gap_us + size * work.move
     ranks = [rank_of(how, how.experts, counts, rank) for rank in range(how.problem.num_ranks)]
     machine = Machine(
         dict(enumerate(ranks)),
@@ -153,9 +156,10 @@ def _launch(
         stages.on_rank(rank.idx, "wait", max(rank.end_us, routed), computed, "ranks")
     stages.everywhere("wait", computed, home, "results")
     stages.everywhere("wait", home, met, "barrier")
-    if how.mode == "split":
-        stages.everywhere("launch", met, met + constants.gap_us, "launch")
-        met += constants.gap_us
+    num_gaps = {"split": 1, "chain": how.launches[1]}.get(how.mode, 0)
+    if num_gaps:
+        stages.everywhere("launch", met, met + num_gaps * constants.gap_us, "launch")
+        met += num_gaps * constants.gap_us
     end = stages.combine(how, counts, work, met)
     stages.steps += [
         ("launch", start - from_us),
