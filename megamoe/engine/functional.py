@@ -105,12 +105,14 @@ def choose(
     activation: str = "swiglu",
 ) -> tuple[str, Traits, str]:
     """(backend, traits of the experts, why `auto` passed over a better one, which is logged)."""
-    name = backends.resolve(backend, mode, weights.device).name
-    traits, why = traits_of(name, weights, shared, activation), ""
+    reasons = backends.reasons_on(weights.device)
+    not_certified = backends.not_certified(reasons, weights.device, weights.recipe)
+    name, why = choose_backend(backend, mode, reasons, not_certified=not_certified)
+    if why:
+        log_once(f"backend {name}: {why}")
+    traits = traits_of(name, weights, shared, activation)
     if traits.not_hopper:
-        name, why = choose_backend(
-            backend, mode, backends.reasons_on(weights.device), traits.not_hopper
-        )
+        name, why = choose_backend(backend, mode, reasons, traits.not_hopper, not_certified)
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
