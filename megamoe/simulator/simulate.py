@@ -40,7 +40,7 @@ def simulate(
 
     counts    rows that rank r sends to expert e, counts[r][e], measured or made up; without them
               they are sampled with `skew` and `seed` (`sample.SKEWS`)
-    constants  of the model; None: those of the schedule's backend
+    constants  of the model; None: those of the backend
     progress  called with the blocks that were played and their number
     """
     how = plan if isinstance(plan, Schedule) else Schedule.of_plan(plan)

@@ -8,7 +8,7 @@ from megamoe.simulator.constants import B200, BLACKWELL, DEFAULT, TABLE
 from megamoe.simulator.simulate import simulate
 from megamoe.studies.deep_gemm.plan import plan
 from megamoe.studies.deep_gemm.schedule import schedule_of
-from tests.simulator.published_cells import CELLS, DEEPER, FIT, SEEN, OVER_FP8, packed
+from tests.simulator.published_cells import CELLS, DEEPER, FIT, OVER_FP8, SEEN, packed
 
 BAR = 0.15
 # All cells take two minutes (docs/simulator.md has them): of the sweep here the ends and the
