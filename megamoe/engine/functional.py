@@ -110,10 +110,14 @@ def choose(
     device  where the experts will lie; None: where they do
     """
     device = weights.device if device is None else device
-    name = backends.resolve(backend, mode, device).name
-    traits, why = traits_of(name, weights, shared, activation), ""
+    reasons = backends.reasons_on(device)
+    not_certified = backends.not_certified(reasons, device, weights.recipe)
+    name, why = choose_backend(backend, mode, reasons, not_certified=not_certified)
+    if why:
+        log_once(f"backend {name}: {why}")
+    traits = traits_of(name, weights, shared, activation)
     if traits.not_hopper:
-        name, why = choose_backend(backend, mode, backends.reasons_on(device), traits.not_hopper)
+        name, why = choose_backend(backend, mode, reasons, traits.not_hopper, not_certified)
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
