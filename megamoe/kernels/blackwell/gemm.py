@@ -61,8 +61,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
-from megamoe.kernels.blackwell.gemm.decode import decode_block
-from megamoe.kernels.blackwell.gemm.epilogue import finish_gated, finish_linear
+from megamoe.kernels.blackwell.decode import decode_block
+from megamoe.kernels.blackwell.epilogue import finish_gated, finish_linear
 from megamoe.kernels.gluon.pipeline import (
     advance,
     allow_next_launch,
