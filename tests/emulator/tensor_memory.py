@@ -216,7 +216,8 @@ def _check_shapes(a, b, acc, scales, elements):
     """What MMAs of sm_100a there are; -> values that share a scale."""
     m, n = acc.shape
     k = a.shape[1] * (2 if elements[0] == "e2m1" else 1)
-    if m != LANES or n % 8 or not 8 <= n <= 256:
+    step = 16 if scales[0] is None else 8
+    if m != LANES or n % step or not step <= n <= 256:
         raise Violation(f"no MMA has the shape {m} x {n}")
     if b.shape != [k // (2 if elements[1] == "e2m1" else 1), n] or a.shape[0] != m:
         raise Violation(f"{a.shape} times {b.shape} in {elements}")

@@ -40,9 +40,9 @@ def case_of(recipe, tile, counts=(9, 3), num_sms=2, hidden=384, intermediate=256
 
 CASES = {
     "scaled": lambda: case_of("w4a8", GemmTmem(8, 128, 2, 2, 8)),
-    "promoted": lambda: case_of("w8a8", GemmTmem(8, 128, 2, 2, 8)),
+    "promoted": lambda: case_of("w8a8", GemmTmem(16, 128, 2, 2, 16), (17, 3)),
     "promoted-fp4": lambda: case_of("w4a8_block", GemmTmem(8, 128, 2, 2, 8)),
-    "decoded": lambda: case_of("w4a16", GemmTmem(8, 128, 4, 2, 8), hidden=640),
+    "decoded": lambda: case_of("w4a16", GemmTmem(16, 128, 4, 2, 16), (17, 3), hidden=640),
     "chunks": lambda: case_of("nvfp4", GemmTmem(16, 128, 2, 1, 8), (17, 3), has_bias=True),
 }
 
@@ -98,7 +98,7 @@ BY_HAND = (
     (epilogue, "_activated", "gemm.factor + tile.expert * 2 + 1", "gemm.factor + tile.expert"),
     (epilogue, "_biased", "matrix * gemm.num_bias + output", "output"),
     (epilogue, "finish_linear", "HALF * 128", "0"),
-    (decode, "decode_block", "byte >> 4 & 15", "byte & 15"),
+    (decode, "_decode_part", "byte >> 4 & 15", "byte & 15"),
 )  # fmt: skip
 
 # {mutant: why no run can tell it from the kernel}
