@@ -151,7 +151,7 @@ class FusedGroup:
         return y[: len(x)]
 
     def compile(self, layer: MoE) -> None:
-        """Compile what a call launches, and launch nothing: no rank waits for another's compiler."""
+        """Compile what a call launches and launch nothing: no rank waits for a compiler."""
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
 
     def warm(self, layer: MoE) -> None:
