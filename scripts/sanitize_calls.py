@@ -124,7 +124,7 @@ def graphs() -> None:
 
 def hopper_layer(recipe: str) -> None:
     """Hopper's staged launches in one tile of each kind, and its fused one; shared experts too."""
-    from megamoe.engine import hopper
+    from megamoe.engine import images
     from megamoe.planner.hopper import as_fused, pick
 
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
@@ -134,7 +134,7 @@ def hopper_layer(recipe: str) -> None:
         idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
         inputs = (normal(num, H), idx.to(DEVICE), weight.to(DEVICE))
         shape = {"block_m": tile.block_m, "block_n": tile.block_n, "block_k": tile.block_k}
-        both = [None] if hopper.why_apart(w, w[:1]) else [None, w[:1]]
+        both = [None] if images.why_apart(w, w[:1]) else [None, w[:1]]
         for shared in both:
             modes = ("staged", "fused") if as_fused(tile) else ("staged",)
             how = {"backend": "hopper", "shared": shared, "overrides": shape}

@@ -8,7 +8,7 @@ from megamoe.engine import fused, hopper, local, planning
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
-from megamoe.hardware import H200
+from megamoe.hardware import B200, H200
 from megamoe.planner.hopper import with_tile
 from megamoe.planner.overrides import checked
 from megamoe.problem import Options
@@ -21,6 +21,14 @@ def pretend_h200(monkeypatch, num_sms=132):
     machine = replace(H200, num_sms=num_sms)
     for module in (planning, local):
         monkeypatch.setattr(module, "hardware_of", lambda device: machine)
+    uncached = getattr(planning._planned, "__wrapped__", planning._planned)
+    monkeypatch.setattr(planning, "_planned", uncached)
+
+
+def pretend_b200(monkeypatch, num_sms=148):
+    """Plans for the CPU are those of a B200 with so many SMs."""
+    machine = replace(B200, num_sms=num_sms)
+    monkeypatch.setattr(planning, "hardware_of", lambda device: machine)
     uncached = getattr(planning._planned, "__wrapped__", planning._planned)
     monkeypatch.setattr(planning, "_planned", uncached)
 

@@ -86,14 +86,16 @@ def _compiled(
 ) -> Tensor:
     """As one node of a compiled graph: tensors, and in words what they are."""
     from megamoe.engine.op import call_op
+    from megamoe.engine.packed import pictured
 
     tensors: list[Tensor] = []
     words = ""
     for one in (weights, shared):
         if one is not None:
-            state = one.state_dict()
-            tensors += list(state.values())
-            words += f"{one.recipe}:{','.join(state)};"
+            held = one.held()
+            tensors += list(held.values())
+            pictures = ":".join([str(pictured(matrix)) for matrix in (one.w13, one.w2)])
+            words += f"{one.recipe}:{','.join(held)}:{pictures};"
     for name, value in how.items():
         words += f"|{name}={value}"
     for name, value in (overrides or {}).items():
@@ -143,16 +145,19 @@ def choose(
     weights: ExpertWeights,
     shared: ExpertWeights | None,
     activation: str = "swiglu",
+    device: torch.device | None = None,
 ) -> tuple[str, Traits, str]:
-    """(backend, traits of the experts, why `auto` passed over a better one, which is logged)."""
+    """(backend, traits of the experts, why `auto` passed over a better one, which is logged).
+
+    device  where the experts will lie; None: where they do
+    """
     if weights.b13 is not None and activation == "swiglu":
         log_once(BIASED)
-    name = backends.resolve(backend, mode, weights.device).name
+    device = weights.device if device is None else device
+    name = backends.resolve(backend, mode, device).name
     traits, why = traits_of(name, weights, shared, activation), ""
     if traits.not_hopper:
-        name, why = choose_backend(
-            backend, mode, backends.reasons_on(weights.device), traits.not_hopper
-        )
+        name, why = choose_backend(backend, mode, backends.reasons_on(device), traits.not_hopper)
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
@@ -178,6 +183,8 @@ def launch(call: Call, plan: Plan) -> Tensor:
     """The launches of a call on a GPU backend; nothing is read back, so they may be captured."""
     if plan.backend == "hopper":
         from megamoe.engine import hopper as compute
+    elif plan.backend == "blackwell":
+        from megamoe.engine import blackwell as compute  # type: ignore[no-redef]
     else:
         from megamoe.engine import portable as compute  # type: ignore[no-redef]
     if call.num_tokens == 0:

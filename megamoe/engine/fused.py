@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megamoe.engine.call import Call
-from megamoe.engine.hopper import check_activation, num_of, prepared, with_shared
+from megamoe.engine.hopper import check_activation, num_of
+from megamoe.engine.images import prepared, with_shared
 from megamoe.engine.launch_options import bound_s
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.symm_buffer import SymmBuffer

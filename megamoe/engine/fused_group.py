@@ -151,7 +151,7 @@ class FusedGroup:
         return y[: len(x)]
 
     def compile(self, layer: MoE) -> None:
-        """Compile what a call launches and launch nothing: no rank waits for a compiler."""
+        """Compile what a call launches, and launch nothing: nobody waits for a peer's compiler."""
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
 
     def warm(self, layer: MoE) -> None:
@@ -164,10 +164,10 @@ class FusedGroup:
     def _launch(
         self, layer: MoE, stats: Tensor, timeout_s: float, *, is_compiled_only: bool = False
     ) -> Tensor:
-        from megamoe.engine import fused, hopper
+        from megamoe.engine import fused, images
 
         require(
-            hopper.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
+            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
             "weights of a fused layer over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",

@@ -76,17 +76,24 @@ class Parts(NamedTuple):
         )  # fmt: skip
         return launch(call, plan)
 
-    def tensors(self) -> list[Tensor]:
-        """Those of the experts."""
-        both = [w for w in (self.weights, self.shared) if w is not None]
-        return [t for w in both for t in w.state_dict().values() if not t.is_inference()]
+    def has_changed(self) -> bool:
+        """Whether somebody wrote to what the experts were packed from."""
+        if self.backend != "hopper":
+            return False
+        from megamoe.engine import images
+
+        return images.has_changed(self.weights, self.shared)
 
     def verify(self) -> None:
         """Refuse experts that changed, uncounted, after they were packed."""
         if self.backend == "hopper":
-            from megamoe.engine import hopper
+            from megamoe.engine import images
 
-            hopper.verify(self.weights, self.shared)
+            images.verify(self.weights, self.shared)
+        elif self.backend == "blackwell":
+            from megamoe.engine import made
+
+            made.verify(self.weights, self.shared)
 
 
 class Captured:
@@ -124,8 +131,6 @@ class Graphs:
         self._held: dict[int, Captured] = {}
         self._met: dict[Signature, Ready] = {}
         self._parts: Parts | None = None
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
         self._gpu: Gpu | None = None
         self._replays = 0
 
@@ -194,8 +199,7 @@ class Graphs:
         if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
             self.drop()
             self._gpu = Gpu(parts.weights.device)
-            self._parts, self._tensors = parts, parts.tensors()
-            self._versions = [t._version for t in self._tensors]
+            self._parts = parts
         bucket = bucket_of(num_tokens, self.most)
         if bucket not in self._held:
             with device_guard.on(parts.weights.device):
@@ -203,15 +207,14 @@ class Graphs:
         return self._held[bucket]
 
     def _is_written(self) -> bool:
-        """Whether somebody wrote to the experts: what was packed from them is out of date."""
-        return [t._version for t in self._tensors] != self._versions
+        """Whether somebody wrote to what the experts were packed from."""
+        return self._parts is not None and self._parts.has_changed()
 
     def drop(self) -> None:
         """Let all graphs go, once the GPU is done with them."""
         gpu, held = self._gpu, self._held
         self._held, self._met = {}, {}
         self._parts, self._gpu = None, None
-        self._tensors, self._versions = [], []
         if gpu is not None:
             finish(gpu.device)
         held.clear()

@@ -164,7 +164,9 @@ class MoE(nn.Module):
         options  the other arguments of the class
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
-        return cls(weights, num_experts, top_k, **options)
+        layer = cls(weights, num_experts, top_k, **options)
+        layer.experts.owns = True  # nobody else has them: a load may write in place
+        return layer
 
     def _build(
         self,
@@ -471,6 +473,9 @@ class MoE(nn.Module):
         self._backend, self._why_backend = name, why
         if not why and name == "portable" and self._wanted[0] == "auto":
             self._why_backend = backends.reasons_on(weights.device)["hopper"]
+        weights, shared = self._hold(name)
+        if shared is not None:  # which may lie after the others only now
+            traits = traits_of(name, weights, shared, self.options.activation)
         self._check_plan(traits)
         before = self.__dict__.get("_status")
         if before is None or before.storage.device != weights.device:  # others would be forgotten
@@ -482,6 +487,20 @@ class MoE(nn.Module):
         self._passed: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
+
+    def _hold(self, backend: str) -> tuple[ExpertWeights, ExpertWeights | None]:
+        """The experts as the backend reads them: one copy."""
+        weights, shared = self._parts()
+        if backend == "hopper":
+            from megamoe.engine import images
+
+            found = images.hold(weights, shared)
+        else:
+            found = weights.canonical(), None if shared is None else shared.canonical()
+        self.experts.take(found[0])
+        if self.shared is not None and found[1] is not None:
+            self.shared.take(found[1])
+        return found
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -505,6 +524,7 @@ class MoE(nn.Module):
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
         was_meta = self.stats.is_meta
+        self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
             held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
@@ -512,6 +532,22 @@ class MoE(nn.Module):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
+
+    def _pack_on(self, device: torch.device) -> None:
+        """Experts that move to a Hopper GPU are packed on the way, an expert at a time."""
+        weights, shared = self._parts()
+        if "meta" in (device.type, weights.device.type) or device == weights.device:
+            return
+        if weights.is_packed or weights.recipe in ("bf16", "w8a8"):
+            return
+        name = choose(*self._wanted, weights, shared, self.options.activation, device)[0]
+        if name == "hopper":
+            from megamoe.engine import images
+
+            found = images.hold_on(device, weights, shared)
+            self.experts.take(found[0])
+            if self.shared is not None and found[1] is not None:
+                self.shared.take(found[1])
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
@@ -527,6 +563,8 @@ class MoE(nn.Module):
             self._graphs.drop()  # once the GPU is done with them
         if self._world is None:
             self._refresh()
+        else:
+            self._hold(self._backend)
 
     def extra_repr(self) -> str:
         w, world, o = self.weights, self._world, self.options

@@ -25,6 +25,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.problem import check_width
 
 if TYPE_CHECKING:
+    from megamoe.engine.images import Packing
     from megamoe.engine.weights import ExpertWeights
 
 # Of an expert's linears. w1, w3, w2: Mixtral, DeepSeek-V4; the others: all else.
@@ -159,7 +160,8 @@ class Checkpoint:
         progress  True: a bar on standard error, after a line that says what was picked; or a
                   function, called with the number of experts read
         Bytes are taken as they are where the recipe stores weights as the checkpoint does, else the
-        values are rounded to it. On the host there is one expert at a time beside the result.
+        values are rounded to it. On the host there is one expert at a time beside the result, and
+        FP4 on a Hopper GPU is packed as it comes: one more expert there (docs/hopper.md).
         """
         from megamoe.engine.weights import ExpertWeights
 
@@ -181,11 +183,11 @@ class Checkpoint:
                 if picked.has_bias:
                     made.put_bias(slot, self._biases(picked.prefix, names, expert, picked.gate_up))
                 advance(slot + 1)
-        extras = made.biases
+        extras: dict[str, Any] = made.biases
         if recipe_named(picked.recipe).acts.has_global:
             x_global = self._x_global(picked.prefix, names, picked.num_experts)
             extras |= {"x_global": x_global.to(where), "acts_global": made.acts_global}
-        return ExpertWeights(picked.recipe, made.w13, made.w2, **extras)
+        return ExpertWeights(picked.recipe, **{**made.matrices(), **extras})
 
     # -- config ----------------------------------------------------------------------------------
 
@@ -301,12 +303,14 @@ class _Made:
         check_width("intermediate", picked.intermediate)
         fmt = recipe_named(picked.recipe).weights
         hidden, wide = picked.hidden, picked.intermediate
-        self.w13 = empty((num, 2, wide, hidden), fmt, device)
+        self._packing = _packing(picked.recipe, num, device)
+        room = num if self._packing is None else 1
+        self.w13 = empty((room, 2, wide, hidden), fmt, device)
         if fmt.has_global:  # gate and up may have different ones
-            ones = torch.ones(num, 2, device=device)
+            ones = torch.ones(room, 2, device=device)
             w = self.w13
             self.w13 = Quantized(w.data, w.scale, w.format, w.shape, ones)
-        self.w2 = empty((num, hidden, wide), fmt, device)
+        self.w2 = empty((room, hidden, wide), fmt, device)
         self.acts_global = torch.ones(num, device=device)
         self.biases: dict[str, Tensor] = {}
         if picked.has_bias:
@@ -317,14 +321,36 @@ class _Made:
 
     def put(self, slot: int, expert: int, matrices: tuple[Stored, Stored, Stored]) -> None:
         gate, up, down = matrices
-        gate.put(_half(self.w13, slot, 0), "gate", expert)
-        up.put(_half(self.w13, slot, 1), "up", expert)
-        down.put(self.w2[slot : slot + 1], "down", expert)
+        at = slot if self._packing is None else 0
+        gate.put(_half(self.w13, at, 0), "gate", expert)
+        up.put(_half(self.w13, at, 1), "up", expert)
+        down.put(self.w2[at : at + 1], "down", expert)
+        if self._packing is not None:
+            self._packing.put(slot, w13=self.w13, w2=self.w2)
         if down.input_scale is not None:
             self.acts_global[slot] = down.input_scale
 
+    def matrices(self) -> dict[str, Quantized]:
+        """w13 and w2 of all experts."""
+        if self._packing is None:
+            return {"w13": self.w13, "w2": self.w2}
+        return self._packing.matrices()
+
     def put_bias(self, slot: int, biases: tuple[Tensor, Tensor]) -> None:
         self.biases["b13"][slot], self.biases["b2"][slot] = biases
+
+
+def _packing(recipe: str, num: int, device: torch.device) -> Packing | None:
+    """Where experts are packed as they come: FP4 on a GPU whose backend is Hopper's."""
+    from megamoe.engine import backends
+
+    if recipe_named(recipe).weights.element.bits != 4 or device.type == "meta":
+        return None
+    if backends.resolve("auto", "auto", device).name != "hopper":
+        return None
+    from megamoe.engine.images import Packing
+
+    return Packing(recipe, num, device)
 
 
 @contextmanager

@@ -32,7 +32,11 @@ BARRIERS = {
     4: "all tiles to be dealt",
     5: "rank {where} to begin the call",
     6: "wave {where} of the pool",
+    7: "rank {where} to push its tokens' slots",
+    8: "rows that rank {where} computes",
+    9: "its peers: rank {where} gave up and said so",
 }
+CHAIN = 7  # and on: waits of the chain
 ANEW, RESET = "the next call starts anew", "call layer.reset() before the next call"
 GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
 
@@ -181,7 +185,8 @@ def _timeout(report: list[int], remedy: str) -> MegaMoETimeout:
     """The report of `kernels/gluon/mega/sync.py` in words."""
     _, rank, cta, what, where, expected, seen, _ = report
     barrier = BARRIERS.get(what, f"barrier {what}").format(where=where)
-    waited_for = f"{barrier} (CTA {cta} of a fused launch)"
+    of = "the chain" if what >= CHAIN else "a fused launch"
+    waited_for = f"{barrier} (CTA {cta} of {of})"
     return MegaMoETimeout(rank, waited_for, expected, seen, remedy)
 
 

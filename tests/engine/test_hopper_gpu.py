@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper, planning
+from megamoe.engine import images, planning
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
 from megamoe.kernels.gluon.dispatch import Tokens, route
@@ -56,6 +56,7 @@ def experts(recipe, intermediate=I, hidden=H):
 
 def wide_range(w):
     """`w` with L1's first 128 columns 2**13 times smaller: no power of two fits a row to E4M3."""
+    w = w.canonical()
     scale = w.w13.scale.clone()
     scale[..., :4] -= SHIFT
     return replace(w, w13=replace(w.w13, data=w.w13.data.clone(), scale=scale))
@@ -146,19 +147,20 @@ def test_biases_leave_all_tiles_the_same_bits(recipe, monkeypatch):
 
 
 def test_weights_beyond_e4m3_take_the_exact_path():
-    assert hopper.prepared(plain("w4a8_block")).how.is_fp8
-    assert not hopper.prepared(plain(WIDE)).how.is_fp8
+    assert images.prepared(plain("w4a8_block")).how.is_fp8
+    assert not images.prepared(plain(WIDE)).how.is_fp8
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8"])
 def test_scales_above_2_take_another_decoder_and_have_the_same_bits(recipe):
     usual, (x, idx, weight) = plain(recipe), tokens(40)
+    usual = usual.canonical()
     scale = usual.w13.scale.clone()
     scale[..., :4] += SHIFT
     large = replace(usual, w13=replace(usual.w13, data=usual.w13.data.clone(), scale=scale))
     small = x.clone()
     small[:, :128] *= 2.0**-SHIFT
-    kinds = [hopper.prepared(w).w2.kind for w in (usual, large)]
+    kinds = [images.prepared(w).w2.kind for w in (usual, large)]
     assert kinds == ["placed_image", "mx_image"]
     got = moe(small, idx, weight, large)
     assert_agrees(got, (small, idx, weight), large)
@@ -379,7 +381,7 @@ def test_20000_launches_of_each_kernel_show_no_mismatch(recipe, tile, monkeypatc
 
 def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     w, tile = plain("w8a8"), Gemm(4, schedule="dynamic")
-    made, device = hopper.prepared(w), torch.device("cuda")
+    made, device = images.prepared(w), torch.device("cuda")
     inputs = x, idx, weight = tokens(200, "w8a8")
     error_word = torch.full((1,), NONE, dtype=torch.int32, device=device)
     routing = Routing(idx, weight, idx.int(), weight.clone(), error_word, None)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper
+from megamoe.engine import images
 from megamoe.engine.status import DeviceStatus
 from tests import pretending
 from tests.engine.test_fused_gpu import BASE, HOW, Crowd, same_bits
@@ -51,9 +51,9 @@ def test_shared_experts_in_the_same_launches_have_the_bits_of_a_pass_of_their_ow
         stats = torch.zeros(E, dtype=torch.int64, device="cuda")
         return pretending.staged(inputs, w, None, shared, status=status, stats=stats), stats
 
-    assert not hopper.why_apart(w, shared)
+    assert not images.why_apart(w, shared)
     (y, stats), _ = staged(), status.check(K)
     assert_agrees(y[:50], [t[:50] for t in inputs], w, shared=shared)
-    monkeypatch.setattr(hopper, "why_apart", lambda *both: "asked for")
+    monkeypatch.setattr(images, "why_apart", lambda *both: "asked for")
     wanted, counts = staged()
     assert torch.equal(y, wanted) and torch.equal(stats, counts)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper
+from megamoe.engine import images
 from megamoe.engine.status import DeviceStatus
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.planner.tables import hopper as tables
@@ -69,7 +69,7 @@ def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeyp
 
     results = [staged(some, middle) for some in (inputs, ready) for middle in (4096, 64)]
     launches = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
-    monkeypatch.setattr(hopper, "why_apart", lambda *both: "asked for")
+    monkeypatch.setattr(images, "why_apart", lambda *both: "asked for")
     wanted, stats = staged(inputs, 4096)
     more = kernels["gemm_swap_ab_kernel"].launches + kernels["gemm_kernel"].launches
     assert (launches, more) == (8, 12)

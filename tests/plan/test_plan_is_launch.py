@@ -9,7 +9,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import hopper, parallel, planning, symm_buffer
+from megamoe.engine import images, packed, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
@@ -64,13 +64,10 @@ def launched(monkeypatch):
 
     pretend_h200(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", keep)
-    for name in ("fits_e4m3", "fits_bf16", "can_be_placed"):
-        monkeypatch.setattr(pack, name, lambda w: True)
-        if hasattr(hopper, name):
-            monkeypatch.setattr(hopper, name, lambda w: True)
-    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
-    monkeypatch.setattr(hopper, "why_not", lambda w: "")
-    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    facts = pack.Facts(True, True, True)
+    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
+    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
+    monkeypatch.setattr(images, "_facts", lambda w: facts)
     return found
 
 

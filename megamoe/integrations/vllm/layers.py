@@ -26,19 +26,21 @@ from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import MAX_TOP_K, WIDTH_MULTIPLE
 
 # vLLM's methods by the names of their classes, and what they load.
-# fmt: off
 METHODS = {
-    "UnquantizedFusedMoEMethod":           Stacked("bf16"),
-    "CPUFusedMOE":                         Stacked("bf16"),
-    "Fp8MoEMethod":                        Stacked("w8a8", scales="weight_scale_inv"),
-    "CompressedTensorsW8A8Fp8MoEMethod":   Stacked("w8a8", scales="weight_scale"),
-    "Mxfp4MoEMethod":                      Stacked("w4a16", scales="weight_scale"),
-    "GptOssMxfp4MoEMethod":                Stacked("w4a16", scales="weight_scale"),
+    "UnquantizedFusedMoEMethod": Stacked("bf16"),
+    "Fp8MoEMethod": Stacked("w8a8", scales="weight_scale_inv"),
+    "CompressedTensorsW8A8Fp8MoEMethod": Stacked("w8a8", scales="weight_scale"),
+    "Mxfp4MoEMethod": Stacked("w4a16", scales="weight_scale"),
+    "GptOssMxfp4MoEMethod": Stacked("w4a16", scales="weight_scale"),
     "CompressedTensorsW4A4Mxfp4MoEMethod": Stacked("w4a16", "weight_packed", "weight_scale"),
-    "ModelOptNvFp4FusedMoE":               Stacked("nvfp4", "weight", "weight_scale", "weight_scale_2", "input_scale"),
-    "CompressedTensorsW4A4Nvfp4MoEMethod": Stacked("nvfp4", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale", "divide"),
-}
-# fmt: on
+    "ModelOptNvFp4FusedMoE": Stacked(
+        "nvfp4", "weight", "weight_scale", "weight_scale_2", "input_scale"
+    ),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": Stacked(
+        "nvfp4", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale",
+        "divide",
+    ),
+}  # fmt: skip
 A16 = {"nvfp4": "nvfp4a16"}  # where the method says that tokens stay BF16
 # vLLM gathers tokens and scatters sums itself under these; others hand rows to vLLM's own kernels.
 GATHERING = ("allgather_reducescatter", "naive")
