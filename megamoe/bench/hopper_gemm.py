@@ -21,8 +21,8 @@ from megamoe.planner.tables.hopper import ROW_ALIGN, TILES
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
+    from megamoe.kernels.gluon.pool import Pool
     from megamoe.kernels.hopper.launch import Arithmetic
-    from megamoe.kernels.hopper.pool import Pool
 
 
 def tile_for(recipe: str, shape: GemmShape) -> Tile:
@@ -44,8 +44,8 @@ def tiles_by_label(recipe: str, shape: GemmShape) -> dict[str, Tile]:
 def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEntry:
     """L2 of the staged layer on rows that wait in its pool; `tile` is the table's unless given."""
     backends.resolve("hopper", "auto", inputs.device)
+    from megamoe.kernels.gluon.tile_scheduler import schedule
     from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.gemm.tile_scheduler import schedule
     from megamoe.kernels.hopper.weights.pack import can_be_placed, pack
 
     row, shape = recipe_named(recipe), inputs.shape

@@ -97,7 +97,7 @@ class _Call:
 
     def buffer(self) -> Tensor:
         """Memory for the stamps of every CTA, all zero."""
-        from megamoe.kernels.hopper.mega.events import EVENTS, ROLES
+        from megamoe.kernels.gluon.mega.events import EVENTS, ROLES
 
         shape = self.step.num_ctas, ROLES.value, EVENTS.value, 4
         return torch.zeros(shape, dtype=torch.int32, device=self.job.device)

@@ -93,11 +93,11 @@ class Seal:
         if self._differs is None:
             is_gpu = tensors[0].device.type == "cuda"
             self._differs = torch.zeros((), dtype=torch.bool, pin_memory=is_gpu)
-        found = [
+        differ = [
             torch.as_tensor(a != _content(t)).any()
             for a, t in zip(self._content, tensors, strict=True)
         ]
-        self._differs.copy_(torch.stack(found).any(), non_blocking=True)
+        self._differs.copy_(torch.stack(differ).any(), non_blocking=True)
 
     def verify(self, tensors: Sequence[Tensor]) -> None:
         """Look now, and refuse weights that were written to without being counted."""

@@ -45,14 +45,15 @@ def warmup(
     if layer._world is None:
         compile_all()
     elif layer._fused_group is not None:  # a launch needs its peers
-        fused_group = layer._fused_group
+        fused_group, meeting = layer._fused_group, layer._world.meeting
 
         def lead() -> None:
             if layer._world is not None and layer._world.rank == 0:
                 compile_before(layer, [fused_group.num_tokens], processes)
+            fused_group.compile(layer)
 
-        layer._world.meeting.follow("compile", lead, timeout_s)
-        layer._world.meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)
+        meeting.follow("compile the launch", lead, timeout_s)
+        meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)
     else:
         layer._world.meeting.follow("warm up", compile_all, timeout_s)
 

@@ -266,14 +266,14 @@ def test_mail_outlives_its_layer_until_the_gpu_is_done(cuda):
     one, other = make(), make()
     one(*tokens(4))
     other(*tokens(4))
-    mail = one._graphs._gpu.replay_queue.mail
+    args = one._graphs._gpu.replay_queue.args
     cpu = torch.device("cpu")
     replay_queue._LEFT.clear()
     del one
     gc.collect()
-    assert any(left is mail for left in replay_queue._LEFT[cpu])
+    assert any(left is args for left in replay_queue._LEFT[cpu])
     other._graphs.drop()
-    assert not any(left is mail for left in replay_queue._LEFT.get(cpu, []))
+    assert not any(left is args for left in replay_queue._LEFT.get(cpu, []))
 
 
 @pytest.mark.parametrize("change", ["assigned", "moved", "stats", "loaded", "options"])

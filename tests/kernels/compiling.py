@@ -16,7 +16,7 @@ from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.kernels.common import compat
-from megamoe.kernels.hopper import compiler_hooks
+from megamoe.kernels.gluon import compiler_hooks
 
 FUNCTION = 2  # type of a symbol
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -9,10 +9,10 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper import compiler_hooks
+from megamoe.kernels.gluon import compiler_hooks, l2_policy
+from megamoe.kernels.gluon.mega import prefetch_code
 from megamoe.kernels.hopper.gemm import plain, swap_ab
-from megamoe.kernels.hopper.mega import kernel, prefetch_code
-from megamoe.kernels.hopper.weights import l2_policy
+from megamoe.kernels.hopper.mega import kernel
 from tests.kernels.compiling import Stand, addresses, compile_kernel
 from tests.kernels.support import INTERPRETED
 

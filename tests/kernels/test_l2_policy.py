@@ -2,7 +2,7 @@
 
 import pytest
 
-from megamoe.kernels.hopper.weights import l2_policy
+from megamoe.kernels.gluon import l2_policy
 
 COPY = "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
 AT = "[%r1], [%rd2, {%r3, %r4, %r5, %r6}], [%r7]"

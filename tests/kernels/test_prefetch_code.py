@@ -7,10 +7,10 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.hopper.compiler_hooks import ours
-from megamoe.kernels.hopper.mega import prefetch_code
-from megamoe.kernels.hopper.mega.prefetch_code import code_address
-from megamoe.kernels.hopper.mega.prefetch_code import prefetch_code as prefetch
+from megamoe.kernels.gluon.compiler_hooks import ours
+from megamoe.kernels.gluon.mega import prefetch_code
+from megamoe.kernels.gluon.mega.prefetch_code import code_address
+from megamoe.kernels.gluon.mega.prefetch_code import prefetch_code as prefetch
 from tests.kernels.compiling import FUNCTION, Stand, addresses, code_of, compile_kernel
 from tests.kernels.support import INTERPRETED
 

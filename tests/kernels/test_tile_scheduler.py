@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from megamoe.kernels.hopper.gemm.tile_scheduler import ITEM_WORDS, LinearTiles, WorkItems, schedule
+from megamoe.kernels.gluon.tile_scheduler import ITEM_WORDS, LinearTiles, WorkItems, schedule
 from tests.kernels.support import DEVICE, MARKS
 
 pytestmark = MARKS

@@ -19,19 +19,22 @@ from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
-from megamoe.kernels.hopper import dispatch, launch, permute, pipeline
-from megamoe.kernels.hopper.gemm import (
-    decode_per_tile,
-    decode_per_wave,
-    epilogue,
-    plain,
-    swap_ab,
+from megamoe.kernels.blackwell import launch as blackwell_launch
+from megamoe.kernels.gluon import (
+    dispatch,
+    l2_policy,
+    operands,
+    permute,
+    pipeline,
     tile_scheduler,
 )
-from megamoe.kernels.hopper.mega import combine, kernel, scheduler, state, sync
-from megamoe.kernels.hopper.mega import dispatch as mega_dispatch
+from megamoe.kernels.gluon.mega import combine, scheduler, state, sync
+from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import decode_per_tile, decode_per_wave, epilogue, plain, swap_ab
+from megamoe.kernels.hopper.mega import kernel, smem
 from megamoe.kernels.hopper.mega import launch as mega_launch
-from megamoe.kernels.hopper.weights import decode, l2_policy
+from megamoe.kernels.hopper.weights import decode
 from megamoe.kernels.portable import combine as portable_combine
 from megamoe.kernels.portable import dispatch as portable_dispatch
 from megamoe.kernels.portable import sort
@@ -39,7 +42,7 @@ from megamoe.planner.hopper import num_rows, ring, weights_ahead
 from megamoe.planner.launches import Gemm, GemmSwapAb
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from tests.emulator import device, policies
+from tests.emulator import device, policies, tensor_memory
 from tests.emulator.device import Scheduled, rewrite, synchronize
 from tests.emulator.memory_model import Violation
 from tests.emulator.running import Emulated
@@ -49,13 +52,14 @@ from tests.pretending import plan_of, pretend_h200
 CPU = torch.device("cpu")
 # What is mutated: every file that synchronises roles, CTAs or launches of a Gluon kernel.
 MODULES = (
-    pipeline, l2_policy, swap_ab, epilogue, decode, sync, mega_dispatch, scheduler, state, kernel,
-    combine, plain, tile_scheduler, decode_per_tile, decode_per_wave,
+    pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, scheduler, state,
+    smem, kernel, combine, plain, tile_scheduler, decode_per_tile, decode_per_wave,
 )  # fmt: skip
 # Functions that give PTX that waits, and with what.
 TEXTS = tuple((pipeline, "wait_text", how) for how in (("gpu", "eq"), ("sys", "eq"), ("gpu", "ge")))
 _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
-       "plain": (launch, "gemm_kernel")}  # fmt: skip
+       "plain": (launch, "gemm_kernel"),
+       "tmem": (blackwell_launch, "gemm_tmem_kernel")}  # fmt: skip
 _GLUON = {name: getattr(*at) for name, at in _AT.items()}
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
@@ -69,6 +73,7 @@ _PLAIN = (
 @functools.cache
 def kernels():
     """The kernels under a scheduler, by name. L2 is always warm: windows hold all weights."""
+    tensor_memory.install()
     made = {name: Scheduled(kernel, name) for name, kernel in _GLUON.items()}
     for module in device.MODULES.values():
         if "L2_WARM_BYTES" in module:
@@ -92,7 +97,7 @@ def installed(num_sms, gluon):
             patch.setattr(module, name, Emulated(getattr(module, name)))
         pretend_h200(patch, num_sms)
         patch.setattr(backends, "resolve", _resolve)
-        yield
+        yield patch
 
 
 # -- launches as they were made --------------------------------------------------------------------
@@ -277,11 +282,11 @@ def local_case(recipe="w8a8", ranks=2, ctas=2, counts=(2, 1), experts=4, hidden=
     with installed(ranks * ctas, {"mega": Recorder("mega", kept)}):
         there = LocalRanks(w, ranks, timeout_s=30.0, debug_poison=True)
         there._top_k = 2
-        there._make_rooms(max(counts))
+        there._make_buffers(max(counts))
         found = there.plan(max(counts), 2)
         there.plan = lambda *_: replace(found, mega=few_stages_fused(found.mega))
         there(*(t.split(counts) for t in inputs))
-    return Case("fused-ranks", kept, [room.tokens for room in there._rooms])
+    return Case("fused-ranks", kept, [buffer.tokens for buffer in there._buffers])
 
 
 def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2, hidden=256,
@@ -383,10 +388,10 @@ _PACE = "speed alone: it holds back who would otherwise only be early"
 # {mutant: why no run can tell it from the kernel}. Where one of several suffices, `TOGETHER` drops
 # all of them.
 EXCUSED = {
-    "gemm.epilogue.publish_operands: no gl.thread_barrier()": _BARRED,
-    "gemm.epilogue.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
+    "gluon.operands.publish_operands: no gl.thread_barrier()": _BARRED,
+    "gluon.operands.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
     "gl.thread_barrier()": _BARRED,
-    "gemm.epilogue.post_tile: no gl.thread_barrier()": _BARRED,
+    "gluon.operands.post_tile: no gl.thread_barrier()": _BARRED,
     "mega.dispatch.read_routing: no gl.thread_barrier()": _BARRED,
     "mega.dispatch.read_routing: mbarrier.arrive(cta.routed, count=1) before "
     "gl.thread_barrier()": _BARRED,
@@ -402,11 +407,11 @@ EXCUSED = {
     "mega.kernel.publish: no fence_stores()": _FENCED,
     "mega.kernel._arrive_stored: no fence_stores()": _FENCED,
     "gemm.plain._compute: no fence_stores()": _FENCED,
-    "gemm.tile_scheduler.publish_l1_tile: no fence_stores()": _FENCED,
-    "gemm.tile_scheduler.publish_l1_tile: gl.atomic_add(counter, 1, sem='release', scope='gpu') "
+    "gluon.tile_scheduler.publish_l1_tile: no fence_stores()": _FENCED,
+    "gluon.tile_scheduler.publish_l1_tile: gl.atomic_add(counter, 1, sem='release', scope='gpu') "
     "before fence_stores()": _FENCED,
-    "hopper.pipeline.wait_text(gpu, eq): has no proxy fence": _FENCED,
-    "hopper.pipeline.wait_text(sys, eq): has no proxy fence":
+    "gluon.pipeline.wait_text(gpu, eq): has no proxy fence": _FENCED,
+    "gluon.pipeline.wait_text(sys, eq): has no proxy fence":
         "no copy by TMA reads what another GPU stored",
     "gemm.swap_ab.load_weight_step: no _throttle(gemm, stage)": _PACE,
     "gemm.swap_ab._throttle: no mbarrier.wait(gemm.full.index(at), gl.where(wraps, stage.phase, "
@@ -457,12 +462,12 @@ TOGETHER = {
     "no proxy fence between a fused launch's stores and copies": (
         "mega.sync.publish_count: no fence_stores()", "mega.kernel.publish: no fence_stores()",
         "mega.kernel._arrive_stored: no fence_stores()",
-        "hopper.pipeline.wait_text(gpu, eq): has no proxy fence",
+        "gluon.pipeline.wait_text(gpu, eq): has no proxy fence",
     ),
     "no proxy fence between L1's stores and L2's copies": (
         "gemm.plain._compute: no fence_stores()",
-        "gemm.tile_scheduler.publish_l1_tile: no fence_stores()",
-        "hopper.pipeline.wait_text(gpu, ge): has no proxy fence",
+        "gluon.tile_scheduler.publish_l1_tile: no fence_stores()",
+        "gluon.pipeline.wait_text(gpu, ge): has no proxy fence",
     ),
     "work items replaced unread": (
         "mega.scheduler._push: no mbarrier.wait(cta.item_empty.index(slot), i >> 1 & 1 ^ 1)",

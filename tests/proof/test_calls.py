@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import megamoe as mm
 from megamoe.errors import MegaMoETimeout, RangeError
-from megamoe.kernels.hopper.mega import sync
+from megamoe.kernels.gluon.mega import sync
 from megamoe.routing.permute import expert_counts
 from tests.emulator import policies
 from tests.emulator.scheduler import Scheduler

@@ -5,7 +5,7 @@ from random import Random
 import pytest
 
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.hopper.mega import sync
+from megamoe.kernels.gluon.mega import sync
 from tests.emulator import policies
 from tests.emulator.exploring import attempt
 from tests.kernels.support import INTERPRETED

@@ -52,7 +52,7 @@ def small(events, num_ctas=2, rows=(10, 3), block_m=8, ranks=1, **more):
 
 
 def test_the_numbers_are_those_of_the_kernel():
-    kernel = pytest.importorskip("megamoe.kernels.hopper.mega.events")
+    kernel = pytest.importorskip("megamoe.kernels.gluon.mega.events")
     for name in (
         "MATH", "LOAD_WEIGHTS", "LOAD_TOKENS", "PUBLISH", "ROUTE", "FILL", "FIRST", "SECOND",
         "MEET", "COMBINE", "WAIT",

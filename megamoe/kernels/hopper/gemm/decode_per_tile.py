@@ -4,8 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from megamoe.kernels.hopper.gemm.tile_scheduler import SLABS, end_item, tile_at
-from megamoe.kernels.hopper.pipeline import advance, first_stage
+from megamoe.kernels.gluon.pipeline import advance, first_stage
+from megamoe.kernels.gluon.tile_scheduler import SLABS, end_item, tile_at
 from megamoe.kernels.hopper.weights.decode import (
     E4M3_OPERAND,
     PAIR_WORDS,

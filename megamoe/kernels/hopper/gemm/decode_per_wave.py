@@ -16,7 +16,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from megamoe.kernels.hopper.gemm.tile_scheduler import (
+from megamoe.kernels.gluon.pipeline import (
+    advance,
+    bounded_wait,
+    fast_div,
+    first_stage,
+    record,
+)
+from megamoe.kernels.gluon.tile_scheduler import (
     ITEM_READ,
     ITEM_SLAB,
     ITEM_STORED,
@@ -25,13 +32,6 @@ from megamoe.kernels.hopper.gemm.tile_scheduler import (
     num_waves,
     place_of,
     tiles_of_wave,
-)
-from megamoe.kernels.hopper.pipeline import (
-    advance,
-    bounded_wait,
-    fast_div,
-    first_stage,
-    record,
 )
 from megamoe.kernels.hopper.weights.decode import (
     E4M3_OPERAND,

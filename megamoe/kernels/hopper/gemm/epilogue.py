@@ -1,224 +1,25 @@
 """Epilogues: sums to activations in the next linear's format, or to rows at their destinations.
 
 Sums of the swap-AB GEMM are FP32 [64 weight rows, tokens]; the plain GEMM calls the arithmetic and
-`store_transposed` with [tokens, weight rows]. Shapes below: N tokens of the tile.
-
-The epilogue's operands (factors of the tile's weight rows, topk weights and destinations of its
-tokens) are copied to shared memory by one warp during the main loop: tensor cores are idle during
-an epilogue, so it should not wait for memory.
-
-  barrier   arrivals  arrived by               awaited by
-  full      1         who copies the operands  math, before the epilogue
-  empty[2]  GROUPS    math, after it           who copies, before the next tile's; `post_tile`
+`store_transposed` with [tokens, weight rows]. Shapes below: N tokens of the tile. Operands come
+from shared memory (`gluon/operands.py`).
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.common.columns import pool_place
-from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.common.numbers import INF_BITS, abs_bits
 from megamoe.kernels.common.quantise import round_to_format
-from megamoe.kernels.hopper.pipeline import FLAT_SHARED, GROUPS, Tile, barriers, record
+from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
+from megamoe.kernels.gluon.operands import operand, rows_of
+from megamoe.kernels.gluon.pipeline import GROUPS
 
-# PTX negates an operand for free; `-x` would be an instruction of its own.
-RECIPROCAL = gl.constexpr(
-    "{ .reg .f32 n, e; rcp.approx.ftz.f32 $0, $1; neg.f32 n, $1; "
-    "fma.rn.f32 e, n, $0, 0f3F800000; fma.rn.f32 $0, e, $0, $0; }"
-)
-DIVIDE = gl.constexpr(
-    "{ .reg .f32 q, n, r; mul.rn.f32 q, $1, $3; neg.f32 n, q; "
-    "fma.rn.f32 r, n, $2, $1; fma.rn.f32 $0, r, $3, q; }"
-)
-LOG2_E = gl.constexpr(1.4426950408889634)
-TINY_SCALE = gl.constexpr(2.0**-100)  # keeps reciprocals finite; such activations are below 1e-27
-POSTED_WORDS = gl.constexpr(4)  # of a posted tile: expert, n tile, row_begin, row_end
-PREFETCH_STEPS = gl.constexpr(2)  # the operands are copied so many steps before a tile's last one
 _PLANES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 
 
-# -- operands in shared memory -------------------------------------------------------------------
-
-
-@record
-class EpilogueOperands:
-    """Two tiles as they were posted, and the operands of one tile's epilogue."""
-
-    posted: gl.shared_memory_descriptor  # int32 [2 * POSTED_WORDS, 1]
-    factor: gl.shared_memory_descriptor  # FP32 [ROWS]: of each weight row
-    bias: gl.shared_memory_descriptor  # FP32 [ROWS]
-    weight: gl.shared_memory_descriptor  # FP32 [TOKENS]: topk weights
-    token_factor: gl.shared_memory_descriptor  # FP32 [TOKENS]: NVFP4's global scale of each token
-    dest: gl.shared_memory_descriptor  # int32 or int64 [TOKENS]: destination of each row
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    FACTOR: gl.constexpr  # "row", "expert" or neither
-    HAS_BIAS: gl.constexpr
-
-
-@gluon.jit
-def allocate_operands(
-    row_dest, ROWS: gl.constexpr, TOKENS: gl.constexpr, FACTOR: gl.constexpr,
-    HAS_BIAS: gl.constexpr,
-):  # fmt: skip
-    """Their shared memory; what a launch does not need stands for `weight`."""
-    posted = gl.allocate_shared_memory(gl.int32, [2 * POSTED_WORDS, 1], FLAT_SHARED)
-    weight = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT_SHARED)
-    dest = gl.allocate_shared_memory(row_dest.dtype.element_ty, [TOKENS], FLAT_SHARED)
-    factor = weight
-    bias = weight
-    token_factor = weight
-    if HAS_BIAS:
-        bias = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT_SHARED)
-    if FACTOR == "row" or FACTOR == "expert":
-        factor = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT_SHARED)
-    if FACTOR == "expert":
-        token_factor = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT_SHARED)
-    full = barriers(1, 1).index(0)
-    empty = barriers(2, GROUPS)
-    return EpilogueOperands(
-        posted=posted, factor=factor, bias=bias, weight=weight, token_factor=token_factor,
-        dest=dest, full=full, empty=empty, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS,
-    )  # fmt: skip
-
-
-@gluon.jit
-def post_tile(gemm, num_done, tile):
-    """load_tokens: the CTA's tile number `num_done`, before its first stage."""
-    ops = gemm.epilogue
-    mbarrier.wait(ops.empty.index(num_done & 1), ((num_done >> 1) & 1) ^ 1)
-    slot = (num_done & 1) * POSTED_WORDS
-    zero = gl.zeros([1], gl.int32, _LANES)
-    ops.posted.index(slot).store(zero + tile.expert)
-    ops.posted.index(slot + 1).store(zero + tile.n_tile_idx)
-    ops.posted.index(slot + 2).store(zero + tile.row_begin)
-    ops.posted.index(slot + 3).store(zero + tile.row_end)
-    gl.thread_barrier()
-
-
-@gluon.jit
-def read_tile(gemm, num_done):
-    """math: the posted tile, once its first stage is full."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    slot = (num_done & 1) * POSTED_WORDS
-    posted = gemm.epilogue.posted
-    return Tile(
-        expert=gl.max(posted.index(slot).load(LAYOUT), 0),
-        n_tile_idx=gl.max(posted.index(slot + 1).load(LAYOUT), 0),
-        row_begin=gl.max(posted.index(slot + 2).load(LAYOUT), 0),
-        row_end=gl.max(posted.index(slot + 3).load(LAYOUT), 0),
-    )
-
-
-@gluon.jit
-def _opaque(x):
-    """A volatile no-op: addresses are computed after it, or hold registers during all the tile."""
-    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _fetch_weight_rows(gemm, expert, n_tile_idx):
-    """Factors and biases of a tile's weight rows, 32 after 32: few registers."""
-    ops = gemm.epilogue
-    ROWS: gl.constexpr = ops.bias.shape[0] if ops.HAS_BIAS else ops.factor.shape[0]
-    factors = ops.factor._reinterpret(gl.float32, [ops.factor.shape[0] // 32, 32], FLAT_SHARED)
-    biases = ops.bias._reinterpret(gl.float32, [ops.bias.shape[0] // 32, 32], FLAT_SHARED)
-    for i in range(ROWS // 32):
-        r = i * 32 + gl.arange(0, 32, _LANES)
-        row = n_tile_idx * ROWS + r
-        matrix = expert + 0 * r
-        col = row
-        if gemm.GATED:  # 8 gate, 8 up, ...
-            matrix = expert * 2 + r % 16 // 8
-            col = n_tile_idx * (ROWS // 2) + r // 16 * 8 + r % 8
-        if ops.FACTOR == "row":
-            at = gemm.factor + expert * gemm.factor_rows + row
-            async_copy.async_copy_global_to_shared(factors.index(i), at)
-        elif ops.FACTOR == "expert":
-            async_copy.async_copy_global_to_shared(factors.index(i), gemm.factor + matrix)
-        if ops.HAS_BIAS:
-            at = gemm.bias + matrix * gemm.num_bias + col
-            async_copy.async_copy_global_to_shared(biases.index(i), at, mask=col < gemm.num_bias)
-
-
-@gluon.jit
-def fetch_operands(gemm, num_done, tile):
-    """One warp: begin to copy the operands of the CTA's tile number `num_done`."""
-    ops = gemm.epilogue
-    before = num_done - 1
-    mbarrier.wait(ops.empty.index(before & 1), (before >> 1) & 1)  # no wait for the first tile
-    expert = _opaque(tile.expert)
-    n_tile_idx = _opaque(tile.n_tile_idx)
-    row_begin = _opaque(tile.row_begin)
-    row_end = tile.row_end
-    if ops.HAS_BIAS or ops.FACTOR == "row" or ops.FACTOR == "expert":
-        _fetch_weight_rows(gemm, expert, n_tile_idx)
-    row = row_begin + gl.arange(0, ops.weight.shape[0], _LANES)
-    if gemm.GATED and ops.FACTOR == "expert":
-        async_copy.async_copy_global_to_shared(
-            ops.token_factor, gemm.row_factor + row, mask=row < row_end
-        )
-    if gemm.WEIGHTED and (gemm.GATED or gemm.HAS_BIAS):
-        async_copy.async_copy_global_to_shared(
-            ops.weight, gemm.row_weight + row, mask=row < row_end
-        )
-    if not gemm.GATED:
-        async_copy.async_copy_global_to_shared(ops.dest, gemm.row_dest + row, mask=row < row_end)
-    async_copy.commit_group()
-
-
-@gluon.jit
-def publish_operands(gemm, report=0):
-    """The same warp, some steps later: the copies are complete.
-
-    After a report, who fills `row_dest` may not have: rows of L2 then go to the first one's place.
-    """
-    dest = gemm.epilogue.dest
-    NUM: gl.constexpr = dest.shape[0]
-    async_copy.wait_group(0)
-    if not gemm.GATED:  # noqa: SIM102  known at compile time
-        if report != 0:
-            dest.store(gl.zeros([NUM], dest.dtype, _LANES))
-    gl.thread_barrier()
-    mbarrier.arrive(gemm.epilogue.full, count=1)
-
-
-@gluon.jit
-def wait_for_operands(gemm, num_done):
-    """math, after the main loop of the CTA's tile number `num_done`."""
-    mbarrier.wait(gemm.epilogue.full, num_done & 1)
-
-
-@gluon.jit
-def release_operands(gemm, num_done):
-    """math: the operands and the posted tile number `num_done` may be overwritten."""
-    mbarrier.arrive(gemm.epilogue.empty.index(num_done & 1), count=1)
-
-
-@gluon.jit
-def _rows_of(gemm, tile, START: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
-    """[N] rows of `out` of the tile's tokens from number START on, and whether they are used."""
-    row = tile.row_begin + START + gl.arange(0, N, LAYOUT)
-    used = row < tile.row_end
-    if not gemm.GATED:
-        row = gemm.epilogue.dest.slice(START, N, 0).load(LAYOUT)
-    return row, used
-
-
-@gluon.jit
-def _operand(
-    of, IS_THERE: gl.constexpr, OTHER, START: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """FP32 [N] of an operand from START on, or OTHER where the launch does not have it."""
-    value = gl.full([N], OTHER, gl.float32, LAYOUT)
-    if IS_THERE:
-        value = of.slice(START, N, 0).load(LAYOUT)
-    return value
-
-
-# -- arithmetic ----------------------------------------------------------------------------------
+# -- L1: activations -----------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -226,89 +27,6 @@ def gate_and_up(v, TOKENS: gl.constexpr):
     """[64, N] of 8 gate rows, 8 up rows, ... -> [32, N] each: a thread has both of an output."""
     gate, up = v.reshape([4, 2, 8, TOKENS]).permute((0, 2, 3, 1)).split()
     return gate.reshape([32, TOKENS]), up.reshape([32, TOKENS])
-
-
-@gluon.jit
-def reciprocal(x):
-    """1 / x with one Newton step."""
-    return gl.inline_asm_elementwise(
-        RECIPROCAL, "=&f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _exp2(x):
-    """2 ** x; zero instead of denormals, which take instructions that `1.0 + power` forgets."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def times(a, b):
-    """a * b, rounded before anything is added to it: the compiler may not fuse it with a sum."""
-    return gl.inline_asm_elementwise(
-        "mul.rn.f32 $0, $1, $2;", "=f,f,f", [a, b], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def divide(a, b, inverse):
-    """a / b, given 1 / b: a product and one exact correction round it correctly."""
-    return gl.inline_asm_elementwise(
-        DIVIDE, "=f,f,f,f", [a, b, inverse], dtype=gl.float32, is_pure=True, pack=1
-    )  # fmt: skip
-
-
-@gluon.jit
-def _round_bf16(x):
-    """FP32 rounded to BF16, two at a time: single conversions run at an eighth of the rate."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .b32 t; cvt.rn.bf16x2.f32 t, $3, $2; shl.b32 $0, t, 16; "
-        "and.b32 $1, t, 0xFFFF0000; }",
-        "=r,=r,r,r", [x], dtype=gl.float32, is_pure=True, pack=2,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _at_most(x, limit):
-    """The smaller of the two; NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        "min.NaN.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def _at_least(x, limit):
-    """The larger of the two; NaN stays NaN."""
-    return gl.inline_asm_elementwise(
-        "max.NaN.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1
-    )
-
-
-@gluon.jit
-def glu(gemm, gate, up):
-    """FP32 of the gated activation; gate and up are rounded to BF16 and clamped first."""
-    gate = _at_most(_round_bf16(gate), gemm.clamp)
-    up = _at_least(_at_most(_round_bf16(up), gemm.clamp), -gemm.clamp)
-    is_oss: gl.constexpr = gemm.ACTIVATION == "gpt_oss"
-    power = _exp2(-1.702 * gate * LOG2_E if is_oss else gate * -LOG2_E)
-    act = gate * reciprocal(1.0 + power) * (up + 1.0 if is_oss else up)
-    return gl.where(power == float("inf"), 0.0 * up, act)
-
-
-@gluon.jit
-def e4m3_step(bits):
-    """FP32 scale of E4M3 from the bits of an amax, and its reciprocal; NaN for NaN and Inf."""
-    size = bits.to(gl.float32, bitcast=True)
-    by: gl.constexpr = 1.0 / 448.0
-    scale = divide(size, 448.0 + 0.0 * size, by)
-    scale = gl.where(bits == 0, 1.0, gl.maximum(scale, TINY_SCALE))
-    inverse = reciprocal(scale)
-    return gl.where(bits >= INF_BITS, float("nan"), scale), inverse
-
-
-# -- L1: activations -----------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -384,16 +102,6 @@ def _codes(gemm, ratio):
 
 
 @gluon.jit
-def _nvfp4_scale(bits, acts_factor):
-    """The E4M3 block scale of an amax, as FP32; 1 for zero, NaN for what is not finite."""
-    limit = 6.0 * acts_factor
-    size = bits.to(gl.float32, bitcast=True)
-    scale = e4m3_round(divide(size, limit, reciprocal(limit)))
-    scale = gl.where(bits == 0, 1.0, scale)
-    return gl.where(bits >= INF_BITS, float("nan"), scale)
-
-
-@gluon.jit
 def _as_bf16(gemm, act, acts_factor):
     """BF16 [32, N] of activations rounded to their format, if any: code times scale is exact."""
     N: gl.constexpr = act.shape[1]
@@ -403,7 +111,7 @@ def _as_bf16(gemm, act, acts_factor):
         GROUP: gl.constexpr = gemm.ACTS.GROUP
         split = act.reshape([32 // GROUP, GROUP, N])
         if GROUP == 16:
-            scale = _nvfp4_scale(gl.max(abs_bits(split), 1), acts_factor)
+            scale = nvfp4_scale(gl.max(abs_bits(split), 1), acts_factor)
             step = scale * acts_factor
             dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
             step = gl.expand_dims(gl.where(dead, 1.0, step), 1)
@@ -437,19 +145,19 @@ def finish_gated(gemm, low, high, tile, slab, num_l1_done, WG: gl.constexpr):
     is_by_expert: gl.constexpr = gemm.FACTOR == "expert"
     START: gl.constexpr = WG * gemm.SLABS * 64  # the warpgroup's first weight row in the tile
     ops = gemm.epilogue
-    weight = _operand(ops.weight, gemm.WEIGHTED, 1.0, 0, N, COL)
-    token_factor = _operand(ops.token_factor, is_by_expert, 1.0, 0, N, COL)
+    weight = operand(ops.weight, gemm.WEIGHTED, 1.0, 0, N, COL)
+    token_factor = operand(ops.token_factor, is_by_expert, 1.0, 0, N, COL)
     acts_factor = 1.0
     if is_by_expert:
         acts_factor = gl.load(gemm.acts_factor + tile.expert)
     used = tile.row_begin + gl.arange(0, N, COL) < tile.row_end
-    factor = _operand(ops.factor, has_factor, 1.0, START, 64, ROW)
-    bias = _operand(ops.bias, gemm.HAS_BIAS, 0.0, START, 64, ROW)
+    factor = operand(ops.factor, has_factor, 1.0, START, 64, ROW)
+    bias = operand(ops.bias, gemm.HAS_BIAS, 0.0, START, 64, ROW)
     act = _activated(gemm, low, factor, bias, token_factor, weight, used)
     other = act
     if gemm.SLABS == 2:
-        factor = _operand(ops.factor, has_factor, 1.0, START + 64, 64, ROW)
-        bias = _operand(ops.bias, gemm.HAS_BIAS, 0.0, START + 64, 64, ROW)
+        factor = operand(ops.factor, has_factor, 1.0, START + 64, 64, ROW)
+        bias = operand(ops.bias, gemm.HAS_BIAS, 0.0, START + 64, 64, ROW)
         other = _activated(gemm, high, factor, bias, token_factor, weight, used)
     if gemm.ACTS.HOLD == "codes" or gemm.ACTS.HOLD == "scaled":
         gl.static_assert(GROUPS * gemm.SLABS == 4, "128 outputs share a scale")
@@ -506,7 +214,7 @@ def _store_rows(gemm, v, tile, first_col, width, WG: gl.constexpr):
         store_transposed(gemm, v.permute((1, 0)), tile, 0, first_col, width, BY_GROUP, WG)
     else:
         LAYOUT: gl.constexpr = v.type.layout
-        row, used = _rows_of(gemm, tile, 0, N, gl.SliceLayout(0, LAYOUT))
+        row, used = rows_of(gemm, tile, 0, N, gl.SliceLayout(0, LAYOUT))
         col = first_col + gl.arange(0, v.shape[0], gl.SliceLayout(1, LAYOUT))
         if BY_GROUP:
             col = pool_place(col)
@@ -533,7 +241,7 @@ def store_transposed(
     buf = gemm.transpose_smem.index(WG)._reinterpret(v.dtype, [N, M], shared)
     buf.store(v)
     transposed = buf.load(WIDE)
-    row, used = _rows_of(gemm, tile, START, N, gl.SliceLayout(1, WIDE))
+    row, used = rows_of(gemm, tile, START, N, gl.SliceLayout(1, WIDE))
     col = first_col + gl.arange(0, M, gl.SliceLayout(0, WIDE))
     if BY_GROUP:
         col = pool_place(col)

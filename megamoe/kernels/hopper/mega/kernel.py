@@ -59,20 +59,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from megamoe.kernels.hopper.compiler_hooks import ours
-from megamoe.kernels.hopper.gemm.epilogue import fetch_operands, publish_operands
-from megamoe.kernels.hopper.gemm.swap_ab import (
-    compute,
-    finish,
-    first_slab,
-    load_token_tile,
-    load_weight_step,
-    multiply,
-    num_warm_steps,
-)
-from megamoe.kernels.hopper.gemm.tile_scheduler import num_n_tiles
-from megamoe.kernels.hopper.mega.combine import combine
-from megamoe.kernels.hopper.mega.dispatch import (
+from megamoe.kernels.gluon.compiler_hooks import ours
+from megamoe.kernels.gluon.mega.combine import combine
+from megamoe.kernels.gluon.mega.dispatch import (
     fill_pool,
     fill_wave,
     prefetch_inputs,
@@ -80,7 +69,7 @@ from megamoe.kernels.hopper.mega.dispatch import (
     wait_for_pool,
     wait_for_wave,
 )
-from megamoe.kernels.hopper.mega.events import (
+from megamoe.kernels.gluon.mega.events import (
     COMBINE,
     END,
     FILL,
@@ -95,22 +84,15 @@ from megamoe.kernels.hopper.mega.events import (
     now,
     stamp,
 )
-from megamoe.kernels.hopper.mega.prefetch_code import prefetch_code
-from megamoe.kernels.hopper.mega.scheduler import (
+from megamoe.kernels.gluon.mega.prefetch_code import prefetch_code
+from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
     tiles_of_wave,
     wave_of,
 )
-from megamoe.kernels.hopper.mega.state import (
-    QUEUE_WORDS,
-    CtaState,
-    KernelArgs,
-    Linear,
-    allocate_shared,
-    gemm_of,
-)
-from megamoe.kernels.hopper.mega.sync import (
+from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, CtaState, KernelArgs, Linear
+from megamoe.kernels.gluon.mega.sync import (
     L1_DONE,
     L2_DONE,
     WAIT_L1,
@@ -120,7 +102,8 @@ from megamoe.kernels.hopper.mega.sync import (
     wait_for,
     wait_for_ranks,
 )
-from megamoe.kernels.hopper.pipeline import (
+from megamoe.kernels.gluon.operands import fetch_operands, publish_operands
+from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     GROUPS,
     barriers,
@@ -128,6 +111,17 @@ from megamoe.kernels.hopper.pipeline import (
     fence_stores,
     first_stage,
 )
+from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
+from megamoe.kernels.hopper.gemm.swap_ab import (
+    compute,
+    finish,
+    first_slab,
+    load_token_tile,
+    load_weight_step,
+    multiply,
+    num_warm_steps,
+)
+from megamoe.kernels.hopper.mega.smem import allocate_shared, gemm_of
 
 
 @gluon.jit

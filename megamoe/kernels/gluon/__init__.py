@@ -1,0 +1,1 @@
+"""What the Gluon kernels of all architectures share."""

@@ -1,0 +1,1 @@
+"""The fused launch: its parts that are the same on every architecture."""

@@ -1,0 +1,384 @@
+"""The start of a fused launch: routing, and tokens into the pool.
+
+Each CTA reads the whole routing for itself, so none waits for another's counts: the expert of every
+slot and the first row of every expert stay in shared memory, its tile list in global memory. Slots
+are those of all ranks; a rank takes the ones of its own experts. Shared experts, of one rank alone,
+are the last ones, and have the last slots of every token. One warpgroup reads the routing while the
+other loads tokens and computes their scales, which do not depend on it.
+
+Nothing is in a cache when a launch begins, not even its instructions: short code is fast code here.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from megamoe.kernels.common.columns import token_column
+from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
+from megamoe.kernels.common.quantise import round_to_format
+from megamoe.kernels.gluon.arithmetic import divide
+from megamoe.kernels.gluon.mega.scheduler import (
+    WAVES,
+    ring_row,
+    running_sum,
+    wave_of,
+    write_wave_table,
+)
+from megamoe.kernels.gluon.mega.state import PART_COLS, num_parts
+from megamoe.kernels.gluon.mega.sync import (
+    FILLED,
+    POOL,
+    WAIT_POOL,
+    WAIT_WAVE,
+    on_rank,
+    publish_count,
+    wait_for,
+)
+from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, fast_div
+from megamoe.kernels.gluon.pool import (
+    ROW_ALIGN,
+    TILE_EXPERT,
+    TILE_ROW_BEGIN,
+    TILE_ROW_END,
+    TILE_WAVE,
+    TILE_WORDS,
+)
+
+PAIR_SLOTS = gl.constexpr(128)  # slots that a token's slots are compared with at a time
+FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# [slots of a token, other slots]: every warp compares its own slots with all others, so that no sum
+# leaves the warp, and code is short.
+PAIRS = gl.constexpr(gl.BlockedLayout([1, PAIR_SLOTS.value // 32], [1, 32], [4, 1], [1, 0]))
+
+
+# -- routing -------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _token_source(args, token):
+    """(rank of a token, its number there); any token's for one beyond the last."""
+    if args.RANKS == 1:
+        return 0 * token, token
+    else:
+        source = gl.minimum(fast_div(token, args.tokens_per_rank), args.RANKS - 1)
+        return source, token - source * args.tokens_per_rank
+
+
+@gluon.jit
+def read_slots(args, slot, token, used):
+    """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked) [N]."""
+    source, token = _token_source(args, token)
+    ROUTED: gl.constexpr = args.TOP_K - args.SHARED
+    at = slot
+    is_routed = used
+    if args.RANKS > 1:
+        at = token * args.TOP_K + slot % args.TOP_K
+    if args.SHARED > 0:
+        number = slot - token * args.TOP_K
+        is_routed = used & (number < ROUTED)
+        at = token * ROUTED + number
+    idx = gl.load(on_rank(args, args.topk_idx, source) + at, mask=is_routed, other=-1)
+    names_none = (idx < -1) | (idx >= args.num_experts * args.RANKS - args.SHARED)
+    expert = gl.where(names_none, -2, idx).to(gl.int32)  # int64 ids must not wrap round
+    weight = gl.load(on_rank(args, args.topk_weights, source) + at, mask=is_routed, other=1.0)
+    if args.SHARED > 0:
+        expert = gl.where(number < ROUTED, expert, args.num_experts - args.TOP_K + number)
+    if args.HAS_COUNT:  # the rest is padding
+        used = used & (token < gl.load(on_rank(args, args.num_valid, source)))
+    expert = gl.where(used, expert, -1)
+    legal = (expert >= 0) & (gl.abs(weight) < float("inf"))
+    return gl.where(legal, expert, -1), weight, (legal == 0) & (expert != -1)
+
+
+@gluon.jit
+def _local_expert(args, rank, expert):
+    """The expert's number on this rank, or -1."""
+    local = expert - rank * args.num_experts
+    return gl.where((expert >= 0) & (local >= 0) & (local < args.num_experts), local, -1)
+
+
+@gluon.jit
+def read_routing(cta):
+    """One warpgroup: fill `slot_expert`, `expert_row_begin` and the tile list; arrive at `routed`.
+
+    An expert's rows begin at a multiple of ROW_ALIGN, and its tiles have TOKENS rows.
+    """
+    args = cta.args
+    local_rank = cta.local_rank
+    tile_list = cta.tile_list
+    E: gl.constexpr = args.EXPERTS
+    expert_idx = gl.arange(0, E, FLAT)
+    count = gl.zeros([E], gl.int32, FLAT)
+    for chunk in gl.static_range(args.SLOTS // args.CHUNK):
+        slot = chunk * args.CHUNK + gl.arange(0, args.CHUNK, FLAT)
+        expert, _, _ = read_slots(args, slot, slot // args.TOP_K, slot < args.num_slots)
+        mine = _local_expert(args, cta.rank, expert)
+        cta.slot_expert.index(chunk).store(mine.to(gl.int16))
+        count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
+    rows = (count + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+    row_begin = running_sum(rows) - rows
+    cta.expert_row_begin.store(row_begin)
+    blocks = (count + args.TOKENS - 1) // args.TOKENS
+    first_tile = running_sum(blocks) - blocks
+    wave_tiles = gl.zeros([WAVES], gl.int32, FLAT)
+    for j in range(gl.max(blocks, 0)):
+        at = tile_list + (first_tile + j) * TILE_WORDS
+        row = row_begin + j * args.TOKENS
+        used = j < blocks
+        if args.RING:
+            row, wave = ring_row(args, row, row)
+            gl.store(at + TILE_WAVE, wave, mask=used)
+            wave_tiles += gl.histogram(gl.where(used, wave, 0), WAVES, mask=used, layout=FLAT)
+        row += local_rank * args.rows_per_rank
+        gl.store(at + TILE_EXPERT, local_rank * args.num_experts + expert_idx, mask=used)
+        gl.store(at + TILE_ROW_BEGIN, row, mask=used)
+        row_end = row + gl.minimum(count - j * args.TOKENS, args.TOKENS)
+        gl.store(at + TILE_ROW_END, row_end, mask=used)
+    if args.RING:
+        write_wave_table(args, tile_list, wave_tiles)
+    cta.num_tiles.store(gl.zeros([1], gl.int32, FLAT) + gl.sum(blocks, 0))
+    gl.thread_barrier()
+    mbarrier.arrive(cta.routed, count=1)
+    if args.HAS_STATS:  # noqa: SIM102  known at compile time, unlike the CTA's number
+        if cta.cta_idx == 0:
+            stats = args.stats + local_rank * args.num_experts + expert_idx
+            is_routed = expert_idx < args.num_experts - args.SHARED
+            gl.store(stats, gl.load(stats, mask=is_routed, other=0) + count, mask=is_routed)
+
+
+@gluon.jit
+def _token_slots(cta, token):
+    """(local expert or -1, topk weight) [K_SLOTS] of a token's slots, a few in every warp."""
+    args = cta.args
+    number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
+    slot = token * args.TOP_K + number
+    expert, weight, _ = read_slots(args, slot, token + 0 * number, number < args.TOP_K)
+    return _local_expert(args, cta.rank, expert), weight
+
+
+@gluon.jit
+def _pool_rows(cta, token, mine, wave_begin, wave_end):
+    """Pool row [K_SLOTS] of each slot of a token, whose local experts are `mine` [K_SLOTS].
+
+    The row is the expert's first one plus the number of earlier slots of that expert, which are
+    counted by comparing with all of them, PAIR_SLOTS at a time: K_SLOTS x earlier slots compares.
+    -1 where the slot is not this rank's, or of a pool wave outside [wave_begin, wave_end).
+    """
+    args = cta.args
+    SHAPE: gl.constexpr = [args.SLOTS // PAIR_SLOTS, PAIR_SLOTS]
+    slot_expert = cta.slot_expert._reinterpret(gl.int16, SHAPE, FLAT_SHARED)
+    slot = token * args.TOP_K + gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
+    expert_idx = gl.expand_dims(gl.arange(0, args.EXPERTS, gl.SliceLayout(0, PAIRS)), 0)
+    row_begin = gl.expand_dims(cta.expert_row_begin.load(gl.SliceLayout(0, PAIRS)), 0)
+    begin = gl.sum(gl.where(expert_idx == gl.expand_dims(mine, 1), row_begin, 0), 1)
+    row = begin
+    for chunk in range((token * args.TOP_K + args.TOP_K + PAIR_SLOTS - 1) // PAIR_SLOTS):
+        other = chunk * PAIR_SLOTS + gl.arange(0, PAIR_SLOTS, gl.SliceLayout(0, PAIRS))
+        theirs = slot_expert.index(chunk).load(gl.SliceLayout(0, PAIRS)).to(gl.int32)
+        same = (gl.expand_dims(theirs, 0) == gl.expand_dims(mine, 1)) & (
+            gl.expand_dims(other, 0) < gl.expand_dims(slot, 1)
+        )
+        row += gl.sum(same.to(gl.int32), 1)
+    is_here = mine >= 0
+    if args.RING:
+        row, wave = ring_row(args, row, begin + (row - begin) // args.TOKENS * args.TOKENS)
+        is_here = is_here & (wave >= wave_begin) & (wave < wave_end)
+    return gl.where(is_here, cta.local_rank * args.rows_per_rank + row, -1)
+
+
+# -- tokens into the pool ------------------------------------------------------------------------
+
+
+@gluon.jit
+def prefetch_inputs(args, cta_idx, num_ctas):
+    """Bring routing and this CTA's first parts of tokens into the L2 cache: they are read soon.
+
+    Where a token is no whole number of parts, other parts come; a division would cost more.
+    """
+    thread = gl.arange(0, 128, FLAT)
+    item = cta_idx * _parts_per_cta(args, num_ctas)
+    last = (0 * thread + args.tokens_per_rank).to(gl.int64) * args.x_stride - 1
+    x = args.x + gl.minimum(item.to(gl.int64) * PART_COLS + thread * 64, last)
+    slot = gl.minimum(thread * 16, args.num_slots - 1)  # a cache line has 16 or 32
+    gl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; prefetch.global.L2 [$2]; prefetch.global.L2 [$3]; mov.b32 $0, 0;",
+        "=r,l,l,l",
+        [(args.topk_idx + slot).to(gl.int64), (args.topk_weights + slot).to(gl.int64),
+         x.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _exact_ratio(x, step):
+    """x / step, correctly rounded for BF16 x and the step of their amax: one division a group.
+
+    A test goes through all pairs of mantissas. Tiny steps are lifted, or 1 / step overflows.
+    """
+    lift = gl.where(step < 2.0**-60, 2.0**64, 1.0)
+    by = step * lift
+    inverse = gl.expand_dims(gl.div_rn(1.0 + 0.0 * by, by), 1)
+    return divide(x * gl.expand_dims(lift, 1), gl.expand_dims(by, 1), inverse)
+
+
+@gluon.jit
+def _divided(x, bits, args, token):
+    """(x [groups, group] by the step of its group, FP32 scales [groups]) of formats with a scale
+    that is no power of two: FP32 per 128, NVFP4 per 16; `bits` [groups] are those of the amax.
+    """
+    size = bits.to(gl.float32, bitcast=True)
+    IS_WIDE: gl.constexpr = args.ACTS.GROUP == 128
+    if IS_WIDE:
+        by: gl.constexpr = 1.0 / 448.0
+        scale = gl.where(bits == 0, 1.0, divide(size, 448.0 + 0.0 * size, by))
+        scale = gl.where(bits >= INF_BITS, float("nan"), scale)
+        step = scale
+    else:
+        by = gl.load(args.g + token * args.g_stride)
+        scale = e4m3_round(gl.where(bits == 0, 1.0, gl.div_rn(size, 6.0 * by + 0.0 * size)))
+        scale = gl.where(bits >= INF_BITS, float("nan"), scale)
+        step = scale * by
+    dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
+    step = gl.where(dead, 1.0, step)
+    if IS_WIDE:  # noqa: SIM108  known at compile time
+        ratio = _exact_ratio(x, step)
+    else:
+        ratio = gl.div_rn(x, gl.expand_dims(step, 1) + 0.0 * x)
+    return gl.where(gl.expand_dims(dead, 1), 0.0, ratio), scale
+
+
+@gluon.jit
+def _quantise_part(args, source, token):
+    """Columns [PART_COLS] as the pool holds them, and FP32 scales per group where it has any."""
+    A: gl.constexpr = args.ACTS
+    scale = 1.0
+    values = source
+    if A.HOLD != "plain":
+        GROUP: gl.constexpr = A.GROUP
+        x = source.to(gl.float32).reshape([PART_COLS // GROUP, GROUP])
+        if GROUP == 32:
+            values = round_to_format(x, A).to(gl.bfloat16)
+        else:
+            ratio, scale = _divided(x, gl.max(abs_bits(x), 1), args, token)
+            if A.HOLD == "codes":
+                values = ratio.to(gl.float8e4nv)
+            elif A.HOLD == "scaled":
+                values = A.round(ratio).to(gl.bfloat16)
+            else:
+                values = (A.round(ratio) * gl.expand_dims(scale, 1)).to(gl.bfloat16)
+        values = values.reshape([PART_COLS])
+    return values, scale
+
+
+@gluon.jit
+def _computed(values):
+    """A volatile no-op, to have the values computed before the wait that follows.
+
+    The assembler still puts some after it, but takes no bytes apart: 48 instructions less.
+    """
+    PACK: gl.constexpr = 32 // values.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise(
+        "", "=r,0", [values], dtype=values.dtype, is_pure=False, pack=PACK
+    )
+
+
+@gluon.jit
+def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
+    """Parts [begin, end) of tokens: quantise once, write to each row of the token, count them.
+
+    Finding the rows takes long: it is done once for consecutive parts of a token.
+    """
+    args = cta.args
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])  # [slots, columns]
+    SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # slots as in PAIRS
+    parts = (args.width + PART_COLS - 1) // PART_COLS
+    before = -1
+    row = gl.zeros([args.K_SLOTS], gl.int32, gl.SliceLayout(1, PAIRS))
+    for item in range(begin, end):
+        token = fast_div(item, parts)
+        part = item - token * parts
+        col = part * PART_COLS + gl.arange(0, PART_COLS, gl.SliceLayout(0, WIDE))
+        source, here = _token_source(args, token)
+        source_col = col
+        if args.WEIGHTS.BY_GROUP:
+            inside = token_column(gl.arange(0, PART_COLS, gl.SliceLayout(0, WIDE)))
+            source_col = part * PART_COLS + inside
+        x = on_rank(args, args.x, source) + here.to(gl.int64) * args.x_stride + source_col
+        values = gl.load(x, mask=source_col < args.hidden, other=0.0)
+        mine, weight = _token_slots(cta, token)
+        values, scale = _quantise_part(args, values, token)
+        values = gl.convert_layout(values, gl.SliceLayout(0, WIDE))
+        values = gl.expand_dims(_computed(values), 0)
+        if args.PROMOTED:
+            scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SMALL)), 0)
+        if token != before:
+            mbarrier.wait(cta.routed, 0)
+            row = _pool_rows(cta, token, mine, wave_begin, wave_end)
+            before = token
+        wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
+        at = gl.expand_dims(wide_row * args.width, 1) + gl.expand_dims(col, 0)
+        mask = gl.expand_dims(wide_row >= 0, 1) & gl.expand_dims(col < args.width, 0)
+        values, at = gl.broadcast(values, at)
+        gl.store(args.pool + at, values, mask=mask)
+        if args.PROMOTED:
+            BLOCKS: gl.constexpr = PART_COLS // 128
+            block = part * BLOCKS + gl.arange(0, BLOCKS, gl.SliceLayout(0, SMALL))
+            to = gl.convert_layout(row, gl.SliceLayout(1, SMALL), assert_trivial=True)
+            at = gl.expand_dims(block * args.pool_rows, 0) + gl.expand_dims(to, 1)
+            mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(block < args.width // 128, 0)
+            scale, at = gl.broadcast(scale, at)
+            gl.store(args.pool_scale + at, scale, mask=mask)
+        if part == 0:
+            used = row >= 0
+            number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
+            dest = token * args.TOP_K + number
+            if args.RANKS > 1:
+                dest = (here * args.TOP_K + number).to(gl.int64) * args.hidden
+                dest += gl.load(args.peers + source) >> 1  # BF16
+            gl.store(args.row_dest + row, dest, mask=used)
+            gl.store(args.row_weight + row, weight, mask=used)
+            if args.FACTOR == "expert":
+                factor = gl.load(args.g + token * args.g_stride) + 0.0 * weight
+                gl.store(args.row_factor + row, factor, mask=used)
+    if begin < end:
+        publish_count(counter, end - begin)
+
+
+@gluon.jit
+def _parts_per_cta(args, num_ctas):
+    """Consecutive parts that a CTA puts into the pool."""
+    return fast_div(num_parts(args) + num_ctas - 1, num_ctas)
+
+
+@gluon.jit
+def fill_pool(cta):
+    """One warpgroup: this CTA's parts of tokens, for the first two pool waves of a ring."""
+    size = _parts_per_cta(cta.args, cta.num_ctas)
+    begin = cta.cta_idx * size
+    end = gl.minimum(begin + size, num_parts(cta.args))
+    _fill_parts(cta, begin, end, 0, 2, cta.counters + POOL)
+    mbarrier.arrive(cta.own_filled, count=1)
+
+
+@gluon.jit
+def fill_wave(cta, wave, item, WG: gl.constexpr):
+    """One warpgroup's part of the tokens of a later pool wave."""
+    begin = item * GROUPS + WG
+    end = gl.minimum(begin + 1, num_parts(cta.args))
+    _fill_parts(cta, begin, end, wave, wave + 1, cta.counters + FILLED + wave)
+
+
+@gluon.jit
+def wait_for_pool(cta):
+    """One warp: until all tokens are in the pool; the CTA's other roles wait for `pool_filled`."""
+    wait_for(cta, cta.counters + POOL, num_parts(cta.args), WAIT_POOL, cta.rank)
+    mbarrier.arrive(cta.pool_filled, count=1)
+
+
+@gluon.jit
+def wait_for_wave(cta, tile_idx):
+    """RING: until the tile's pool wave is in the pool; `wait_for_pool` waits for the first two."""
+    if cta.args.RING:
+        wave = wave_of(cta, tile_idx)
+        if wave >= 2:
+            wait_for(cta, cta.counters + FILLED + wave, num_parts(cta.args), WAIT_WAVE, wave)

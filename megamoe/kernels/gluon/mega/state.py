@@ -1,0 +1,134 @@
+"""State of a fused launch: its arguments, one CTA's place, queue and barriers, the two linears."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from megamoe.kernels.gluon.pipeline import record
+
+PART_COLS = gl.constexpr(2048)  # columns of a part of a token: what is quantised at a time
+QUEUE_WORDS = gl.constexpr(7)  # of a work item: kind, ticket, tile, n tile, expert, begin, end
+
+
+@record
+class KernelArgs:
+    """One launch: its tensors, sizes and constants, the same for every CTA."""
+
+    x: gl.tensor
+    x_stride: gl.tensor
+    g: gl.tensor  # NVFP4: global scale of the tokens
+    g_stride: gl.tensor
+    topk_idx: gl.tensor
+    topk_weights: gl.tensor
+    num_valid: gl.tensor
+    error: gl.tensor
+    stats: gl.tensor
+    y: gl.tensor
+    pool: gl.tensor
+    pool_scale: gl.tensor
+    row_dest: gl.tensor
+    row_weight: gl.tensor
+    row_factor: gl.tensor
+    rows: gl.tensor  # BF16 [slots, hidden]: what combine adds
+    tile_lists: gl.tensor  # int32 [CTAs, tile_list_stride]: of each CTA
+    counters: gl.tensor
+    signals: gl.tensor  # of ranks of other launches
+    peers: gl.tensor  # int64 [ranks]: bytes from a pointer of this launch to the same of a rank
+    report: gl.tensor
+    trace: gl.tensor
+    bound_ns: gl.tensor
+    early_steps: gl.tensor  # steps of a CTA's first tile that do not wait for the whole pool
+    absent_rank: gl.tensor  # a rank that never signals its end, for tests of the bound; -1: none
+    first_rank: gl.tensor  # of this launch
+    first_slot: gl.tensor  # of the call: where this launch's slots begin, on each rank
+    num_slots: gl.tensor  # of all ranks
+    tokens_per_rank: gl.tensor
+    num_experts: gl.tensor  # of one rank
+    rows_per_rank: gl.tensor
+    pool_rows: gl.tensor
+    wave_rows: gl.tensor  # RING: rows (of all experts in order) of a pool wave
+    tile_list_stride: gl.tensor
+    num_counters: gl.tensor
+    hidden: gl.tensor
+    width: gl.tensor  # of a pooled token
+    clamp: gl.tensor
+    WEIGHTS: gl.constexpr
+    ACTS: gl.constexpr
+    FACTOR: gl.constexpr
+    HAS_BIAS: gl.constexpr
+    ACTIVATION: gl.constexpr
+    PROMOTED: gl.constexpr
+    WEIGHTED: gl.constexpr
+    HAS_COUNT: gl.constexpr
+    HAS_STATS: gl.constexpr
+    RANKS: gl.constexpr
+    LOCAL: gl.constexpr  # ranks of this launch
+    EXPERTS: gl.constexpr  # num_experts to the next power of two
+    SLOTS: gl.constexpr  # num_slots to the next size that kernels are compiled for
+    CHUNK: gl.constexpr  # slots of which one warpgroup reads the routing at a time
+    TOP_K: gl.constexpr  # slots of a token, those of shared experts included
+    SHARED: gl.constexpr  # shared experts: the last experts, in the last slots of every token
+    K_SLOTS: gl.constexpr  # TOP_K to the next power of two
+    TOKENS: gl.constexpr
+    SLABS: gl.constexpr
+    DEPTH: gl.constexpr
+    STAGES: gl.constexpr
+    ROWS: gl.constexpr  # weight rows of a tile
+    TRACE: gl.constexpr
+    WINDOW: gl.constexpr  # as in `SwapAbGemm`
+    RING: gl.constexpr  # the pool holds two pool waves at a time, not all rows
+    ROWS_AS: gl.constexpr  # the format that combine rounds rows to
+
+
+@gluon.jit
+def num_parts(args):
+    """Parts of tokens, of all ranks."""
+    return args.num_slots // args.TOP_K * ((args.width + PART_COLS - 1) // PART_COLS)
+
+
+@record
+class Linear:
+    """One of the two products: what `SwapAbGemm` has of its own for each."""
+
+    w: tma.tensor_descriptor
+    w_scale: tma.tensor_descriptor
+    x: tma.tensor_descriptor
+    x_scale: tma.tensor_descriptor
+    factor: gl.tensor
+    bias: gl.tensor
+    acts_factor: gl.tensor
+    out: gl.tensor
+    out_scale: gl.tensor
+    steps: gl.tensor
+    num_outputs: gl.tensor
+    num_bias: gl.tensor
+    factor_rows: gl.tensor
+    factor_cols: gl.tensor
+    ACTS: gl.constexpr
+    GATED: gl.constexpr
+
+
+@record
+class CtaState:
+    """One CTA: its place, its tile list, its work queue, its barriers."""
+
+    args: KernelArgs
+    rank: gl.tensor
+    local_rank: gl.tensor  # among the ranks of this launch
+    cta_idx: gl.tensor  # within the rank
+    num_ctas: gl.tensor  # of the rank
+    tile_list: gl.tensor  # this CTA's
+    counters: gl.tensor  # this rank's
+    slot_expert: gl.shared_memory_descriptor  # int16 [SLOTS / CHUNK, CHUNK]: local expert, or -1
+    expert_row_begin: gl.shared_memory_descriptor  # int32 [EXPERTS]
+    num_tiles: gl.shared_memory_descriptor  # int32 [1]: length of the tile list
+    routed: gl.shared_memory_descriptor
+    own_filled: gl.shared_memory_descriptor
+    pool_filled: gl.shared_memory_descriptor
+    queue: gl.shared_memory_descriptor  # int32 [2 * QUEUE_WORDS, 1]: two work items
+    item_full: gl.shared_memory_descriptor
+    item_empty: gl.shared_memory_descriptor
+    tile_stored: gl.shared_memory_descriptor
+    tile_counted: gl.shared_memory_descriptor
+    own_done: gl.shared_memory_descriptor
+    all_done: gl.shared_memory_descriptor
