@@ -44,6 +44,7 @@ TABLE: dict[tuple[str, str], Numerics] = {
     ("portable", "w4a8_block"): Numerics("bf16", 128, "scaled", "BF16 holds both elements exactly; activation scales per 128 of K"),
     ("portable", "w4a4"):       Numerics("bf16", 0,   "values", "BF16 holds both operands exactly"),
     ("portable", "nvfp4"):      Numerics("bf16", 0,   "values", "BF16 holds both operands exactly"),
+    ("portable", "nvfp4a16"):   Numerics("bf16", 0,   "plain",  "FP4 times its scale is exact in BF16; the factor multiplies sums"),
     ("native",   "w4a8"):       Numerics("fp8",  0,   "codes",  "block-scaled MMA takes codes and scales"),
     ("native",   "w4a4"):       Numerics("fp4",  0,   "codes",  "block-scaled MMA takes codes and scales"),
     ("native",   "nvfp4"):      Numerics("fp4",  0,   "codes",  "block-scaled MMA takes codes and scales"),
@@ -52,6 +53,12 @@ WIDE_RANGE = Numerics("bf16", 128, "scaled", "a weight scale that E4M3 cannot ta
 UPCAST = Numerics("bf16", 128, "codes", "no FP8 tensor cores before sm_89: E4M3 multiplied as BF16, exact")
 ORACLE = Numerics("float64", 0, "codes", "float64 sums of exactly quantised operands")
 # fmt: on
+HOPPER_RECIPES = tuple(recipe for backend, recipe in TABLE if backend == "hopper")
+
+
+def not_on_hopper(recipe: str) -> str:
+    """Why Hopper's kernels do not compute a recipe; "" where they do."""
+    return "" if recipe in HOPPER_RECIPES else f"no kernel for recipe {recipe}"
 
 
 def numerics(

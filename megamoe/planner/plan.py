@@ -22,7 +22,7 @@ from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
 from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, PortableGemm, Tile
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.hopper import COUNTERS, WIDTH
 from megamoe.problem import Problem
@@ -290,7 +290,10 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
-    backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper)
+    not_hopper = call.not_hopper or not_on_hopper(call.problem.recipe)
+    if call.shared is not None:
+        not_hopper = not_hopper or not_on_hopper(call.shared.recipe)
+    backend, passed = choose_backend(asked, wanted, reasons, not_hopper)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why

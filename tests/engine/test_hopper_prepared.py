@@ -13,7 +13,8 @@ from megamoe.engine.functional import choose
 from megamoe.engine.hopper import check_activation, prepared, run_pass, why_apart, with_shared
 from megamoe.engine.planning import log_once
 from megamoe.errors import NotAvailable
-from megamoe.problem import RECIPES, Options
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
+from megamoe.problem import Options
 
 E, I, H = 2, 96, 64
 

@@ -127,7 +127,7 @@ def grouped_gemm(
     step = grouped(tile, num_rows, num_groups, n, _num_sms(device) if dynamic else None)
     launch.linear(
         todo.activations, _per_group(w), order, y.view(num_rows, 1, n), step, how, store="slots",
-        x_global=spread, gather=True, ticket=ticket if dynamic else None,
+        x_global=None if g is None else spread, gather=True, ticket=ticket if dynamic else None,
     )  # fmt: skip
     return y
 

@@ -81,6 +81,7 @@ _ANYWHERE = {
     ),
     "w4a4": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp4"]),
     "nvfp4": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], VALUES["nvfp4"]),
+    "nvfp4a16": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], ORDERED),
 }
 _NATIVE = {
     "w4a8": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp8"], CODES["mxfp8"], _F8, 32, _U8),
@@ -154,7 +155,8 @@ def gated(
         TOKENS=how.tokens, WEIGHTS=how.weights, ACTS=how.acts,
         ACTIVATION=options.activation, FAST_MATH=options.fast_math,
         WEIGHTED=options.weight_at == "l1", HAS_BIAS=bias is not None,
-        HAS_GLOBAL=w13.global_scale is not None, GATHER=gather, TOP_K=top_k,
+        HAS_GLOBAL=w13.global_scale is not None, TOKEN_GLOBAL=x_global is not None,
+        GATHER=gather, TOP_K=top_k,
         **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
@@ -186,7 +188,7 @@ def linear(
                bytes with `out_scale`; "atomic": out FP32 [T, N], added in no fixed order, so the
                result is not deterministic
     weighted   with "atomic": multiply by the topk weight here
-    x_global   FP32, one per expert
+    x_global   FP32, one per expert; None: rows have no global scale
     gather     x holds tokens, not permuted rows
     ticket     int32 zero: the grid's programs take their tiles from it, instead of one a program
     pdl        place programs while the launch before ends
@@ -216,7 +218,8 @@ def linear(
         TOKENS=how.tokens, WEIGHTS=how.weights,
         ACTS=PLAIN if out_scale is None else CODES["fp8_combine"], STORE=store, WEIGHTED=weighted,
         WEIGHT_BIAS=weight_bias, HAS_BIAS=bias is not None, HAS_GLOBAL=w.global_scale is not None,
-        GATHER=gather, TOP_K=top_k, DYNAMIC=ticket is not None, **tile.constants(), **overlap(pdl),
+        TOKEN_GLOBAL=x_global is not None, GATHER=gather, TOP_K=top_k,
+        DYNAMIC=ticket is not None, **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
 
