@@ -29,7 +29,9 @@ def routing(num_experts=E):
 def stacked(recipe, gate_up="split", bias=False):
     """Experts of ours, and the tensors that vLLM would have loaded for them."""
     w13, w2 = (torch.randn(s, generator=rng()) / 8 for s in ((E, 2 * I, H), (E, H, I)))
-    b13, b2 = (torch.randn(s, generator=rng(4)) for s in ((E, 2 * I), (E, H))) if bias else (None,) * 2
+    b13, b2 = (
+        (torch.randn(s, generator=rng(4)) for s in ((E, 2 * I), (E, H))) if bias else (None,) * 2
+    )
     acts = {"x_global": 0.01, "acts_global": torch.linspace(0.01, 0.02, E)}
     extra = acts if recipe == "nvfp4" else {}
     w = mm.ExpertWeights.quantize(w13, w2, recipe, b13=b13, b2=b2, gate_up=gate_up, **extra)
@@ -143,7 +145,9 @@ def test_nvfp4_factors_enter_in_their_direction(is_compressed, use_a16):
 
 def test_gpt_oss_rows_are_interleaved_and_copied_ones_are_freed():
     w, tensors = stacked("w4a16", "interleaved", bias=True)
-    one = layer(renamed(tensors, **MX), activation=SimpleNamespace(value="swigluoai"), has_bias=True)
+    one = layer(
+        renamed(tensors, **MX), activation=SimpleNamespace(value="swigluoai"), has_bias=True
+    )
     how = method("GptOssMxfp4MoEMethod")
     assert layers.why_not(one, how, HERE) == ""
     made = layers.make_layer(one, how, HERE)
@@ -219,7 +223,7 @@ def test_two_ranks_with_vllms_expert_map_add_up_to_the_whole_layer():
 BF16 = method("UnquantizedFusedMoEMethod")
 LEFT = {
     "another method": (method("AWQMoEMethod"), {}, "experts of AWQMoEMethod"),
-    "FP8 per matrix": (method("Fp8MoEMethod", weight_block_size=None), {}, "whole rows or matrices"),
+    "FP8 per matrix": (method("Fp8MoEMethod", weight_block_size=None), {}, "rows or matrices"),
     "FP8 cut": (
         method("Fp8MoEMethod", weight_block_size=[128, 128], weight_scale_refine=(2, 2)), {},
         "tensor parallelism cuts",
