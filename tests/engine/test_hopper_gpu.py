@@ -15,8 +15,9 @@ from megamoe.kernels.hopper import launch
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import hopper as planner
 from megamoe.planner.launches import Gemm
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.plan import plan_call
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
 from tests import pretending
 from tests.kernels.hopper import shipped, tile_name

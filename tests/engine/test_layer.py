@@ -78,7 +78,7 @@ def test_auto_is_the_best_that_works_and_the_rest_says_why_not():
         assert (
             layer.plan(3).mode == mode and "oracle" in layer.plan(3).why and "oracle" in layer.why
         )
-    with pytest.raises(NotAvailable, match="auto or staged or fused.*; got split"):
+    with pytest.raises(NotAvailable, match=r"auto or staged or fused.*; got split"):
         mm.moe(*tokens(), weights(), mode="split")
 
 

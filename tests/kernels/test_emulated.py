@@ -17,8 +17,9 @@ from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables import hopper as tables
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from tests import emulator, pretending

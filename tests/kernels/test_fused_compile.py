@@ -11,8 +11,9 @@ from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.planner.hopper import as_fused, pick, routing_bytes, slot_size, weights_ahead
 from megamoe.planner.launches import Launch, Mega, next_power_of_2
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED

@@ -21,9 +21,10 @@ from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import smem
 from megamoe.planner.hopper import gemm_launch, pick
 from megamoe.planner.launches import Gemm
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.numerics import numerics
 from megamoe.planner.tables import hopper as tables
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.steps import hopper_steps

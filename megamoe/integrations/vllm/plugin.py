@@ -81,7 +81,8 @@ def choose(layer: Any, ask: Callable[[], Any]) -> Any:
         if error is not None:
             raise error
         return method
-    method.__class__ = _ours(type(method))
+    theirs: Any = type(method)
+    method.__class__ = _ours(theirs)
     method.megamoe_settings = settings
     return method
 
@@ -186,6 +187,6 @@ def _ours(theirs: type) -> type:
 
 
 def _additional_config() -> Any:
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]
 
     return get_current_vllm_config().additional_config

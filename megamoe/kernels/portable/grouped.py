@@ -117,7 +117,8 @@ def grouped_gemm(
     step = grouped(tile, num_rows, num_groups, n, _num_sms(device) if dynamic else None)
     launch.linear(
         todo.activations, _per_group(w), order, y.view(num_rows, 1, n), step, how,
-        to=launch.Destination("slots"), factors=launch.Factors(x_global=spread), gather=True,
+        to=launch.Destination("slots"),
+        factors=launch.Factors(x_global=None if g is None else spread), gather=True,
         ticket=ticket if dynamic else None,
     )  # fmt: skip
     return y

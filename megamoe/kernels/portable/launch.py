@@ -112,6 +112,7 @@ _ANYWHERE = {
     ),
     "w4a4": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp4"]),
     "nvfp4": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], VALUES["nvfp4"]),
+    "nvfp4a16": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], ORDERED),
 }
 _NATIVE = {
     "w4a8": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp8"], CODES["mxfp8"], _F8, 32, _U8),
@@ -185,7 +186,8 @@ def gated(
         TOKENS=how.tokens, WEIGHTS=how.weights, ACTS=how.acts,
         ACTIVATION=options.activation, FAST_MATH=options.fast_math,
         WEIGHTED=options.weight_at == "l1", HAS_BIAS=bias is not None,
-        HAS_GLOBAL=w13.global_scale is not None, GATHER=gather, TOP_K=top_k,
+        HAS_GLOBAL=w13.global_scale is not None, TOKEN_GLOBAL=x_global is not None,
+        GATHER=gather, TOP_K=top_k,
         **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
@@ -238,7 +240,8 @@ def linear(
         TOKENS=how.tokens, WEIGHTS=how.weights,
         ACTS=PLAIN if to.scale is None else CODES["fp8_combine"], STORE=to.store,
         WEIGHTED=to.weighted, WEIGHT_BIAS=to.weight_bias, HAS_BIAS=bias is not None,
-        HAS_GLOBAL=w.global_scale is not None, GATHER=gather, TOP_K=to.top_k,
+        HAS_GLOBAL=w.global_scale is not None,
+        TOKEN_GLOBAL=x_global is not None, GATHER=gather, TOP_K=to.top_k,
         DYNAMIC=ticket is not None, **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
