@@ -36,7 +36,7 @@ from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.hardware import Hardware, of_gpu
-from megamoe.kernels.hopper import compiler_hooks
+from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.hopper.mega.launch import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.call import CallSpec, SharedSpec
