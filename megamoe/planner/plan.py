@@ -17,26 +17,37 @@ from megamoe.hardware import Hardware
 from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import hopper, portable
+from megamoe.planner import blackwell, chain, hopper, portable
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
-from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, PortableGemm, Tile
+from megamoe.planner.launches import (
+    Gemm,
+    GemmSwapAb,
+    GemmTmem,
+    Launch,
+    Mega,
+    Pass,
+    PortableGemm,
+    Tile,
+)
 from megamoe.planner.numerics import Numerics, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import COUNTERS, WIDTH
 from megamoe.problem import Problem
 
-BACKENDS = ("hopper", "portable", "reference")  # best first
+BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
 # Never yet run on hardware by us: `auto` takes one only where the machine has a certificate.
 OPT_IN = ("blackwell",)
 NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
-MODES = ("auto", "staged", "fused", "split")
+MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
-    "hopper": ("staged", "fused"),
+    "hopper": ("staged", "fused", "chain"),
+    "blackwell": ("staged",),
     "portable": ("staged",),
-    "reference": ("staged", "fused"),
+    "reference": ("staged", "fused", "chain"),
 }
 
 
@@ -60,10 +71,11 @@ class Plan:
     mode: str
     why: str  # of the backend and the mode
     numerics: Numerics
-    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart
+    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
+    # the exchange, then routed experts, window after window of the pool
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
-    rest: tuple[Launch, ...]  # staged: what follows the passes, combine last
+    rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
     buffers: tuple[Buffer, ...]
     overrides: Overrides
 
@@ -84,6 +96,8 @@ class Plan:
         """Staged over a group: the launch that quantises tokens before they are sent."""
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
+        if self.mode == "chain":
+            return ()
         p = self.problem
         acts = recipe_named(p.recipe).acts.name
         if acts == "bf16" or p.num_tokens == 0:
@@ -99,16 +113,21 @@ class Plan:
         return found
 
     @property
-    def tile(self) -> Tile | PortableGemm | None:
+    def tile(self) -> Tile | GemmTmem | PortableGemm | None:
         """The tile of the routed experts' L1; None where nothing is launched."""
         if self.mega is not None:
             assert isinstance(self.mega.config, Mega)
             return self.mega.config.tile
-        if not self.passes:
+        if self.routed is None:
             return None
-        config = self.passes[0]["l1"].config
-        assert isinstance(config, GemmSwapAb | Gemm | PortableGemm)
+        config = self.routed["l1"].config
+        assert isinstance(config, GemmSwapAb | Gemm | GemmTmem | PortableGemm)
         return config
+
+    @property
+    def routed(self) -> Pass | None:
+        """The first pass of the routed experts; None where nothing is launched, or all at once."""
+        return next((one for one in self.passes if one.find("l1") is not None), None)
 
     @property
     def overlaps(self) -> bool:
@@ -117,7 +136,7 @@ class Plan:
         Over a group other launches and all-to-alls lie between them.
         """
         given = dict(self.overrides).get("overlap_launches")
-        if self.call.is_group:
+        if self.call.is_group and self.mode != "chain":
             return False
         return self.backend == "hopper" if given is None else bool(given)
 
@@ -128,7 +147,9 @@ class Plan:
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """The sum of a CTA of Hopper's GEMMs; Triton's compiler lays out portable's."""
+        """The sum of a CTA of Gluon's GEMMs; Triton's compiler lays out portable's."""
+        if isinstance(self.tile, GemmTmem):
+            return blackwell.shared_memory(self.problem.recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):
             return hopper.shared_memory(self.call, self.tile)
         return None
@@ -150,7 +171,7 @@ class Plan:
         ]
         tile = self.tile
         if tile is not None:
-            l1 = self.mega or self.passes[0]["l1"]
+            l1 = self.mega or self.routed["l1"]  # type: ignore[index]
             found += [
                 Choice("tile", str(tile), l1.why),
                 Choice("block_m", tile.block_m, "tokens"),
@@ -160,6 +181,15 @@ class Plan:
             ]
         if self.num_passes > 1:
             found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
+        if self.mode == "chain" and self.routed is not None:
+            pull = self.routed["pull"]
+            found.append(Choice("pull_sms", pull.num_ctas, pull.why))
+            found.append(Choice("l2", str(tile), self.routed["l2"].why))
+            num = len(self.passes) - 1
+            found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
+        if isinstance(tile, GemmTmem):
+            columns = blackwell.tmem_columns(self.problem.recipe, tile)
+            found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
             Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in found
@@ -271,6 +301,7 @@ def reasons_on(arch: str) -> dict[str, str]:
     is_gpu = arch.startswith("sm_")
     return {
         "hopper": "" if arch == "sm_90a" else f"needs sm_90a, this is {arch}",
+        "blackwell": "" if arch.startswith("sm_10") else f"needs sm_100a, this is {arch}",
         "portable": "" if is_gpu else "needs a GPU; on a CPU only Triton's interpreter runs it",
         "reference": "",
     }
@@ -311,8 +342,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
     rest: tuple[Launch, ...] = ()
-    if call.problem.num_tokens == 0 or backend == "reference":
+    if backend == "reference" or (call.problem.num_tokens == 0 and mode != "chain"):
         pass
+    elif mode == "chain":
+        owner = chain.owner_passes(call, hw.num_sms, given)
+        passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
     elif mode == "fused":
         num, _ = hopper.passes_of(call)
         mega = hopper.fused_launch(call, hw.num_sms, given)
@@ -320,6 +354,9 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         passes, rest = _over_group(call, backend, hw, given)
     elif backend == "hopper":
         passes = hopper.staged_passes(call, hw.num_sms, given)
+        rest = tuple(hopper.finish(call, call.problem.num_tokens))
+    elif backend == "blackwell":
+        passes = blackwell.staged_passes(call, hw.num_sms, given)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
     else:
         passes = portable.staged_passes(call, hw.arch, given)
@@ -332,6 +369,8 @@ def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: 
     """Staged over a group: the launches of the rows that a rank received."""
     if backend == "hopper":
         return hopper.rows_pass(call, num_rows, hw.num_sms, dict(given))
+    if backend == "blackwell":
+        return blackwell.rows_pass(call, num_rows, hw.num_sms, dict(given))
     return portable.rows_pass(call, num_rows, hw.arch, dict(given))
 
 
@@ -339,6 +378,8 @@ def shared_plan(made: Plan) -> Pass:
     """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
     if made.backend == "hopper":
         return hopper.shared_pass(made.call, made.hardware.num_sms)
+    if made.backend == "blackwell":
+        return blackwell.shared_pass(made.call, made.hardware.num_sms)
     return portable.shared_pass(made.call, made.hardware.arch)
 
 
@@ -350,16 +391,16 @@ def _over_group(
     rows = p.num_tokens * p.top_k
     found = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
     rest: list[Launch] = []
-    if backend == "hopper" and call.combine == "fp8":
+    if backend in ("hopper", "blackwell") and call.combine == "fp8":
         kind = "codes-fp8_combine"
         rest.append(portable.quantize_rows("rows_to_fp8", rows, p.hidden, kind))
     if call.shared is not None:
-        one = (
-            hopper.shared_pass(call, hw.num_sms)
-            if backend == "hopper"
-            else portable.shared_pass(call, hw.arch)
-        )
-        rest += one.launches
+        if backend == "hopper":
+            rest += hopper.shared_pass(call, hw.num_sms).launches
+        elif backend == "blackwell":
+            rest += blackwell.shared_pass(call, hw.num_sms).launches
+        else:
+            rest += portable.shared_pass(call, hw.arch).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
     return tuple(found), tuple(rest)
 
@@ -370,6 +411,8 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
         return "staged", "portable launches phase by phase"
+    if backend == "blackwell":
+        return "staged", "no fused launch on Blackwell yet"
     return hopper.mode_of(call, given, wanted)
 
 
@@ -383,12 +426,10 @@ def _buffers(made: Plan) -> list[Buffer]:
     """What a rank holds: weights, and the memory of one call."""
     call, p = made.call, made.problem
     local = p.num_experts // p.num_ranks * call.local_ranks
-    weights = local * weight_bytes(p)
-    found = [Buffer("experts", weights, "weights", f"{local} routed experts as the checkpoint has")]
-    is_fp4 = recipe_named(p.recipe).weights.element.bits == 4
-    if made.backend == "hopper" and is_fp4:
-        about = "the same in the order that wgmma wants, beside the checkpoint's bytes"
-        found.append(Buffer("images", weights, "weights", about))
+    each, about = weight_bytes(p), "as the checkpoint has them"
+    if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
+        each, about = _image_bytes(call), "as images, and in no other form"
+    found = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
     if made.mega is not None:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
@@ -401,23 +442,44 @@ def _buffers(made: Plan) -> list[Buffer]:
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    elif made.mode == "chain" and made.routed is not None:
+        config = made.routed["rows"].config
+        assert isinstance(config, chain.Rows)
+        found += _pools(made, config.pool_rows)
+        where = chain.memory(call)
+        about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
+        found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots
         if made.backend == "hopper":
             rows = hopper.num_rows(one.num_slots, one.num_experts)
+        elif isinstance(made.tile, GemmTmem):
+            rows = blackwell.num_rows(one.num_slots, one.num_experts, made.tile.block_m)
         found += _pools(made, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     return found
 
 
+def _image_bytes(call: CallSpec) -> int:
+    """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
+    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
+    hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
+    values = 3 * hidden * wide
+    if fmt.has_global:
+        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
+    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
+        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
+    return int(values * fmt.bits_per_value / 8)
+
+
 def _pools(made: Plan, rows: int) -> list[Buffer]:
     """Tokens sorted by expert, and activations between the linears."""
     p, how = made.problem, made.numerics
-    fmt = recipe_named(p.recipe).acts if how.acts == "codes" else BF16
+    fmt = recipe_named(p.recipe).acts if how.acts in ("codes", "placed") else BF16
     widths = (("tokens", p.hidden), ("activations", p.intermediate))
-    wide = WIDTH if made.backend == "hopper" else 1
+    wide = {"hopper": WIDTH, "blackwell": BLACKWELL_WIDTH}.get(made.backend, 1)
     return [
         Buffer(name, rows * stored_bytes(align_up(width, wide), fmt), "local", f"{rows} rows")
         for name, width in widths

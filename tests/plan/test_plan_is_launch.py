@@ -9,7 +9,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import hopper, parallel, planning, symm_buffer
+from megamoe.engine import blackwell, chain, images, packed, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
@@ -19,11 +19,12 @@ from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_s
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights import pack
+from megamoe.planner import chain as planned
 from megamoe.planner.hopper import passes_of
 from megamoe.planner.launches import Launch
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED
-from tests.pretending import pretend_h200
+from tests.pretending import pretend_b200, pretend_h200
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no launches")
 
@@ -31,6 +32,8 @@ META = torch.device("meta")
 TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
 E, I, H, K = 32, 2048, 4096, 6  # of one rank
 BACKENDS = ("hopper", "portable")
+BLACKWELL = [("blackwell", recipe, num) for recipe in RECIPES for num in (8, 512, 8192)]
+MACHINE = {"hopper": "h200", "portable": "h200", "blackwell": "b200"}
 
 
 def quantized(name, *shape):
@@ -64,13 +67,10 @@ def launched(monkeypatch):
 
     pretend_h200(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", keep)
-    for name in ("fits_e4m3", "fits_bf16", "can_be_placed"):
-        monkeypatch.setattr(pack, name, lambda w: True)
-        if hasattr(hopper, name):
-            monkeypatch.setattr(hopper, name, lambda w: True)
-    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
-    monkeypatch.setattr(hopper, "why_not", lambda w: "")
-    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    facts = pack.Facts(True, True, True)
+    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
+    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
+    monkeypatch.setattr(images, "_facts", lambda w: facts)
     return found
 
 
@@ -102,35 +102,74 @@ def inputs(num, *, is_quantized=False, recipe="w8a8"):
     return x, idx, torch.empty(num, K, device=META)
 
 
-CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS]
+CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS] + BLACKWELL
+
+
+@pytest.fixture
+def machine(launched, monkeypatch, request):
+    """The machine of the backend; a pretended H200 is there already."""
+    backend = request.node.callspec.params["backend"]
+    if backend == "blackwell":
+        pretend_b200(monkeypatch)
+        monkeypatch.setattr(
+            blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w)
+        )
+    return MACHINE[backend]
 
 
 @pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
-def test_one_rank(launched, backend, recipe, num):
+def test_one_rank(launched, machine, backend, recipe, num):
     w, options = experts(recipe), Options()
     plan = plan_for(
         w, options, Traits(), num_tokens=num, top_k=K, overrides=(("backend", backend),)
     )
-    public = mm.plan(mm.Problem(num, H, I, E, K, 1, recipe), "h200", backend=backend)
+    public = mm.plan(mm.Problem(num, H, I, E, K, 1, recipe), machine, backend=backend)
     assert plan.launches == public.launches and plan.mode == public.mode
     launch(Call(*inputs(num), w, options, None, status()), plan)
     assert_planned(launched, plan.launches)
 
 
 @pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
-def test_eight_ranks(launched, backend, recipe, num):
+def test_eight_ranks(launched, machine, backend, recipe, num):
     w, options = experts(recipe), Options()
     ranks = Ranks(8, 8 * E, max_tokens=num)
     plan = plan_for(
         w, options, Traits(), num_tokens=num, top_k=K, overrides=(("backend", backend),),
         ranks=ranks,
     )  # fmt: skip
-    public = mm.plan(mm.Problem(num, H, I, 8 * E, K, 8, recipe), "h200", backend=backend)
+    public = mm.plan(mm.Problem(num, H, I, 8 * E, K, 8, recipe), machine, backend=backend)
     assert plan.launches == public.launches and plan.mode == public.mode
     if plan.mode == "fused":
         fused_over_ranks(plan, w, options)
+    elif plan.mode == "chain":
+        chain_over_ranks(plan, w, options, num)
     else:
         staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
+def test_eight_staged_ranks(launched, recipe):
+    w, options, num = experts(recipe), Options(), 512
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, max_tokens=num),
+        overrides=(("backend", "hopper"), ("mode", "staged")),
+    )  # fmt: skip
+    staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("num", [0, 300])
+def test_a_chain_in_passes_with_shared_experts_and_fp8_rows(launched, num):
+    w, shared, options = experts("w8a8"), experts("w4a16", 1), Options(combine="fp8")
+    spec = planning._shared_spec(shared, apart="w4a16")
+    given = (("backend", "hopper"), ("mode", "chain"), ("pool_rows", 5000), ("reserve_sms", 4))
+    plan = plan_for(
+        w, options, Traits(shared=spec), num_tokens=num, top_k=K, overrides=given,
+        ranks=Ranks(8, 8 * E, max_tokens=512),
+    )  # fmt: skip
+    assert len(plan.passes) == 1 + 5 and plan.launch("l2").grid == (128,)
+    chain_over_ranks(plan, w, options, num, shared)
     assert_planned(launched, plan.launches)
 
 
@@ -138,17 +177,27 @@ def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
     passes, each = passes_of(plan.call)
     where = symm_buffer.layout(passes * each, H, K, passes)
-    room = symm_buffer.symm_buffer_in(
+    buffer = symm_buffer.symm_buffer_in(
         torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
     )
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = mega_launch.World(8, 1, 0, peers, room.signals)
+    world = mega_launch.World(8, 1, 0, peers, buffer.signals)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(
-            room, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
+            buffer, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
             number=number,
         )  # fmt: skip
+
+
+def chain_over_ranks(plan, w, options, num, shared=None):
+    """What `ChainGroup` launches on this rank."""
+    where = planned.memory(plan.call)
+    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
+    peers = torch.empty(8, dtype=torch.int64, device=META)
+    me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)
+    stats = torch.empty(E, dtype=torch.int64, device=META)
+    chain.run(me, Call(*inputs(num), w, options, shared, status(), stats), plan)
 
 
 def staged_over_ranks(plan, w, options, num):
@@ -188,8 +237,8 @@ def test_a_second_decision_is_seen(launched, monkeypatch):
         assert_planned(launched, plan.launches)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_overrides_shared_experts_fp8_rows_and_quantised_tokens(launched, backend):
+@pytest.mark.parametrize("backend", (*BACKENDS, "blackwell"))
+def test_overrides_shared_experts_fp8_rows_and_quantised_tokens(launched, machine, backend):
     w, shared = experts("w4a8_block"), experts("w4a16", 1)
     options = Options(combine="fp8")
     spec = planning._shared_spec(shared, apart="w4a16")
