@@ -108,7 +108,7 @@ def product_kernel(
         phase ^= 1
         use_acc = True
     REGISTERS: gl.constexpr = get_tmem_reg_layout(gl.float32, (128, N), layout, gl.num_warps())
-    if MULTIPLY:
+    if MULTIPLY:  # noqa: SIM108
         found = sums.load(REGISTERS)
     else:
         found = gl.full([128, N], 1.0, gl.float32, REGISTERS)
