@@ -26,7 +26,9 @@ EXCUSED = {
     ("cli/bench_more.py", "fixed"): OPTIONS,
     ("cli/plan.py", "command"): OPTIONS,
     ("cli/simulate.py", "command"): OPTIONS,
-    # A kernel's own body, which one of two loops runs; Triton passes no record of pointers.
+    # One too many since `chain`: bias, factor and error want a record, as the portable one has.
+    ("kernels/hopper/launch.py", "linear"): "owed",
+    # A kernel's own body, which one of two loops runs.
     ("kernels/portable/gemm.py", "_linear_tile"): "the entry's own arguments",
 }  # fmt: skip
 

@@ -24,7 +24,7 @@ from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.launch import Chain
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.routing import Routing
-from megamoe.layout.exchange import TokenWords
+from megamoe.layout.pushed import TokenWords
 from megamoe.layout.regions import Workspace
 from megamoe.planner import chain as planned
 from megamoe.planner.hopper import max_tiles, num_rows
@@ -35,7 +35,7 @@ DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ChainBuffer(NamedTuple):
-    """The regions of `layout.exchange.pushed_exchange`."""
+    """The regions of `layout.pushed.pushed_exchange`."""
 
     begun: Tensor
     done: Tensor

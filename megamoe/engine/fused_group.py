@@ -82,6 +82,8 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
 class FusedGroup:
     """This rank's symmetric buffer, and its peers'. Make it on all ranks."""
 
+    mode = "fused"
+
     def __init__(self, layer: MoE, meeting: Rendezvous) -> None:
         from megamoe.distributed.symmetric import share
         from megamoe.kernels.hopper.mega.launch import World

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, device_guard, fused_group, parallel, status
+from megamoe.engine import backends, chain_group, device_guard, fused_group, parallel, status
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -55,8 +55,9 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits;
-                         what a mode cannot take is refused; `why` says what `auto` came to
+    mode                 "staged", "fused" (one launch, docs/fused.md), over a group also "chain"
+                         (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
+                         take is refused; `why` says what `auto` came to
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
     overlap_launches     place each kernel while the one before it ends; None: on Hopper, where
                          decode is up to 7% faster with it (docs/hopper.md)
@@ -64,8 +65,8 @@ class MoE(nn.Module):
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
-    pool_rows            rows of the pool of fused launches: a call with more runs in waves; None is
-                         room for all
+    pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
+                         in waves or passes; None is room for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
@@ -123,7 +124,7 @@ class MoE(nn.Module):
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
-        self._fused_group: fused_group.FusedGroup | None = None
+        self._fused_group: fused_group.FusedGroup | chain_group.ChainGroup | None = None
         self._ranks, self._why_staged = ONE_RANK, ""
 
         def build(num_ranks: int) -> Placement:
@@ -140,7 +141,7 @@ class MoE(nn.Module):
             )
         else:
             self._world = parallel.join(self, build, group, timeout_s)
-            self._fused_group, self._why_staged = fused_group.join(self, self._world)
+            self._fused_group, self._why_staged = chain_group.join(self, self._world)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
             self.register_buffer("_sent", counted(zeros), persistent=False)
             self._handle = handle_of(self)
@@ -194,7 +195,7 @@ class MoE(nn.Module):
             not (self._has_group and self._wants_graphs),
             "a layer over a process group keeps no graphs of its own",
             got="cuda_graphs=True with a group",
-            fix="capture calls of mode='fused' yourself; staged ones wait for the GPU",
+            fix="capture calls of mode='fused' or 'chain' yourself; staged ones wait for the GPU",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -217,7 +218,7 @@ class MoE(nn.Module):
         """As asked for; over a group what `auto` came to."""
         if self._world is None:
             return self._wanted[1]
-        return "staged" if self._fused_group is None else "fused"
+        return "staged" if self._fused_group is None else self._fused_group.mode
 
     def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
         """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
@@ -264,7 +265,8 @@ class MoE(nn.Module):
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
         text = f"backend {self._backend}: {backend}"
         if self._world is not None:
-            mode = self._why_staged or "every rank can, in one launch"
+            can = {"fused": "every rank can, in one launch", "chain": "no host between ranks"}
+            mode = self._why_staged or can[self.mode]
             return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
         if self._backend == "reference":
@@ -453,7 +455,7 @@ class MoE(nn.Module):
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
         require(
             self._fused_group is None,
-            "a fused layer over a group cannot be reset: its ranks may stand at different calls",
+            f"mode {self.mode} over a group cannot be reset: ranks may stand at different calls",
             got="reset()",
             fix="build the layer anew on all ranks",
             kind=NotAvailable,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("auto", "staged", "fused")
+MODES = ("auto", "staged", "fused", "chain")
 
 
 Planned = Callable[[int, bool], Plan]  # tokens of this rank, whether they come quantised

@@ -32,11 +32,11 @@ BARRIERS = {
     4: "all tiles to be dealt",
     5: "rank {where} to begin the call",
     6: "wave {where} of the pool",
-    7: "rank {where} to push its tokens' slots",
-    8: "rows that rank {where} computes",
-    9: "its peers: rank {where} gave up and said so",
+    16: "rank {where} to push its tokens' slots",
+    17: "rows that rank {where} computes",
+    18: "its peers: rank {where} gave up and said so",
 }
-CHAIN = 7  # and on: waits of the chain
+CHAIN = 16  # and on: waits of the chain
 ANEW, RESET = "the next call starts anew", "call layer.reset() before the next call"
 GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
 

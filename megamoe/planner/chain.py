@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from megamoe.errors import CapacityError, require
 from megamoe.formats.spec import recipe_named
-from megamoe.layout.exchange import TokenWords, list_capacity, pushed_exchange, token_words
+from megamoe.layout.pushed import TokenWords, list_capacity, pushed_exchange, token_words
 from megamoe.layout.regions import Workspace, align_up, ceil_div
 from megamoe.planner import hopper
 from megamoe.planner.call import CallSpec
@@ -156,16 +156,13 @@ def following(tile: Tile) -> Following:
 def why_not(call: CallSpec) -> hopper.Refusal | None:
     """Why the chain does not take a call; None where it does."""
     p = call.problem
+    if p.num_ranks == 1 and call.max_tokens is None:
+        return hopper.Refusal("the chain is for ranks; one layer alone runs staged or fused")
     if p.num_ranks > tables.MAX_RANKS:
         return hopper.Refusal(f"the chain takes {tables.MAX_RANKS} ranks at most")
     if call.is_group and not call.max_tokens:
         why = "the chain needs max_tokens_per_rank: memory is shared up front"
         return hopper.Refusal(why, CapacityError)
-    if call.is_placed:
-        return hopper.Refusal("the chain needs contiguous experts, each once")
-    if p.hidden % tables.CHAIN_HIDDEN:
-        why = f"rows home are written 16 bytes at a time: hidden % {tables.CHAIN_HIDDEN} must be 0"
-        return hopper.Refusal(f"{why}; got {p.hidden}")
     if p.top_k + call.num_shared > MAX_TOP_K:
         return hopper.Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
     return None

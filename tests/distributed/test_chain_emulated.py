@@ -7,12 +7,14 @@ import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine import backends
+from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE
 from megamoe.errors import MegaMoETimeout
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from tests import emulator, pretending
-from tests.distributed.chain_ranks import ChainRanks, Counted
+from tests.distributed.chain_ranks import REMOTE, ChainRanks, Counted
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_emulated import tokens, weights_of
 
@@ -154,3 +156,23 @@ def test_a_rank_that_never_comes_ends_the_call_by_name_and_reaches_who_comes_lat
     ranks.launch(0, parts[0])
     with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
         ranks.found[0].check(K)
+
+
+# -- ranks of one process ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("links_gbs", [None, 100.0])
+def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    kernels = emulator.install(monkeypatch, num_sms=8)
+    w = weights_of("w8a8")
+    ranks = LocalRanks(w, 2, timeout_s=30.0, mode="chain", links_gbs=links_gbs)
+    ranks._chain._make(8, K)
+    for name in REMOTE:
+        kernels[name].hold = [m.buffer.tokens for m in ranks._chain._members]
+    for step, counts in enumerate([(8, 3), (0, 5)]):
+        inputs = tokens(sum(counts), seed=step, masked_ratio=0.2)
+        got = ranks(*(t.split(counts) for t in inputs))
+        ranks.check()
+        assert torch.equal(torch.cat(got), pretending.staged(inputs, w))
+    assert int(ranks.stats.sum()) > 0

