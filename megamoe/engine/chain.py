@@ -160,8 +160,8 @@ def _push(here: _Ranked, steps: Pass) -> Routing:
 def _quantize(here: _Ranked, step: Launch) -> None:
     """Tokens into this rank's records."""
     call, how = here.call, here.made.how
-    x = call.x
-    given = hopper._ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=call.weights.x_global)
+    x, g = call.x, call.weights.x_global
+    given = hopper._ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=g)
     tokens = here.me.buffer.tokens
     element = torch.uint8 if how.is_fp8 else torch.bfloat16
     exchange.quantize_tokens(

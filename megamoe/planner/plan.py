@@ -280,11 +280,12 @@ def choose_backend(
         )
     else:
         name = working[0]
+        proven = [one for one in working if one not in OPT_IN or not not_certified]
         if name == "hopper" and not_hopper:
-            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+            passed = f"hopper cannot compute this layer exactly: {not_hopper}"
+            name = next(one for one in proven if one != "hopper")
         elif name in OPT_IN and not_certified:
-            passed = f"{name} is opt-in: {not_certified}"
-            name = next(one for one in working if one not in OPT_IN)
+            name, passed = proven[0], f"{name} is opt-in: {not_certified}"
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(

@@ -208,9 +208,7 @@ def make_layer(layer: Any, method: Any, settings: Settings) -> MoE:
 
 def apply(layer: Any, made: MoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     """One call: nothing is read back, so vLLM may capture it."""
-    require(
-        x.dtype == torch.bfloat16, "tokens must be bfloat16", got=x.dtype, kind=DTypeError
-    )
+    require(x.dtype == torch.bfloat16, "tokens must be bfloat16", got=x.dtype, kind=DTypeError)
     ids = local_ids(topk_ids, layer.expert_map)
     y: Tensor = made(x.contiguous(), ids, topk_weights.float().contiguous())
     return y
