@@ -36,7 +36,7 @@ from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.hardware import Hardware, of_gpu
-from megamoe.kernels.hopper import compiler_hooks
+from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.hopper.mega.launch import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.call import CallSpec, SharedSpec
@@ -297,6 +297,13 @@ def _over_group(
     stats: Tensor, num_tokens: int,
 ) -> None:  # fmt: skip
     """One rank's launches: fused over symmetric memory, or staged around the exchange of rows."""
+    require(
+        plan.mode in ("fused", "staged"),
+        "kernels are found without a GPU for fused and staged calls",
+        got=f"mode {plan.mode}",
+        fix="mm.warmup compiles them on the GPU",
+        kind=NotAvailable,
+    )
     if plan.mode == "fused":
         assert plan.mega is not None
         passes, each = passes_of(plan.call)
