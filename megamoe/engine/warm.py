@@ -49,7 +49,7 @@ def warmup(
         fused_group, meeting = layer._fused_group, layer._world.meeting
 
         def lead() -> None:
-            if layer._world is not None and layer._world.rank == 0:
+            if layer.weights.device.type == "cuda" and meeting.rank == 0:
                 compile_before(layer, [fused_group.num_tokens], processes)
             if isinstance(fused_group, FusedGroup):
                 fused_group.compile(layer)
