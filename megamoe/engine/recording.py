@@ -297,6 +297,13 @@ def _over_group(
     stats: Tensor, num_tokens: int,
 ) -> None:  # fmt: skip
     """One rank's launches: fused over symmetric memory, or staged around the exchange of rows."""
+    require(
+        plan.mode in ("fused", "staged"),
+        "kernels are found without a GPU for fused and staged calls",
+        got=f"mode {plan.mode}",
+        fix="mm.warmup compiles them on the GPU",
+        kind=NotAvailable,
+    )
     if plan.mode == "fused":
         assert plan.mega is not None
         passes, each = passes_of(plan.call)
