@@ -248,7 +248,8 @@ class MoE(nn.Module):
         """mode  "": the layer's own"""
         return plan_for(
             self.weights, self.options, traits, num_tokens=num_tokens, top_k=self.top_k,
-            overrides=self._overrides(mode or self.mode), ranks=self._ranks, is_quantized=is_quantized,
+            overrides=self._overrides(mode or self.mode), ranks=self._ranks,
+            is_quantized=is_quantized,
         )  # fmt: skip
 
     @property

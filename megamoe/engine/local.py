@@ -19,7 +19,7 @@ from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, ShapeError, require
-from megamoe.planner.hopper import check_grid
+from megamoe.planner.hopper import check_grid, exchange_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import MAX_RANKS
@@ -91,7 +91,8 @@ class LocalRanks:
                 room.put(*one)
             y = fused.over(
                 self._rooms[0], most, self.weights, self.options,
-                World(num, num, 0, self._peers), self.stats, step=step, status=self._status,
+                World(num, num, 0, self._peers, self._rooms[0].signals, self._rooms[0].inbox),
+                self.stats, step=step, status=self._status,
                 timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
             )  # fmt: skip
             self._status.copy_to_host_async(self._top_k)
@@ -116,12 +117,12 @@ class LocalRanks:
 
     def _make_rooms(self, num_tokens: int) -> None:
         """A room for every rank, as large as the largest call so far, each an allocation."""
-        device, hidden = self.weights.device, self.weights.hidden
+        device = self.weights.device
         if self._rooms:
             had, top_k = self._rooms[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
-        where = symm_buffer.layout(num_tokens, hidden, self._top_k)
+        where = exchange_of(self.plan(num_tokens, self._top_k).call)
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)

@@ -32,6 +32,8 @@ BARRIERS = {
     4: "all tiles to be dealt",
     5: "rank {where} to begin the call",
     6: "wave {where} of the pool",
+    7: "rank {where}, which gave the call up",
+    8: "rank {where} to end the call",
 }
 ANEW, RESET = "the next call starts anew", "call layer.reset() before the next call"
 GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up

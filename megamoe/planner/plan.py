@@ -14,7 +14,6 @@ from functools import lru_cache
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
 from megamoe.planner import hopper, portable
@@ -24,7 +23,7 @@ from megamoe.planner.floor import Floor, floor, weight_bytes
 from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, PortableGemm, Tile
 from megamoe.planner.numerics import Numerics, numerics
 from megamoe.planner.overrides import Overrides, checked, word
-from megamoe.planner.tables.hopper import COUNTERS, WIDTH
+from megamoe.planner.tables.hopper import WIDTH
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "portable", "reference")  # best first
@@ -381,9 +380,9 @@ def _buffers(made: Plan) -> list[Buffer]:
         found += _pools(made, rows)
         _, each = hopper.passes_of(call)
         if call.is_group:
-            where = exchange(made.num_passes * each, p.hidden, p.top_k, COUNTERS, made.num_passes)
-            about = f"tokens and combine rows, {made.num_passes} x {each} tokens a rank"
-            found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+            about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
+            num = hopper.exchange_of(call).num_bytes
+            found.append(Buffer("exchange", num, "symmetric", about))
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))

@@ -28,7 +28,7 @@ STUDY = "study: not a launch of this library (deep_gemm)"
          ("staged", "fused launches, and read all weights", "quantize", "place", "permute", "l1",
           "l2", "combine", "rows cross the links")),
         (("--tokens", "64", "--hardware", "b200"), ("portable", "sm_100a", "gated_kernel")),
-        (("--tokens", "200", "--set", "mode=fused"), ("3 x 132", "num_passes")),
+        (("--tokens", "200", "--set", "mode=fused"), ("2 x 132", "num_passes")),
     ],
     ids=["fused", "staged", "portable", "passes"],
 )  # fmt: skip

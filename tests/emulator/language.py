@@ -240,6 +240,7 @@ LANGUAGE = SimpleNamespace(
     cumsum=lambda v, axis=0: Value(v.t.cumsum(axis, dtype=v.t.dtype)),
     gather=lambda v, index, axis: Value(v.t.gather(axis, index.t.long())),
     associative_scan=associative_scan, convert_layout=lambda v, layout, **_: v,
+    multiple_of=lambda v, by: v,
     abs=lambda v: Value(v.t.abs()), exp=lambda v: Value(v.t.exp()),
     cdiv=lambda a, b: (a + b - 1) // b,
     to_tensor=lambda v: v if isinstance(v, Value) else Value(v),

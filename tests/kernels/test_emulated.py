@@ -16,6 +16,7 @@ from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import RECIPES, Options
@@ -240,11 +241,24 @@ def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypat
     assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
 
 
+def replaced_passes(call, passes):
+    """The exchange of such a call, in so many launches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_hopper, "passes_of", lambda call: (passes, call.max_tokens))
+        return planner_hopper.exchange_of(call)
+
+
 class Processes:
     """Ranks as launches of their own, at the same time."""
 
     def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0, passes=1):
-        where = symm_buffer.layout(passes * most, H, K, passes)
+        ranks = planning.Ranks(num_ranks, w.num_experts, max_tokens=most)
+        some = tokens(most, w.num_experts)
+        part = w[: w.num_experts // num_ranks]
+        plan = plan_of(some, part, mode="fused", reserve_sms=2, ranks=ranks)
+        assert plan.num_passes == 1
+        self.step = plan.mega
+        where = replaced_passes(plan.call, passes)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
         self.rooms = [symm_buffer.symm_buffer_in(m, where) for m in self.memory]
         self.found = [DeviceStatus(CPU) for _ in range(num_ranks)]
@@ -257,15 +271,10 @@ class Processes:
         w, room, found = self.weights[rank], self.rooms[rank], self.found[rank]
         room.put(*part)
         peers = torch.tensor([m.data_ptr() - self.memory[rank].data_ptr() for m in self.memory])
-        world = mega_launch.World(self.num, 1, rank, peers, room.signals)
+        world = mega_launch.World(self.num, 1, rank, peers, room.signals, room.inbox)
         stats = torch.zeros(w.num_experts, dtype=torch.int64)
-        all_of_them = w.num_experts * self.num
-        ranks = planning.Ranks(self.num, all_of_them, max_tokens=self.most)
-        some = part[0][:0].new_empty(self.most, H), part[1], part[2]
-        plan = plan_of(some, w, mode="fused", reserve_sms=2, ranks=ranks)
-        assert plan.num_passes == 1
         y = fused.over(
-            room, self.most, w, Options(), world, stats, step=plan.mega, status=found,
+            room, self.most, w, Options(), world, stats, step=self.step, status=found,
             timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
@@ -307,7 +316,8 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
     ranks.launch(1, inputs)
     with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to begin the call"):
         ranks.found[1].check(K)
-    assert not ranks.rooms[0].counters.any() and int(ranks.rooms[0].signals[1]) == 1
+    assert not ranks.rooms[0].counters.any() and ranks.rooms[0].signals.tolist()[:2] == [0, 1]
+    assert not ranks.rooms[0].rows.any() and not ranks.rooms[0].signals[2:].any()
 
 
 # -- faults --------------------------------------------------------------------------------------

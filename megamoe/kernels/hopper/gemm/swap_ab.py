@@ -138,6 +138,7 @@ class SwapAbGemm:
     STAGES: gl.constexpr
     SPAN: gl.constexpr  # tiles of tokens that share a sweep over the n tiles
     WINDOW: gl.constexpr  # stages in flight once the L2 cache is warm; 0: as many as there are
+    IS_FAR: gl.constexpr  # rows may be other ranks': `row_dest` has offsets, `out_width` is 1
 
 
 @gluon.jit
@@ -565,7 +566,7 @@ def gemm_swap_ab_kernel(
         factor_cols=factor_cols, clamp=clamp, WEIGHTS=WEIGHTS, ACTS=ACTS, GATED=GATED,
         PROMOTED=PROMOTED, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED,
         ACTIVATION=ACTIVATION, TOKENS=TOKENS, IS_STREAM=IS_STREAM, SLABS=SLABS, DEPTH=DEPTH,
-        STAGES=STAGES, SPAN=SPAN, WINDOW=0,
+        STAGES=STAGES, SPAN=SPAN, WINDOW=0, IS_FAR=False,
     )  # fmt: skip
     gl.warp_specialize(
         [(math, (gemm, 0)), (math, (gemm, 1)), (load_weights, (gemm,)), (load_tokens, (gemm,)),
