@@ -103,14 +103,17 @@ def choose(
     weights: ExpertWeights,
     shared: ExpertWeights | None,
     activation: str = "swiglu",
+    device: torch.device | None = None,
 ) -> tuple[str, Traits, str]:
-    """(backend, traits of the experts, why `auto` passed over a better one, which is logged)."""
-    name = backends.resolve(backend, mode, weights.device).name
+    """(backend, traits of the experts, why `auto` passed over a better one, which is logged).
+
+    device  where the experts will lie; None: where they do
+    """
+    device = weights.device if device is None else device
+    name = backends.resolve(backend, mode, device).name
     traits, why = traits_of(name, weights, shared, activation), ""
     if traits.not_hopper:
-        name, why = choose_backend(
-            backend, mode, backends.reasons_on(weights.device), traits.not_hopper
-        )
+        name, why = choose_backend(backend, mode, backends.reasons_on(device), traits.not_hopper)
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
@@ -136,6 +139,8 @@ def launch(call: Call, plan: Plan) -> Tensor:
     """The launches of a call on a GPU backend; nothing is read back, so they may be captured."""
     if plan.backend == "hopper":
         from megamoe.engine import hopper as compute
+    elif plan.backend == "blackwell":
+        from megamoe.engine import blackwell as compute  # type: ignore[no-redef]
     else:
         from megamoe.engine import portable as compute  # type: ignore[no-redef]
     if call.num_tokens == 0:

@@ -57,17 +57,16 @@ def traits_of(
     """The traits of a layer's experts; only Hopper's kernels look at their bytes."""
     if backend != "hopper":
         return Traits(shared=_shared_spec(shared))
-    from megamoe.engine import hopper
+    from megamoe.engine import images
 
     if activation not in ACTIVATIONS:
         return Traits(not_hopper=f"activation {activation}", shared=_shared_spec(shared))
-    fits = hopper.fits_e4m3(weights)
+    fits = images.fits_e4m3(weights)
     if shared is None:
-        return Traits(fits, hopper.why_not(weights))
-    spec = _shared_spec(
-        shared, fits_e4m3=hopper.fits_e4m3(shared), apart=hopper.why_apart(weights, shared)
-    )
-    return Traits(fits, hopper.why_not(weights) or hopper.why_not(shared), spec)
+        return Traits(fits, images.why_not(weights))
+    apart = images.why_apart(weights, shared) or images.lie_apart(weights, shared)
+    spec = _shared_spec(shared, fits_e4m3=images.fits_e4m3(shared), apart=apart)
+    return Traits(fits, images.why_not(weights) or images.why_not(shared), spec)
 
 
 def _shared_spec(

@@ -1,4 +1,4 @@
-"""A rank's shared memory as tensors, for fused launches over several ranks."""
+"""A rank's symmetric buffer as tensors, for fused launches over several ranks."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class SymmBuffer(NamedTuple):
 
 
 def symm_buffer_in(memory: Tensor, of: Workspace) -> SymmBuffer:
-    """uint8 memory as a room."""
+    """uint8 memory as a symmetric buffer."""
     return SymmBuffer(
         *(
             memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape)

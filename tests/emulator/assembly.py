@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from megamoe.kernels.gluon import arithmetic, l2_policy, pipeline
+from megamoe.kernels.gluon import arithmetic, exchange, l2_policy, pipeline
 from megamoe.kernels.gluon.mega import sync
 from megamoe.kernels.hopper.gemm import decode_per_wave
 from megamoe.kernels.hopper.weights import decode
@@ -108,7 +108,7 @@ def _wait_for(compare):
     return wait
 
 
-def _signal(address, value, mask):
+def _signal_ranks(address, value, mask):
     """As `sync.signal_text`."""
     launch = HERE.launch
     address, value, mask = torch.broadcast_tensors(address.t, value.t, mask.t)
@@ -141,9 +141,30 @@ def _give_up(seen, value, given_up, error):
     return Value(0)
 
 
+def _signal(address, call):
+    _store_word(address, call)
+    return Value(0)
+
+
+def _tell(address, seen, want, rank):
+    """As `exchange.TELL`."""
+    if int(seen.t) < int(want.t):
+        _store_word(address, rank)
+    return Value(0)
+
+
+def _store_word(address, word):
+    launch = HERE.launch
+    with launch.changed:
+        at = torch.as_tensor(address.t).reshape(1)
+        launch.memory.store(at, torch.tensor([int(word)], dtype=torch.int32))
+
+
 ASSEMBLY = {
     **{pipeline.wait_text(scope, "ge"): _wait_for(torch.ge) for scope in ("gpu", "sys")},
-    **{sync.signal_text(scope): _signal for scope in ("gpu", "sys")},
+    **{sync.signal_text(scope): _signal_ranks for scope in ("gpu", "sys")},
+    exchange.SIGNAL.value: _signal,
+    exchange.TELL.value: _tell,
     decode_per_wave.GIVE_UP.value: _give_up,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
     decode.TO_E4M3.value: _to_e4m3,

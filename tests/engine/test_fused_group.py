@@ -74,13 +74,13 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):  # on GPUs both do this at once
-        one._fused_group.room.put(*part)
+        one._fused_group.buffer.put(*part)
     got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
     assert torch.equal(torch.cat(got), wanted(inputs, gpu))
     for rank, (one, launched) in enumerate(zip(layers, gpu.calls, strict=True)):
         world = launched["world"]
         assert (world.num, world.local, world.first, world.peers[rank]) == (2, 1, rank, 0)
-        assert launched["kept"].counters.data_ptr() == one._fused_group.room.counters.data_ptr()
+        assert launched["kept"].counters.data_ptr() == one._fused_group.buffer.counters.data_ptr()
         assert launched["timeout_s"] == 7 and launched["num_experts"] == E // 2
         assert launched["step"].grid == (66,)  # both ranks have half of the SMs
         assert launched["step"] == one.plan(3).mega  # what is planned is what runs
@@ -98,7 +98,7 @@ def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):
-        one._fused_group.room.put(*part)
+        one._fused_group.buffer.put(*part)
     got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
     assert torch.equal(torch.cat(got), wanted(inputs, gpu)) and len(gpu.calls) == 2 * num
     each = [launched["tokens"].num_valid[0].item() for launched in gpu.calls[:num]]
@@ -119,7 +119,7 @@ def test_who_refuses_its_input_takes_part_without_tokens(gpu, peers):
         launched = len(gpu.calls)
         with pytest.raises(kind, match=text):
             call(one, *bad)
-        assert len(gpu.calls) == launched + 1 and int(one._fused_group.room.num_valid) == 0
+        assert len(gpu.calls) == launched + 1 and int(one._fused_group.buffer.num_valid) == 0
     assert call(one, x, idx, gates).shape == x.shape
 
 
@@ -141,7 +141,7 @@ def test_a_bad_expert_is_told_by_the_next_call_which_takes_part_without_tokens(g
     call(one, x, idx, gates)
     with pytest.raises(RangeError, match="token 2, slot 1"):
         call(one, *tokens(4))
-    assert len(gpu.calls) == 2 and int(one._fused_group.room.num_valid) == 0
+    assert len(gpu.calls) == 2 and int(one._fused_group.buffer.num_valid) == 0
     call(one, *tokens(4))
     counts = torch.zeros(E, dtype=torch.int64)
     parallel.add_counts(counts, idx)  # names no expert: counted nowhere
@@ -267,14 +267,18 @@ def test_a_room_holds_what_its_layout_says():
     inbox = InboxSizes(2, 5, 256, 1, True, 4, 32)
     where = exchange(5, 64, 3, 4096, 1, inbox)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
-    room = symm_buffer.symm_buffer_in(memory, where)
+    buffer = symm_buffer.symm_buffer_in(memory, where)
     x, idx, gates = torch.ones(2, 64).bfloat16(), torch.full((2, 3), 9), torch.full((2, 3), 0.5)
-    room.put(x, idx.int(), gates)
-    assert int(room.num_valid) == 2 and room.tokens.shape == (5, 64) and room.rows.shape == (15, 64)
-    assert (room.topk_idx[:2] == 9).all() and not room.topk_idx[2:].any()
-    starts = [t.data_ptr() - memory.data_ptr() for t in room]
+    buffer.put(x, idx.int(), gates)
+    assert (
+        int(buffer.num_valid) == 2
+        and buffer.tokens.shape == (5, 64)
+        and buffer.rows.shape == (15, 64)
+    )
+    assert (buffer.topk_idx[:2] == 9).all() and not buffer.topk_idx[2:].any()
+    starts = [t.data_ptr() - memory.data_ptr() for t in buffer]
     assert starts == sorted(starts) and all(start % 128 == 0 for start in starts)
-    assert starts[-1] + room.inbox_counts.nbytes <= where.num_bytes
-    assert [tuple(t.shape) for t in room.inbox] == [
+    assert starts[-1] + buffer.inbox_counts.nbytes <= where.num_bytes
+    assert [tuple(t.shape) for t in buffer.inbox] == [
         (2, 5, 256), (2, 5, 4), (2, 5, 4), (2, 5, 4), (2, 36),
     ]  # fmt: skip
