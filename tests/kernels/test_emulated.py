@@ -15,6 +15,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
+from megamoe.kernels.gluon.mega import sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
@@ -320,6 +321,37 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
         ranks.status[1].check(K)
     assert not ranks.buffers[0].counters.any() and ranks.buffers[0].signals.tolist()[:2] == [0, 1]
     assert not ranks.buffers[0].rows.any() and not ranks.buffers[0].signals[2:].any()
+
+
+def test_a_peer_that_gave_up_is_named_at_once_and_a_later_number_is_no_fault(kernels):
+    w, inputs = weights_of("w4a8_block"), tokens(3)
+    for begun, ended, is_late in ((1, sync.GAVE_UP.value, True), (7, 7, False)):
+        ranks = Processes(kernels, w, 2, 5, timeout_s=30.0)  # nobody waits so long
+        signals = ranks.buffers[1].signals
+        signals[sync.BEGUN.value], signals[sync.ENDED.value] = begun, ended
+        ranks.launch(1, inputs)
+        if is_late:
+            with pytest.raises(MegaMoETimeout, match="rank 0, which gave the call up"):
+                ranks.status[1].check(K)
+        else:
+            ranks.status[1].check(K)
+        assert ranks.buffers[0].signals.tolist()[:16] == [0, 1] + [0] * 7 + [1] + [0] * 6
+
+
+def test_owners_and_sources_touch_only_the_tokens_that_there_are(kernels):
+    """Padding, NaN here, is neither read nor pushed; a source says how many tokens it has."""
+    w, (x, idx, gates) = weights_of("w4a8_block"), tokens(3)
+    ranks = Processes(kernels, w, 2, 5)
+    for buffer in ranks.buffers:
+        buffer.tokens.fill_(float("nan"))
+        buffer.inbox_tokens.fill_(0xFF)
+    parts = [(x, idx, gates), (x[:0], idx[:0], gates[:0])]
+    got = ranks.call(parts)
+    assert torch.equal(got[0][0], fuse((x, idx, gates), w)[0])
+    for buffer in ranks.buffers:
+        assert buffer.inbox_counts[:, 32].tolist() == [3, 0]
+        untouched = buffer.inbox_tokens[0, 3:], buffer.inbox_tokens[1]
+        assert all(bool((t == 0xFF).all()) for t in untouched)
 
 
 # -- faults --------------------------------------------------------------------------------------
