@@ -14,7 +14,6 @@ from functools import lru_cache
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
 from megamoe.planner import blackwell, chain, hopper, portable
@@ -34,7 +33,7 @@ from megamoe.planner.launches import (
 from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
-from megamoe.planner.tables.hopper import COUNTERS, WIDTH
+from megamoe.planner.tables.hopper import WIDTH
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
@@ -440,9 +439,9 @@ def _buffers(made: Plan) -> list[Buffer]:
         found += _pools(made, rows)
         _, each = hopper.passes_of(call)
         if call.is_group:
-            where = exchange(made.num_passes * each, p.hidden, p.top_k, COUNTERS, made.num_passes)
-            about = f"tokens and combine rows, {made.num_passes} x {each} tokens a rank"
-            found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+            about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
+            num = hopper.exchange_of(call).num_bytes
+            found.append(Buffer("exchange", num, "symmetric", about))
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
