@@ -272,9 +272,10 @@ def _pull(
     if links is not None:  # every CTA is one of the link's lanes
         ns_per_row = round(4e9 * words.pitch / links.bytes_per_s * step.num_ctas)
     pull.pull_kernel[step.grid](
-        tokens, pool.data.view(torch.int32), pool.scale, pool.factor, pulled.origin, pool.tiles,
-        pool.num_tiles, pulled.arrived, here.me.rank, pool.data.shape[0], words.pitch, words.data,
-        words.scales, tokens.numel() // pull.ORIGIN_UNIT, ns_per_row,
-        HAS_FACTOR=words.factor > 0, PACE=links is not None, **step.config.constants(),
-        **overlap(here.pdl),
+        tokens=tokens, data=pool.data.view(torch.int32), scale=pool.scale, factor=pool.factor,
+        origin=pulled.origin, tiles=pool.tiles, num_tiles=pool.num_tiles, arrived=pulled.arrived,
+        rank=here.me.rank, pool_rows=pool.data.shape[0], pitch=words.pitch, data_words=words.data,
+        scale_words=words.scales, own_units=tokens.numel() // pull.ORIGIN_UNIT,
+        ns_per_row=ns_per_row, HAS_FACTOR=words.factor > 0, PACE=links is not None,
+        **step.config.constants(), **overlap(here.pdl),
     )  # fmt: skip

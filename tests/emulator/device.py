@@ -619,6 +619,26 @@ def _signal(text, address, value, mask):
     return Value(0)
 
 
+def _push_word(text, address, *args):
+    """`exchange.SIGNAL`, which releases; or `exchange.TELL`, where something was not seen."""
+    scheduler, role = _now()
+    at, args = int(raw(address)), [int(raw(v)) for v in args]
+    if len(args) == 3:
+        seen, want, new = args
+        if seen >= want:
+            return Value(0)
+    else:
+        (new,) = args
+    scheduler.step("signal")
+    sem, scope = re.search(r"st\.(\w+)\.(\w+)\.global", text).groups()
+    view, place, word = _strong(scheduler, role, at, arrays.I32, True, scope)
+    if sem == "release":
+        _release(role, word, scope)
+    view[place] = new
+    scheduler.wake(at)
+    return Value(0)
+
+
 def _give_up(seen, value, given_up, error):
     """Whoever did not see enough says so, to others and to the host."""
     if bool(np.all(raw(seen) >= raw(value))):
@@ -704,6 +724,9 @@ MEANINGS = (
     (GIVE_UP.value, lambda text, *args: _give_up(*args)),
     ("cas.b32", lambda text, *args: _report(*args)),
     ("@p st.relaxed", _signal),
+    ("@p bra done;\nst.release.", _push_word),
+    ("@p bra done;\nst.relaxed.sys.", _push_word),
+    ("mov.u64 $0, %globaltimer", lambda text: Value(0)),
     ("bfe.u32 $0, $1, 10, 10", lambda text, x: x >> 10 & 1023),
     ("rcp.approx", lambda text, x: Value(np.float32(1.0) / _f32(x))),
     ("mul.rn.f32 q", lambda text, a, b, _: Value(_f32(a) / _f32(b))),
@@ -741,7 +764,7 @@ class Launch:
     def __init__(self, scheduler, host, name, grid, before):
         self.scheduler, self.host, self.name, self.grid = scheduler, host, name, grid
         self.before, self.left, self.allowed = before, math.prod(grid), {}
-        self.end = scheduler.agents.new_clocks()
+        self.end, self.begin = scheduler.agents.new_clocks(), None
 
     is_over = property(lambda self: self.left == 0)
 
@@ -763,12 +786,16 @@ class Launch:
     def begin_after(self, before):
         """The clocks of its CTAs: a launch that all of `before` waited for first is over.
 
-        Nothing that `before` itself does is known; only griddepcontrol.wait brings that.
+        Nothing that `before` itself does is known; only griddepcontrol.wait brings that. All CTAs
+        of `before` have begun, so what they began with is known here too.
         """
         clocks = self.host.clocks.copy()
         clocks[:] = clocks[SEEN]
+        if before is not None and before.begin is not None:
+            join(clocks, before.begin)
         if before is not None and before.before is not None and all(before.allowed.values()):
             join(clocks, before.before.end)
+        self.begin = clocks.copy()
         return clocks
 
 

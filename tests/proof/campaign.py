@@ -19,6 +19,10 @@ CASES = {
     "plain-dynamic": lambda: targets.staged_case("w8a8", DYNAMIC, (5, 70, 3), stages=2),
     "plain-idle": lambda: targets.staged_case("w8a8", DYNAMIC, (5,), num_sms=3),
     "plain-fp4": lambda: targets.staged_case("w4a8_block", PER_TILE),
+    "chain": lambda: targets.chain_case("w8a8", WIDE),
+    "chain-static": lambda: targets.chain_case("w8a8", STATIC),
+    "chain-dynamic": lambda: targets.chain_case("w8a8", DYNAMIC, (5, 70, 3)),
+    "chain-apart": lambda: targets.chain_apart_case(),
     "fused": lambda: targets.fused_case(),
     "fused-idle": lambda: targets.fused_case(
         num_sms=4, tokens=1, experts=1, intermediate=128, top_k=1
@@ -69,7 +73,7 @@ def places(mutant):
 
 
 # Where what only these launches have is looked for longer.
-SPECIAL = ("fused-ring", "plain-tail", "plain-dynamic", "fused-apart")
+SPECIAL = ("fused-ring", "plain-tail", "plain-dynamic", "fused-apart", "chain-apart")
 
 
 def hunt(mutant, base=0, seeds=3, special=60):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, fused, hopper, symm_buffer
+from megamoe.engine import backends, chain, fused, hopper, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
@@ -22,22 +22,32 @@ from megamoe.engine.status import DeviceStatus
 from megamoe.kernels.blackwell import launch as blackwell_launch
 from megamoe.kernels.gluon import (
     dispatch,
+    exchange,
     l2_policy,
     operands,
     permute,
     pipeline,
+    pull,
     tile_scheduler,
 )
 from megamoe.kernels.gluon.mega import combine, inbox, push, scheduler, state, sync
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.gemm import decode_per_tile, decode_per_wave, epilogue, plain, swap_ab
+from megamoe.kernels.hopper.gemm import (
+    decode_per_tile,
+    decode_per_wave,
+    epilogue,
+    follow,
+    plain,
+    swap_ab,
+)
 from megamoe.kernels.hopper.mega import kernel, smem
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights import decode
 from megamoe.kernels.portable import combine as portable_combine
 from megamoe.kernels.portable import dispatch as portable_dispatch
 from megamoe.kernels.portable import sort
+from megamoe.planner import chain as planned
 from megamoe.planner.hopper import exchange_of, num_rows, ring, weights_ahead
 from megamoe.planner.launches import Gemm, GemmSwapAb
 from megamoe.problem import Options
@@ -54,7 +64,7 @@ CPU = torch.device("cpu")
 MODULES = (
     pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, push, inbox,
     scheduler, state, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
-    decode_per_wave,
+    decode_per_wave, follow, pull,
 )  # fmt: skip
 # Functions that give PTX that waits, and with what.
 TEXTS = (
@@ -62,7 +72,8 @@ TEXTS = (
     *((sync, "signal_text", (scope,)) for scope in ("gpu", "sys")),
 )
 _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
-       "plain": (launch, "gemm_kernel"),
+       "plain": (launch, "gemm_kernel"), "pull": (pull, "pull_kernel"),
+       "exchange": (exchange, "exchange_kernel"), "finish": (exchange, "finish_kernel"),
        "tmem": (blackwell_launch, "gemm_tmem_kernel")}  # fmt: skip
 _GLUON = {name: getattr(*at) for name, at in _AT.items()}
 # Arguments of staged launches that others fill before them, and again after them.
@@ -71,6 +82,7 @@ _PLAIN = (
     (dispatch, "_pool_kernel"), (permute, "_count_kernel"), (permute, "_place_kernel"),
     (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"),
     (portable_combine, "_combine_kernel"), (portable_dispatch, "_dispatch_kernel"),
+    (exchange, "_quantize_kernel"), (pull, "_rows_kernel"),
 )  # fmt: skip
 
 
@@ -203,15 +215,15 @@ class Case:
 class Live:
     """Hosts that call the engine while the scheduler runs; `make()` -> (hosts, check)."""
 
-    def __init__(self, name, make, num_sms, agents=900, is_strict=True):
+    def __init__(self, name, make, num_sms, agents=900, is_strict=True, kernels=("mega",)):
         self.name, self.make, self.num_sms, self.agents = name, make, num_sms, agents
-        self.is_strict = is_strict
+        self.is_strict, self.kernels = is_strict, kernels
 
     def run(self, policy, log=None):
         hosts, check = self.make()
         scheduler = Scheduler(policy, agents=self.agents)
         scheduler.log, scheduler.memory.is_strict = log, self.is_strict
-        with installed(self.num_sms, {"mega": kernels()["mega"]}):
+        with installed(self.num_sms, {name: kernels()[name] for name in self.kernels}):
             scheduler.run(*hosts)
         check()
         return scheduler
@@ -356,6 +368,111 @@ def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2
     return Live("fused-apart", make, ctas, is_strict=absent is None)
 
 
+class ChainMembers:
+    """Ranks of a chain: their experts, plans and memory."""
+
+    def __init__(self, w, ranks, most, top_k, tile):
+        self.num, self.most, self.top_k, self.tile = ranks, most, top_k, tile
+        self.total = w.num_experts
+        each = w.num_experts // ranks
+        self.weights = [w[r * each : (r + 1) * each] for r in range(ranks)]
+
+    def plan(self, inputs, rank):
+        """With the tile of a proof in both linears, of few stages."""
+        given = {"overlap_launches": False}
+        if isinstance(self.tile, Gemm):
+            given |= {"kernel": "gemm", "schedule": self.tile.schedule}
+            if self.tile.decode_ahead:
+                given |= {"decode_ahead": self.tile.decode_ahead}
+        of_ranks = Ranks(self.num, self.total, max_tokens=self.most)
+        found = plan_of(inputs, self.weights[rank], mode="chain", ranks=of_ranks, **given)
+        source, *owner = found.passes
+        passes = [source, *(self._with_few_stages(one) for one in owner)]
+        return replace(found, passes=tuple(passes))
+
+    def _with_few_stages(self, one):
+        def few(step):
+            if step.name not in ("l1", "l2"):
+                return step
+            return replace(step, config=few_stages(step.config, self.tile.num_stages))
+
+        return replace(one, launches=tuple(few(step) for step in one.launches))
+
+    def make(self, call):
+        """(memory of each rank, its member)."""
+        where = planned.memory(call)
+        memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(self.num)]
+        made = []
+        for rank, own in enumerate(memory):
+            peers = torch.tensor([m.data_ptr() - own.data_ptr() for m in memory])
+            made.append(chain.Member(chain.buffer_in(own, where), peers, rank, self.num))
+        return memory, made
+
+
+@functools.cache
+def chain_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate=256):
+    """Pull, L1 and L2 of one rank's chain, each of which follows the one before tile by tile."""
+    kept = []
+    w = weights_of(recipe, len(counts), hidden, intermediate)
+    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))]
+    x, _, gates = tokens_of(len(slots), len(counts), hidden, 1)
+    inputs = x, slots.view(-1, 1), gates
+    ranks = ChainMembers(w, 1, len(slots), 1, tile)
+    free = {name: Emulated(_GLUON[name]) for name in ("exchange", "finish")}
+    both = {name: Recorder(name, kept) for name in ("pull", "swap_ab", "plain")}
+    with installed(num_sms, {**both, **free}):
+        memory, (me,) = ranks.make(ranks.plan(inputs, 0).call)
+        for kernel in free.values():
+            kernel.hold = memory
+        call = Call(*inputs, w, Options(), None, DeviceStatus(CPU))
+        chain.run(me, call, ranks.plan(inputs, 0))
+    assert len(kept) == 3 and kept[0][0] == "pull"
+    return Case("chain", kept, memory, is_early=True)
+
+
+def chain_apart_case(recipe="w8a8", ranks=2, calls=((2, 1), (1, 2)), experts=2, hidden=256,
+                     intermediate=128, absent=None):  # fmt: skip
+    """Ranks of a chain, several calls of each: what is pushed, pulled and sent home."""
+    w = weights_of(recipe, experts, hidden, intermediate)
+    inputs = [tokens_of(sum(counts), experts, hidden, seed=i) for i, counts in enumerate(calls)]
+    given = [list(zip(*(t.split(counts) for t in one), strict=True))
+             for one, counts in zip(inputs, calls, strict=True)]  # fmt: skip
+    there = ChainMembers(w, ranks, max(map(max, calls)), 2, WIDE)
+    with installed(2, {}):
+        plans = [[there.plan(parts[r], r) for r in range(ranks)] for parts in given]
+    wanted = []
+
+    def make():
+        memory, members = there.make(plans[0][0].call)
+        status = [DeviceStatus(CPU) for _ in range(ranks)]
+        results = [[] for _ in range(ranks)]
+        for name in ("exchange", "finish", "pull", "swap_ab"):
+            kernels()[name].hold = memory
+
+        def host(rank):
+            for parts, planned_call in zip(given, plans, strict=True):
+                call = Call(*parts[rank], there.weights[rank], Options(), None, status[rank])
+                results[rank].append(chain.run(members[rank], call, planned_call[rank]))
+
+        def check():
+            for rank in range(ranks):
+                if rank != absent:
+                    status[rank].check(2)
+            got = [torch.cat(each) for each in zip(*results, strict=True)]
+            if not wanted:
+                wanted.extend(got)
+            for a, b in zip(got, wanted, strict=True):
+                if not torch.equal(a, b):
+                    raise Violation("another result")
+
+        present = [rank for rank in range(ranks) if rank != absent]
+        return [functools.partial(host, rank) for rank in present], check
+
+    names = "exchange", "finish", "pull", "swap_ab"
+    return Live("chain-apart", make, 2, is_strict=absent is None, kernels=names)
+
+
 def staged_plan(inputs, w, tile):
     """The plan of a staged call with that tile, whose launches do not overlap."""
     found = plan_of(inputs, w, mode="staged", tile=tile, overlap_launches=False)
@@ -393,6 +510,7 @@ PER_WAVE = Gemm(2, 2, 24, 216, 56, 24, decode_ahead=4)
 
 _FENCED = "a fence of the async proxy stands elsewhere on the same way, and PTX asks for one"
 _BARRED = "the compiler puts a barrier of the role's threads before every arrival (`compiled`)"
+_FREE = "plain Triton kernels run freely here, one after the other"
 _PACE = "speed alone: it holds back who would otherwise only be early"
 # {mutant: why no run can tell it from the kernel}. Where one of several suffices, `TOGETHER` drops
 # all of them.
@@ -420,6 +538,10 @@ EXCUSED = {
     "gluon.tile_scheduler.publish_l1_tile: gl.atomic_add(counter, 1, sem='release', scope='gpu') "
     "before fence_stores()": _FENCED,
     "gluon.pipeline.wait_text(gpu, eq): has no proxy fence": _FENCED,
+    "gemm.swap_ab.finish: no fence_stores()": _FENCED,
+    "gluon.pull.pull_kernel: no fence_stores()": _FENCED,
+    "gluon.pull.pull_kernel: no allow_next_launch()": _PACE,
+    "gluon.pull._rows_kernel: no after_previous()": _FREE,
     "gluon.pipeline.wait_text(sys, ge): has no proxy fence":
         "no copy by TMA reads what another GPU stored",
     "gemm.swap_ab.load_weight_step: no _throttle(gemm, stage)": _PACE,
@@ -476,6 +598,10 @@ TOGETHER = {
     "no proxy fence between L1's stores and L2's copies": (
         "gemm.plain._compute: no fence_stores()",
         "gluon.tile_scheduler.publish_l1_tile: no fence_stores()",
+        "gluon.pipeline.wait_text(gpu, ge): has no proxy fence",
+    ),
+    "no proxy fence between the stores of a pull and L1's copies": (
+        "gluon.pull.pull_kernel: no fence_stores()",
         "gluon.pipeline.wait_text(gpu, ge): has no proxy fence",
     ),
     "work items replaced unread": (
