@@ -17,7 +17,7 @@ from megamoe.hardware import Hardware
 from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, hopper, portable
+from megamoe.planner import blackwell, chain, hopper, portable
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -31,20 +31,23 @@ from megamoe.planner.launches import (
     PortableGemm,
     Tile,
 )
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import COUNTERS, WIDTH
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
-MODES = ("auto", "staged", "fused", "split")
+# Never yet run on hardware by us: `auto` takes one only where the machine has a certificate.
+OPT_IN = ("blackwell",)
+NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
+MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
-    "hopper": ("staged", "fused"),
+    "hopper": ("staged", "fused", "chain"),
     "blackwell": ("staged",),
     "portable": ("staged",),
-    "reference": ("staged", "fused"),
+    "reference": ("staged", "fused", "chain"),
 }
 
 
@@ -68,10 +71,11 @@ class Plan:
     mode: str
     why: str  # of the backend and the mode
     numerics: Numerics
-    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart
+    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
+    # the exchange, then routed experts, window after window of the pool
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
-    rest: tuple[Launch, ...]  # staged: what follows the passes, combine last
+    rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
     buffers: tuple[Buffer, ...]
     overrides: Overrides
 
@@ -91,6 +95,8 @@ class Plan:
     def before(self) -> tuple[Launch, ...]:
         """Staged over a group: the launch that quantises tokens before they are sent."""
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
+            return ()
+        if self.mode == "chain":
             return ()
         p = self.problem
         acts = recipe_named(p.recipe).acts.name
@@ -112,11 +118,16 @@ class Plan:
         if self.mega is not None:
             assert isinstance(self.mega.config, Mega)
             return self.mega.config.tile
-        if not self.passes:
+        if self.routed is None:
             return None
-        config = self.passes[0]["l1"].config
+        config = self.routed["l1"].config
         assert isinstance(config, GemmSwapAb | Gemm | GemmTmem | PortableGemm)
         return config
+
+    @property
+    def routed(self) -> Pass | None:
+        """The first pass of the routed experts; None where nothing is launched, or all at once."""
+        return next((one for one in self.passes if one.find("l1") is not None), None)
 
     @property
     def overlaps(self) -> bool:
@@ -125,7 +136,7 @@ class Plan:
         Over a group other launches and all-to-alls lie between them.
         """
         given = dict(self.overrides).get("overlap_launches")
-        if self.call.is_group:
+        if self.call.is_group and self.mode != "chain":
             return False
         return self.backend == "hopper" if given is None else bool(given)
 
@@ -160,7 +171,7 @@ class Plan:
         ]
         tile = self.tile
         if tile is not None:
-            l1 = self.mega or self.passes[0]["l1"]
+            l1 = self.mega or self.routed["l1"]  # type: ignore[index]
             found += [
                 Choice("tile", str(tile), l1.why),
                 Choice("block_m", tile.block_m, "tokens"),
@@ -170,6 +181,12 @@ class Plan:
             ]
         if self.num_passes > 1:
             found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
+        if self.mode == "chain" and self.routed is not None:
+            pull = self.routed["pull"]
+            found.append(Choice("pull_sms", pull.num_ctas, pull.why))
+            found.append(Choice("l2", str(tile), self.routed["l2"].why))
+            num = len(self.passes) - 1
+            found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
         if isinstance(tile, GemmTmem):
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
@@ -180,9 +197,11 @@ class Plan:
 
     def _why_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
-        best = _working(reasons, self.call.is_certified)[0]
+        best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
+        if best in OPT_IN and not self.call.is_certified and "backend" not in dict(self.overrides):
+            return f"{best} is opt-in: {NO_CERTIFICATE}"
         return (
             f"{self.hardware.label} is {self.hardware.arch}"
             if self.backend == best
@@ -231,14 +250,13 @@ def choose_backend(
     mode: str,
     reasons: Mapping[str, str],
     not_hopper: str = "",
-    *,
-    is_certified: bool = False,
+    not_certified: str = NO_CERTIFICATE,
 ) -> tuple[str, str]:
     """(backend, why `auto` passed over a better one).
 
-    reasons       by name, best first: why a backend cannot run here; "" where it can
-    not_hopper    why the Hopper kernels cannot hold the weights exactly
-    is_certified  this machine has proven the blackwell backend: otherwise it must be asked for
+    reasons        by name, best first: why a backend cannot run here; "" where it can
+    not_hopper     why the Hopper kernels cannot hold the weights exactly
+    not_certified  why `auto` may not take a backend of OPT_IN here; "": it may
     """
     one_of(asked, ("auto", *reasons), "backend")
     one_of(mode, MODES, "mode")
@@ -261,10 +279,12 @@ def choose_backend(
             kind=NotAvailable,
         )
     else:
-        proven = _working(reasons, is_certified)
-        name = proven[0]
+        name = working[0]
         if name == "hopper" and not_hopper:
-            name, passed = proven[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+        elif name in OPT_IN and not_certified:
+            passed = f"{name} is opt-in: {not_certified}"
+            name = next(one for one in working if one not in OPT_IN)
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(
@@ -274,13 +294,6 @@ def choose_backend(
         kind=NotAvailable,
     )
     return name, passed
-
-
-def _working(reasons: Mapping[str, str], is_certified: bool) -> list[str]:
-    """The backends that `auto` may take, best first."""
-    return [
-        name for name, why in reasons.items() if not why and (name != "blackwell" or is_certified)
-    ]
 
 
 def reasons_on(arch: str) -> dict[str, str]:
@@ -321,17 +334,22 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
-    backend, passed = choose_backend(
-        asked, wanted, reasons, call.not_hopper, is_certified=call.is_certified
-    )
+    not_hopper = call.not_hopper or not_on_hopper(call.problem.recipe)
+    if call.shared is not None:
+        not_hopper = not_hopper or not_on_hopper(call.shared.recipe)
+    not_certified = "" if call.is_certified else NO_CERTIFICATE
+    backend, passed = choose_backend(asked, wanted, reasons, not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
     rest: tuple[Launch, ...] = ()
-    if call.problem.num_tokens == 0 or backend == "reference":
+    if backend == "reference" or (call.problem.num_tokens == 0 and mode != "chain"):
         pass
+    elif mode == "chain":
+        owner = chain.owner_passes(call, hw.num_sms, given)
+        passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
     elif mode == "fused":
         num, _ = hopper.passes_of(call)
         mega = hopper.fused_launch(call, hw.num_sms, given)
@@ -411,12 +429,10 @@ def _buffers(made: Plan) -> list[Buffer]:
     """What a rank holds: weights, and the memory of one call."""
     call, p = made.call, made.problem
     local = p.num_experts // p.num_ranks * call.local_ranks
-    weights = local * weight_bytes(p)
-    found = [Buffer("experts", weights, "weights", f"{local} routed experts as the checkpoint has")]
-    is_fp4 = recipe_named(p.recipe).weights.element.bits == 4
-    if made.backend == "hopper" and is_fp4:
-        about = "the same in the order that wgmma wants, beside the checkpoint's bytes"
-        found.append(Buffer("images", weights, "weights", about))
+    each, about = weight_bytes(p), "as the checkpoint has them"
+    if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
+        each, about = _image_bytes(call), "as images, and in no other form"
+    found = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
     if made.mega is not None:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
@@ -429,6 +445,13 @@ def _buffers(made: Plan) -> list[Buffer]:
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    elif made.mode == "chain" and made.routed is not None:
+        config = made.routed["rows"].config
+        assert isinstance(config, chain.Rows)
+        found += _pools(made, config.pool_rows)
+        where = chain.memory(call)
+        about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
+        found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots
@@ -440,6 +463,18 @@ def _buffers(made: Plan) -> list[Buffer]:
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     return found
+
+
+def _image_bytes(call: CallSpec) -> int:
+    """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
+    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
+    hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
+    values = 3 * hidden * wide
+    if fmt.has_global:
+        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
+    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
+        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
+    return int(values * fmt.bits_per_value / 8)
 
 
 def _pools(made: Plan, rows: int) -> list[Buffer]:

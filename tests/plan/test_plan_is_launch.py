@@ -9,7 +9,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import blackwell, hopper, parallel, planning, symm_buffer
+from megamoe.engine import blackwell, chain, images, packed, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
@@ -19,8 +19,10 @@ from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_s
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights import pack
+from megamoe.planner import chain as planned
 from megamoe.planner.hopper import passes_of
 from megamoe.planner.launches import Launch
+from megamoe.planner.numerics import TABLE
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED
 from tests.pretending import pretend_b200, pretend_h200
@@ -31,7 +33,8 @@ META = torch.device("meta")
 TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
 E, I, H, K = 32, 2048, 4096, 6  # of one rank
 BACKENDS = ("hopper", "portable")
-BLACKWELL = [("blackwell", recipe, num) for recipe in RECIPES for num in (8, 512, 8192)]
+BLACKWELL = [("blackwell", r, num) for r in RECIPES for num in (8, 512, 8192)]
+BLACKWELL = [one for one in BLACKWELL if one[:2] in TABLE]
 MACHINE = {"hopper": "h200", "portable": "h200", "blackwell": "b200"}
 
 
@@ -49,7 +52,7 @@ def quantized(name, *shape):
 def experts(recipe, num=E, intermediate=I):
     name = recipe_named(recipe).weights.name
     extra = {}
-    if name == "nvfp4":
+    if recipe_named(recipe).acts.has_global:
         one, each = torch.ones((), device=META), torch.ones(num, device=META)
         extra = {"x_global": one, "acts_global": each}
     w13, w2 = quantized(name, num, 2, intermediate, H), quantized(name, num, H, intermediate)
@@ -66,13 +69,10 @@ def launched(monkeypatch):
 
     pretend_h200(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", keep)
-    for name in ("fits_e4m3", "fits_bf16", "can_be_placed"):
-        monkeypatch.setattr(pack, name, lambda w: True)
-        if hasattr(hopper, name):
-            monkeypatch.setattr(hopper, name, lambda w: True)
-    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
-    monkeypatch.setattr(hopper, "why_not", lambda w: "")
-    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    facts = pack.Facts(True, True, True)
+    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
+    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
+    monkeypatch.setattr(images, "_facts", lambda w: facts)
     return found
 
 
@@ -104,7 +104,8 @@ def inputs(num, *, is_quantized=False, recipe="w8a8"):
     return x, idx, torch.empty(num, K, device=META)
 
 
-CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS] + BLACKWELL
+CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS if (b, r) in TABLE]
+CASES += BLACKWELL
 
 
 @pytest.fixture
@@ -143,8 +144,35 @@ def test_eight_ranks(launched, machine, backend, recipe, num):
     assert plan.launches == public.launches and plan.mode == public.mode
     if plan.mode == "fused":
         fused_over_ranks(plan, w, options)
+    elif plan.mode == "chain":
+        chain_over_ranks(plan, w, options, num)
     else:
         staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
+def test_eight_staged_ranks(launched, recipe):
+    w, options, num = experts(recipe), Options(), 512
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, max_tokens=num),
+        overrides=(("backend", "hopper"), ("mode", "staged")),
+    )  # fmt: skip
+    staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("num", [0, 300])
+def test_a_chain_in_passes_with_shared_experts_and_fp8_rows(launched, num):
+    w, shared, options = experts("w8a8"), experts("w4a16", 1), Options(combine="fp8")
+    spec = planning._shared_spec(shared, apart="w4a16")
+    given = (("backend", "hopper"), ("mode", "chain"), ("pool_rows", 5000), ("reserve_sms", 4))
+    plan = plan_for(
+        w, options, Traits(shared=spec), num_tokens=num, top_k=K, overrides=given,
+        ranks=Ranks(8, 8 * E, max_tokens=512),
+    )  # fmt: skip
+    assert len(plan.passes) == 1 + 5 and plan.launch("l2").grid == (128,)
+    chain_over_ranks(plan, w, options, num, shared)
     assert_planned(launched, plan.launches)
 
 
@@ -152,17 +180,27 @@ def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
     passes, each = passes_of(plan.call)
     where = symm_buffer.layout(passes * each, H, K, passes)
-    room = symm_buffer.symm_buffer_in(
+    buffer = symm_buffer.symm_buffer_in(
         torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
     )
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = mega_launch.World(8, 1, 0, peers, room.signals)
+    world = mega_launch.World(8, 1, 0, peers, buffer.signals)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(
-            room, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
+            buffer, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
             number=number,
         )  # fmt: skip
+
+
+def chain_over_ranks(plan, w, options, num, shared=None):
+    """What `ChainGroup` launches on this rank."""
+    where = planned.memory(plan.call)
+    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
+    peers = torch.empty(8, dtype=torch.int64, device=META)
+    me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)
+    stats = torch.empty(E, dtype=torch.int64, device=META)
+    chain.run(me, Call(*inputs(num), w, options, shared, status(), stats), plan)
 
 
 def staged_over_ranks(plan, w, options, num):
