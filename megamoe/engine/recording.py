@@ -1,5 +1,5 @@
 """Which kernels a layer launches, found without a GPU: the engine's own calls on tensors without
-memory, seen where Triton would compile (`docs/first-call.md`).
+memory, seen where Triton would compile (docs/hopper.md, the first call).
 
 Triton keys its disk cache by source, argument types, alignments, constants and options. All of
 them are made here by Triton's own launch code from what the engine's launchers pass, so a key that
