@@ -1,7 +1,7 @@
 """Blackwell's launches compiled for sm_100a and sm_103a without a GPU: what is in them.
 
 A few configurations stand for all; `python -m tests.kernels.test_blackwell_compile` compiles every
-shipped one (78 of them in 70 s) and prints a line for each. Triton's own assembler makes the code;
+shipped one (58 of them in 50 s) and prints a line for each. Triton's own assembler makes the code;
 its `cuobjdump` cannot read that of sm_103a, of which the PTX is looked at.
 """
 
