@@ -39,6 +39,13 @@ class Places:
         which = replica_hash(rank, row, idx) % self.counts[idx]
         return self.table[idx, which].where(is_legal, -1)
 
+    def routed(self, topk_idx: Tensor, rank: int) -> Tensor:
+        """As `physical`, but that ids which are neither legal nor masked stay so, for kernels."""
+        if self.is_contiguous:
+            return topk_idx
+        found = self.physical(topk_idx, rank)
+        return found.where((found >= 0) | (topk_idx == -1), self.placement.num_physical)
+
 
 def replica_hash(rank: int, row: Tensor, expert: Tensor) -> Tensor:
     """0 .. 2^32 - 1, int64; all factors are below 2^32, so that only low halves are kept."""

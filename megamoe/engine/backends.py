@@ -47,9 +47,25 @@ def _hopper(device: torch.device) -> str:
     return "" if major == 9 else f"needs sm_90a, this is sm_{major}{minor}"
 
 
+def _blackwell(device: torch.device) -> str:
+    try:
+        import triton.experimental.gluon.language.nvidia.blackwell  # noqa: F401
+    except ImportError:
+        return "needs triton 3.6 with Gluon"
+    if device.type != "cuda":
+        return "needs a B200, B300 or GB200"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major == 10 else f"needs sm_100a, this is sm_{major}{minor}"
+
+
 # Best first: `auto` takes the first one that works on the layer's device.
 BACKENDS = (
     Backend("hopper", _hopper, "Gluon kernels for H100, H200 and H20"),
+    Backend(
+        "blackwell",
+        _blackwell,
+        "Gluon kernels for B200, emulated and compiled, not yet run on the hardware; opt-in",
+    ),
     Backend("portable", _portable, "Triton kernels for any GPU since Ampere"),
     Backend("reference", lambda device: "", "the exact oracle in PyTorch, CPU or CUDA"),
 )
@@ -61,9 +77,19 @@ def reasons_on(device: torch.device) -> dict[str, str]:
     return {backend.name: backend.why_not(device) for backend in BACKENDS}
 
 
+def is_certified(backend: str, device: torch.device) -> bool:
+    """Whether this machine has proven a backend that must be asked for otherwise.
+
+    No certificate is read yet, so none has.
+    """
+    return False
+
+
 def resolve(backend: str, mode: str, device: torch.device) -> Backend:
     """The backend to use on `device`; refuses with the reason and names what works instead."""
-    name, _ = choose_backend(backend, mode, reasons_on(device))
+    name, _ = choose_backend(
+        backend, mode, reasons_on(device), is_certified=is_certified("blackwell", device)
+    )
     return next(b for b in BACKENDS if b.name == name)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe import reference
-from megamoe.engine import backends, status
+from megamoe.engine import backends, device_guard, status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, log_once, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
@@ -103,14 +103,17 @@ def choose(
     weights: ExpertWeights,
     shared: ExpertWeights | None,
     activation: str = "swiglu",
+    device: torch.device | None = None,
 ) -> tuple[str, Traits, str]:
-    """(backend, traits of the experts, why `auto` passed over a better one, which is logged)."""
-    name = backends.resolve(backend, mode, weights.device).name
+    """(backend, traits of the experts, why `auto` passed over a better one, which is logged).
+
+    device  where the experts will lie; None: where they do
+    """
+    device = weights.device if device is None else device
+    name = backends.resolve(backend, mode, device).name
     traits, why = traits_of(name, weights, shared, activation), ""
     if traits.not_hopper:
-        name, why = choose_backend(
-            backend, mode, backends.reasons_on(weights.device), traits.not_hopper
-        )
+        name, why = choose_backend(backend, mode, backends.reasons_on(device), traits.not_hopper)
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
@@ -136,12 +139,15 @@ def launch(call: Call, plan: Plan) -> Tensor:
     """The launches of a call on a GPU backend; nothing is read back, so they may be captured."""
     if plan.backend == "hopper":
         from megamoe.engine import hopper as compute
+    elif plan.backend == "blackwell":
+        from megamoe.engine import blackwell as compute  # type: ignore[no-redef]
     else:
         from megamoe.engine import portable as compute  # type: ignore[no-redef]
     if call.num_tokens == 0:
         return torch.empty(call.x.shape, dtype=torch.bfloat16, device=call.weights.device)
-    y = compute.run(call, plan)
-    call.status.copy_to_host_async(call.top_k)
+    with device_guard.on(call.weights.device):
+        y = compute.run(call, plan)
+        call.status.copy_to_host_async(call.top_k)
     return y
 
 

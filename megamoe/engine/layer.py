@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, fused_group, parallel, status
+from megamoe.engine import backends, chain_group, device_guard, fused_group, parallel, status
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -55,8 +55,9 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md) or "auto": the same bits;
-                         what a mode cannot take is refused; `why` says what `auto` came to
+    mode                 "staged", "fused" (one launch, docs/fused.md), over a group also "chain"
+                         (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
+                         take is refused; `why` says what `auto` came to
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
     overlap_launches     place each kernel while the one before it ends; None: on Hopper, where
                          decode is up to 7% faster with it (docs/hopper.md)
@@ -64,8 +65,8 @@ class MoE(nn.Module):
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
-    pool_rows            rows of the pool of fused launches: a call with more runs in waves; None is
-                         room for all
+    pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
+                         in waves or passes; None is room for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
@@ -123,7 +124,7 @@ class MoE(nn.Module):
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
-        self._fused_group: fused_group.FusedGroup | None = None
+        self._fused_group: fused_group.FusedGroup | chain_group.ChainGroup | None = None
         self._ranks, self._why_staged = ONE_RANK, ""
 
         def build(num_ranks: int) -> Placement:
@@ -140,7 +141,7 @@ class MoE(nn.Module):
             )
         else:
             self._world = parallel.join(self, build, group, timeout_s)
-            self._fused_group, self._why_staged = fused_group.join(self, self._world)
+            self._fused_group, self._why_staged = chain_group.join(self, self._world)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
             self.register_buffer("_sent", counted(zeros), persistent=False)
             self._handle = handle_of(self)
@@ -164,7 +165,9 @@ class MoE(nn.Module):
         options  the other arguments of the class
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
-        return cls(weights, num_experts, top_k, **options)
+        layer = cls(weights, num_experts, top_k, **options)
+        layer.experts.owns = True  # nobody else has them: a load may write in place
+        return layer
 
     def _build(
         self,
@@ -192,7 +195,7 @@ class MoE(nn.Module):
             not (self._has_group and self._wants_graphs),
             "a layer over a process group keeps no graphs of its own",
             got="cuda_graphs=True with a group",
-            fix="capture calls of mode='fused' yourself; staged ones wait for the GPU",
+            fix="capture calls of mode='fused' or 'chain' yourself; staged ones wait for the GPU",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -215,7 +218,7 @@ class MoE(nn.Module):
         """As asked for; over a group what `auto` came to."""
         if self._world is None:
             return self._wanted[1]
-        return "staged" if self._fused_group is None else "fused"
+        return "staged" if self._fused_group is None else self._fused_group.mode
 
     def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
         """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
@@ -242,10 +245,14 @@ class MoE(nn.Module):
         rest = tuple(pair for pair in self._given if pair[0] != "reserve_sms")
         self._given = (("reserve_sms", num_sms), *rest)
 
-    def _plan(self, num_tokens: int, traits: Traits, *, is_quantized: bool = False) -> Plan:
+    def _plan(
+        self, num_tokens: int, traits: Traits, *, is_quantized: bool = False, mode: str = ""
+    ) -> Plan:
+        """mode  "": the layer's own"""
         return plan_for(
             self.weights, self.options, traits, num_tokens=num_tokens, top_k=self.top_k,
-            overrides=self._overrides(self.mode), ranks=self._ranks, is_quantized=is_quantized,
+            overrides=self._overrides(mode or self.mode), ranks=self._ranks,
+            is_quantized=is_quantized,
         )  # fmt: skip
 
     @property
@@ -256,14 +263,15 @@ class MoE(nn.Module):
         """
         asked = {"auto": "the best that works here"}
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
-        found = f"backend {self._backend}: {backend}"
+        text = f"backend {self._backend}: {backend}"
         if self._world is not None:
-            mode = self._why_staged or "every rank can, in one launch"
-            return f"{found}; mode {self.mode}: {mode}"
+            can = {"fused": "every rank can, in one launch", "chain": "no host between ranks"}
+            mode = self._why_staged or can[self.mode]
+            return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
         if self._backend == "reference":
             mode = "computed by the oracle: the same result, no launches"
-        return f"{found}; mode {self._wanted[1]}: {mode}"
+        return f"{text}; mode {self._wanted[1]}: {mode}"
 
     @property
     def backend(self) -> str:
@@ -356,18 +364,22 @@ class MoE(nn.Module):
         """The call over the group; what one rank refuses, all refuse, but for fused calls."""
         assert self._world is not None
         grad = torch.is_grad_enabled()
+        fused_calls = self._fused_group
+        if self._wanted[1] == "auto" and isinstance(x, Quantized):
+            fused_calls = None  # no fused launch takes them: staged, on all ranks alike
 
         def check() -> None:
-            if self._fused_group is None:
+            if fused_calls is None:
                 self._status.raise_if_seen()
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
 
-        with torch.no_grad():
-            if self._fused_group is not None:
-                y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
+        with torch.no_grad(), device_guard.on(self.weights.device):
+            if fused_calls is not None:
+                y = fused_calls(self, x, topk_idx, topk_weights, stats, check)
             else:
-                y = self._world.run(self._compute(stats), x, topk_idx, topk_weights, check)
+                compute = self._compute(stats)
+                y = self._world.run(compute, x, topk_idx, topk_weights, check)
                 self._status.copy_to_host_async(self.top_k)
             parallel.add_counts(sent, topk_idx)
         return y
@@ -378,7 +390,7 @@ class MoE(nn.Module):
         traits = traits_of(self._backend, weights, shared)
 
         def plan(num_tokens: int, is_quantized: bool) -> Plan:
-            return self._plan(num_tokens, traits, is_quantized=is_quantized)
+            return self._plan(num_tokens, traits, is_quantized=is_quantized, mode="staged")
 
         make = parallel.COMPUTE[self._backend]
         return make(weights, shared, self.options, self.num_experts, stats, plan, self._status)
@@ -395,14 +407,16 @@ class MoE(nn.Module):
 
     def _is_current(self, parts: Parts) -> bool:
         """Whether `_captured_parts` are these; a module's own look-ups would take 4 us."""
-        backend, weights, options, shared, found, stats, top_k, launch_options, overrides = parts
+        backend, weights, options, shared, status, stats, top_k, launch_options, overrides = parts
         mine = self.__dict__
         other = mine["_modules"].get("shared")
         return (
             mine["_modules"]["experts"]._weights is weights
             and (None if other is None else other.weights) is shared
             and mine["_buffers"]["stats"] is stats
-            and (mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is found)
+            and (
+                mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is status
+            )
             and (mine["_launch"] is launch_options and mine["_backend"] is backend)
             and mine["_call_overrides"] is overrides
         )
@@ -429,9 +443,9 @@ class MoE(nn.Module):
 
     def save_stats(self, path: str | Path) -> None:
         """`statistics()` as a file for `megamoe balance`; over a group rank 0 writes it."""
-        found = self.statistics()
+        statistics = self.statistics()
         if self._world is None or self._world.rank == 0:
-            found.save(path)
+            statistics.save(path)
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
@@ -441,7 +455,7 @@ class MoE(nn.Module):
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
         require(
             self._fused_group is None,
-            "a fused layer over a group cannot be reset: its ranks may stand at different calls",
+            f"mode {self.mode} over a group cannot be reset: ranks may stand at different calls",
             got="reset()",
             fix="build the layer anew on all ranks",
             kind=NotAvailable,
@@ -461,8 +475,12 @@ class MoE(nn.Module):
         self._backend, self._why_backend = name, why
         if not why and name == "portable" and self._wanted[0] == "auto":
             self._why_backend = backends.reasons_on(weights.device)["hopper"]
+        weights, shared = self._hold(name)
+        if shared is not None:  # which may lie after the others only now
+            traits = traits_of(name, weights, shared, self.options.activation)
         self._check_plan(traits)
-        if self._fused_group is None:  # otherwise a cast would forget a timeout
+        before = self.__dict__.get("_status")
+        if before is None or before.storage.device != weights.device:  # others would be forgotten
             self._status = status.DeviceStatus(weights.device)
         self._call_overrides: Overrides = self._overrides(self._wanted[1])
         self._what = describe(
@@ -471,6 +489,20 @@ class MoE(nn.Module):
         self._passed: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
+
+    def _hold(self, backend: str) -> tuple[ExpertWeights, ExpertWeights | None]:
+        """The experts as the backend reads them: one copy."""
+        weights, shared = self._parts()
+        if backend == "hopper":
+            from megamoe.engine import images
+
+            found = images.hold(weights, shared)
+        else:
+            found = weights.canonical(), None if shared is None else shared.canonical()
+        self.experts.take(found[0])
+        if self.shared is not None and found[1] is not None:
+            self.shared.take(found[1])
+        return found
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -494,6 +526,7 @@ class MoE(nn.Module):
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
         was_meta = self.stats.is_meta
+        self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
             held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
@@ -501,6 +534,22 @@ class MoE(nn.Module):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
+
+    def _pack_on(self, device: torch.device) -> None:
+        """Experts that move to a Hopper GPU are packed on the way, an expert at a time."""
+        weights, shared = self._parts()
+        if "meta" in (device.type, weights.device.type) or device == weights.device:
+            return
+        if weights.is_packed or weights.recipe in ("bf16", "w8a8"):
+            return
+        name = choose(*self._wanted, weights, shared, self.options.activation, device)[0]
+        if name == "hopper":
+            from megamoe.engine import images
+
+            found = images.hold_on(device, weights, shared)
+            self.experts.take(found[0])
+            if self.shared is not None and found[1] is not None:
+                self.shared.take(found[1])
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
@@ -516,6 +565,8 @@ class MoE(nn.Module):
             self._graphs.drop()  # once the GPU is done with them
         if self._world is None:
             self._refresh()
+        else:
+            self._hold(self._backend)
 
     def extra_repr(self) -> str:
         w, world, o = self.weights, self._world, self.options

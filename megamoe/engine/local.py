@@ -1,8 +1,8 @@
-"""LocalRanks: several ranks of a layer on one GPU, in one fused launch.
+"""LocalRanks: several ranks of a layer on one GPU, in one fused launch or as chains side by side.
 
-The kernel, counters and barriers are those of one rank; each rank owns SMs / ranks, its part of the
-experts and a room of its own, through whose address all others reach it. Bit for bit the result of
-one rank over all tokens.
+Fused: the kernel, counters and barriers are those of one rank; each rank owns SMs / ranks, its part
+of the experts and a symmetric buffer, through whose address all others reach it. Chains are in
+`local_chain`. Bit for bit the result of one rank over all tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megamoe.engine import backends, symm_buffer
+from megamoe.engine import backends, device_guard, symm_buffer
+from megamoe.engine.chain import Links
 from megamoe.engine.functional import check_tokens
 from megamoe.engine.launch_options import MAX_S, LaunchOptions
+from megamoe.engine.local_chain import LocalChain
 from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import DTypeError, ShapeError, require
+from megamoe.errors import DTypeError, ShapeError, one_of, require
 from megamoe.planner.hopper import check_grid
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan
@@ -29,7 +31,9 @@ from megamoe.problem import Options
 class LocalRanks:
     """Calls of `num_ranks` ranks over `weights`, the experts of all ranks in order.
 
-    timeout_s, reserve_sms, debug_poison   as in `MoE`
+    mode     "fused", or "chain" for calls of any size
+    links_gbs  chain: GB/s at which a rank pulls tokens of others, at most; None: as fast as it can
+    timeout_s, reserve_sms, debug_poison, pool_rows   as in `MoE`
     stats    int64 [E], added to by every call: tokens each expert received
     """
 
@@ -42,10 +46,16 @@ class LocalRanks:
         timeout_s: float = MAX_S,
         reserve_sms: int = 0,
         debug_poison: bool = False,
+        mode: str = "fused",
+        pool_rows: int | None = None,
+        links_gbs: float | None = None,
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
         self._launch = LaunchOptions(timeout_s, debug_poison)
-        self._given = checked({"backend": "hopper", "mode": "fused", "reserve_sms": reserve_sms})
+        one_of(mode, ("fused", "chain"), "mode")
+        self._given = checked(
+            {"backend": "hopper", "mode": mode, "reserve_sms": reserve_sms, "pool_rows": pool_rows}
+        )
         require(
             1 <= num_ranks <= MAX_RANKS,
             f"one launch runs 1 to {MAX_RANKS} ranks",
@@ -59,14 +69,20 @@ class LocalRanks:
             kind=ShapeError,
         )
         device = weights.device
-        backends.resolve("hopper", "fused", device)
+        backends.resolve("hopper", mode, device)
         self._launch.check()
         check_grid(hardware_of(device).num_sms, reserve_sms, num_ranks)
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
         self._status = DeviceStatus(device, ranks=num_ranks)
         self._top_k = 1
-        self._rooms: list[symm_buffer.SymmBuffer] = []
+        self._buffers: list[symm_buffer.SymmBuffer] = []
         self._peers = torch.empty(0)
+        self._chain: LocalChain | None = None
+        if mode == "chain":
+            links = None if links_gbs is None else Links(links_gbs * 1e9)
+            self._chain = LocalChain(
+                weights, num_ranks, self.options, self._launch, self._given, links
+            )
 
     def __call__(
         self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]
@@ -76,6 +92,9 @@ class LocalRanks:
         from megamoe.kernels.hopper.mega.launch import World
 
         counts = self._check(x, topk_idx, topk_weights)
+        if self._chain is not None:
+            self._top_k = topk_idx[0].shape[1]
+            return self._chain(x, topk_idx, topk_weights, self.stats)
         self._status.raise_if_seen()
         most = max(counts)
         if most == 0:
@@ -83,22 +102,24 @@ class LocalRanks:
         self._top_k = topk_idx[0].shape[1]
         step = self.plan(most, self._top_k).mega
         assert step is not None
-        self._make_rooms(most)
+        self._make_buffers(most)
         num = self.num_ranks
-        self._status.order_after_last()  # before the rooms are written to
-        with torch.no_grad():
-            for room, *one in zip(self._rooms, x, topk_idx, topk_weights, strict=True):
-                room.put(*one)
+        with torch.no_grad(), device_guard.on(self.weights.device):
+            self._status.order_after_last()  # before the buffers are written to
+            for buffer, *one in zip(self._buffers, x, topk_idx, topk_weights, strict=True):
+                buffer.put(*one)
             y = fused.over(
-                self._rooms[0], most, self.weights, self.options,
+                self._buffers[0], most, self.weights, self.options,
                 World(num, num, 0, self._peers), self.stats, step=step, status=self._status,
                 timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
             )  # fmt: skip
-        self._status.copy_to_host_async(self._top_k)
+            self._status.copy_to_host_async(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:
         """What a call with so many tokens on the fullest rank launches."""
+        if self._chain is not None:
+            return self._chain.plan(num_tokens, top_k)
         return plan_for(
             self.weights, self.options, traits_of("hopper", self.weights, None),
             num_tokens=num_tokens, top_k=top_k, overrides=self._given,
@@ -107,18 +128,22 @@ class LocalRanks:
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
+        if self._chain is not None:
+            self._chain.check(self._top_k)
         self._status.check(self._top_k)
 
     def reset(self) -> None:
         """Wait for the GPU and make the ranks usable after a timeout."""
         self._status.reset()
-        self._rooms = []
+        self._buffers = []
+        if self._chain is not None:
+            self._chain.reset()
 
-    def _make_rooms(self, num_tokens: int) -> None:
-        """A room for every rank, as large as the largest call so far, each an allocation."""
+    def _make_buffers(self, num_tokens: int) -> None:
+        """A buffer for every rank, as large as the largest call so far, each an allocation."""
         device, hidden = self.weights.device, self.weights.hidden
-        if self._rooms:
-            had, top_k = self._rooms[0].topk_idx.shape
+        if self._buffers:
+            had, top_k = self._buffers[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
         where = symm_buffer.layout(num_tokens, hidden, self._top_k)
@@ -129,7 +154,7 @@ class LocalRanks:
             ]
             first = memory[0].data_ptr()
             self._peers = torch.tensor([m.data_ptr() - first for m in memory], device=device)
-        self._rooms = [symm_buffer.symm_buffer_in(m, where) for m in memory]
+        self._buffers = [symm_buffer.symm_buffer_in(m, where) for m in memory]
 
     def _check(
         self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]
@@ -145,7 +170,7 @@ class LocalRanks:
         for one in zip(x, topk_idx, topk_weights, strict=True):
             check_tokens(*one, self.weights)
             require(
-                isinstance(one[0], Tensor),
+                isinstance(one[0], Tensor) or self._chain is not None,
                 "a fused launch takes BF16 tokens",
                 got="quantised ones",
                 fix="dequantise them, or use mode='staged' of MoE",

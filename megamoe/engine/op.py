@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import json
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from megamoe.engine.call import Call
 from megamoe.engine.functional import check_shared, check_tokens, run
 from megamoe.engine.launch_options import AUTO, LaunchOptions
+from megamoe.engine.packed import from_picture, pictured
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
@@ -32,7 +34,11 @@ def describe(
     overrides: Overrides = (),
 ) -> str:
     """What the operator must know beside the tensors."""
-    parts = [(w.recipe, list(w.state_dict())) for w in (weights, shared) if w is not None]
+    parts = [
+        (w.recipe, list(w.held()), [pictured(m) for m in (w.w13, w.w2)])
+        for w in (weights, shared)
+        if w is not None
+    ]
     how = {"options": asdict(options), "backend": backend, "launch_options": asdict(launch_options)}
     return json.dumps({"parts": parts, **how, "overrides": overrides})
 
@@ -52,12 +58,12 @@ def moe_op(
     error  the words of the layer's `DeviceStatus`, the counters of fused launches among them
     """
     parts, options, backend, launch_options, overrides = _parse(what)
-    found, first = [], 0
-    for recipe, names in parts:
+    both, first = [], 0
+    for recipe, names, pictures in parts:
         mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
-        found.append(ExpertWeights.from_state_dict(mine, recipe))
+        both.append(_experts(recipe, mine, pictures))
         first += len(names)
-    weights, shared = found[0], found[1] if len(found) > 1 else None
+    weights, shared = both[0], both[1] if len(both) > 1 else None
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     traits = traits_of(backend, weights, shared)
@@ -71,13 +77,24 @@ def moe_op(
     return run(call, plan)
 
 
+def _experts(recipe: str, tensors: dict[str, Tensor], pictures: list[Any]) -> ExpertWeights:
+    """Canonical experts, or those of images."""
+    if not any(pictures):
+        return ExpertWeights.from_state_dict(tensors, recipe)
+    parts: dict[str, Any] = {n: t for n, t in tensors.items() if "." not in n}
+    for name, picture in zip(("w13", "w2"), pictures, strict=True):
+        mine = {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(name + ".")}
+        parts[name] = from_picture(picture, mine)
+    return ExpertWeights(recipe, **parts)
+
+
 @moe_op.register_fake
 def _(x, topk_idx, topk_weights, tensors, stats, error, what):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
 
 
 @functools.lru_cache(maxsize=256)
-def _parse(what: str) -> tuple[list[tuple[str, list[str]]], Options, str, LaunchOptions, Overrides]:
+def _parse(what: str) -> tuple[list[Any], Options, str, LaunchOptions, Overrides]:
     read = json.loads(what)
     launch_options = LaunchOptions(**read["launch_options"])
     overrides = tuple((name, value) for name, value in read["overrides"])

@@ -65,7 +65,7 @@ class ExpertPass:
         row_scale: Tensor | None,
         plan: Plan,
     ) -> None:
-        self.x, self.weights, self.options = x, weights, options
+        self.x, self.weights, self.options = x, weights.canonical(), options
         self.rows, self.row_scale, self.pdl = rows, row_scale, plan.overlaps
         how = plan.numerics
         if weights.recipe != plan.problem.recipe:  # shared experts

@@ -31,8 +31,9 @@ def warmup(layer: MoE, token_counts: Sequence[int], *, timeout_s: float = 1800.0
     if layer._world is None:
         compile_all()
     elif layer._fused_group is not None:  # a launch needs its peers
-        fused_group = layer._fused_group
-        layer._world.meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)
+        fused_group, meeting = layer._fused_group, layer._world.meeting
+        meeting.follow("compile the launch", lambda: fused_group.compile(layer), timeout_s)
+        meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)
     else:
         layer._world.meeting.follow("warm up", compile_all, timeout_s)
 

@@ -360,15 +360,37 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
         return "fused", "asked for"
     if asked == "staged":
         return "staged", "asked for"
+    if asked == "chain" or (asked == "auto" and call.is_group):
+        return _chain_or(call, refusal, asked)
     if refusal is not None:
         return "staged", refusal.why
-    if call.is_group:
-        num, _ = passes_of(call)
-        if num > 1:
-            return "staged", f"a call would take {num} fused launches, and read all weights in each"
-        return "fused", "one launch, and no host between ranks"
     slots = p.num_tokens * p.top_k * p.num_ranks
     return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+
+
+def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
+    """Over a group: one fused launch, else the chain, else staged; or the chain as asked for."""
+    from megamoe.planner import chain
+
+    refusal = chain.why_not(call)
+    if asked == "chain":
+        require(
+            refusal is None,
+            "mode chain must fit the call",
+            got=refusal.why if refusal else "",
+            fix="use mode='auto' or 'staged'",
+            kind=refusal.kind if refusal else NotAvailable,
+        )
+        return "chain", "asked for"
+    num, _ = passes_of(call)
+    if not_fused is None and num == 1:
+        return "fused", "one launch, and no host between ranks"
+    why = not_fused.why if not_fused else (
+        f"a call would take {num} fused launches, and read all weights in each"
+    )  # fmt: skip
+    if refusal is None:
+        return "chain", f"no host between ranks, tokens come and rows go under the GEMMs; {why}"
+    return "staged", f"{why}; {refusal.why}"
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -491,6 +513,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
             max_ctas=next_power_of_2(num_sms) if has_items else 0,
             is_dynamic=isinstance(tile, Gemm) and tile.schedule == "dynamic",
             num_warps=tables.PLACE_WARPS[sizes.num_shared > 0],
+            row_align=tables.ROW_ALIGN,
         )
         waves = sum(waves_of(sizes, tile, num_sms)) if has_items else 0
         what = "counts of chunks are known" if is_counted else "every program counts for itself"
@@ -504,6 +527,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
         max_slots=next_power_of_2(slots, 16) if is_small else 16,
         max_experts=max_experts,
         max_top_k=next_power_of_2(sizes.top_k),
+        row_align=tables.ROW_ALIGN,
     )
     width = align_up(sizes.hidden, tables.WIDTH)
     grid = (sizes.num_tokens, ceil_div(width, cols))

@@ -11,10 +11,10 @@ from megamoe.planner.choice import Value
 # fmt: off
 # name -> (type, meaning). Tile overrides hold for L1 and L2 of the routed experts.
 OVERRIDES: dict[str, tuple[type, str]] = {
-    "backend":      (str, "auto, hopper, portable or reference"),
-    "mode":         (str, "auto, staged or fused"),
+    "backend":      (str, "auto, hopper, blackwell, portable or reference"),
+    "mode":         (str, "auto, staged, fused or, over ranks, chain"),
     "reserve_sms":  (int, "SMs that fused launches leave to others"),
-    "pool_rows":    (int, "fused: rows of the pool; a call with more runs in waves"),
+    "pool_rows":    (int, "fused, chain: rows of the pool; a call with more runs in waves, passes"),
     "overlap_launches": (bool, "staged: each launch is placed while the one before it ends"),
     "kernel":       (str, "hopper: swap_ab (weights are the MMA's M) or gemm (tokens are)"),
     "block_m":      (int, "tokens of a tile"),

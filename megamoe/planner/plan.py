@@ -17,23 +17,34 @@ from megamoe.hardware import Hardware
 from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import hopper, portable
+from megamoe.planner import blackwell, chain, hopper, portable
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
-from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, PortableGemm, Tile
-from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
+from megamoe.planner.launches import (
+    Gemm,
+    GemmSwapAb,
+    GemmTmem,
+    Launch,
+    Mega,
+    Pass,
+    PortableGemm,
+    Tile,
+)
+from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import COUNTERS, WIDTH
 from megamoe.problem import Problem
 
-BACKENDS = ("hopper", "portable", "reference")  # best first
-MODES = ("auto", "staged", "fused", "split")
+BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
+MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
-    "hopper": ("staged", "fused"),
+    "hopper": ("staged", "fused", "chain"),
+    "blackwell": ("staged",),
     "portable": ("staged",),
-    "reference": ("staged", "fused"),
+    "reference": ("staged", "fused", "chain"),
 }
 
 
@@ -57,10 +68,11 @@ class Plan:
     mode: str
     why: str  # of the backend and the mode
     numerics: Numerics
-    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart
+    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
+    # the exchange, then routed experts, window after window of the pool
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
-    rest: tuple[Launch, ...]  # staged: what follows the passes, combine last
+    rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
     buffers: tuple[Buffer, ...]
     overrides: Overrides
 
@@ -81,6 +93,8 @@ class Plan:
         """Staged over a group: the launch that quantises tokens before they are sent."""
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
+        if self.mode == "chain":
+            return ()
         p = self.problem
         acts = recipe_named(p.recipe).acts.name
         if acts == "bf16" or p.num_tokens == 0:
@@ -96,16 +110,21 @@ class Plan:
         return found
 
     @property
-    def tile(self) -> Tile | PortableGemm | None:
+    def tile(self) -> Tile | GemmTmem | PortableGemm | None:
         """The tile of the routed experts' L1; None where nothing is launched."""
         if self.mega is not None:
             assert isinstance(self.mega.config, Mega)
             return self.mega.config.tile
-        if not self.passes:
+        if self.routed is None:
             return None
-        config = self.passes[0]["l1"].config
-        assert isinstance(config, GemmSwapAb | Gemm | PortableGemm)
+        config = self.routed["l1"].config
+        assert isinstance(config, GemmSwapAb | Gemm | GemmTmem | PortableGemm)
         return config
+
+    @property
+    def routed(self) -> Pass | None:
+        """The first pass of the routed experts; None where nothing is launched, or all at once."""
+        return next((one for one in self.passes if one.find("l1") is not None), None)
 
     @property
     def overlaps(self) -> bool:
@@ -114,7 +133,7 @@ class Plan:
         Over a group other launches and all-to-alls lie between them.
         """
         given = dict(self.overrides).get("overlap_launches")
-        if self.call.is_group:
+        if self.call.is_group and self.mode != "chain":
             return False
         return self.backend == "hopper" if given is None else bool(given)
 
@@ -125,7 +144,9 @@ class Plan:
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """The sum of a CTA of Hopper's GEMMs; Triton's compiler lays out portable's."""
+        """The sum of a CTA of Gluon's GEMMs; Triton's compiler lays out portable's."""
+        if isinstance(self.tile, GemmTmem):
+            return blackwell.shared_memory(self.problem.recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):
             return hopper.shared_memory(self.call, self.tile)
         return None
@@ -147,7 +168,7 @@ class Plan:
         ]
         tile = self.tile
         if tile is not None:
-            l1 = self.mega or self.passes[0]["l1"]
+            l1 = self.mega or self.routed["l1"]  # type: ignore[index]
             found += [
                 Choice("tile", str(tile), l1.why),
                 Choice("block_m", tile.block_m, "tokens"),
@@ -157,6 +178,15 @@ class Plan:
             ]
         if self.num_passes > 1:
             found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
+        if self.mode == "chain" and self.routed is not None:
+            pull = self.routed["pull"]
+            found.append(Choice("pull_sms", pull.num_ctas, pull.why))
+            found.append(Choice("l2", str(tile), self.routed["l2"].why))
+            num = len(self.passes) - 1
+            found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
+        if isinstance(tile, GemmTmem):
+            columns = blackwell.tmem_columns(self.problem.recipe, tile)
+            found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
             Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in found
@@ -164,7 +194,7 @@ class Plan:
 
     def _why_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
-        best = next(name for name, why in reasons.items() if not why)
+        best = _working(reasons, self.call.is_certified)[0]
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
         return (
@@ -211,12 +241,18 @@ class Plan:
 
 
 def choose_backend(
-    asked: str, mode: str, reasons: Mapping[str, str], not_hopper: str = ""
+    asked: str,
+    mode: str,
+    reasons: Mapping[str, str],
+    not_hopper: str = "",
+    *,
+    is_certified: bool = False,
 ) -> tuple[str, str]:
     """(backend, why `auto` passed over a better one).
 
-    reasons     by name, best first: why a backend cannot run here; "" where it can
-    not_hopper  why the Hopper kernels cannot hold the weights exactly
+    reasons       by name, best first: why a backend cannot run here; "" where it can
+    not_hopper    why the Hopper kernels cannot hold the weights exactly
+    is_certified  this machine has proven the blackwell backend: otherwise it must be asked for
     """
     one_of(asked, ("auto", *reasons), "backend")
     one_of(mode, MODES, "mode")
@@ -239,9 +275,10 @@ def choose_backend(
             kind=NotAvailable,
         )
     else:
-        name = working[0]
+        proven = _working(reasons, is_certified)
+        name = proven[0]
         if name == "hopper" and not_hopper:
-            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+            name, passed = proven[1], f"hopper cannot compute this layer exactly: {not_hopper}"
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(
@@ -253,11 +290,19 @@ def choose_backend(
     return name, passed
 
 
+def _working(reasons: Mapping[str, str], is_certified: bool) -> list[str]:
+    """The backends that `auto` may take, best first."""
+    return [
+        name for name, why in reasons.items() if not why and (name != "blackwell" or is_certified)
+    ]
+
+
 def reasons_on(arch: str) -> dict[str, str]:
     """Why each backend cannot run on an architecture."""
     is_gpu = arch.startswith("sm_")
     return {
         "hopper": "" if arch == "sm_90a" else f"needs sm_90a, this is {arch}",
+        "blackwell": "" if arch.startswith("sm_10") else f"needs sm_100a, this is {arch}",
         "portable": "" if is_gpu else "needs a GPU; on a CPU only Triton's interpreter runs it",
         "reference": "",
     }
@@ -290,18 +335,23 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
-    not_hopper = call.not_hopper or not_on_hopper(call.problem.recipe)
-    if call.shared is not None:
-        not_hopper = not_hopper or not_on_hopper(call.shared.recipe)
-    backend, passed = choose_backend(asked, wanted, reasons, not_hopper)
+    recipes = [call.problem.recipe, *([] if call.shared is None else [call.shared.recipe])]
+    for name in reasons:
+        reasons[name] = next(filter(None, (reasons[name], *(not_on(name, r) for r in recipes))), "")
+    backend, passed = choose_backend(
+        asked, wanted, reasons, call.not_hopper, is_certified=call.is_certified
+    )
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
     rest: tuple[Launch, ...] = ()
-    if call.problem.num_tokens == 0 or backend == "reference":
+    if backend == "reference" or (call.problem.num_tokens == 0 and mode != "chain"):
         pass
+    elif mode == "chain":
+        owner = chain.owner_passes(call, hw.num_sms, given)
+        passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
     elif mode == "fused":
         num, _ = hopper.passes_of(call)
         mega = hopper.fused_launch(call, hw.num_sms, given)
@@ -309,6 +359,9 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         passes, rest = _over_group(call, backend, hw, given)
     elif backend == "hopper":
         passes = hopper.staged_passes(call, hw.num_sms, given)
+        rest = tuple(hopper.finish(call, call.problem.num_tokens))
+    elif backend == "blackwell":
+        passes = blackwell.staged_passes(call, hw.num_sms, given)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
     else:
         passes = portable.staged_passes(call, hw.arch, given)
@@ -321,6 +374,8 @@ def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: 
     """Staged over a group: the launches of the rows that a rank received."""
     if backend == "hopper":
         return hopper.rows_pass(call, num_rows, hw.num_sms, dict(given))
+    if backend == "blackwell":
+        return blackwell.rows_pass(call, num_rows, hw.num_sms, dict(given))
     return portable.rows_pass(call, num_rows, hw.arch, dict(given))
 
 
@@ -328,6 +383,8 @@ def shared_plan(made: Plan) -> Pass:
     """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
     if made.backend == "hopper":
         return hopper.shared_pass(made.call, made.hardware.num_sms)
+    if made.backend == "blackwell":
+        return blackwell.shared_pass(made.call, made.hardware.num_sms)
     return portable.shared_pass(made.call, made.hardware.arch)
 
 
@@ -339,16 +396,16 @@ def _over_group(
     rows = p.num_tokens * p.top_k
     found = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
     rest: list[Launch] = []
-    if backend == "hopper" and call.combine == "fp8":
+    if backend in ("hopper", "blackwell") and call.combine == "fp8":
         kind = "codes-fp8_combine"
         rest.append(portable.quantize_rows("rows_to_fp8", rows, p.hidden, kind))
     if call.shared is not None:
-        one = (
-            hopper.shared_pass(call, hw.num_sms)
-            if backend == "hopper"
-            else portable.shared_pass(call, hw.arch)
-        )
-        rest += one.launches
+        if backend == "hopper":
+            rest += hopper.shared_pass(call, hw.num_sms).launches
+        elif backend == "blackwell":
+            rest += blackwell.shared_pass(call, hw.num_sms).launches
+        else:
+            rest += portable.shared_pass(call, hw.arch).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
     return tuple(found), tuple(rest)
 
@@ -359,6 +416,8 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
         return "staged", "portable launches phase by phase"
+    if backend == "blackwell":
+        return "staged", "no fused launch on Blackwell yet"
     return hopper.mode_of(call, given, wanted)
 
 
@@ -372,12 +431,10 @@ def _buffers(made: Plan) -> list[Buffer]:
     """What a rank holds: weights, and the memory of one call."""
     call, p = made.call, made.problem
     local = p.num_experts // p.num_ranks * call.local_ranks
-    weights = local * weight_bytes(p)
-    found = [Buffer("experts", weights, "weights", f"{local} routed experts as the checkpoint has")]
-    is_fp4 = recipe_named(p.recipe).weights.element.bits == 4
-    if made.backend == "hopper" and is_fp4:
-        about = "the same in the order that wgmma wants, beside the checkpoint's bytes"
-        found.append(Buffer("images", weights, "weights", about))
+    each, about = weight_bytes(p), "as the checkpoint has them"
+    if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
+        each, about = _image_bytes(call), "as images, and in no other form"
+    found = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
     if made.mega is not None:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
@@ -390,23 +447,44 @@ def _buffers(made: Plan) -> list[Buffer]:
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    elif made.mode == "chain" and made.routed is not None:
+        config = made.routed["rows"].config
+        assert isinstance(config, chain.Rows)
+        found += _pools(made, config.pool_rows)
+        where = chain.memory(call)
+        about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
+        found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots
         if made.backend == "hopper":
             rows = hopper.num_rows(one.num_slots, one.num_experts)
+        elif isinstance(made.tile, GemmTmem):
+            rows = blackwell.num_rows(one.num_slots, one.num_experts, made.tile.block_m)
         found += _pools(made, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     return found
 
 
+def _image_bytes(call: CallSpec) -> int:
+    """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
+    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
+    hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
+    values = 3 * hidden * wide
+    if fmt.has_global:
+        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
+    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
+        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
+    return int(values * fmt.bits_per_value / 8)
+
+
 def _pools(made: Plan, rows: int) -> list[Buffer]:
     """Tokens sorted by expert, and activations between the linears."""
     p, how = made.problem, made.numerics
-    fmt = recipe_named(p.recipe).acts if how.acts == "codes" else BF16
+    fmt = recipe_named(p.recipe).acts if how.acts in ("codes", "placed") else BF16
     widths = (("tokens", p.hidden), ("activations", p.intermediate))
-    wide = WIDTH if made.backend == "hopper" else 1
+    wide = {"hopper": WIDTH, "blackwell": BLACKWELL_WIDTH}.get(made.backend, 1)
     return [
         Buffer(name, rows * stored_bytes(align_up(width, wide), fmt), "local", f"{rows} rows")
         for name, width in widths

@@ -41,6 +41,7 @@ TABLE: dict[str, Constant] = {
     "sync_us":        Constant(1.2,   "us a barrier",      f"{_ONE_LAUNCH}: last block to first row of combine, between the SMs of one rank"),
     "barrier_us":     Constant(4.0,   "us a barrier",      f"{_GUESS}: between ranks over NVLink, a few round trips"),
     "link_us":        Constant(1.5,   "us a pull",         f"{_GUESS}: latency of a row over NVLink"),
+    "pull_gbs":       Constant(19.0,  "GB/s an SM",        "copies by loads and stores from local memory, 18 to 20 on one H200, 2026-11"),
     "window_us":      Constant(3.0,   "us",                "rows asked for ahead of those that have come: twice the latency"),
 }
 # fmt: on
@@ -72,10 +73,11 @@ class Constants:
     sync_us: float
     barrier_us: float
     link_us: float
+    pull_gbs: float
     window_us: float
 
     def __post_init__(self) -> None:
-        for name in (*_SHARES, "sm_gbs", "l2_share"):
+        for name in (*_SHARES, "sm_gbs", "l2_share", "pull_gbs"):
             value = getattr(self, name)
             require(value > 0, f"{name} must be positive", got=value, kind=RangeError)
         for field in fields(self):

@@ -50,6 +50,7 @@ class Rank:
     hbm_us: float = 0.0
     in_us: float = 0.0
     out_us: float = 0.0
+    pull_us: float = 0.0  # until when the SMs that pull are busy
     end_us: float = 0.0
     next_pull: int = 0
     blocked_on: int = -1  # tile of tokens whose room the next pull needs
@@ -86,10 +87,14 @@ class Machine:
         *,
         pools_at_once: bool = False,
         is_staged: bool = False,
+        late_sms: int = 0,
+        pull_byte_us: float = 0.0,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.ranks, self.costs, self.constants = ranks, costs, constants
         self.pools_at_once, self.is_staged, self.progress = pools_at_once, is_staged, progress
+        self.late_sms = late_sms  # the last ones of each rank: they pull first, then draw blocks
+        self.pull_byte_us = pull_byte_us  # of the SMs that pull, local rows too
         self._num_run = 0
         self.spans: list[Span] = []
         self._heap: list[tuple[float, int, int, int, int, Block | None, float]] = []
@@ -114,7 +119,8 @@ class Machine:
         for rank in self.ranks.values():
             if pulls_us is not None and rank.pulls:
                 self._push(pulls_us, _PULL, rank.idx)
-            for sm in range(len(rank.queue_of)):
+            late = self.late_sms if rank.pulls else 0
+            for sm in range(len(rank.queue_of) - late):
                 self._push(start_us, _FREE, rank.idx, sm)
         heap, ranks = self._heap, self.ranks
         while heap:
@@ -245,7 +251,14 @@ class Machine:
             following = max(rank.in_us, drained - self.constants.window_us)
         else:
             following = came
+        if self.pull_byte_us:
+            rank.pull_us = max(rank.pull_us, now) + block.rows * size * self.pull_byte_us
+            came, following = max(came, rank.pull_us), max(following, rank.pull_us)
         self._arrive(rank, pool, came)
+        if rank.next_pull == len(rank.pulls):
+            total = len(rank.queue_of)
+            for sm in range(total - self.late_sms, total):
+                self._push(came, _FREE, rank.idx, sm)
         self._push(following, _PULL, rank.idx)
 
     def _arrive(self, rank: Rank, pool: int, at_us: float) -> None:

@@ -139,7 +139,7 @@ class Schedule:
     problem: Problem
     hardware: Hardware
     backend: str
-    mode: str  # "fused", "staged"; of a study also "split"
+    mode: str  # "fused", "staged", "chain"; of a study also "split"
     combine: str  # rows on their way to combine
     experts: Experts
     num_sms: int
@@ -147,7 +147,9 @@ class Schedule:
     steps: tuple[Step, ...] = ()  # staged
     shared: Experts | None = None  # in launches of their own
     num_joined: int = 0  # shared experts that are the last ones of `experts`
-    num_passes: int = 1  # fused launches of a call, each with its part of the tokens
+    num_passes: int = 1  # fused launches of a call, or passes of a chain, each with its part
+    pull_sms: int = 0  # chain: SMs that pull rows before they compute
+    l2_follows: bool = False  # chain: L2 follows L1 tile by tile
     deal: str = "ticket"  # or "static": block i is for SM i mod num_sms
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
     is_own_stream: bool = False  # HBM is read as by this library's launches on Hopper
@@ -194,7 +196,8 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
-        return _fused(plan) if plan.mode == "fused" else _staged(plan)
+        made = {"fused": _fused, "chain": _chain}.get(plan.mode, _staged)
+        return made(plan)
 
 
 def fused_schedule(
@@ -317,6 +320,44 @@ def _staged(plan: Plan) -> Schedule:
         deal="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
     )
+
+
+def _chain(plan: Plan) -> Schedule:
+    """Exchange, then pull, L1 and L2 as launches that follow tiles."""
+    _, *owner = plan.passes
+    shared, tile = _shared_pass(plan), owner[0]["l1"].config
+    assert isinstance(tile, GemmSwapAb | Gemm)
+    return Schedule(
+        problem=plan.problem,
+        hardware=plan.hardware,
+        backend=plan.backend,
+        mode="chain",
+        combine="bf16",  # FP8 rows are made at home
+        experts=_experts(plan, owner[0]),
+        num_sms=owner[0]["l2"].num_ctas,
+        order=Phases(),
+        steps=tuple(_chain_steps(plan)),
+        shared=None if shared is None else _experts(plan, shared),
+        num_passes=len(owner),
+        is_own_stream=True,
+        pull_sms=owner[0]["pull"].num_ctas,
+        l2_follows=not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
+    )
+
+
+def _chain_steps(plan: Plan) -> Iterator[Step]:
+    source, *owner = plan.passes
+    for one in source.launches:
+        known = one.name == "exchange"
+        yield Step("exchange", "exchange") if known else _step(plan, one, is_shared=False)
+    for _ in owner:
+        yield Step("rows", "index", sorts=True)
+        yield Step("pull, l1, l2", "chain")
+    for one in plan.rest:
+        if one.name == "finish":
+            yield Step("rows home", "finish")
+        else:
+            yield _step(plan, one, is_shared=one.name != "combine")
 
 
 def _shared_pass(plan: Plan) -> Pass | None:

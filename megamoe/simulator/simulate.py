@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from megamoe.errors import CapacityError, require
 from megamoe.planner.plan import Plan
+from megamoe.simulator.chain import parts, run_chain
 from megamoe.simulator.constants import DEFAULT, Constants
 from megamoe.simulator.costs import costs
 from megamoe.simulator.events import Machine
@@ -51,6 +52,8 @@ def simulate(
     report = _reporter(_check_size(how, _num_blocks(how, given)), progress)
     if how.mode == "staged":
         stages = run_staged(how, given, constants, report)
+    elif how.mode == "chain":
+        stages = run_chain(how, given, constants, report)
     else:
         stages = _run_fused(how, given, constants, report)
     return _prediction(how, given, stages)
@@ -94,19 +97,11 @@ def _reporter(total: int, progress: Progress | None) -> Report:
     return report
 
 
-def _parts(counts: Counts, num: int) -> list[Counts]:
-    """Counts of each of `num` launches that share the tokens evenly."""
-    return [
-        tuple(tuple(c * (i + 1) // num - c * i // num for c in row) for row in counts)
-        for i in range(num)
-    ]
-
-
 def _run_fused(how: Schedule, counts: Counts, constants: Constants, progress: Report) -> Stages:
     """The fused launches of a call one after the other, or split's two side by side."""
     stages = Stages(how.num_sms, how.problem.num_ranks, [])
     now = 0.0
-    for number, part in enumerate(_parts(counts, how.num_passes)):
+    for number, part in enumerate(parts(counts, how.num_passes)):
         if number:
             stages.everywhere("launch", now, now + constants.gap_us, "launch")
             stages.steps.append(("gaps", constants.gap_us))

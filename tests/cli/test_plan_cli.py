@@ -22,15 +22,18 @@ STUDY = "study: not a launch of this library (deep_gemm)"
     ("args", "words"),
     [
         (("--tokens", "64", "--recipe", "w4a8_block"),
-         ("mode", "one launch, and no host", "mega_kernel", "swap_ab 16x256x256", "images",
+         ("mode", "one launch, and no host", "mega_kernel", "swap_ab 16x256x256", "as images",
           "symmetric", "of 232,448", "set by hbm", "GFLOP", "dispatch")),
+        (("--tokens", "512", "--recipe", "w8a8", "--set", "mode=staged"),
+         ("staged", "quantize", "place", "permute", "l1", "l2", "combine",
+          "rows cross the links")),
         (("--tokens", "512", "--recipe", "w8a8"),
-         ("staged", "fused launches, and read all weights", "quantize", "place", "permute", "l1",
-          "l2", "combine", "rows cross the links")),
+         ("chain", "fused launches, and read all weights", "exchange_kernel", "pull_kernel",
+          "finish_kernel", "symmetric", "pull_sms")),
         (("--tokens", "64", "--hardware", "b200"), ("portable", "sm_100a", "gated_kernel")),
         (("--tokens", "200", "--set", "mode=fused"), ("3 x 132", "num_passes")),
     ],
-    ids=["fused", "staged", "portable", "passes"],
+    ids=["fused", "staged", "chain", "portable", "passes"],
 )  # fmt: skip
 def test_plan_prints_choices_launches_memory_and_floor(megamoe, args, words):
     code, text, _ = megamoe("plan", *args)
@@ -126,7 +129,7 @@ def test_simulate_json_is_for_machines(megamoe, mode):
     )
     found = json.loads(text)
     assert code == 0 and errors == "" and found["files"] == []
-    assert found["mode"] == (mode if mode != "auto" else "staged") and found["study"] == ""
+    assert found["mode"] == (mode if mode != "auto" else "chain") and found["study"] == ""
     assert found["time_us"] >= found["floor_us"] > 0
     again = megamoe(
         "simulate", "tiny", "--ranks", "2", "--mode", mode, "--skew", "zipf", "--json", "--no-files"
@@ -160,7 +163,10 @@ def test_simulate_takes_measured_counts(megamoe, tmp_path):
         (("--set", "block_m"), "--set takes name=value; got block_m"),
         (("--set", "num_stages=32"), "must lie between 2 and the"),
         (("--set", "kernel=magic"), "kernel must be one of swap_ab, gemm"),
-        (("--tokens", "64", "--set", "mode=split"), "mode auto or staged or fused; got split"),
+        (
+            ("--tokens", "64", "--set", "mode=split"),
+            "mode auto or staged or fused or chain; got split",
+        ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
 )

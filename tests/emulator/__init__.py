@@ -9,7 +9,7 @@ Python functions run with `gl`, `mbarrier` and the like replaced by what is here
 
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.gluon import dispatch, permute, tile_scheduler
+from megamoe.kernels.gluon import dispatch, exchange, permute, pull, tile_scheduler
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.gemm import swap_ab
 from megamoe.kernels.hopper.mega import launch as mega_launch
@@ -25,7 +25,9 @@ KERNELS = tuple(
         (launch, "gemm_swap_ab_kernel"), (launch, "gemm_kernel"), (mega_launch, "mega_kernel"),
         (dispatch, "_pool_kernel"), (permute, "_count_kernel"), (permute, "_place_kernel"),
         (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"), (combine, "_combine_kernel"),
-        (portable_dispatch, "_dispatch_kernel"),
+        (portable_dispatch, "_dispatch_kernel"), (exchange, "_quantize_kernel"),
+        (exchange, "exchange_kernel"), (exchange, "finish_kernel"), (pull, "_rows_kernel"),
+        (pull, "pull_kernel"),
     )
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from megamoe.kernels.gluon import arithmetic, l2_policy, pipeline
+from megamoe.kernels.gluon import arithmetic, exchange, l2_policy, pipeline
 from megamoe.kernels.gluon.mega import sync
 from megamoe.kernels.hopper.gemm import decode_per_wave
 from megamoe.kernels.hopper.weights import decode
@@ -88,7 +88,7 @@ def _divide(a, b):
     return Value(torch.as_tensor(a.t).float() / torch.as_tensor(b.t).float())
 
 
-def _wait_for(address, want, report, bound_ns):
+def _wait_for(address, want, report, bound_ns, is_over=int.__eq__):
     """As `pipeline.wait_text` says, but that its bound is the emulator's if that is shorter."""
     launch, begin = HERE.launch, time.monotonic()
     bound = min(int(bound_ns) / 1e9, running.WAIT_S)
@@ -97,7 +97,7 @@ def _wait_for(address, want, report, bound_ns):
         while True:
             seen, is_reported = launch.memory.load(both, torch.int32).tolist()
             is_late = time.monotonic() - begin > bound or launch.error is not None
-            if seen == int(want) or is_reported or is_late:
+            if is_over(seen, int(want)) or is_reported or is_late:
                 return Value(seen)
             launch.changed.wait(0.02)
 
@@ -131,7 +131,33 @@ def _give_up(seen, value, given_up, error):
     return Value(0)
 
 
+def _wait_for_peer(address, want, report, bound_ns):
+    return _wait_for(address, want, report, bound_ns, int.__ge__)
+
+
+def _signal(address, call):
+    _store_word(address, call)
+    return Value(0)
+
+
+def _tell(address, seen, want, rank):
+    """As `exchange.TELL`."""
+    if int(seen.t) < int(want.t):
+        _store_word(address, rank)
+    return Value(0)
+
+
+def _store_word(address, word):
+    launch = HERE.launch
+    with launch.changed:
+        at = torch.as_tensor(address.t).reshape(1)
+        launch.memory.store(at, torch.tensor([int(word)], dtype=torch.int32))
+
+
 ASSEMBLY = {
+    pipeline.wait_text("sys", "ge"): _wait_for_peer,
+    exchange.SIGNAL.value: _signal,
+    exchange.TELL.value: _tell,
     pipeline.wait_text("gpu", "ge"): _wait_until_reached,
     decode_per_wave.GIVE_UP.value: _give_up,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,

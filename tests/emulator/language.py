@@ -244,6 +244,7 @@ LANGUAGE = SimpleNamespace(
     cdiv=lambda a, b: (a + b - 1) // b,
     to_tensor=lambda v: v if isinstance(v, Value) else Value(v),
     program_id=lambda axis: Value(HERE.ids[axis]),
+    multiple_of=lambda v, by: v,
     num_programs=lambda axis: Value(HERE.grid[axis]),
     num_warps=lambda: HERE.num_warps, static_range=range, range=run_time_range,
     static_assert=lambda holds, text="": None if holds else _refuse(text),

@@ -120,7 +120,7 @@ class Role:
 class Operation:
     """Something asynchronous, between its issue and its completion."""
 
-    __slots__ = ("act", "is_done", "name")
+    __slots__ = ("act", "is_done", "kind", "name")
     is_role = False
 
     def __init__(self, name, act):

@@ -74,7 +74,7 @@ def test_grouped_gemms_compile_to_tensor_core_code(recipe, rows, arch):
         assert used["shared"] <= 232448 and used["stack"] <= STACK_LIMIT
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.every)])
 @pytest.mark.parametrize("activation", [name for name in OWN_CLAMP if name != "swiglu"])
 @pytest.mark.parametrize("recipe", ["bf16", "w4a8"])
 def test_every_activation_compiles(recipe, activation, arch):
@@ -84,14 +84,14 @@ def test_every_activation_compiles(recipe, activation, arch):
     assert resources(kernel)["stack"] <= 2 * STACK_LIMIT  # tanh spills more, after the loop
 
 
-@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("rows", [1, pytest.param(100, marks=pytest.mark.every), 1000])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_mma_waits_for_the_one_before_on_hopper(recipe, rows):
     for phase, tile in zip(("l1", "l2"), tiles(recipe, rows), strict=False):
         assert not advice(compiled(recipe, phase, tile, 90)), phase
 
 
-@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("rows", [1, pytest.param(100, marks=pytest.mark.every), 1000])
 @pytest.mark.parametrize("recipe", FP4)
 def test_fp4_weights_are_decoded_where_they_lie_on_hopper(recipe, rows):
     """From shared memory once, 16 bytes at a time, to registers of the MMA; nothing spills."""

@@ -9,7 +9,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import hopper, parallel, planning, symm_buffer
+from megamoe.engine import chain, images, packed, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
@@ -19,6 +19,7 @@ from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_s
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights import pack
+from megamoe.planner import chain as planned
 from megamoe.planner.hopper import passes_of
 from megamoe.planner.launches import Launch
 from megamoe.planner.numerics import TABLE
@@ -65,13 +66,10 @@ def launched(monkeypatch):
 
     pretend_h200(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", keep)
-    for name in ("fits_e4m3", "fits_bf16", "can_be_placed"):
-        monkeypatch.setattr(pack, name, lambda w: True)
-        if hasattr(hopper, name):
-            monkeypatch.setattr(hopper, name, lambda w: True)
-    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
-    monkeypatch.setattr(hopper, "why_not", lambda w: "")
-    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    facts = pack.Facts(True, True, True)
+    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
+    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
+    monkeypatch.setattr(images, "_facts", lambda w: facts)
     return found
 
 
@@ -130,8 +128,35 @@ def test_eight_ranks(launched, backend, recipe, num):
     assert plan.launches == public.launches and plan.mode == public.mode
     if plan.mode == "fused":
         fused_over_ranks(plan, w, options)
+    elif plan.mode == "chain":
+        chain_over_ranks(plan, w, options, num)
     else:
         staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
+def test_eight_staged_ranks(launched, recipe):
+    w, options, num = experts(recipe), Options(), 512
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, max_tokens=num),
+        overrides=(("backend", "hopper"), ("mode", "staged")),
+    )  # fmt: skip
+    staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("num", [0, 300])
+def test_a_chain_in_passes_with_shared_experts_and_fp8_rows(launched, num):
+    w, shared, options = experts("w8a8"), experts("w4a16", 1), Options(combine="fp8")
+    spec = planning._shared_spec(shared, apart="w4a16")
+    given = (("backend", "hopper"), ("mode", "chain"), ("pool_rows", 5000), ("reserve_sms", 4))
+    plan = plan_for(
+        w, options, Traits(shared=spec), num_tokens=num, top_k=K, overrides=given,
+        ranks=Ranks(8, 8 * E, max_tokens=512),
+    )  # fmt: skip
+    assert len(plan.passes) == 1 + 5 and plan.launch("l2").grid == (128,)
+    chain_over_ranks(plan, w, options, num, shared)
     assert_planned(launched, plan.launches)
 
 
@@ -139,17 +164,27 @@ def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
     passes, each = passes_of(plan.call)
     where = symm_buffer.layout(passes * each, H, K, passes)
-    room = symm_buffer.symm_buffer_in(
+    buffer = symm_buffer.symm_buffer_in(
         torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
     )
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = mega_launch.World(8, 1, 0, peers, room.signals)
+    world = mega_launch.World(8, 1, 0, peers, buffer.signals)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(
-            room, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
+            buffer, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
             number=number,
         )  # fmt: skip
+
+
+def chain_over_ranks(plan, w, options, num, shared=None):
+    """What `ChainGroup` launches on this rank."""
+    where = planned.memory(plan.call)
+    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
+    peers = torch.empty(8, dtype=torch.int64, device=META)
+    me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)
+    stats = torch.empty(E, dtype=torch.int64, device=META)
+    chain.run(me, Call(*inputs(num), w, options, shared, status(), stats), plan)
 
 
 def staged_over_ranks(plan, w, options, num):

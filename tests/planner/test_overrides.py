@@ -72,7 +72,7 @@ BAD = [
     (DECODE, {"block_m": 0}, RangeError, "block_m must be positive; got 0"),
     (DECODE, {"mode": 1}, DTypeError, "must be a word; got 1"),
     (DECODE, {"mode": "magic"}, RangeError, "mode must be one of auto, staged, fused"),
-    (DECODE, {"mode": "split"}, NotAvailable, "has mode auto or staged or fused; got split"),
+    (DECODE, {"mode": "split"}, NotAvailable, "or fused or chain; got split"),
     (DECODE, {"backend": "cuda"}, RangeError, "backend must be one of auto, hopper"),
     (DECODE, {"block_n": 96}, NotAvailable, "block_n must be 128 or 256"),
     (DECODE, {"block_n": 128}, NotAvailable, "block_n must be 256: 128 outputs share a scale"),

@@ -45,7 +45,9 @@ PROBLEMS = st.builds(
 @given(PROBLEMS, st.sampled_from(list(MACHINES)))
 def test_every_plan_can_be_launched(problem, name):
     found = plan(problem, name)
-    assert found.backend in ("hopper", "portable") and found.mode in ("fused", "staged")
+    assert found.backend in ("hopper", "portable") and found.mode in (
+        "fused", "staged", "chain"
+    )  # fmt: skip
     is_hopper = found.hardware.arch == "sm_90a" and problem.recipe in HOPPER_RECIPES
     assert (found.backend == "hopper") == is_hopper
     assert bool(found.launches) == (problem.num_tokens > 0)
@@ -92,6 +94,10 @@ def test_a_plan_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=root)
 
 
+CHAIN = ["quantize", "count", "scan", "place", "exchange", "rows", "pull", "l1", "l2", "finish",
+         "combine"]  # fmt: skip
+
+
 def names(found):
     return [one.name for one in found.launches]
 
@@ -107,9 +113,8 @@ def names(found):
         (replace(ONE, num_tokens=8192, recipe="w8a8"), "staged",
          ["count", "scan", "place", "permute", "l1", "l2", "combine"]),
         (replace(FLASH, num_tokens=85), "fused", ["mega"]),
-        (replace(FLASH, num_tokens=86), "staged",
-         ["quantize", "permute", "l1", "l2", "combine"]),
-        (replace(FLASH, recipe="bf16"), "staged", ["place", "permute", "l1", "l2", "combine"]),
+        (replace(FLASH, num_tokens=86), "chain", CHAIN),
+        (replace(FLASH, recipe="bf16"), "chain", CHAIN),
         (replace(PRO, num_ranks=16, num_tokens=8), "staged",
          ["quantize", "permute", "l1", "l2", "combine"]),
     ],
@@ -151,7 +156,8 @@ def test_fused_runs_or_is_refused_and_auto_says_why(call, error, says):
     with pytest.raises(error, match=says):
         plan(call, "h200", mode="fused")
     auto = plan(call, "h200")
-    assert auto.mode == "staged" and says.split(";")[0] in auto.why
+    assert auto.mode == ("chain" if "shared" in says or "contiguous" in says else "staged")
+    assert says.split(";")[0] in auto.why
 
 
 def test_shared_experts_join_the_launches_or_have_their_own():
@@ -168,8 +174,46 @@ def test_a_layer_over_a_group_is_planned_for_its_largest_call():
     big = CallSpec(replace(FLASH, num_tokens=8), max_tokens=512)
     found = plan(big, "h200", mode="fused")
     assert found.num_passes == 7 and names(found) == ["mega"] * 7
-    assert plan(big, "h200").mode == "staged"
+    assert plan(big, "h200").mode == "chain"
     assert "7 fused launches" in plan(big, "h200").why
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "says"),
+    [
+        (CallSpec(ONE), NotAvailable, "the chain is for ranks"),
+        (CallSpec(FLASH), CapacityError, "needs max_tokens_per_rank"),
+        (CallSpec(replace(FLASH, num_ranks=16), max_tokens=8), NotAvailable, "8 ranks at most"),
+    ],
+    ids=lambda value: "" if isinstance(value, CallSpec) else None,
+)  # fmt: skip
+def test_a_chain_runs_or_is_refused(call, error, says):
+    with pytest.raises(error, match=says):
+        plan(call, "h200", mode="chain")
+
+
+def test_a_chain_shares_less_than_the_bar_and_its_pool_can_be_bounded():
+    pro = replace(PRO, num_tokens=8192)
+    found = plan(pro, "h200", mode="chain")
+    sizes = {b.name: b for b in found.buffers}
+    assert sizes["exchange"].kind == "symmetric" and sizes["exchange"].num_bytes < 1.2e9
+    small = plan(pro, "h200", mode="chain", pool_rows=100_000)
+    local = {b.name: b.num_bytes for b in small.buffers}
+    assert small["pool_passes"] == 4 and 3.9 * local["tokens"] < sizes["tokens"].num_bytes
+    with pytest.raises(CapacityError, match="in 32 passes; got pool_rows 8"):
+        plan(pro, "h200", mode="chain", pool_rows=8)
+
+
+def test_which_launches_of_a_chain_follow_tiles_is_said():
+    def why(recipe, tokens, **given):
+        found = plan(replace(FLASH, recipe=recipe, num_tokens=tokens), "h200", **given)
+        return found.launch("l1"), found.launch("l2")
+
+    l1, l2 = why("w8a8", 512)
+    assert "follows the pull" in l1.why and "follows L1" in l2.why and l1.num_ctas == 132
+    l1, l2 = why("w4a8_block", 2048)
+    assert "follows the pull" in l1.why and "waits for all of L1" in l2.why
+    assert (l1.num_ctas, l2.num_ctas) == (116, 132)
 
 
 def test_fp8_combine_rounds_rows_in_a_launch_of_its_own():
@@ -179,13 +223,15 @@ def test_fp8_combine_rounds_rows_in_a_launch_of_its_own():
 
 def test_memory_of_a_rank():
     fused = {b.name: b for b in plan(replace(FLASH, num_tokens=64), "h200").buffers}
-    assert fused["images"].num_bytes == fused["experts"].num_bytes  # FP4 is held twice
     assert fused["exchange"].kind == "symmetric"
     w8a8 = {b.name for b in plan(replace(ONE, recipe="w8a8"), "h200").buffers}
-    assert "images" not in w8a8 and "exchange" not in w8a8
-    assert "images" not in {b.name for b in plan(ONE, "b200").buffers}
+    assert "exchange" not in w8a8
     expert = 3 * 4096 * 2048 * 17 // 32
-    assert fused["experts"].num_bytes == 32 * expert
+    (elsewhere,) = (b for b in plan(ONE, "b200").buffers if b.kind == "weights")
+    assert elsewhere.num_bytes == ONE.num_experts * expert
+    assert fused["experts"].num_bytes == 32 * expert  # one copy
+    block = plan(replace(FLASH, num_tokens=64, recipe="w4a8_block"), "h200").buffers[0].num_bytes
+    assert 0.97 * 32 * expert < block < 0.98 * 32 * expert  # four-bit exponents
 
 
 def test_no_tokens_are_no_launches():

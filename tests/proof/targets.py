@@ -279,11 +279,11 @@ def local_case(recipe="w8a8", ranks=2, ctas=2, counts=(2, 1), experts=4, hidden=
     with installed(ranks * ctas, {"mega": Recorder("mega", kept)}):
         there = LocalRanks(w, ranks, timeout_s=30.0, debug_poison=True)
         there._top_k = 2
-        there._make_rooms(max(counts))
+        there._make_buffers(max(counts))
         found = there.plan(max(counts), 2)
         there.plan = lambda *_: replace(found, mega=few_stages_fused(found.mega))
         there(*(t.split(counts) for t in inputs))
-    return Case("fused-ranks", kept, [room.tokens for room in there._rooms])
+    return Case("fused-ranks", kept, [buffer.tokens for buffer in there._buffers])
 
 
 def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2, hidden=256,

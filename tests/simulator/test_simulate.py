@@ -201,8 +201,10 @@ def test_the_overlap_rule_falls_out_of_the_model():
 
 def test_the_reference_system_hides_what_staged_launches_expose():
     problem = Problem(2048, 4096, 2048, 64, 6, 4, "w8a8")
-    fused, staged = simulate(study(problem, H200)), simulate(plan(problem, H200))
-    assert staged.schedule.mode == "staged"
+    fused, staged = simulate(study(problem, H200)), simulate(plan(problem, H200, mode="staged"))
+    chain = simulate(plan(problem, H200))
+    assert chain.schedule.mode == "chain" and chain.exposed_share < staged.exposed_share
+    assert fused.time_us < chain.time_us < staged.time_us
     assert fused.exposed_share < 0.05 < staged.exposed_share
     assert fused.time_us < staged.time_us
 
@@ -242,13 +244,16 @@ def names(found):
          ["launch", "place", "permute", "l1", "l2", "combine"]),
         (Problem(2048, 4096, 2048, 32, 6, 1, "w8a8"), {},
          ["launch", "count", "scan", "place", "permute", "l1 and l2", "combine"]),
-        (Problem(512, 4096, 2048, 256, 6, 8, "w4a8_block"), {},
+        (Problem(512, 4096, 2048, 256, 6, 8, "w4a8_block"), {"mode": "chain"},
+         ["launch", "quantize", "count", "scan", "place", "exchange", "rows", "blocks",
+          "results home", "rows home", "combine"]),
+        (Problem(512, 4096, 2048, 256, 6, 8, "w4a8_block"), {"mode": "staged"},
          ["launch", "quantize", "rows sent", "place", "permute", "l1", "l2", "results sent",
           "combine"]),
         (Problem(64, 4096, 2048, 32, 6, 1, "w4a16"), {"backend": "portable"},
          ["launch", "dispatch", "count", "scan", "place", "l1", "l2", "combine"]),
     ],
-    ids=["fused", "staged", "placed", "drawn", "group", "portable"],
+    ids=["fused", "staged", "placed", "drawn", "chain", "group", "portable"],
 )  # fmt: skip
 def test_the_steps_are_the_launches_of_the_plan(problem, given, wanted):
     how = plan(problem, H200, **given)
@@ -327,7 +332,7 @@ def test_a_prediction_prints_the_floor_beside_the_time():
 
 def test_progress_counts_blocks():
     seen = []
-    how = plan(Problem(2048, 2048, 1024, 32, 4, 2, "w8a8"), H200)
+    how = plan(Problem(4096, 2048, 1024, 32, 4, 2, "w8a8"), H200)
     found = simulate(how, progress=lambda done, of: seen.append((done, of)))
     total = sum(s.role == "math" for s in found.timeline.spans)
     assert seen[0] == (0, total) and seen[-1] == (total, total) and len(seen) >= 3

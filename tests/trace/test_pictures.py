@@ -27,7 +27,7 @@ from megamoe.trace.text import gantt, shares
 
 @pytest.fixture(scope="module")
 def found():
-    return simulate(plan(Problem(256, 2048, 1024, 32, 4, 4, "w4a8"), "h200"))
+    return simulate(plan(Problem(256, 2048, 1024, 32, 4, 4, "w4a8"), "h200", mode="staged"))
 
 
 @pytest.fixture(scope="module")

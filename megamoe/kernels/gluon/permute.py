@@ -1,8 +1,9 @@
 """Permutation: the row of each slot in the expert-sorted pool, and the tile list of the GEMMs.
 
-Rows of one expert lie together in slot order and start at a multiple of ROW_ALIGN (TMA reads scales
-in whole 16 bytes). One launch does it, each program counting for itself, or two more count before
-it, as the plan says. Nothing is read back to the host.
+Rows of one expert lie together in slot order and start at a multiple of the plan's `row_align`: TMA
+reads FP32 scales in whole 16 bytes, and placed scales have a block a tile. One launch does it, each
+program counting for itself, or two more count before it, as the plan says. Nothing is read back to
+the host.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ def _place_kernel(
     CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-    E: tl.constexpr,
+    ALIGN: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """A program each: chunks of slots (checked, and their rows), the tile list, waves of items."""
     after_previous()
@@ -163,7 +164,7 @@ def _place_kernel(
             both += tl.histogram(place, 2 * E, mask=theirs >= 0)
         before, after = tl.split(tl.permute(tl.reshape(both, (2, E)), (1, 0)))
         count = before + after
-    row_begin = expert_rows(count)
+    row_begin = expert_rows(count, ALIGN)
     number = chunk - tl.cdiv(num_slots, CHUNK)  # among the programs without slots
     if number > 0:
         if CTAS:
@@ -205,11 +206,14 @@ def place(
     num_dest: int,
     num_shared: int,
     pdl: bool,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """int32 [slots]: the row of each slot, -1 of masked ones.
 
     Fills all of the pool but tokens and their scales, in the plan's `steps`, and writes
     the work items of `work`.
+
+    counts  int32 [E]: gets the slots of each expert, where two launches count them before
     """
     idx, weights, num_valid = routing.topk_idx, routing.topk_weights, routing.num_valid
     top_k, unused = idx.shape[1] + num_shared, pool.num_tiles
@@ -221,9 +225,11 @@ def place(
     sizes = {"HAS_COUNT": num_valid is not None, "TOP_K": top_k, "SHARED": num_shared}
     valid = unused if num_valid is None else num_valid
     rows = unused.new_empty(slots)
-    counts = chunk_counts = unused
+    chunk_counts = unused
+    assert counts is None or count is not None
+    counts = unused if counts is None else counts
     if count is not None:
-        counts = unused.new_empty(num_experts)
+        counts = unused.new_empty(num_experts) if counts is unused else counts
         chunk_counts = unused.new_empty(*count.grid, num_experts)
         _count_kernel[count.grid](
             idx, weights, valid, chunk_counts, slots, num_experts, **count.config.constants(),

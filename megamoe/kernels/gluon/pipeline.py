@@ -163,7 +163,7 @@ ld.acquire.{scope}.global.u32 $0, [$1];
 setp.{compare}.s32 p, $0, $2;
 @p bra done;
 {pause if compare == "ge" else poll}
-ld.relaxed.gpu.global.u32 r, [$3];
+ld.relaxed.{scope}.global.u32 r, [$3];
 setp.ne.u32 p, r, 0;
 @p bra done;
 mov.u64 now, %globaltimer;

@@ -123,9 +123,9 @@ class WorkItems:
 
 
 @triton.jit
-def expert_rows(count):
-    """First row of each expert in the pool, of int32 [E] rows per expert."""
-    aligned = (count + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+def expert_rows(count, ALIGN: tl.constexpr = ROW_ALIGN):
+    """First row of each expert in the pool, a multiple of ALIGN, of int32 [E] rows per expert."""
+    aligned = (count + ALIGN - 1) // ALIGN * ALIGN
     return tl.cumsum(aligned, 0) - aligned
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,17 @@ class Arithmetic:
     def is_fp8(self) -> bool:
         """Whether wgmma multiplies E4M3."""
         return self.dtype == torch.float8_e4m3fn
+
+
+class Chain(NamedTuple):
+    """How a GEMM of the chain waits and writes."""
+
+    follows: Tensor | None = None  # words by tile that its tiles wait for; None: for the launch
+    publishes: Tensor | None = None  # L1: words by tile that it counts in
+    dest_unit: int = 0  # L2: values of a unit of `dest`; 0: a row
+
+
+NO_CHAIN = Chain()
 
 
 def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
@@ -93,41 +104,52 @@ def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems
 def gated(x: Pool, w: Packed, out: Pool, step: Launch, how: Arithmetic, options: Options,
           *, items: Tensor | None = None, bias: Tensor | None = None,
           acts_factor: Tensor | None = None, error: Tensor | None = None,
-          use_pdl: bool = False) -> None:  # fmt: skip
+          use_pdl: bool = False, chain: Chain | None = None) -> None:  # fmt: skip
     """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate].
 
     items  its own of the work items (`tile_scheduler`)
     error  is set to -1 by a wait that is given up, where CTAs wait for each other
+    chain  it waits for the rows of each tile
     """
     width = out.data.shape[1]
     _run(
         x, w, step, how, bias, acts_factor, items, error, out=out.data, out_scale=out.scale,
         num_outputs=width, out_width=width, clamp=float(options.limit), ACTS=how.acts,
         ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+        chain=chain or NO_CHAIN,
     )  # fmt: skip
 
 
 def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
            *, after: Packed | None = None, items: Tensor | None = None,
            bias: Tensor | None = None, acts_factor: Tensor | None = None,
-           error: Tensor | None = None, use_pdl: bool = False) -> None:  # fmt: skip
+           error: Tensor | None = None, use_pdl: bool = False,
+           chain: Chain | None = None) -> None:  # fmt: skip
     """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination.
 
     With `use_pdl` it may begin before the launch before it ends: items must be older than that.
 
     after  weights of the L1 that was launched before it
+    chain  rows go where `x.dest` says in its units, also to other ranks
     """
+    chain = chain or NO_CHAIN
     _run(
         x, w, step, how, bias, acts_factor, items, error,
-        0 if after is None else -(-after.num_rows // 256), out=out, out_scale=out,
-        num_outputs=w.num_outputs, out_width=w.num_outputs, clamp=0.0, ACTS=PLAIN,
-        ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+        0 if after is None else -(-after.num_rows // _block_n(step)), out=out, out_scale=out,
+        num_outputs=w.num_outputs, out_width=chain.dest_unit or w.num_outputs, clamp=0.0,
+        ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+        chain=chain,
     )  # fmt: skip
+
+
+def _block_n(step: Launch) -> int:
+    assert isinstance(step.config, Gemm | GemmSwapAb)
+    return step.config.block_n
 
 
 def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
          acts_factor: Tensor | None, items: Tensor | None, error: Tensor | None,
-         l1_n_tiles: int = 0, **rest: Any) -> None:  # fmt: skip
+         l1_n_tiles: int = 0, *, chain: Chain, **rest: Any) -> None:  # fmt: skip
     """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
     unused = x.num_tiles
     factor_rows, factor_cols = factor_shape(w)
@@ -136,6 +158,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
         "row_weight": x.weight, "row_dest": x.dest, "tiles": x.tiles, "num_tiles": x.num_tiles,
         "pool_rows": x.data.shape[0], "factor_rows": factor_rows, "factor_cols": factor_cols,
         "num_bias": w.num_outputs, "GATED": w.is_gated, "HAS_BIAS": bias is not None,
+        "follows": chain.follows, "publishes": chain.publishes,
     }  # fmt: skip
     if isinstance(step.config, Gemm):
         rest |= {
@@ -147,6 +170,11 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
     else:
         assert isinstance(step.config, GemmSwapAb)
         rest |= {"acts_factor": or_unused(acts_factor, unused), "row_factor": x.factor}
+        is_alone = chain.follows is None  # arguments that are None are none of the kernel's
+        rest |= {
+            "l1_n_tiles": None if is_alone else l1_n_tiles,
+            "error": None if is_alone else error,
+        }
         _gemm_swap_ab(x, w, step, step.config, how, rest)
 
 

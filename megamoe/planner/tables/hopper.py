@@ -33,6 +33,13 @@ ROUTING_BYTES = 4096  # of routing that fit into shared memory beside all stages
 # ring: w4a16 flash at 8 tokens 109.1 and 106.6, 109.7 and 107.6 with two stages.
 MAX_IN_FLIGHT = 2
 
+# The chain. SMs that pull tokens into the pool beside L1.
+PULL_SMS = 16
+WHY_PULL_SMS = (
+    "16 SMs: copies by loads and stores reach 18 to 20 GB/s an SM from local memory on an H200, so 16 "
+    "bring about what NVLink does; 12 that copied by TMA hid 85 to 98% of a pull, 6 were too few"
+)
+
 # Permute: slots of a call up to which one launch does it all, and up to which programs count for
 # themselves; columns and warps of a program by whether it does it all; warps of `place` by whether
 # there are shared experts (with more threads than slots in a chunk the compiler finds the experts

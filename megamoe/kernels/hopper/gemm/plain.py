@@ -106,6 +106,7 @@ from megamoe.kernels.hopper.gemm.decode_per_wave import (
     wait_until_reached,
 )
 from megamoe.kernels.hopper.gemm.epilogue import store_transposed
+from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 
 
@@ -139,7 +140,11 @@ class PlainGemm:
     out_scale: gl.tensor
     tiles: gl.tensor
     num_tiles: gl.tensor
-    l1_n_tiles: gl.tensor  # L2, DYNAMIC: n tiles of L1, for which a tile of tokens waits
+    follows: gl.tensor  # FOLLOWS: words by tile, for which its tokens wait (`follow`)
+    publishes: gl.tensor  # PUBLISHES: L1's, for L2
+    l1_n_tiles: (
+        gl.tensor
+    )  # L2 that follows, or DYNAMIC: n tiles of L1, for which a tile of tokens waits
     items: gl.tensor  # HAS_ITEMS: int32 [items, ITEM_WORDS]
     decoded: DecodePerWave
     pool_rows: gl.tensor
@@ -153,6 +158,8 @@ class PlainGemm:
     DECODED: gl.constexpr  # weights are FP4: a factor per row
     HAS_ITEMS: gl.constexpr  # work items were written before
     DYNAMIC: gl.constexpr  # CTAs take them from a counter
+    FOLLOWS: gl.constexpr  # tiles wait for their tokens, not for the launch before
+    PUBLISHES: gl.constexpr
     GATED: gl.constexpr
     HAS_BIAS: gl.constexpr
     WEIGHTED: gl.constexpr
@@ -240,12 +247,21 @@ def load_tokens(gemm):
     num_done = 0
     prefetch = gl.maximum(gemm.steps - 1 - PREFETCH_STEPS, 0)
     block = 1 - gemm.STAGES  # K blocks that have left the stages, over all tiles
-    wait_for_launch()
+    # By this step the epilogue of the tile before is over.
+    publish = gl.minimum(gemm.STAGES + 2, gemm.steps - 1)
+    before = 0  # first row of the tile before
+    if not gemm.FOLLOWS:
+        wait_for_launch()
     for item in range(gl.program_id(0), end_item(gemm), gl.num_programs(0)):
         tile = tile_at(gemm, item)
         post_tile(gemm, num_done, tile)
+        if gemm.FOLLOWS:
+            wait_for_tile(gemm, tile, gemm.decoded.error)
         both = tile.row_begin + HALF < tile.row_end
         for k in range(gemm.steps):
+            if gemm.PUBLISHES:  # noqa: SIM102  known at compile time
+                if (k == publish) & (num_done > 0):
+                    _publish_tile(gemm, num_done - 1, tile_word(gemm.publishes, before))
             if k == prefetch:
                 fetch_operands(gemm, num_done, tile)
             if k == gemm.steps - 1:
@@ -254,9 +270,16 @@ def load_tokens(gemm):
             if gemm.decoded.DEPTH:
                 publish_read(gemm, block)
                 block += 1
+        if gemm.PUBLISHES:
+            before = tile.row_begin
         num_done += 1
     if gemm.decoded.DEPTH:
         publish_rest(gemm, block, stage)
+    if gemm.PUBLISHES:  # noqa: SIM102  known at compile time
+        if num_done > 0:
+            _publish_tile(gemm, num_done - 1, tile_word(gemm.publishes, before))
+    if gemm.FOLLOWS:
+        wait_for_launch()  # a launch that comes after this one also comes after the one before
 
 
 @gluon.jit
@@ -288,6 +311,8 @@ def load_dynamic_tokens(gemm):
         mbarrier.arrive(gemm.taken.index(num_done & 1), count=1)
         if not gemm.GATED:
             wait_until_reached(gemm, counter, gemm.l1_n_tiles, gemm.num_tiles + GIVEN_UP)
+        elif gemm.FOLLOWS:
+            wait_for_tile(gemm, tile, gemm.decoded.error)
         both = tile.row_begin + HALF < tile.row_end
         for k in range(gemm.steps):
             if gemm.GATED:  # noqa: SIM102  known at compile time
@@ -501,7 +526,7 @@ def _compute(gemm, num_done, tile, stage, WG: gl.constexpr):
         high_bits = gl.maximum(high_bits, other.slice(64, 64, 0).load(LAYOUT))
         _finish_gated(gemm, low, low_bits, tile, 0, WG)
         _finish_gated(gemm, high, high_bits, tile, 64, WG)
-        if gemm.DYNAMIC:
+        if gemm.DYNAMIC or gemm.PUBLISHES:
             fence_stores()
             gl.thread_barrier()
     else:
@@ -525,7 +550,8 @@ def math(gemm, WG: gl.constexpr):
             mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
             tile = read_tile(gemm, num_done)
     else:
-        wait_for_launch()
+        if not gemm.FOLLOWS:
+            wait_for_launch()
         for _ in range(gl.program_id(0), end_item(gemm), gl.num_programs(0)):
             mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
             tile = read_tile(gemm, num_done)
@@ -558,6 +584,7 @@ def gemm_kernel(
     w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
     l1_n_tiles, items, fp4, fp4_scale, ring, error,
     pool_rows, steps, num_outputs, out_width, factor_rows, factor_cols, clamp, num_bias,
+    follows, publishes,
     DECODED: gl.constexpr, HAS_ITEMS: gl.constexpr, DYNAMIC: gl.constexpr, DEPTH: gl.constexpr,
     CHUNK: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
@@ -566,6 +593,7 @@ def gemm_kernel(
     """The launch: one persistent CTA per SM. Arguments as the fields of `PlainGemm`.
 
     DEPTH > 0: FP4 weights (fp4, fp4_scale) are decoded per wave into `ring`, which w describes.
+    follows, publishes: None, or words by tile of the chain (`follow`).
     """
     IN_STAGE: gl.constexpr = DECODED and not DEPTH
     w_bufs, image, image_scale = _allocate_weights(w, w_scale, IN_STAGE, STAGES, IMAGES)
@@ -608,7 +636,11 @@ def gemm_kernel(
     FACTOR: gl.constexpr = "row" if DECODED else "none"
     # L1's biases, gate's and up's apart, would take a register more than there is.
     epilogue = allocate_operands(row_dest, ROWS, TOKENS, FACTOR, HAS_BIAS and not GATED)
-    if GATED or DEPTH:  # else only weights and items are read before roles wait
+    FOLLOWS: gl.constexpr = follows is not None
+    PUBLISHES: gl.constexpr = publishes is not None
+    # Where L2 begins, and where tiles are followed, only weights and items are read before roles
+    # wait: they are older than the launch before.
+    if (GATED or DEPTH) and not FOLLOWS:
         wait_for_launch()
     allow_next_launch()
     gemm = PlainGemm(
@@ -618,6 +650,8 @@ def gemm_kernel(
         image_empty=image_empty, amax_full=amax_full, taken=taken, epilogue=epilogue,
         factor=factor, bias=bias, row_weight=row_weight, row_dest=row_dest, out=out,
         out_scale=out_scale, tiles=tiles, num_tiles=num_tiles, l1_n_tiles=l1_n_tiles, items=items,
+        follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
+        FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
         decoded=decoded, pool_rows=pool_rows, steps=steps, num_outputs=num_outputs,
         num_bias=num_bias, out_width=out_width, factor_rows=factor_rows, factor_cols=factor_cols,
         clamp=clamp, DECODED=DECODED, HAS_ITEMS=HAS_ITEMS, DYNAMIC=DYNAMIC, GATED=GATED,

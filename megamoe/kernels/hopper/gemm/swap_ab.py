@@ -74,6 +74,7 @@ from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
     barriers,
     fast_div,
+    fence_stores,
     first_stage,
     record,
     scale_width,
@@ -81,10 +82,12 @@ from megamoe.kernels.gluon.pipeline import (
 )
 from megamoe.kernels.gluon.tile_scheduler import (
     num_work_items,
+    publish_l1_tile,
     read_tile_list,
     tile_in_list,
 )
 from megamoe.kernels.hopper.gemm.epilogue import finish_gated, finish_linear
+from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
 
 
 @record
@@ -115,6 +118,10 @@ class SwapAbGemm:
     out_scale: gl.tensor
     tiles: gl.tensor  # int32 [tiles, TILE_WORDS]
     num_tiles: gl.tensor
+    follows: gl.tensor  # FOLLOWS: words by tile, for which its tokens wait (`follow`)
+    publishes: gl.tensor  # PUBLISHES: L1's, for L2
+    l1_n_tiles: gl.tensor  # L2 that follows: n tiles of L1
+    error: gl.tensor  # the layer's word, where a wait may be given up
     pool_rows: gl.tensor  # of both pools: the stride of their scales
     steps: gl.tensor
     num_outputs: gl.tensor  # computed: intermediate, padded, or hidden
@@ -138,6 +145,8 @@ class SwapAbGemm:
     STAGES: gl.constexpr
     SPAN: gl.constexpr  # tiles of tokens that share a sweep over the n tiles
     WINDOW: gl.constexpr  # stages in flight once the L2 cache is warm; 0: as many as there are
+    FOLLOWS: gl.constexpr  # tiles wait for their tokens, not for the launch before
+    PUBLISHES: gl.constexpr
 
 
 @gluon.jit
@@ -285,24 +294,40 @@ def load_tokens(gemm):
     """The tokens of this CTA's tiles; posts each tile before its first stage."""
     stage = first_stage(1)
     num_done = 0
-    wait_for_launch()
+    if not gemm.FOLLOWS:
+        wait_for_launch()
     for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
         tile = _tile_at(gemm, item)
         post_tile(gemm, num_done, tile)
+        if gemm.FOLLOWS:
+            wait_for_tile(gemm, tile, gemm.error)
         stage = load_token_tile(gemm, tile.row_begin, stage)
         num_done += 1
+    if gemm.FOLLOWS:
+        wait_for_launch()  # a launch that comes after this one also comes after the one before
 
 
 @gluon.jit
 def load_epilogue_operands(gemm):
     """One warp: the epilogue's operands of this CTA's tiles."""
     num_done = 0
-    wait_for_launch()
+    before = 0  # first row of the tile before
+    if not gemm.FOLLOWS:
+        wait_for_launch()
     for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
         tile = _tile_at(gemm, item)
         fetch_operands(gemm, num_done, tile)
+        if gemm.PUBLISHES:
+            if num_done > 0:  # `fetch_operands` has waited until its epilogue was over
+                publish_l1_tile(tile_word(gemm.publishes, before))
+            before = tile.row_begin
         publish_operands(gemm)
         num_done += 1
+    if gemm.PUBLISHES:  # noqa: SIM102  known at compile time
+        if num_done > 0:
+            last = num_done - 1
+            mbarrier.wait(gemm.epilogue.empty.index(last & 1), (last >> 1) & 1)
+            publish_l1_tile(tile_word(gemm.publishes, before))
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -480,6 +505,9 @@ def finish(gemm, low, high, tile, slab, num_done, num_l1_done, WG: gl.constexpr)
     wait_for_operands(gemm, num_done)
     if gemm.GATED:
         finish_gated(gemm, low, high, tile, slab, num_l1_done, WG)
+        if gemm.PUBLISHES:
+            fence_stores()
+            gl.thread_barrier()
     else:
         finish_linear(gemm, low, tile, slab, WG * gemm.SLABS, WG)
         if gemm.SLABS == 2:
@@ -511,7 +539,8 @@ def math(gemm, WG: gl.constexpr):
     """One warpgroup: its slabs of every tile of this CTA."""
     stage = first_stage(0)
     num_done = 0
-    wait_for_launch()
+    if not gemm.FOLLOWS:
+        wait_for_launch()
     for _ in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
         tile = read_tile(gemm, num_done)
@@ -528,14 +557,17 @@ def math(gemm, WG: gl.constexpr):
 def gemm_swap_ab_kernel(
     w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest, out,
     out_scale, tiles, num_tiles, pool_rows, steps, num_outputs, out_width, factor_rows,
-    factor_cols, clamp, num_bias,
+    factor_cols, clamp, num_bias, follows, publishes, l1_n_tiles, error,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, IS_STREAM: gl.constexpr, SLABS: gl.constexpr,
     DEPTH: gl.constexpr, STAGES: gl.constexpr, SPAN: gl.constexpr, MATH_REGS: gl.constexpr,
     LOAD_REGS: gl.constexpr,
 ):  # fmt: skip
-    """The launch: one persistent CTA per SM. Arguments as the fields of `SwapAbGemm`."""
+    """The launch: one persistent CTA per SM. Arguments as the fields of `SwapAbGemm`.
+
+    follows, publishes: None, or words by tile of the chain (`follow`); then with l1_n_tiles, error.
+    """
     w_bufs, ws_bufs, x_bufs, xs_bufs = allocate_stages(
         w, w_scale, x, x_scale, WEIGHTS, PROMOTED, TOKENS, SLABS, DEPTH, STAGES
     )
@@ -552,7 +584,9 @@ def gemm_swap_ab_kernel(
     if GATED and PROMOTED:
         amax_full = barriers(2, GROUPS)
     epilogue = allocate_operands(row_dest, GROUPS * SLABS * 64, TOKENS, FACTOR, HAS_BIAS)
-    if GATED:
+    FOLLOWS: gl.constexpr = follows is not None
+    PUBLISHES: gl.constexpr = publishes is not None
+    if GATED and not FOLLOWS:
         wait_for_launch()  # L1's tile list is written by the launch before; L2's is older
     allow_next_launch()
     gemm = SwapAbGemm(
@@ -565,7 +599,9 @@ def gemm_swap_ab_kernel(
         factor_cols=factor_cols, clamp=clamp, WEIGHTS=WEIGHTS, ACTS=ACTS, GATED=GATED,
         PROMOTED=PROMOTED, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED,
         ACTIVATION=ACTIVATION, TOKENS=TOKENS, IS_STREAM=IS_STREAM, SLABS=SLABS, DEPTH=DEPTH,
-        STAGES=STAGES, SPAN=SPAN, WINDOW=0,
+        STAGES=STAGES, SPAN=SPAN, WINDOW=0, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
+        follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
+        l1_n_tiles=l1_n_tiles if FOLLOWS else steps, error=error if FOLLOWS else tiles,
     )  # fmt: skip
     gl.warp_specialize(
         [(math, (gemm, 0)), (math, (gemm, 1)), (load_weights, (gemm,)), (load_tokens, (gemm,)),

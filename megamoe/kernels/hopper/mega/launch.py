@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from torch import Tensor
@@ -66,7 +67,7 @@ def fused(
     options: Options, state: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
     biases: tuple[Tensor | None, Tensor | None] = (None, None),
     acts_factor: Tensor | None = None, timeout_s: float = 10.0, trace: Tensor | None = None,
-    absent: int = -1,
+    absent: int = -1, is_compiled_only: bool = False,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each.
 
@@ -94,7 +95,10 @@ def fused(
         }  # fmt: skip
         linears |= {f"{name}_{key}": value for key, value in linear.items()}
     g = tokens.g
-    mega_kernel[step.grid](
+    run = mega_kernel[step.grid]
+    if is_compiled_only:
+        run = functools.partial(mega_kernel.warmup, grid=step.grid)
+    run(
         x=tokens.x, x_stride=tokens.x.stride(0), g=or_unused(g, unused),
         g_stride=0 if g is None or g.ndim == 0 else 1, topk_idx=tokens.idx,
         topk_weights=tokens.weights, num_valid=or_unused(tokens.num_valid, unused),

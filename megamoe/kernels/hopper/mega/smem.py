@@ -69,4 +69,6 @@ def gemm_of(args, linear, w_bufs, shared, tile_list):
         GATED=linear.GATED, PROMOTED=args.PROMOTED, FACTOR=args.FACTOR, HAS_BIAS=args.HAS_BIAS,
         WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION, TOKENS=args.TOKENS, IS_STREAM=True,
         SLABS=args.SLABS, DEPTH=args.DEPTH, STAGES=args.STAGES, SPAN=1, WINDOW=args.WINDOW,
+        FOLLOWS=False, PUBLISHES=False, follows=tile_list, publishes=tile_list,
+        l1_n_tiles=linear.steps, error=tile_list,
     )  # fmt: skip

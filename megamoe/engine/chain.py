@@ -1,0 +1,280 @@
+"""The chain: one call of a rank over shared memory, as launches with no host between them.
+
+Every rank makes the same calls. What a rank writes into its peers' memory, and when it may do so
+again, is in `kernels/gluon/exchange.py`; who follows whom is in `kernels/gluon/pull.py`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megamoe.engine import hopper, images
+from megamoe.engine.call import Call
+from megamoe.engine.launch_options import bound_s
+from megamoe.formats.quantized import Quantized
+from megamoe.kernels.common.compat import overlap
+from megamoe.kernels.gluon import exchange, pull
+from megamoe.kernels.gluon.permute import place
+from megamoe.kernels.gluon.pool import Pool
+from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.launch import Chain
+from megamoe.kernels.portable.combine import combine
+from megamoe.kernels.portable.routing import Routing
+from megamoe.layout.pushed import TokenWords
+from megamoe.layout.regions import Workspace
+from megamoe.planner import chain as planned
+from megamoe.planner.hopper import max_tiles, num_rows
+from megamoe.planner.launches import Gemm, Launch, Pass
+from megamoe.planner.plan import Plan, shared_plan
+
+DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ChainBuffer(NamedTuple):
+    """The regions of `layout.pushed.pushed_exchange`."""
+
+    begun: Tensor
+    done: Tensor
+    state: Tensor
+    counts_in: Tensor
+    list_in: Tensor
+    weight_in: Tensor
+    tokens: Tensor
+    rows: Tensor
+
+
+def buffer_in(memory: Tensor, of: Workspace) -> ChainBuffer:
+    """Zeroed uint8 memory as a rank's regions."""
+    return ChainBuffer(
+        *(
+            memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape)
+            for r in (of[name] for name in ChainBuffer._fields)
+        )
+    )
+
+
+class Member(NamedTuple):
+    """One rank of the chain: its memory, and where its peers' lies."""
+
+    buffer: ChainBuffer
+    peers: Tensor  # int64 [R] on the device: bytes from a place here to the same place there
+    rank: int
+    num_ranks: int
+
+
+class Links(NamedTuple):
+    """Links that are no faster than these, for ranks that share a GPU."""
+
+    bytes_per_s: float
+
+
+class _Ranked(NamedTuple):
+    """What the launches of one call share."""
+
+    me: Member
+    call: Call
+    words: TokenWords
+    made: images.Prepared
+    pdl: bool
+    num_slots: int  # rows of a token: routed, then shared
+
+    @property
+    def control(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
+        """State, peers, report, rank and bound."""
+        bound_ns = int(bound_s(self.call.timeout_s) * 1e9)
+        state, report = self.me.buffer.state, self.call.status.report
+        return state, self.me.peers, report, self.me.rank, bound_ns
+
+
+def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tensor:
+    """The launches of a plan on this rank: bf16 [T, H] -> bf16 [T, H]."""
+    hopper.check_activation(call.options)
+    extra = hopper.num_of(call.shared)
+    here = _Ranked(
+        me, call, planned.words_of(plan.call), images.prepared(call.weights), plan.overlaps,
+        call.top_k + extra,
+    )  # fmt: skip
+    num, hidden = call.num_tokens, call.weights.hidden
+    source, *owner = plan.passes
+    routing = _push(here, source)
+    for steps in owner:
+        _compute(here, steps, links)
+    finish, *rest = plan.rest
+    exchange.finish_kernel[finish.grid](
+        me.buffer.done, *here.control, **finish.config.constants(), **overlap(here.pdl)
+    )
+    y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
+    if num == 0:
+        return y
+    rows = me.buffer.rows[: num * here.num_slots].view(num, here.num_slots, hidden)
+    if call.shared is not None:
+        hopper.shared_rows(
+            call.x, call.shared, call.options, call.status.bad_slot, rows, shared_plan(plan),
+            call.top_k, here.pdl,
+        )  # fmt: skip
+    row_scale = None
+    if call.options.combine == "fp8":
+        rows, row_scale = hopper.as_fp8(rows, rest[-2], here.pdl)
+    weighted = call.options.weight_at == "combine"
+    combine(
+        rows, row_scale, routing.idx, routing.weights, y, step=rest[-1], weighted=weighted,
+        pdl=here.pdl,
+    )  # fmt: skip
+    return y
+
+
+def _push(here: _Ranked, steps: Pass) -> Routing:
+    """This rank's tokens and slots, to their owners; and theirs here."""
+    call, buffer = here.call, here.me.buffer
+    device, num_slots = call.weights.device, steps.num_slots
+    checked = (
+        torch.empty(call.topk_idx.shape, dtype=torch.int32, device=device),
+        torch.empty(call.topk_idx.shape, dtype=torch.float32, device=device),
+    )
+    error = call.status.bad_slot
+    routing = Routing(call.topk_idx, call.topk_weights, *checked, error, call.num_valid)
+    counts = torch.empty(steps.num_experts, dtype=torch.int32, device=device)
+    words = counts
+    slots, weights = words, checked[1]
+    if num_slots:
+        _quantize(here, steps["quantize"])
+        slots, weights = _sort(here, steps, routing, counts)
+    else:
+        counts.zero_()
+        weights = torch.empty(16, dtype=torch.float32, device=device)
+    step = steps["exchange"]
+    num_local = steps.num_experts // here.me.num_ranks
+    exchange.exchange_kernel[step.grid](
+        counts, slots, weights, buffer.counts_in, buffer.list_in, buffer.weight_in, buffer.begun,
+        *here.control, num_local, buffer.counts_in.shape[1], buffer.list_in.shape[1],
+        **step.config.constants(), **overlap(here.pdl),
+    )  # fmt: skip
+    return routing
+
+
+def _quantize(here: _Ranked, step: Launch) -> None:
+    """Tokens into this rank's records."""
+    call, how = here.call, here.made.how
+    x, scale, g, is_ready = call.x, None, call.weights.x_global, False
+    if isinstance(x, Quantized):
+        x, scale, g, is_ready = hopper._ready(x, how)
+    assert isinstance(x, Tensor)
+    tokens = here.me.buffer.tokens
+    element = torch.uint8 if how.is_fp8 else torch.bfloat16
+    exchange.quantize_tokens(
+        x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
+        x_scale=scale, g=g, is_ready=is_ready, by_group=how.to_e4m3, pdl=here.pdl,
+    )  # fmt: skip
+
+
+def _sort(here: _Ranked, steps: Pass, routing: Routing, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """(slots, their weights) by expert of all ranks; their number goes to `counts`."""
+    num = steps.num_slots
+    rows = num_rows(num, steps.num_experts)
+    most = max_tiles(num, steps.num_experts, 128)
+    slots, tiles, num_tiles = counts.new_empty(rows), counts.new_empty(most, 4), counts.new_empty(4)
+    weights = torch.empty(rows, dtype=torch.float32, device=counts.device)
+    pool = Pool(tiles, tiles, slots, weights, weights, tiles, num_tiles)
+    place(
+        routing, pool, steps, work=None, g=None, g_stride=0, stats=None, first_slot=0,
+        num_dest=here.num_slots, num_shared=0, pdl=here.pdl, counts=counts,
+    )  # fmt: skip
+    return slots, weights
+
+
+def _compute(here: _Ranked, steps: Pass, links: Links | None) -> None:
+    """One window of this rank's rows, from what sources pushed to rows at their homes."""
+    call, made, pdl = here.call, here.made, here.pdl
+    weights, how, options = call.weights, made.how, call.options
+    own = steps["rows"].config
+    assert isinstance(own, planned.Rows)
+    tile = hopper.tile_in(steps["l1"])
+    pool = launch.pool(
+        how, steps.num_slots, weights.hidden, steps.num_experts, tile.block_m, weights.device,
+        is_far=True, rows=own.pool_rows,
+    )  # fmt: skip
+    counters = pool.num_tiles.new_empty(2, own.pool_rows // 8)
+    origin = pool.dest.new_empty(own.pool_rows)
+    pulled = pull.Pulled(origin, *counters)
+    work = _items(here, steps, pool)
+    _rows(here, steps["rows"], own, pool, pulled, work)
+    _pull(here, steps["pull"], pool, pulled, links)
+    acts = launch.pool(
+        how, steps.num_slots, weights.intermediate, steps.num_experts, tile.block_m,
+        weights.device, pool, rows=own.pool_rows,
+    )  # fmt: skip
+    follows = planned.following(tile)
+    first, second = (None, None) if work is None else (one.items for one in work)
+    error = call.status.bad_slot
+    publishes = pulled.l1_done if follows.publishes else None
+    launch.gated(
+        pool, made.w13, acts, steps["l1"], how, options, items=first, bias=weights.b13,
+        acts_factor=weights.acts_global, error=error, use_pdl=pdl,
+        chain=Chain(pulled.arrived, publishes),
+    )  # fmt: skip
+    launch.linear(
+        acts, made.w2, here.me.buffer.rows, steps["l2"], how, options, after=made.w13,
+        items=second, bias=weights.b2, acts_factor=weights.acts_global, error=error, use_pdl=pdl,
+        chain=Chain(pulled.l1_done if follows.l2 else None, dest_unit=pull.DEST_UNIT),
+    )  # fmt: skip
+
+
+def _items(here: _Ranked, steps: Pass, pool: Pool) -> tuple[WorkItems, WorkItems] | None:
+    """Room for the work items of both linears, each of its own grid."""
+    tile = steps["l1"].config
+    if not isinstance(tile, Gemm) or not tile.has_items:
+        return None
+    is_dynamic = tile.schedule == "dynamic"
+    l1, l2 = (
+        WorkItems.empty(
+            pool.tiles, [LinearTiles(-(-w.num_rows // 256), w.data.shape[1])],
+            steps[name].num_ctas, tile.group_m, len(pool.tiles), is_dynamic=is_dynamic,
+        )
+        for name, w in (("l1", here.made.w13), ("l2", here.made.w2))
+    )  # fmt: skip
+    return l1, l2
+
+
+def _rows(
+    here: _Ranked, step: Launch, own: planned.Rows, pool: Pool, pulled: pull.Pulled,
+    work: tuple[WorkItems, WorkItems] | None,
+) -> None:  # fmt: skip
+    """Rows, tiles and items of a window."""
+    call, buffer, unused = here.call, here.me.buffer, pool.num_tiles
+    items: tuple[Tensor | int, ...] = (unused, unused, 0, 0, 0, 0, 0, 0, 0, 0)
+    if work is not None:
+        l1, l2 = work
+        assert (l1.waves[0], l2.waves[0]) == own.waves
+        items = (
+            l1.items, l2.items, *l1.linears[0], *l2.linears[0], own.waves[0], l1.ctas, l2.ctas,
+            l1.span,
+        )  # fmt: skip
+    pull._rows_kernel[step.grid](
+        buffer.counts_in, buffer.list_in, buffer.weight_in, buffer.state, here.me.peers,
+        unused if call.stats is None else call.stats, pool.dest, pulled.origin, pool.weight,
+        pulled.arrived, pulled.l1_done, pool.tiles, pool.num_tiles, call.weights.num_experts,
+        here.num_slots, call.weights.hidden, 4 * here.words.pitch, buffer.counts_in.shape[1],
+        buffer.list_in.shape[1], own.chunks, own.first_row, own.pool_rows, *items,
+        HAS_STATS=call.stats is not None, **step.config.constants(), **overlap(here.pdl),
+    )  # fmt: skip
+
+
+def _pull(
+    here: _Ranked, step: Launch, pool: Pool, pulled: pull.Pulled, links: Links | None
+) -> None:
+    """Tokens of a window into the pool."""
+    words, tokens = here.words, here.me.buffer.tokens
+    ns_per_row = 0
+    if links is not None:  # every CTA is one of the link's lanes
+        ns_per_row = round(4e9 * words.pitch / links.bytes_per_s * step.num_ctas)
+    pull.pull_kernel[step.grid](
+        tokens, pool.data.view(torch.int32), pool.scale, pool.factor, pulled.origin, pool.tiles,
+        pool.num_tiles, pulled.arrived, here.me.rank, pool.data.shape[0], words.pitch, words.data,
+        words.scales, tokens.numel() // pull.ORIGIN_UNIT, ns_per_row,
+        HAS_FACTOR=words.factor > 0, PACE=links is not None, **step.config.constants(),
+        **overlap(here.pdl),
+    )  # fmt: skip

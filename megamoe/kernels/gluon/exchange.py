@@ -1,0 +1,265 @@
+"""The pushed exchange between ranks: who has which tokens for whom, without a peer being read.
+
+A source quantises its tokens once, into records that owners of experts read (`quantize_tokens`),
+and sorts its own slots (`permute.place`). `exchange_kernel`, one CTA for each peer, then writes
+
+  counts_in[source]   slots of each of the owner's experts
+  list_in[source]     token * slots + slot of each of them, by expert, in order; weight_in beside it
+
+into the owner's memory, 16 bytes a thread, and signals once: a store that releases at system scope.
+The same CTA waits for that peer's signal. `finish_kernel` does the same at the end of a call, when
+this rank's rows are home. Waits are bounded; one that is given up leaves the layer's report, and
+tells every peer in `state[STOP]`, which all waits of a call look at. Nobody adds to a peer's words.
+
+A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
+exchange is written while somebody may still read it. Calls are numbered on the GPU: `state[CALL]`.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.kernels.common.columns import token_column
+from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.mega.sync import REPORT
+from megamoe.kernels.gluon.pipeline import (
+    allow_next_launch,
+    bounded_wait,
+    record,
+    wait_for_launch,
+)
+from megamoe.kernels.portable.acts import quantise_blocks
+from megamoe.layout.pushed import LIST_ALIGN, TokenWords
+from megamoe.planner.launches import Launch
+
+# Words of `state`.
+CALL = gl.constexpr(0)  # number of the last call that this rank has planned
+STOP = gl.constexpr(1)  # 1 + the rank that gave up; 0: none
+
+# What a report names, after those of fused launches.
+WAIT_BEGUN = gl.constexpr(16)
+WAIT_HOME = gl.constexpr(17)
+WAIT_TOLD = gl.constexpr(18)
+
+ALIGN = gl.constexpr(LIST_ALIGN)
+EXCHANGE_WARPS = 8
+_STEP = gl.constexpr(1024)  # words of a copy: 16 bytes of each thread
+
+# One thread: the word at $1 becomes $2, after all that the CTA stored. It is cumulative: stores of
+# other threads came before a barrier of the CTA, those of earlier launches before this one.
+SIGNAL = gl.constexpr("""{
+.reg .pred p;
+.reg .b32 t;
+mov.u32 t, %tid.x;
+setp.ne.u32 p, t, 0;
+@p bra done;
+st.release.sys.global.b32 [$1], $2;
+done:
+mov.b32 $0, 0;
+}""")
+
+# Unless $2 >= $3: the word at $1 becomes $4.
+TELL = gl.constexpr("""{
+.reg .pred p;
+setp.ge.s32 p, $2, $3;
+@p bra done;
+st.relaxed.sys.global.b32 [$1], $4;
+done:
+mov.b32 $0, 0;
+}""")
+
+
+@triton.jit
+def _quantize_kernel(
+    x, x_scale, x_stride, g, g_stride, data, words, hidden, width, data_pitch, pitch, scales_at,
+    factor_at,
+    ACTS: tl.constexpr, READY: tl.constexpr, HAS_G: tl.constexpr, BY_GROUP: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Program (token, block of columns): the token's record, in the pool's format.
+
+    data and words are the same memory, as the pool's elements and as FP32. Bits are those of
+    `dispatch._pool_kernel`.
+    """
+    after_previous()
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    col = part * COLS + tl.arange(0, COLS)
+    block = part * (COLS // 128) + tl.arange(0, COLS // 128)
+    place_of = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
+    source = tl.load(x + token * x_stride + place_of, mask=place_of < hidden, other=0)
+    to_scale = words + token * pitch + scales_at + block
+    if READY or ACTS.HOLD == "plain":
+        values = source
+        if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
+            blocks = tl.cdiv(hidden, 128)
+            known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
+            tl.store(to_scale, known, mask=block < width // 128)
+    else:
+        G: tl.constexpr = ACTS.GROUP
+        by = tl.load(g + token * g_stride) if HAS_G else 1.0
+        tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
+        ratio, stored, step = quantise_blocks(tile, by, ACTS)
+        if ACTS.HOLD == "values":
+            values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
+        else:
+            if ACTS.HOLD == "scaled":
+                values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
+            else:
+                values = tl.reshape(ACTS.code(ratio), (COLS,))
+            tl.store(to_scale, tl.reshape(stored, (COLS // 128,)), mask=block < width // 128)
+    tl.store(data + token * data_pitch + col, values, mask=col < width)
+    if HAS_G and part == 0:
+        tl.store(words + token * pitch + factor_at, tl.load(g + token * g_stride))
+
+
+def quantize_tokens(
+    x: Tensor,
+    acts: Kind,
+    tokens: Tensor,
+    words: TokenWords,
+    raw: Tensor,
+    step: Launch,
+    *,
+    x_scale: Tensor | None = None,
+    g: Tensor | None = None,
+    is_ready: bool = False,
+    by_group: bool = False,
+    pdl: bool = False,
+) -> None:
+    """x [T, H] into the records `tokens`, FP32 [T, pitch]; `raw` is the same memory by element."""
+    num, hidden = x.shape
+    per_word = 4 // raw.element_size()
+    _quantize_kernel[step.grid](
+        x if x.element_size() > 1 else x.view(raw.dtype), x if x_scale is None else x_scale,
+        x.stride(0), x if g is None else g, 0 if g is None or g.ndim == 0 else 1, raw, tokens,
+        hidden, words.data * per_word, words.pitch * per_word, words.pitch, words.data,
+        words.data + words.scales,
+        ACTS=acts, READY=is_ready, HAS_G=g is not None, BY_GROUP=by_group,
+        **step.config.constants(), **overlap(pdl),
+    )  # fmt: skip
+
+
+# -- signals -------------------------------------------------------------------------------------
+
+
+@record
+class Peers:
+    """This rank among its peers."""
+
+    peers: gl.tensor  # int64 [R]: bytes from a place here to the same place there
+    rank: gl.tensor
+    state: gl.tensor
+    report: gl.tensor
+    bound_ns: gl.tensor
+    RANKS: gl.constexpr
+
+
+@gluon.constexpr_function
+def _log2_bytes(dtype):
+    return (dtype.element_ty.primitive_bitwidth // 8).bit_length() - 1
+
+
+@gluon.jit
+def at_peer(peers, pointer, peer):
+    """The same place in a peer's memory; mappings and regions lie at multiples of 128 bytes."""
+    LOG2: gl.constexpr = _log2_bytes(pointer.dtype)
+    return pointer + gl.multiple_of(gl.load(peers + peer) >> LOG2, 128 >> LOG2)
+
+
+@gluon.jit
+def _signal(pointer, call):
+    """All threads of a CTA: what it stored is there, and the word at `pointer` becomes `call`."""
+    gl.thread_barrier()
+    gl.inline_asm_elementwise(
+        SIGNAL, "=r,l,r", [pointer.to(gl.int64), call], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
+    """Wait until a peer's signal here is `call` or later; report it and tell all peers if not."""
+    stop = p.state + STOP
+    seen = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
+    told = gl.load(stop, volatile=True)
+    # A peer that gave up is what this rank waits for in vain.
+    what = gl.where(told > 0, WAIT_TOLD, WHAT)
+    where = gl.where(told > 0, told - 1, peer)
+    gl.inline_asm_elementwise(
+        REPORT, "=r,l,r,r,r,r,r,r",
+        [p.report.to(gl.int64), gl.minimum(seen, call), call, p.rank, gl.program_id(0), what,
+         where],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    for other in range(p.RANKS):
+        gl.inline_asm_elementwise(
+            TELL, "=r,l,r,r,r",
+            [at_peer(p.peers, stop, other).to(gl.int64), seen, call, p.rank + 1],
+            dtype=gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _copy(source, into, begin, num_eights):
+    """num_eights * ALIGN words from `source[begin]` on to `into[0]` on, 16 bytes a thread."""
+    WIDE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    at = gl.arange(0, _STEP, WIDE)
+    num = num_eights * ALIGN
+    for start in range(0, num, _STEP):
+        mask = start + at < num
+        gl.store(into + start + at, gl.load(source + begin + start + at, mask=mask), mask=mask)
+
+
+@gluon.jit(do_not_specialize=["rank", "bound_ns"])
+def exchange_kernel(
+    counts, slots, slot_weights, counts_in, list_in, weight_in, begun, state, peers, report, rank,
+    bound_ns, local_experts, pitch, capacity,
+    RANKS: gl.constexpr, EXPERTS: gl.constexpr, LOCAL: gl.constexpr,
+):  # fmt: skip
+    """CTA: one peer's share of the sorted slots into its memory, a signal, and the peer's signal.
+
+    counts        int32 [experts of all ranks]: this rank's slots of each
+    slots         int32: its slots by expert; each expert's begin at a multiple of ALIGN
+    EXPERTS       experts of all ranks to a power of two; LOCAL: those of one to one of at least 16
+    """
+    wait_for_launch()
+    p = Peers(peers=peers, rank=rank, state=state, report=report, bound_ns=bound_ns, RANKS=RANKS)
+    WIDE: gl.constexpr = gl.BlockedLayout([4], [32], [gl.num_warps()], [0])
+    peer = (rank + gl.program_id(0)) % RANKS
+    call = gl.load(state + CALL) + 1
+    first = peer * local_experts
+    expert = gl.arange(0, EXPERTS, WIDE)
+    count = gl.load(counts + expert, mask=expert < local_experts * RANKS, other=0)
+    eights = (count + ALIGN - 1) // ALIGN
+    begin = gl.sum(gl.where(expert < first, eights, 0), 0) * ALIGN
+    mine = (expert >= first) & (expert < first + local_experts)
+    num_eights = gl.sum(gl.where(mine, eights, 0), 0)
+    if gl.load(state + STOP, volatile=True) == 0:
+        local = gl.arange(0, LOCAL, WIDE)
+        own = gl.load(counts + first + local, mask=local < local_experts, other=0)
+        to = at_peer(peers, counts_in, peer) + rank * pitch + local
+        gl.store(to, own, mask=local < pitch)
+        _copy(slots, at_peer(peers, list_in, peer) + rank * capacity, begin, num_eights)
+        _copy(slot_weights, at_peer(peers, weight_in, peer) + rank * capacity, begin, num_eights)
+        _signal(at_peer(peers, begun, peer) + rank, call)
+    _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
+    allow_next_launch()
+
+
+@gluon.jit(do_not_specialize=["rank", "bound_ns"])
+def finish_kernel(done, state, peers, report, rank, bound_ns, RANKS: gl.constexpr):
+    """CTA: tell one peer that this rank's rows for it are home, and wait for its rows.
+
+    After a report nobody is told: the rows are worthless.
+    """
+    wait_for_launch()
+    p = Peers(peers=peers, rank=rank, state=state, report=report, bound_ns=bound_ns, RANKS=RANKS)
+    peer = (rank + gl.program_id(0)) % RANKS
+    call = gl.load(state + CALL)
+    if gl.load(state + STOP, volatile=True) == 0:
+        _signal(at_peer(peers, done, peer) + rank, call)
+    _await_peer(p, done + peer, call, peer, WAIT_HOME)
+    allow_next_launch()

@@ -1,0 +1,230 @@
+"""The owner's side of the chain: rows of the pool from what sources pushed, and tokens pulled.
+
+`_rows_kernel` makes rows, tiles and work items of the pushed counts and lists: the rows of an
+expert by source rank, token and slot, which is the order of one rank that had all tokens. It reads
+this rank's memory alone. `pull_kernel` then brings tokens into the pool on a few SMs, in the order
+of the tiles, 8 rows at a time, and counts them; L1 waits for the rows of each tile, not for the
+launch. Counters stand by the first row of a tile: word `row_begin // ROW_ALIGN` of
+
+  arrived   rows of the tile that are in the pool       pull_kernel -> L1
+  l1_done   n tiles of L1 that are in memory            L1 -> L2, where L2 follows tile by tile
+
+A pool smaller than the rows of a call holds a window of them; passes go through the windows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from megamoe.kernels.common.compat import after_previous
+from megamoe.kernels.gluon.permute import write_tiles
+from megamoe.kernels.gluon.pipeline import allow_next_launch, fence_stores, wait_for_launch
+from megamoe.kernels.gluon.pool import (
+    ROW_ALIGN,
+    TILE_ROW_BEGIN,
+    TILE_ROW_END,
+    TILE_WORDS,
+)
+from megamoe.kernels.gluon.tile_scheduler import (
+    ITEM_EXPERT,
+    ITEM_READ,
+    ITEM_WORDS,
+    expert_rows,
+    first_above,
+    schedule_wave,
+)
+
+DEST_UNIT = 16  # BF16 values: L2 writes rows home 16 bytes at a time
+ORIGIN_UNIT = 16  # words: a record begins at a multiple of 64 bytes
+_DEST = tl.constexpr(DEST_UNIT)
+_UNIT = tl.constexpr(ORIGIN_UNIT)
+_ORIGIN_BYTES = tl.constexpr(4 * ORIGIN_UNIT)
+_CALL = tl.constexpr(0)  # words of `state`, as in `exchange`
+_STOP = tl.constexpr(1)
+
+
+class Pulled(NamedTuple):
+    """What the chain keeps of a pool's rows beside the pool."""
+
+    origin: Tensor  # int64 [R]: 64-byte units from `tokens` here to the row's record
+    arrived: Tensor  # int32 [R / ROW_ALIGN]
+    l1_done: Tensor  # int32 [R / ROW_ALIGN]
+
+
+@triton.jit
+def _no_items(items, wave, num_ctas, CTAS: tl.constexpr):
+    """One program: a wave in which no CTA has a tile."""
+    place = tl.arange(0, CTAS)
+    at = items + (wave * num_ctas + place) * ITEM_WORDS
+    tl.store(at + ITEM_EXPERT, place * 0 - 1, mask=place < num_ctas)
+    tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "first_row", "l1_n_tiles", "l1_slabs", "l2_n_tiles", "l2_slabs", "l1_waves", "l1_ctas",
+        "l2_ctas", "span",
+    ]
+)  # fmt: skip
+def _rows_kernel(
+    counts_in, list_in, weight_in, state, peers, stats, dest, origin, weight, arrived, l1_done,
+    tiles, num_tiles, num_experts, num_dest, hidden, record_bytes, pitch, capacity, chunks,
+    first_row, pool_rows, l1_items, l2_items, l1_n_tiles, l1_slabs, l2_n_tiles, l2_slabs,
+    l1_waves, l1_ctas, l2_ctas, span,
+    RANKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, IS_FIRST: tl.constexpr,
+    HAS_STATS: tl.constexpr,
+):  # fmt: skip
+    """A program each: chunks of every source's list; the tile list; waves of work items.
+
+    The pool holds the call's rows from `first_row` on. After a report there are none.
+    """
+    after_previous()
+    number = tl.program_id(0)
+    source = tl.arange(0, R)[:, None]
+    expert = tl.arange(0, E)
+    is_there = (source < RANKS) & (expert < num_experts)[None, :]
+    is_there = is_there & (tl.load(state + _STOP) == 0)
+    by_source = tl.load(counts_in + source * pitch + expert[None, :], mask=is_there, other=0)
+    count = tl.sum(by_source, 0)
+    row_begin = expert_rows(count)
+    begin = tl.minimum(tl.maximum(row_begin - first_row, 0), pool_rows)
+    here = tl.minimum(tl.maximum(row_begin + count - first_row, 0), pool_rows) - begin
+    wave = number - RANKS * chunks - 1
+    if wave >= 0:
+        if CTAS:
+            if tl.sum(here, 0) == 0:
+                if wave < l1_waves:
+                    _no_items(l1_items, wave, l1_ctas, CTAS)
+                else:
+                    _no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
+            elif wave < l1_waves:
+                schedule_wave(
+                    wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
+                    l1_waves, l1_ctas, span, CTAS, IS_DYNAMIC,
+                )  # fmt: skip
+            else:
+                schedule_wave(
+                    wave - l1_waves, here, begin, l2_items, (l2_n_tiles, l2_slabs),
+                    (l2_n_tiles, l2_slabs), 0, l2_ctas, span, CTAS, IS_DYNAMIC,
+                )  # fmt: skip
+    elif wave == -1:
+        write_tiles(here, begin, tiles, num_tiles, BLOCK)
+        if IS_FIRST:
+            tl.store(state + _CALL, tl.load(state + _CALL) + 1)
+            if HAS_STATS:
+                inside = expert < num_experts
+                total = tl.load(stats + expert, mask=inside)
+                tl.store(stats + expert, total + count, mask=inside)
+    else:
+        mine = number // chunks
+        own = tl.sum(tl.where(source == mine, by_source, 0), 0)
+        before = tl.sum(tl.where(source < mine, by_source, 0), 0)
+        aligned = (own + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+        ends = tl.cumsum(aligned, 0)
+        at = number % chunks * CHUNK + tl.arange(0, CHUNK)
+        used = at < tl.sum(aligned, 0)
+        whose = first_above(ends, tl.where(used, at, 0))
+        inside = at - (tl.gather(ends, whose, 0) - tl.gather(aligned, whose, 0))
+        used = used & (inside < tl.gather(own, whose, 0))
+        row = tl.gather(row_begin + before, whose, 0) + inside - first_row
+        used = used & (row >= 0) & (row < pool_rows)
+        entry = tl.load(list_in + mine * capacity + at, mask=used, other=0)
+        share = tl.load(weight_in + mine * capacity + at, mask=used, other=0.0)
+        away = tl.load(peers + mine)
+        home = (away >> 1) + entry.to(tl.int64) * hidden
+        token = (entry // num_dest).to(tl.int64)
+        tl.store(dest + row, home // _DEST, mask=used)
+        tl.store(origin + row, (away + token * record_bytes) // _ORIGIN_BYTES, mask=used)
+        tl.store(weight + row, share, mask=used)
+        begins = used & (row % ROW_ALIGN == 0)
+        tl.store(arrived + row // ROW_ALIGN, row * 0, mask=begins)
+        tl.store(l1_done + row // ROW_ALIGN, row * 0, mask=begins)
+
+
+# -- pull ----------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _now():
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit(do_not_specialize=["rank", "pool_rows", "own_units", "ns_per_row"])
+def pull_kernel(
+    tokens, data, scale, factor, origin, tiles, num_tiles, arrived, rank, pool_rows, pitch,
+    data_words, scale_words, own_units, ns_per_row,
+    RANKS: gl.constexpr, BLOCK: gl.constexpr, COLS: gl.constexpr, SCALES: gl.constexpr,
+    HAS_FACTOR: gl.constexpr, PACE: gl.constexpr,
+):  # fmt: skip
+    """CTA: every num_programs-th group of 8 rows of the pool, in the order of the tiles.
+
+    tokens  int32 [T, pitch]: records of this rank; `origin` leads to those of all ranks
+    data    int32 [R, data_words]: the pool; scale FP32 [blocks, R]
+    SCALES  words after the data, to a power of two; 0: there are none
+    PACE    remote rows are not counted before a link of 1 / ns_per_row rows could have brought
+            them; own ones are those of the first `own_units` of `tokens`
+    """
+    GROUP: gl.constexpr = ROW_ALIGN
+    PARTS: gl.constexpr = BLOCK // GROUP  # groups of a tile
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, gl.num_warps() // 8], [1, 0])
+    wait_for_launch()
+    allow_next_launch()  # L1 does not wait for this launch; what it reads first is older
+    part_row = gl.arange(0, GROUP, gl.SliceLayout(1, WIDE))
+    col = gl.expand_dims(gl.arange(0, COLS, gl.SliceLayout(0, WIDE)), 0)
+    begin_ns = _now()
+    num_far = 0
+    turn = rank * PARTS // RANKS  # ranks begin a tile at different sources
+    for number in range(gl.program_id(0), gl.load(num_tiles) * PARTS, gl.num_programs(0)):
+        tile = tiles + number // PARTS * TILE_WORDS
+        row_begin = gl.load(tile + TILE_ROW_BEGIN)
+        row = row_begin + (number + turn) % PARTS * GROUP + part_row
+        used = row < gl.load(tile + TILE_ROW_END)
+        num_rows = gl.sum(used.to(gl.int32), 0)
+        if num_rows > 0:
+            units = gl.load(origin + row, mask=used, other=0)
+            record_at = tokens + gl.expand_dims(units * _UNIT, 1)
+            to_row = data + gl.expand_dims(row.to(gl.int64) * data_words, 1)
+            wanted = gl.expand_dims(used, 1)
+            for first in range(0, data_words, COLS):
+                mask = wanted & (first + col < data_words)
+                got = gl.load(record_at + first + col, mask=mask, other=0)
+                gl.store(to_row + first + col, got, mask=mask)
+            if SCALES:
+                _pull_scales(
+                    record_at + data_words, scale, factor, row, wanted, pool_rows, pitch -
+                    data_words, scale_words, SCALES, HAS_FACTOR, WIDE,
+                )  # fmt: skip
+            if PACE:
+                is_far = used & ((units < 0) | (units >= own_units))
+                num_far += gl.sum(is_far.to(gl.int32), 0)
+                until = begin_ns + (num_far * ns_per_row).to(gl.int64)
+                while _now() < until:
+                    pass
+            fence_stores()
+            gl.thread_barrier()
+            gl.atomic_add(arrived + row_begin // GROUP, num_rows, sem="release", scope="gpu")
+
+
+@gluon.jit
+def _pull_scales(
+    source, scale, factor, row, wanted, pool_rows, num, scale_words, SCALES: gl.constexpr,
+    HAS_FACTOR: gl.constexpr, WIDE: gl.constexpr,
+):  # fmt: skip
+    """The words after the data of a group of rows: scales, and NVFP4's factor."""
+    word = gl.expand_dims(gl.arange(0, SCALES, gl.SliceLayout(0, WIDE)), 0)
+    mask = wanted & (word < num)
+    got = gl.load(source + word, mask=mask, other=0).to(gl.float32, bitcast=True)
+    at = word.to(gl.int64) * pool_rows + gl.expand_dims(row, 1)
+    gl.store(scale + at, got, mask=mask & (word < scale_words))
+    if HAS_FACTOR:
+        is_factor = mask & (word == scale_words)
+        gl.store(factor + gl.expand_dims(row, 1) + 0 * word, got, mask=is_factor)

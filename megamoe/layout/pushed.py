@@ -1,0 +1,73 @@
+"""What a rank of the chain shares with its peers: the same regions in every rank's memory."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megamoe.layout.regions import Segment, Workspace, align_up, chain
+
+LIST_ALIGN = 8  # entries of a pushed list at which an expert begins: 32 bytes
+RECORD_WORDS = 16  # a token's record is a multiple of 64 bytes
+STATE_WORDS = 32  # of a rank
+MAX_SOURCES = 32  # words of `begun` and `done`: by rank
+
+
+class TokenWords(NamedTuple):
+    """A token's record in words of 4 bytes: values, scales, factor; and from one to the next."""
+
+    data: int
+    scales: int
+    factor: int
+    pitch: int
+
+
+def token_words(width: int, element_bytes: int, has_scales: bool, has_factor: bool) -> TokenWords:
+    """Where a token's values, scales and factor lie in its record, in words of 4 bytes.
+
+    >>> token_words(7168, 1, True, False)
+    TokenWords(data=1792, scales=56, factor=0, pitch=1856)
+    """
+    data, scales = width * element_bytes // 4, width // 128 if has_scales else 0
+    factor = int(has_factor)
+    return TokenWords(data, scales, factor, align_up(data + scales + factor, RECORD_WORDS))
+
+
+def pushed_exchange(
+    num_tokens: int, slots: int, top_k: int, hidden: int, num_ranks: int, local_experts: int,
+    words: TokenWords,
+) -> Workspace:  # fmt: skip
+    """What a rank of the chain shares: room for calls of up to `num_tokens` tokens a rank.
+
+    Sources write counts, lists and signals here, owners read tokens and write rows home; nobody
+    reads routing out of a peer's memory.
+
+    slots  rows of a token: its experts, then shared ones
+    """
+    cap = list_capacity(num_tokens * top_k, local_experts)
+    by_source = (num_ranks, cap)
+    return chain(
+        (
+            Segment("begun", "i32", (MAX_SOURCES,), "control", "by rank: call that it pushed"),
+            Segment("done", "i32", (MAX_SOURCES,), "control", "by rank: call whose rows are home"),
+            Segment("state", "i32", (STATE_WORDS,), "control", "this rank's call; who gave up"),
+            Segment(
+                "counts_in", "i32", (num_ranks, count_pitch(local_experts)), "data",
+                "by source: slots of each expert",
+            ),
+            Segment("list_in", "i32", by_source, "data", "by source: its slots, by expert"),
+            Segment("weight_in", "f32", by_source, "data", "topk weights of those slots"),
+            Segment("tokens", "i32", (num_tokens, words.pitch), "data", "in the pool's format"),
+            Segment("rows", "bf16", (num_tokens * slots, hidden), "data", "what combine adds"),
+        )
+    )  # fmt: skip
+
+
+def list_capacity(num_slots: int, local_experts: int) -> int:
+    """Entries of one source's list: its slots, each expert's from a multiple of LIST_ALIGN on."""
+    most = num_slots + min(num_slots, local_experts) * (LIST_ALIGN - 1)
+    return align_up(max(most, 1), 16)
+
+
+def count_pitch(local_experts: int) -> int:
+    """Words between the counts of two sources: stores of 16 bytes."""
+    return align_up(local_experts, 16)

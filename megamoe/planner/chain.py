@@ -1,0 +1,334 @@
+"""The chain: expert parallelism above decode sizes, as launches that wait for tiles, not for peers.
+
+    quantize, count, scan, place   the source's tokens and slots
+    exchange                       counts, lists and a signal to each owner; their signals here
+    rows, pull, l1, l2             the owner's rows, in as many passes as its pool asks for
+    finish                         rows are home, here and there
+    combine                        after shared experts and FP8 rows, where there are any
+
+No host in between: a call is one stretch of a stream, which a CUDA graph can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from megamoe.errors import CapacityError, require
+from megamoe.formats.spec import recipe_named
+from megamoe.layout.pushed import TokenWords, list_capacity, pushed_exchange, token_words
+from megamoe.layout.regions import Workspace, align_up, ceil_div
+from megamoe.planner import hopper
+from megamoe.planner.call import CallSpec
+from megamoe.planner.choice import Value
+from megamoe.planner.launches import (
+    Constants,
+    Gemm,
+    Launch,
+    Pass,
+    Place,
+    Tile,
+    next_power_of_2,
+)
+from megamoe.planner.numerics import numerics
+from megamoe.planner.portable import combine, quantize_rows
+from megamoe.planner.tables import hopper as tables
+from megamoe.problem import MAX_TOP_K
+
+EXCHANGE_WARPS, ROWS_WARPS, PULL_WARPS = 8, 4, 16
+LIST_CHUNK = 512  # entries of a pushed list that a program takes
+LEAST_LOAD = 22.6  # rows an expert from which on tiles have 64 tokens: rows of 16-byte stores
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Tokens quantised once, where owners of experts read them."""
+
+    cols: int
+    num_warps: int = 4
+
+    def constants(self) -> Constants:
+        """Of `_quantize_kernel`."""
+        return {"COLS": self.cols, "num_warps": self.num_warps}
+
+    def __str__(self) -> str:
+        return f"{self.cols} columns a program, {self.num_warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Counts, lists and signals to every peer: a CTA for each."""
+
+    num_ranks: int
+    max_experts: int  # of all ranks, a power of two
+    max_local: int  # of one
+
+    def constants(self) -> Constants:
+        """Of `exchange_kernel`."""
+        return {
+            "RANKS": self.num_ranks, "EXPERTS": self.max_experts, "LOCAL": self.max_local,
+            "num_warps": EXCHANGE_WARPS,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} ranks, {EXCHANGE_WARPS} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows, tiles and work items of what sources pushed."""
+
+    num_ranks: int
+    max_experts: int  # of one rank, a power of two
+    block_m: int
+    chunks: int  # of each source's list
+    first_row: int  # of the call's rows that the pool holds in this pass
+    pool_rows: int
+    waves: tuple[int, int]  # of work items, of L1 and L2; (0, 0): there are none
+    max_ctas: int
+    is_dynamic: bool
+
+    def constants(self) -> Constants:
+        """Of `_rows_kernel`."""
+        return {
+            "RANKS": self.num_ranks, "R": next_power_of_2(self.num_ranks), "E": self.max_experts,
+            "CHUNK": LIST_CHUNK, "BLOCK": self.block_m, "CTAS": self.max_ctas,
+            "IS_DYNAMIC": self.is_dynamic, "IS_FIRST": self.first_row == 0,
+            "num_warps": ROWS_WARPS,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"{LIST_CHUNK} slots a program, rows from {self.first_row} on"
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """Tokens into the pool, 8 rows at a time, in the order of the tiles."""
+
+    num_ranks: int
+    block_m: int
+    cols: int  # words of a row at a time
+    max_scales: int  # words after the data, to a power of two
+
+    def constants(self) -> Constants:
+        """Of `pull_kernel`."""
+        return {
+            "RANKS": self.num_ranks, "BLOCK": self.block_m, "COLS": self.cols,
+            "SCALES": self.max_scales, "num_warps": PULL_WARPS,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        return f"8 rows x {4 * self.cols} bytes, {PULL_WARPS} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Signals that rows are home."""
+
+    num_ranks: int
+
+    def constants(self) -> Constants:
+        """Of `finish_kernel`."""
+        return {"RANKS": self.num_ranks, "num_warps": 4}
+
+    def __str__(self) -> str:
+        return f"{self.num_ranks} ranks"
+
+
+class Following(NamedTuple):
+    """Which launches wait for tiles instead of for the launch before them, by their own words."""
+
+    l1: bool
+    l2: bool
+    publishes: bool  # L1 counts its tiles for L2
+
+
+def following(tile: Tile) -> Following:
+    """How the GEMMs of a tile follow."""
+    if isinstance(tile, Gemm) and tile.schedule == "dynamic":
+        return Following(True, False, False)  # L2 follows by the tile list, as on one rank
+    if isinstance(tile, Gemm) and tile.decode_ahead:
+        return Following(True, False, False)
+    return Following(True, True, True)
+
+
+def why_not(call: CallSpec) -> hopper.Refusal | None:
+    """Why the chain does not take a call; None where it does."""
+    p = call.problem
+    if p.num_ranks == 1 and call.max_tokens is None:
+        return hopper.Refusal("the chain is for ranks; one layer alone runs staged or fused")
+    if p.num_ranks > tables.MAX_RANKS:
+        return hopper.Refusal(f"the chain takes {tables.MAX_RANKS} ranks at most")
+    if call.is_group and not call.max_tokens:
+        why = "the chain needs max_tokens_per_rank: memory is shared up front"
+        return hopper.Refusal(why, CapacityError)
+    if p.top_k + call.num_shared > MAX_TOP_K:
+        return hopper.Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
+    return None
+
+
+def bound(call: CallSpec) -> int:
+    """Tokens of a rank that a call may have: what all ranks plan for."""
+    return max(call.problem.num_tokens, call.max_tokens or 0, 1)
+
+
+def words_of(call: CallSpec) -> TokenWords:
+    """A token's record."""
+    p = call.problem
+    how = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3)
+    width = align_up(p.hidden, tables.WIDTH)
+    has_factor = recipe_named(p.recipe).acts.has_global
+    return token_words(width, 1 if how.mma == "fp8" else 2, how.promotion > 0, has_factor)
+
+
+def memory(call: CallSpec) -> Workspace:
+    """What a rank shares with its peers."""
+    p = call.problem
+    return pushed_exchange(
+        bound(call), p.top_k + call.num_shared, p.top_k, p.hidden, p.num_ranks,
+        p.num_local_experts, words_of(call),
+    )  # fmt: skip
+
+
+def max_rows(call: CallSpec) -> int:
+    """Rows that a rank may receive."""
+    p = call.problem
+    return hopper.num_rows(bound(call) * p.num_ranks * p.top_k, p.num_local_experts)
+
+
+def windows(call: CallSpec, given: Mapping[str, Value]) -> tuple[int, int]:
+    """(rows of the pool, passes): `pool_rows` bounds the pool, and more rows run in passes."""
+    most, wanted = max_rows(call), given.get("pool_rows")
+    if wanted is None:
+        return most, 1
+    assert isinstance(wanted, int)
+    rows = min(wanted // tables.ROW_ALIGN * tables.ROW_ALIGN, most)
+    passes = ceil_div(most, max(rows, 1))
+    require(
+        0 < passes <= tables.MAX_WAVES,
+        f"a call of up to {most} rows must go through its pool in {tables.MAX_WAVES} passes",
+        got=f"pool_rows {wanted}",
+        fix=f"give at least {align_up(ceil_div(most, tables.MAX_WAVES), tables.ROW_ALIGN)}",
+        kind=CapacityError,
+    )
+    return rows, passes
+
+
+def num_pull_sms(num_sms: int) -> int:
+    """SMs that pull."""
+    return max(min(tables.PULL_SMS, num_sms // 8), 1)
+
+
+def sms_of(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> int:
+    """SMs of one rank."""
+    reserve = given.get("reserve_sms") or 0
+    assert isinstance(reserve, int)
+    hopper.check_grid(num_sms, reserve, 2 * call.local_ranks)
+    return (num_sms - reserve) // call.local_ranks
+
+
+def tile_for(call: CallSpec, given: Mapping[str, Value]) -> tuple[Tile, str]:
+    """The tile of both linears: of 64 tokens at least."""
+    p = call.problem
+    load = bound(call) * p.num_ranks * p.top_k / p.num_experts
+    return hopper.tile_for(call, max(load, LEAST_LOAD), given)
+
+
+def source_pass(call: CallSpec) -> Pass:
+    """This rank's tokens and slots, for their owners."""
+    p = call.problem
+    slots, experts = p.num_tokens * p.top_k, p.num_experts
+    found: list[Launch] = []
+    if slots:
+        cols, warps = tables.PERMUTE_COLS[False]
+        width = align_up(p.hidden, tables.WIDTH)
+        grid = (p.num_tokens, ceil_div(width, cols))
+        why = "once, by the source: owners read what they multiply"
+        found.append(Launch("quantize", "_quantize_kernel", grid, Records(cols, warps), why))
+        chunks, most = ceil_div(slots, tables.CHUNK), next_power_of_2(experts, 2)
+        found += hopper.count_and_scan(chunks, experts, tables.CHUNK, most)
+        place = Place(
+            block_m=128, chunk=tables.CHUNK, look=tables.LOOK, is_counted=True, max_experts=most,
+            max_ctas=0, is_dynamic=False, num_warps=tables.PLACE_WARPS[False],
+            row_align=tables.ROW_ALIGN,
+        )  # fmt: skip
+        found.append(Launch("place", "_place_kernel", (chunks + 1,), place, "own slots, by expert"))
+    config = Exchange(
+        p.num_ranks, next_power_of_2(experts, 128), next_power_of_2(p.num_local_experts, 128)
+    )
+    why = "pushed: nobody reads a peer's routing"
+    found.append(Launch("exchange", "exchange_kernel", (p.num_ranks,), config, why))
+    return Pass("exchange", slots, experts, tuple(found))
+
+
+def owner_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tuple[Pass, ...]:
+    """Rows, pull, L1 and L2 of what this rank receives, window after window."""
+    p = call.problem
+    tile, why = tile_for(call, given)
+    rows, passes = windows(call, given)
+    sms = sms_of(call, num_sms, given)
+    pull_sms = num_pull_sms(sms)
+    is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
+    l1_sms = sms if is_dynamic else sms - pull_sms
+    has_items = isinstance(tile, Gemm) and tile.has_items
+    slots, local = bound(call) * p.num_ranks * p.top_k, p.num_local_experts
+    sizes = hopper.Sizes(min(slots, rows), 1, local, 0, p.hidden, p.intermediate)
+    waves = (0, 0)
+    if has_items:
+        waves = hopper.waves_of(sizes, tile, l1_sms)[0], hopper.waves_of(sizes, tile, sms)[1]
+    words = words_of(call)
+    chunks = ceil_div(list_capacity(bound(call) * p.top_k, local), LIST_CHUNK)
+    config = Rows(
+        p.num_ranks, next_power_of_2(local, 2), tile.block_m, chunks, 0, rows, waves,
+        next_power_of_2(sms) if has_items else 0, is_dynamic,
+    )  # fmt: skip
+    pull = Pull(
+        p.num_ranks, tile.block_m, min(next_power_of_2(words.data, 256), 2048),
+        next_power_of_2(words.pitch - words.data, 256) if words.pitch > words.data else 0,
+    )  # fmt: skip
+    grid = (p.num_ranks * chunks + 1 + sum(waves),)
+    gemms = (
+        hopper.gemm_launch("l1", tile, p.hidden, l1_sms, f"{why}; {_how_l1(tile)}"),
+        hopper.gemm_launch("l2", tile, p.intermediate, sms, f"{why}; {_how_l2(tile)}"),
+    )
+    found = []
+    for number in range(passes):
+        own = Launch(
+            "rows", "_rows_kernel", grid, replace(config, first_row=number * rows),
+            "the order of one rank: by source, token and slot",
+        )  # fmt: skip
+        bring = Launch("pull", "pull_kernel", (pull_sms,), pull, tables.WHY_PULL_SMS)
+        found.append(Pass("routed", min(slots, rows), local, (own, bring, *gemms)))
+    return tuple(found)
+
+
+def _how_l1(tile: Tile) -> str:
+    sms = "on all SMs, in turn" if isinstance(tile, Gemm) and tile.schedule == "dynamic" else (
+        "on the SMs that do not pull"
+    )  # fmt: skip
+    return f"follows the pull tile by tile, {sms}"
+
+
+def _how_l2(tile: Tile) -> str:
+    if isinstance(tile, Gemm) and tile.decode_ahead:
+        return "waits for all of L1: its CTAs must all be resident"
+    return "follows L1 tile by tile"
+
+
+def rest(call: CallSpec, num_sms: int) -> tuple[Launch, ...]:
+    """What follows the passes."""
+    p = call.problem
+    found = [
+        Launch("finish", "finish_kernel", (p.num_ranks,), Finish(p.num_ranks), "rows are home"),
+    ]
+    if p.num_tokens == 0:
+        return tuple(found)
+    slots = p.top_k + call.num_shared
+    if call.shared is not None:
+        found += hopper.shared_pass(call, num_sms).launches
+    if call.combine == "fp8":
+        kind = "codes-fp8_combine"
+        found.append(quantize_rows("rows_to_fp8", p.num_tokens * slots, p.hidden, kind))
+    found.append(combine(p.num_tokens, p.hidden))
+    return tuple(found)

@@ -1,0 +1,105 @@
+"""Ranks of the chain in one process, on the emulator: a thread for each."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from megamoe.engine import chain
+from megamoe.engine.call import Call
+from megamoe.engine.planning import Ranks, plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
+from megamoe.planner import chain as planned
+from megamoe.planner.overrides import checked
+from megamoe.problem import Options
+from tests.emulator.values import Memory
+
+CPU = torch.device("cpu")
+HOST = threading.local()  # rank of the thread that launches
+REMOTE = ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_kernel", "gemm_swap_ab_kernel")
+
+
+class ChainRanks:
+    """Calls of ranks as processes make them, `most` tokens at most each."""
+
+    def __init__(self, kernels, w, num_ranks, most, top_k, options=None, timeout_s=30.0,
+                 shared=None, **given):  # fmt: skip
+        self.options, self.num, self.most, self.top_k = options or Options(), num_ranks, most, top_k
+        self.timeout_s, self.shared, self.given = timeout_s, shared, given
+        each = w.num_experts // num_ranks
+        self.weights = [w[r * each : (r + 1) * each] for r in range(num_ranks)]
+        self.total = w.num_experts
+        where = planned.memory(self.plan(0, 1).call)
+        self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
+        self.buffers = [chain.buffer_in(m, where) for m in self.memory]
+        self.found = [DeviceStatus(CPU) for _ in range(num_ranks)]
+        self.stats = [torch.zeros(each, dtype=torch.int64) for _ in range(num_ranks)]
+        for name in REMOTE:
+            kernels[name].hold = self.memory
+
+    def plan(self, rank, num, is_quantized=False):
+        w = self.weights[rank]
+        return plan_for(
+            w, self.options, traits_of("hopper", w, self.shared), num_tokens=num, top_k=self.top_k,
+            overrides=checked({"backend": "hopper", "mode": "chain", **self.given}),
+            ranks=Ranks(self.num, self.total, max_tokens=self.most), is_quantized=is_quantized,
+        )  # fmt: skip
+
+    def member(self, rank):
+        here = self.memory[rank].data_ptr()
+        peers = torch.tensor([m.data_ptr() - here for m in self.memory])
+        return chain.Member(self.buffers[rank], peers, rank, self.num)
+
+    def launch(self, rank, part):
+        HOST.rank = rank
+        plan = self.plan(rank, len(part[0]), not isinstance(part[0], torch.Tensor))
+        call = Call(
+            *part, self.weights[rank], self.options, self.shared, self.found[rank],
+            self.stats[rank], None, self.timeout_s,
+        )  # fmt: skip
+        return chain.run(self.member(rank), call, plan)
+
+    def __call__(self, parts):
+        with ThreadPoolExecutor(self.num) as pool:
+            return list(pool.map(self.launch, range(self.num), parts))
+
+    def split(self, inputs, counts):
+        """Tokens of all ranks to those of each."""
+        return list(zip(*(t.split(counts) for t in inputs), strict=True))
+
+
+class Counted:
+    """What kernels touch of other ranks' memory: bytes, and which regions."""
+
+    def __init__(self, ranks, monkeypatch):
+        self.num_bytes, self.read, self.written = 0, set(), set()
+        self.regions = planned.memory(ranks.plan(0, 1).call).regions
+        self.begins, self.size = [m.data_ptr() for m in ranks.memory], len(ranks.memory[0])
+        self.lock = threading.Lock()
+        init, load, store = Memory.__init__, Memory.load, Memory.store
+
+        def made(memory):  # by the thread of the rank that launches
+            init(memory)
+            memory.rank = HOST.rank
+
+        def loaded(memory, address, dtype):
+            self._count(memory, address, dtype.itemsize, self.read)
+            return load(memory, address, dtype)
+
+        def stored(memory, address, values):
+            self._count(memory, address, values.dtype.itemsize, self.written)
+            return store(memory, address, values)
+
+        for name, act in (("__init__", made), ("load", loaded), ("store", stored)):
+            monkeypatch.setattr(Memory, name, act)
+
+    def _count(self, memory, address, size, names):
+        for rank, begin in enumerate(self.begins):
+            there = address[(address >= begin) & (address < begin + self.size)] - begin
+            if rank != memory.rank and len(there):
+                with self.lock:
+                    self.num_bytes += size * len(there)
+                    names |= {
+                        r.name for r in self.regions
+                        if bool(((there >= r.offset) & (there < r.end)).any())
+                    }  # fmt: skip

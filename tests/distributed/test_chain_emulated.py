@@ -1,0 +1,178 @@
+"""The chain over ranks as its kernels stand, emulated: the bits of one rank, and what crosses.
+
+Ranks are threads that launch into each other's memory. On several GPUs it has not run.
+"""
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.engine import backends
+from megamoe.engine.local import LocalRanks
+from megamoe.engine.status import NONE
+from megamoe.errors import MegaMoETimeout
+from megamoe.problem import Options
+from megamoe.routing.permute import expert_counts
+from tests import emulator, pretending
+from tests.distributed.chain_ranks import REMOTE, ChainRanks, Counted
+from tests.kernels.support import INTERPRETED
+from tests.kernels.test_emulated import tokens, weights_of
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
+
+E, K = 4, 2
+
+
+@pytest.fixture(autouse=True)
+def kernels(monkeypatch):
+    return emulator.install(monkeypatch, num_sms=4)
+
+
+# recipe, options, overrides, biases: every kind of tile that the plan can pick
+CASES = {
+    "swap_ab": ("w4a8_block", {}, {}, True),
+    "dynamic": ("w8a8", {"weight_at": "combine"}, {"schedule": "dynamic"}, True),
+    "static": ("w8a8", {}, {"schedule": "static"}, False),
+    "strided": ("w8a8", {"combine": "fp8"}, {"schedule": "strided"}, False),
+    "decoded-per-tile": ("w4a8_block", {}, {"kernel": "gemm", "schedule": "strided"}, False),
+    "decoded-per-wave": ("w4a8_block", {}, {"decode_ahead": 4}, False),
+    "bf16": ("bf16", {"activation": "gpt_oss"}, {}, True),
+    "w4a8": ("w4a8", {}, {}, False),
+    "nvfp4": ("nvfp4", {}, {}, True),
+}
+
+
+def assert_like_one_rank(ranks, inputs, counts, w, options=None, **rest):
+    """Bits, and what each expert received."""
+    before = torch.cat(ranks.stats)
+    got = torch.cat(ranks(ranks.split(inputs, counts)))
+    assert [int(f.bad_slot) for f in ranks.found] == [NONE] * len(counts)
+    assert not any(f.report.any() for f in ranks.found)
+    assert torch.equal(got, pretending.staged(inputs, w, options, **rest))
+    assert torch.equal(torch.cat(ranks.stats) - before, expert_counts(inputs[1], w.num_experts))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_two_ranks_have_the_bits_of_one(case, kernels):
+    recipe, options, given, has_bias = CASES[case]
+    w = weights_of(recipe, has_bias=has_bias)
+    x, idx, gates = tokens(11, masked_ratio=0.2)
+    idx[3] = idx[3, 0]  # the same expert twice
+    options = Options(**options)
+    ranks = ChainRanks(kernels, w, 2, 8, K, options, **given)
+    assert_like_one_rank(ranks, (x, idx, gates), (8, 3), w, options)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
+def test_call_after_call_of_four_ranks_some_of_them_idle(recipe, kernels):
+    """Zero tokens on some ranks, all of them on one, all slots on one expert and on one rank."""
+    w = weights_of(recipe, 8)
+    ranks = ChainRanks(kernels, w, 4, 6, K)
+    for step, counts in enumerate([(5, 0, 1, 3), (0, 0, 0, 6), (2, 2, 6, 0), (0, 0, 0, 0)]):
+        x, idx, gates = tokens(sum(counts), 8, seed=step, masked_ratio=0.1)
+        if step == 1:
+            idx[:] = 5
+        if step == 2:
+            idx = idx % 2 + 2  # rank 1
+        if sum(counts):
+            assert_like_one_rank(ranks, (x, idx, gates), counts, w)
+        else:
+            assert all(len(y) == 0 for y in ranks(ranks.split((x, idx, gates), counts)))
+        assert [int(b.state[0]) for b in ranks.buffers] == [step + 1] * 4
+
+
+def test_one_rank_alone_is_a_chain_too(kernels):
+    w = weights_of("w8a8")
+    inputs = tokens(9, skew="zipf")
+    assert_like_one_rank(ChainRanks(kernels, w, 1, 9, K), inputs, (9,), w)
+
+
+@pytest.mark.parametrize("given", [{}, {"schedule": "dynamic"}], ids=["swap_ab", "dynamic"])
+def test_a_pool_of_few_rows_takes_them_in_passes(given, kernels):
+    """Experts lie across windows of the pool; some windows are empty."""
+    w, inputs = weights_of("w8a8"), tokens(60, skew="zipf")
+    ranks = ChainRanks(kernels, w, 2, 40, K, pool_rows=48, **given)
+    assert len(ranks.plan(0, 40).passes) == 5
+    assert_like_one_rank(ranks, inputs, (40, 20), w)
+
+
+def test_quantised_tokens_and_shared_experts(kernels):
+    w, shared = weights_of("w8a8"), weights_of("w8a8", 1)
+    x, idx, gates = tokens(7, masked_ratio=0.2)
+    options = Options(combine="fp8")
+    ranks = ChainRanks(kernels, w, 2, 4, K, options, shared=shared)
+    wanted = pretending.staged((x, idx, gates), w, options, shared)
+    assert torch.equal(torch.cat(ranks(ranks.split((x, idx, gates), (4, 3)))), wanted)
+    ready = [(mm.quantize(part[0], "fp8_1x128"), *part[1:]) for part in
+             ranks.split((x, idx, gates), (4, 3))]  # fmt: skip
+    ready_alone = mm.quantize(x, "fp8_1x128"), idx, gates
+    wanted = pretending.staged(ready_alone, w, options, shared)
+    assert torch.equal(torch.cat(ranks(ready)), wanted)
+
+
+def test_a_bad_slot_is_masked_and_named_by_the_rank_that_has_it(kernels):
+    w, (x, idx, gates) = weights_of("w8a8"), tokens(6)
+    idx[4, 1] = E
+    ranks = ChainRanks(kernels, w, 2, 3, K)
+    got = torch.cat(ranks(ranks.split((x, idx, gates), (3, 3))))
+    idx[4, 1] = -1
+    assert torch.equal(got, pretending.staged((x, idx, gates), w))
+    ranks.found[0].check(K)
+    with pytest.raises(mm.MegaMoEError, match="token 1, slot 1"):
+        ranks.found[1].check(K)
+
+
+# -- what crosses --------------------------------------------------------------------------------
+
+
+def test_what_crosses_between_ranks_is_what_must(kernels, monkeypatch):
+    """A record for each slot, 8 bytes of list, a row home; no peer's routing is ever read."""
+    w = weights_of("w8a8", hidden=1024, intermediate=256)
+    inputs = tokens(24, hidden=1024)
+    ranks = ChainRanks(kernels, w, 2, 12, K)
+    counted = Counted(ranks, monkeypatch)
+    ranks(ranks.split(inputs, (12, 12)))
+    home = torch.arange(24) // 12
+    slots = int((inputs[1] // 2 != home[:, None]).sum())
+    need = slots * (1024 + 4 * 8 + 8 + 2 * 1024)
+    assert slots > 10 and need < counted.num_bytes <= 1.05 * need
+    assert counted.read == {"tokens"}
+    assert counted.written == {"begun", "done", "counts_in", "list_in", "weight_in", "rows"}
+
+
+# -- a rank that does not come -------------------------------------------------------------------
+
+
+def test_a_rank_that_never_comes_ends_the_call_by_name_and_reaches_who_comes_later(kernels):
+    w, inputs = weights_of("w8a8"), tokens(6)
+    ranks = ChainRanks(kernels, w, 2, 3, K, timeout_s=0.3)
+    parts = ranks.split(inputs, (3, 3))
+    rows = ranks.buffers[0].rows.clone()
+    ranks.launch(1, parts[1])
+    with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to push"):
+        ranks.found[1].check(K)
+    assert torch.equal(ranks.buffers[0].rows, rows)  # nothing was written to the other's rows
+    ranks.timeout_s = 3600.0  # it need not wait: the report is here already
+    ranks.launch(0, parts[0])
+    with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
+        ranks.found[0].check(K)
+
+
+# -- ranks of one process ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("links_gbs", [None, 100.0])
+def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    kernels = emulator.install(monkeypatch, num_sms=8)
+    w = weights_of("w8a8")
+    ranks = LocalRanks(w, 2, timeout_s=30.0, mode="chain", links_gbs=links_gbs)
+    ranks._chain._make(8, K)
+    for name in REMOTE:
+        kernels[name].hold = [m.buffer.tokens for m in ranks._chain._members]
+    for step, counts in enumerate([(8, 3), (0, 5)]):
+        inputs = tokens(sum(counts), seed=step, masked_ratio=0.2)
+        got = ranks(*(t.split(counts) for t in inputs))
+        ranks.check()
+        assert torch.equal(torch.cat(got), pretending.staged(inputs, w))
+    assert int(ranks.stats.sum()) > 0

@@ -1,0 +1,125 @@
+"""The chain's launches compile for sm_90a; what crosses between ranks is 16 bytes wide."""
+
+import re
+
+import pytest
+import torch
+
+from megamoe.engine import chain, hopper
+from megamoe.engine.call import Call
+from megamoe.engine.planning import Ranks, Traits, plan_for
+from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.gluon import exchange, permute, pull
+from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.weights import pack
+from megamoe.kernels.portable import combine, sort
+from megamoe.planner import chain as planned
+from megamoe.planner.overrides import checked
+from megamoe.problem import Options
+from tests.kernels.compiling import resources
+from tests.kernels.support import INTERPRETED
+from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler
+from tests.plan.test_plan_is_launch import experts
+from tests.pretending import pretend_h200
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+H, K, LOCAL, R = 4096, 6, 32, 8
+HOST = ((exchange, "_quantize_kernel"), (exchange, "exchange_kernel"), (exchange, "finish_kernel"),
+        (pull, "_rows_kernel"), (pull, "pull_kernel"), (launch, "gemm_kernel"),
+        (launch, "gemm_swap_ab_kernel"))  # fmt: skip
+OTHERS = ((permute, "_count_kernel"), (permute, "_place_kernel"), (sort, "_scan_kernel"),
+          (combine, "_combine_kernel"))  # fmt: skip
+
+
+class Ignored:
+    """Launches that are compiled elsewhere."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **constants: None
+
+
+def compiled(monkeypatch, recipe, num, wanted, **given):
+    """The kernels `wanted` of a call, compiled as `chain.run` launches them: by name, in order."""
+    pretend_h200(monkeypatch)
+    found = {}
+    for module, name in HOST:
+        made = found[name] = []
+        is_wanted = name in wanted
+        stand = Compiler(getattr(module, name), made) if is_wanted else Ignored()
+        monkeypatch.setattr(module, name, stand)
+    for module, name in OTHERS:
+        monkeypatch.setattr(module, name, Ignored())
+    for name in ("fits_e4m3", "can_be_placed"):
+        monkeypatch.setattr(pack, name, lambda w: True)
+    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
+    monkeypatch.setattr(hopper, "why_not", lambda w: "")
+    monkeypatch.setattr(hopper, "can_be_placed", lambda w: True)
+    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    w, options = experts(recipe), Options()
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K,
+        overrides=checked({"backend": "hopper", "mode": "chain", **given}),
+        ranks=Ranks(R, R * LOCAL, max_tokens=num),
+    )  # fmt: skip
+    where = planned.memory(plan.call)
+    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
+    peers = torch.empty(R, dtype=torch.int64, device=META)
+    me = chain.Member(chain.buffer_in(memory, where), peers, 3, R)
+    status = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
+    x = torch.empty(num, H, dtype=torch.bfloat16, device=META)
+    idx = torch.empty(num, K, dtype=torch.int64, device=META)
+    stats = torch.empty(LOCAL, dtype=torch.int64, device=META)
+    call = Call(x, idx, torch.empty(num, K, device=META), w, options, None, status, stats)
+    chain.run(me, call, plan)
+    return found
+
+
+def accesses(kernel, what):
+    """(bytes of a vector) of each load or store to global memory that is not volatile or atomic."""
+    ptx = kernel.asm["ptx"]
+    plain = rf"\b{what}\.global(?:\.L\S+)?(?:\.(v[24]))?\.b(\d+)"
+    return [int((v or "v1")[1:]) * int(bits) // 8 for v, bits in re.findall(plain, ptx)]
+
+
+def test_the_exchange_pushes_sixteen_bytes_at_a_time_behind_one_fence(monkeypatch):
+    found = compiled(monkeypatch, "w8a8", 512, ("exchange_kernel", "finish_kernel"))
+    for name in ("exchange_kernel", "finish_kernel"):
+        (made,) = found[name]
+        ptx = made.asm["ptx"]
+        assert ptx.count("st.release.sys") == 1
+        assert ptx.count("fence.acq_rel.sys") + ptx.count("fence.sc.sys") == 0
+        assert "atom.global.sys" not in ptx and "red.global.sys" not in ptx
+    assert set(accesses(found["exchange_kernel"][0], "st")) == {16}
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "nvfp4"])
+def test_tokens_are_pulled_sixteen_bytes_at_a_time(recipe, monkeypatch):
+    (made,) = compiled(monkeypatch, recipe, 512, ("pull_kernel",))["pull_kernel"]
+    assert resources(made)["stack"] == 0
+    # Tiles, and where each row's record lies, are this rank's; all that is left is records.
+    loads = accesses(made, "ld")
+    assert [size for size in loads if size < 16] == [4, 4, 4, 8] and loads.count(16) >= 5
+
+
+# Kernel, recipe, tokens a rank, overrides: every kind of GEMM that follows tiles.
+GEMMS = {
+    "swap_ab": ("w4a8_block", 64, {}),
+    "swap_ab-bf16": ("bf16", 512, {}),
+    "decoded-per-tile": ("w4a8_block", 512, {}),
+    "decoded-per-wave": ("w4a8_block", 2048, {}),
+    "dynamic": ("w8a8", 512, {}),
+    "static": ("w8a8", 512, {"schedule": "static"}),
+}
+
+
+@pytest.mark.parametrize("case", GEMMS)
+def test_gemms_that_follow_tiles_compile_without_spills_and_write_rows_home_wide(case, monkeypatch):
+    recipe, num, given = GEMMS[case]
+    found = compiled(monkeypatch, recipe, num, ("gemm_kernel", "gemm_swap_ab_kernel"), **given)
+    l1, l2 = found["gemm_kernel"] + found["gemm_swap_ab_kernel"]
+    for made in (l1, l2):
+        used = resources(made)
+        assert used["stack"] == 0 and used["shared"] <= SHARED_LIMIT
+    narrow = [size for size in accesses(l2, "st") if size < 16]
+    assert len(narrow) <= 2 * (case == "dynamic")  # the counter of items, which is this rank's
