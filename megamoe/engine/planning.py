@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megamoe.engine.certified import is_certified
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.spec import Scale
 from megamoe.hardware import CPU, Hardware, of_gpu
@@ -136,6 +137,7 @@ def _planned(
     top_k: int, recipe: str, combine: str, traits: Traits, ranks: Ranks, *rest: Any,
 ) -> Plan:  # fmt: skip
     is_quantized, is_captured, overrides = rest
+    hw = hardware_of(device)
     problem = Problem(num_tokens, hidden, intermediate, num_experts, top_k, ranks.num, recipe)
     call = CallSpec(
         problem,
@@ -148,5 +150,6 @@ def _planned(
         local_ranks=ranks.local,
         is_placed=ranks.is_placed,
         max_tokens=ranks.max_tokens,
+        is_certified=is_certified(device, hw.arch, recipe),
     )
-    return plan_call(call, hardware_of(device), overrides)
+    return plan_call(call, hw, overrides)

@@ -366,7 +366,10 @@ class ExpertWeights:
         return self.held(unpacked=True)
 
     def held(self, *, unpacked: bool = False) -> dict[str, Tensor]:
-        """Every tensor that is held by name: as `state_dict`, or "w13.image", ..., of images."""
+        """Every tensor that is held by name: as `state_dict`, or "w13.image", ..., of images.
+
+        unpacked  the canonical tensors of images, as `state_dict` has them
+        """
         found: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)

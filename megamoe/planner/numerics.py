@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamoe.errors import NotAvailable, require
 from megamoe.formats.spec import recipe_named
 
 
@@ -85,6 +86,13 @@ def numerics(
         return TABLE["native", recipe]
     if backend == "portable" and recipe == "w8a8" and arch in ("sm_80", "sm_86", "sm_87"):
         return UPCAST
+    require(
+        (backend, recipe) in TABLE,
+        f"backend {backend} must have kernels for the recipe",
+        got=recipe,
+        fix='use backend="portable", which has all of them',
+        kind=NotAvailable,
+    )
     return TABLE[backend, recipe]
 
 

@@ -38,6 +38,9 @@ from megamoe.planner.tables.hopper import COUNTERS, WIDTH
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
+# Never yet run on hardware by us: `auto` takes one only where the machine has a certificate.
+OPT_IN = ("blackwell",)
+NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
@@ -194,9 +197,11 @@ class Plan:
 
     def _why_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
-        best = _working(reasons, self.call.is_certified)[0]
+        best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
+        if best in OPT_IN and not self.call.is_certified and "backend" not in dict(self.overrides):
+            return f"{best} is opt-in: {NO_CERTIFICATE}"
         return (
             f"{self.hardware.label} is {self.hardware.arch}"
             if self.backend == best
@@ -245,14 +250,13 @@ def choose_backend(
     mode: str,
     reasons: Mapping[str, str],
     not_hopper: str = "",
-    *,
-    is_certified: bool = False,
+    not_certified: str = NO_CERTIFICATE,
 ) -> tuple[str, str]:
     """(backend, why `auto` passed over a better one).
 
-    reasons       by name, best first: why a backend cannot run here; "" where it can
-    not_hopper    why the Hopper kernels cannot hold the weights exactly
-    is_certified  this machine has proven the blackwell backend: otherwise it must be asked for
+    reasons        by name, best first: why a backend cannot run here; "" where it can
+    not_hopper     why the Hopper kernels cannot hold the weights exactly
+    not_certified  why `auto` may not take a backend of OPT_IN here; "": it may
     """
     one_of(asked, ("auto", *reasons), "backend")
     one_of(mode, MODES, "mode")
@@ -275,10 +279,12 @@ def choose_backend(
             kind=NotAvailable,
         )
     else:
-        proven = _working(reasons, is_certified)
-        name = proven[0]
+        name = working[0]
         if name == "hopper" and not_hopper:
-            name, passed = proven[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+        elif name in OPT_IN and not_certified:
+            passed = f"{name} is opt-in: {not_certified}"
+            name = next(one for one in working if one not in OPT_IN)
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(
@@ -288,13 +294,6 @@ def choose_backend(
         kind=NotAvailable,
     )
     return name, passed
-
-
-def _working(reasons: Mapping[str, str], is_certified: bool) -> list[str]:
-    """The backends that `auto` may take, best first."""
-    return [
-        name for name, why in reasons.items() if not why and (name != "blackwell" or is_certified)
-    ]
 
 
 def reasons_on(arch: str) -> dict[str, str]:
@@ -338,9 +337,8 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     recipes = [call.problem.recipe, *([] if call.shared is None else [call.shared.recipe])]
     for name in reasons:
         reasons[name] = next(filter(None, (reasons[name], *(not_on(name, r) for r in recipes))), "")
-    backend, passed = choose_backend(
-        asked, wanted, reasons, call.not_hopper, is_certified=call.is_certified
-    )
+    not_certified = "" if call.is_certified else NO_CERTIFICATE
+    backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why

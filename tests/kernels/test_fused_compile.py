@@ -123,8 +123,8 @@ def compiled(monkeypatch, recipe, fits, tile, more):
         world = mega_launch.World(ranks, local, 0, peers, signals)
     biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
     mega_launch.fused(
-        tokens, pool, acts, w13, w2, step, how, more.get("options", Options()), kept,
-        num_experts=experts, num_shared=shared, world=world, biases=biases, acts_factor=g,
+        tokens, pool, acts, mega_launch.Experts(w13, w2, experts, shared, *biases, g), step, how,
+        more.get("options", Options()), kept, world=world,
         trace=new(132, 4, 128, 4, dtype=torch.int32) if "trace" in more else None,
     )  # fmt: skip
     return compiler.made

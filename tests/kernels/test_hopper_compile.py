@@ -246,7 +246,8 @@ def routed(monkeypatch, tile, slots, experts, shared):
     plain = Gemm(3, 3, 8, 216, 56, 24)
     steps = hopper_steps(x, idx, tile or plain, experts, num_shared=shared, intermediate=I)
     dispatch.route(
-        x, Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, steps,
+        dispatch.Tokens(x), Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool,
+        steps,
         work=launch.work_items(pool, weights, steps["l1"]), by_group=True, pdl=True,
         num_shared=shared,
     )  # fmt: skip
