@@ -30,7 +30,7 @@ from megamoe.planner.launches import (
     PortableGemm,
     Tile,
 )
-from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
+from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
@@ -334,11 +334,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
-    not_hopper = call.not_hopper or not_on_hopper(call.problem.recipe)
-    if call.shared is not None:
-        not_hopper = not_hopper or not_on_hopper(call.shared.recipe)
+    recipes = [call.problem.recipe, *([] if call.shared is None else [call.shared.recipe])]
+    for name in reasons:
+        reasons[name] = next(filter(None, (reasons[name], *(not_on(name, r) for r in recipes))), "")
     not_certified = "" if call.is_certified else NO_CERTIFICATE
-    backend, passed = choose_backend(asked, wanted, reasons, not_hopper, not_certified)
+    backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why

@@ -13,7 +13,7 @@ from megamoe.planner.numerics import (
     HOPPER_RECIPES,
     TABLE,
     narrowest_mma,
-    not_on_hopper,
+    not_on,
     numerics,
 )
 from megamoe.planner.tables import hopper as tables
@@ -112,7 +112,7 @@ def test_a_layer_whose_exponents_e4m3_lacks_multiplies_in_bf16():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a", "sm_100a"])
 def test_numerics_hold_both_operands(recipe, backend, arch):
     """An MMA type is never narrower than the operands; FP8 and FP4 only where they exist."""
-    if backend == "hopper" and not_on_hopper(recipe):
+    if not_on(backend, recipe):
         return
     found = numerics(backend, recipe, arch=arch)
     bits = {"float64": 64, "bf16": 16, "fp8": 8, "fp4": 4}
