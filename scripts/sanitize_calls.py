@@ -82,7 +82,7 @@ def alone(recipe: str) -> None:
         held = decode_tokens(mm.quantize(normal(rows, H), "bf16"), how)
         total = torch.zeros(29, I, device=DEVICE)
         step = portable_plan.grouped(tile, 29, 4, I, None)
-        launch.linear(held, w, order, total, step, how, store="atomic")
+        launch.linear(held, w, order, total, step, how, to=launch.Destination("atomic"))
         assert total.isfinite().all()
 
 

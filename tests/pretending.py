@@ -33,6 +33,15 @@ def pretend_b200(monkeypatch, num_sms=148):
     monkeypatch.setattr(planning, "_planned", uncached)
 
 
+def with_tmem_tile(plan, tile):
+    """A plan of the Blackwell backend with another tile in both linears."""
+    (one,) = plan.passes
+    launches = tuple(
+        replace(step, config=tile) if step.name in ("l1", "l2") else step for step in one.launches
+    )
+    return replace(plan, passes=(replace(one, launches=launches),))
+
+
 def plan_of(inputs, w, options=None, shared=None, tile=None, **given):
     """The plan of a call on Hopper; `tile` in place of the table's."""
     x, idx, _ = inputs

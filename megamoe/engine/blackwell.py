@@ -22,7 +22,7 @@ from megamoe.formats.quantized import Quantized
 from megamoe.kernels.blackwell import launch
 from megamoe.kernels.blackwell.launch import Arithmetic
 from megamoe.kernels.blackwell.weights import Placed, place
-from megamoe.kernels.gluon.dispatch import route
+from megamoe.kernels.gluon.dispatch import Tokens, route
 from megamoe.kernels.hopper.weights.pack import fits_bf16
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.routing import Routing
@@ -135,15 +135,14 @@ def rows(
     assert isinstance(l1.config, GemmTmem)
     block_m = l1.config.block_m
     pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
-    scale, g, is_ready = None, weights.x_global, False
     if isinstance(x, Quantized):
-        scale = None if x.scale is None else x.scale.contiguous()
-        g = None if x.global_scale is None else x.global_scale.contiguous()
-        x, is_ready = x.data, True
+        scale, g = (None if t is None else t.contiguous() for t in (x.scale, x.global_scale))
+        tokens = Tokens(x.data, scale, g, is_ready=True, hidden=weights.hidden)
+    else:
+        tokens = Tokens(x, g=weights.x_global, hidden=weights.hidden)
     route(
-        x, routing, how.acts, pool, steps, x_scale=scale, g=g, stats=stats,
-        first_slot=first_slot, num_dest=out.shape[1], is_ready=is_ready, pdl=pdl,
-        hidden=weights.hidden,
+        tokens, routing, how.acts, pool, steps, stats=stats, first_slot=first_slot,
+        num_dest=out.shape[1], pdl=pdl,
     )  # fmt: skip
     acts = launch.pool(how, num_slots, weights.intermediate, experts, block_m, weights.device, pool)
     launch.gated(

@@ -17,6 +17,7 @@ from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import overlap
 from megamoe.kernels.gluon import exchange, pull
+from megamoe.kernels.gluon.dispatch import Tokens
 from megamoe.kernels.gluon.permute import place
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
@@ -159,15 +160,14 @@ def _push(here: _Ranked, steps: Pass) -> Routing:
 def _quantize(here: _Ranked, step: Launch) -> None:
     """Tokens into this rank's records."""
     call, how = here.call, here.made.how
-    x, scale, g, is_ready = call.x, None, call.weights.x_global, False
-    if isinstance(x, Quantized):
-        x, scale, g, is_ready = hopper._ready(x, how)
-    assert isinstance(x, Tensor)
+    x = call.x
+    given = hopper._ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=call.weights.x_global)
     tokens = here.me.buffer.tokens
     element = torch.uint8 if how.is_fp8 else torch.bfloat16
     exchange.quantize_tokens(
-        x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
-        x_scale=scale, g=g, is_ready=is_ready, by_group=how.to_e4m3, pdl=here.pdl,
+        given.x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
+        x_scale=given.scale, g=given.g, is_ready=given.is_ready, by_group=how.to_e4m3,
+        pdl=here.pdl,
     )  # fmt: skip
 
 

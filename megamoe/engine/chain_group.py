@@ -132,6 +132,9 @@ class ChainGroup:
             raise refusal
         return y
 
+    def compile(self, layer: MoE) -> None:
+        """Nothing: its kernels are compiled in `warm`, whose waits have the longest bound."""
+
     def warm(self, layer: MoE) -> None:
         """A call without tokens that all ranks make: nobody's first call is late."""
         self._launch(layer, self._nothing(layer), torch.zeros_like(layer.stats), MAX_S)
@@ -144,10 +147,10 @@ class ChainGroup:
         stats: Tensor,
         timeout_s: float,
     ) -> Tensor:
-        from megamoe.engine import chain, hopper
+        from megamoe.engine import chain, images
 
         require(
-            hopper.fits_e4m3(layer.weights) == self._fits,
+            images.fits_e4m3(layer.weights) == self._fits,
             "weights of a chain over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",

@@ -39,9 +39,9 @@ def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = 
         status.bad_slot, call.stats,
     )  # fmt: skip
     return _run(
-        tokens, status.counters, weights, call.options, mega_launch.ONE, call.shared, step=step,
-        status=status, timeout_s=call.timeout_s, is_poisoned=call.is_poisoned, trace=trace,
-        absent=absent,
+        tokens, status.counters, weights, call.options, mega_launch.World(absent=absent),
+        call.shared, step=step, status=status, timeout_s=call.timeout_s,
+        is_poisoned=call.is_poisoned, trace=trace,
     )  # fmt: skip
 
 
@@ -58,7 +58,6 @@ def over(
     timeout_s: float,
     is_poisoned: bool = False,
     number: int = 0,
-    absent: int = -1,
     is_compiled_only: bool = False,
 ) -> Tensor:
     """One launch of the world's ranks in it -> bf16 [their tokens, H], rank after rank.
@@ -80,8 +79,7 @@ def over(
     )  # fmt: skip
     return _run(
         tokens, buffer.counters, weights, options, world, step=step, status=status,
-        timeout_s=timeout_s, is_poisoned=is_poisoned, absent=absent,
-        is_compiled_only=is_compiled_only,
+        timeout_s=timeout_s, is_poisoned=is_poisoned, is_compiled_only=is_compiled_only,
     )  # fmt: skip
 
 
@@ -98,7 +96,6 @@ def _run(
     timeout_s: float,
     is_poisoned: bool,
     trace: Tensor | None = None,
-    absent: int = -1,
     is_compiled_only: bool = False,
 ) -> Tensor:
     config, device, extra = step.config, weights.device, num_of(shared)
@@ -122,11 +119,12 @@ def _run(
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
     if not is_compiled_only:
         status.order_after_last()
+    all_experts = mega_launch.Experts(
+        made.w13, made.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
+    )
     mega_launch.fused(
-        tokens, pool, acts, made.w13, made.w2, step, made.how, options, kept, num_experts=experts,
-        num_shared=extra, world=world, biases=(weights.b13, weights.b2),
-        acts_factor=weights.acts_global, timeout_s=bound_s(timeout_s), trace=trace, absent=absent,
-        is_compiled_only=is_compiled_only,
+        tokens, pool, acts, all_experts, step, made.how, options, kept, world=world,
+        timeout_s=bound_s(timeout_s), trace=trace, is_compiled_only=is_compiled_only,
     )  # fmt: skip
     return tokens.y
 

@@ -19,7 +19,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.gluon.dispatch import route
+from megamoe.kernels.gluon.dispatch import Tokens, route
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.portable.acts import CODES
@@ -126,13 +126,10 @@ def run_pass(
     block_m = tile_in(l1).block_m
     pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
     work = launch.work_items(pool, (made.w13, made.w2), l1)
-    scale, g, is_ready = None, weights.x_global, False
-    if isinstance(x, Quantized):
-        x, scale, g, is_ready = _ready(x, how)
+    tokens = _ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
     route(
-        x, routing, how.acts, pool, steps, work=work, x_scale=scale, g=g, stats=stats,
-        first_slot=first_slot, num_dest=rows.shape[1], num_shared=num_of(shared),
-        is_ready=is_ready, by_group=how.to_e4m3, pdl=pdl,
+        tokens, routing, how.acts, pool, steps, work=work, stats=stats, first_slot=first_slot,
+        num_dest=rows.shape[1], num_shared=num_of(shared), by_group=how.to_e4m3, pdl=pdl,
     )  # fmt: skip
     acts = launch.pool(how, num_slots, weights.intermediate, experts, block_m, weights.device, pool)
     first, second = (None, None) if work is None else work.each()
@@ -152,17 +149,17 @@ def tile_in(step: Launch) -> GemmSwapAb | Gemm:
     return step.config
 
 
-def _ready(x: Quantized, how: Arithmetic) -> tuple[Tensor, Tensor | None, Tensor | None, bool]:
-    """Tokens that come quantised, in the pool's format: data, scales, global scales, True."""
+def _ready(x: Quantized, how: Arithmetic) -> Tokens:
+    """Tokens that come quantised, in the pool's format."""
     g = x.global_scale
     if how.is_promoted:
         assert x.scale is not None
         data = x.data if how.is_fp8 else x.data.to(torch.bfloat16)
-        return data, x.scale.contiguous(), None, True
+        return Tokens(data, x.scale.contiguous(), is_ready=True)
     if g is not None:
         x = replace(x, global_scale=torch.ones_like(g))
         g = g.contiguous()
-    return dequantize(x).to(torch.bfloat16), None, g, True
+    return Tokens(dequantize(x).to(torch.bfloat16), g=g, is_ready=True)
 
 
 def as_fp8(rows: Tensor, step: Launch, pdl: bool) -> tuple[Tensor, Tensor]:

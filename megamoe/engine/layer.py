@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from megamoe.engine.group_op import group_moe_op, handle_of
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.op import describe, moe_op
 from megamoe.engine.planning import ONE_RANK, Ranks, Traits, plan_for, traits_of
+from megamoe.engine.refresh import Refresh
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
@@ -450,6 +451,48 @@ class MoE(nn.Module):
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
         self._status.check(self.top_k)
+
+    def refresh(
+        self,
+        w13: Tensor | Quantized | None = None,
+        w2: Tensor | Quantized | None = None,
+        *,
+        experts: Sequence[int] | None = None,
+        b13: Tensor | None = None,
+        b2: Tensor | None = None,
+        gate_up: str = "split",
+        shared: bool = False,
+    ) -> None:
+        """Other values for experts, in the same memory: graphs that were captured use them.
+
+        w13      BF16, FP32 or FP16 [n, 2I, H], quantised to the recipe as `ExpertWeights.quantize`
+                 does, or Quantized [n, 2, I, H] in the recipe's format; None: as they are
+        w2       the same of [n, H, I]
+        experts  the n local experts that are written; None: all, in order
+        b13, b2  biases [n, 2I] and [n, H], or None
+        gate_up  order of the rows of w13 and b13 in floats: "split" or "interleaved"
+        shared   True: of the shared experts
+
+        Checked whole before anything is written: shapes, NaN, and values that would need another
+        kernel, which are refused. Tensors may lie anywhere; beside the layer one expert at a time
+        is in memory. The writes are on the current stream. Over a group all ranks call it, each for
+        its own experts; what one refuses, all refuse.
+        """
+        self._renew()
+        held = self.shared if shared else self.experts
+        require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
+        assert held is not None
+        found: list[Refresh] = []
+
+        def check() -> None:
+            found.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
+            found[0].check(held.weights)
+
+        if self._world is None:
+            check()
+        else:
+            self._world.meeting.meet("refresh", check)
+        found[0].write(held.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""

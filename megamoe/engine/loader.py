@@ -193,7 +193,11 @@ class Checkpoint:
 
     def _recipe(self, kind: str) -> str:
         is_v4 = str(self.config.get("model_type", "")).startswith("deepseek_v4")
-        return "w4a8" if kind == "mxfp4" and is_v4 else KINDS[kind].recipe
+        if kind == "mxfp4" and is_v4:
+            return "w4a8"
+        if kind == "nvfp4" and model_config.has_bf16_inputs(self.config, self.shards.folder):
+            return "nvfp4a16"
+        return KINDS[kind].recipe
 
     def _first_of(self, keys: tuple[str, ...]) -> int | None:
         values = [self.config[key] for key in keys if isinstance(self.config.get(key), int)]

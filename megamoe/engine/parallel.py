@@ -263,24 +263,60 @@ class HopperCompute(KernelCompute):
         first_slot: int,
         plan: Plan,
     ) -> None:
-        from megamoe.engine import hopper
-
         assert self.shared is not None
         num, hidden = self.shared.num_experts, self.weights.hidden
         own = torch.empty(len(x), num, hidden, dtype=torch.bfloat16, device=slot_rows.device)
-        hopper.shared_rows(
-            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
-        )
+        self._shared_rows(x, own, plan)
         rows, row_scale = self._as_wire(own)
         slot_rows[:, first_slot:] = rows.view(slot_rows.dtype)
         if scale is not None and row_scale is not None:
             scale[:, first_slot:] = row_scale
+
+    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
+        """Rows of the shared experts, in launches of their own."""
+        from megamoe.engine import hopper
+
+        assert self.shared is not None
+        hopper.shared_rows(
+            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
+        )
+
+
+class BlackwellCompute(HopperCompute):
+    """With the Blackwell kernels: the bits of one rank."""
+
+    backend = "blackwell"
+
+    def _rows(
+        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
+    ) -> tuple[Tensor, Tensor | None]:
+        from megamoe.engine import blackwell
+        from megamoe.kernels.portable.routing import Routing
+
+        room = torch.empty(
+            len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device
+        )
+        checked = torch.empty_like(idx), torch.empty_like(weight)
+        routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
+        blackwell.rows(
+            x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
+        )
+        return self._as_wire(room)
+
+    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
+        from megamoe.engine import blackwell
+
+        assert self.shared is not None
+        blackwell.shared_rows(
+            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
+        )
 
 
 COMPUTE: dict[str, type[RankCompute]] = {
     "reference": ReferenceCompute,
     "portable": PortableCompute,
     "hopper": HopperCompute,
+    "blackwell": BlackwellCompute,
 }
 
 

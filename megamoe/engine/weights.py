@@ -24,7 +24,7 @@ from megamoe.problem import check_width
 class ExpertWeights:
     """E experts. `quantize` makes them from BF16, `from_quantized` from a checkpoint's tensors.
 
-    recipe       "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4" or "nvfp4"
+    recipe       "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4" or "nvfp4a16"
     w13          [E, 2, intermediate, hidden]: gate at 0, up at 1; a block never holds both
     w2           [E, hidden, intermediate]
     b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
@@ -70,7 +70,7 @@ class ExpertWeights:
             kind=ShapeError,
         )
         wanted = {"b13": (num_experts, 2, intermediate), "b2": (num_experts, hidden)}
-        if fmt.has_global:
+        if recipe_named(self.recipe).acts.has_global:
             wanted |= {"x_global": (), "acts_global": (num_experts,)}
         for name in ("b13", "b2", "x_global", "acts_global"):
             checkpoint.check_extra(
@@ -366,7 +366,10 @@ class ExpertWeights:
         return self.held(unpacked=True)
 
     def held(self, *, unpacked: bool = False) -> dict[str, Tensor]:
-        """Every tensor that is held by name: as `state_dict`, or "w13.image", ..., of images."""
+        """Every tensor that is held by name: as `state_dict`, or "w13.image", ..., of images.
+
+        unpacked  the canonical tensors of images, as `state_dict` has them
+        """
         found: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)

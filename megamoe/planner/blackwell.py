@@ -131,7 +131,7 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
         kind=NotAvailable,
     )
     how = numerics("blackwell", recipe)
-    widths = tables.PROMOTED_BLOCK_MS if how.promotion else tables.BLOCK_MS
+    widths = tables.block_ms(recipe, how.promotion > 0)
     m = told.get("block_m", tile.block_m)
     require(
         m in widths,

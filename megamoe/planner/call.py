@@ -31,7 +31,7 @@ class CallSpec:
     local_ranks   ranks that one launch runs side by side on one GPU
     is_placed     experts lie in another order than by rank, or more than once
     max_tokens    over a process group: tokens per rank that symmetric memory is made for
-    is_certified  this machine has proven the blackwell backend, so that `auto` may take it
+    is_certified  the machine has a certificate for the backend that `auto` needs one for
     """
 
     problem: Problem

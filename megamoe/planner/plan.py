@@ -30,13 +30,16 @@ from megamoe.planner.launches import (
     PortableGemm,
     Tile,
 )
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
+# Never yet run on hardware by us: `auto` takes one only where the machine has a certificate.
+OPT_IN = ("blackwell",)
+NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
@@ -193,9 +196,11 @@ class Plan:
 
     def _why_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
-        best = _working(reasons, self.call.is_certified)[0]
+        best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
+        if best in OPT_IN and not self.call.is_certified and "backend" not in dict(self.overrides):
+            return f"{best} is opt-in: {NO_CERTIFICATE}"
         return (
             f"{self.hardware.label} is {self.hardware.arch}"
             if self.backend == best
@@ -244,14 +249,13 @@ def choose_backend(
     mode: str,
     reasons: Mapping[str, str],
     not_hopper: str = "",
-    *,
-    is_certified: bool = False,
+    not_certified: str = NO_CERTIFICATE,
 ) -> tuple[str, str]:
     """(backend, why `auto` passed over a better one).
 
-    reasons       by name, best first: why a backend cannot run here; "" where it can
-    not_hopper    why the Hopper kernels cannot hold the weights exactly
-    is_certified  this machine has proven the blackwell backend: otherwise it must be asked for
+    reasons        by name, best first: why a backend cannot run here; "" where it can
+    not_hopper     why the Hopper kernels cannot hold the weights exactly
+    not_certified  why `auto` may not take a backend of OPT_IN here; "": it may
     """
     one_of(asked, ("auto", *reasons), "backend")
     one_of(mode, MODES, "mode")
@@ -274,10 +278,12 @@ def choose_backend(
             kind=NotAvailable,
         )
     else:
-        proven = _working(reasons, is_certified)
-        name = proven[0]
+        name = working[0]
         if name == "hopper" and not_hopper:
-            name, passed = proven[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+        elif name in OPT_IN and not_certified:
+            passed = f"{name} is opt-in: {not_certified}"
+            name = next(one for one in working if one not in OPT_IN)
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(
@@ -287,13 +293,6 @@ def choose_backend(
         kind=NotAvailable,
     )
     return name, passed
-
-
-def _working(reasons: Mapping[str, str], is_certified: bool) -> list[str]:
-    """The backends that `auto` may take, best first."""
-    return [
-        name for name, why in reasons.items() if not why and (name != "blackwell" or is_certified)
-    ]
 
 
 def reasons_on(arch: str) -> dict[str, str]:
@@ -334,9 +333,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
-    backend, passed = choose_backend(
-        asked, wanted, reasons, call.not_hopper, is_certified=call.is_certified
-    )
+    not_hopper = call.not_hopper or not_on_hopper(call.problem.recipe)
+    if call.shared is not None:
+        not_hopper = not_hopper or not_on_hopper(call.shared.recipe)
+    not_certified = "" if call.is_certified else NO_CERTIFICATE
+    backend, passed = choose_backend(asked, wanted, reasons, not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why

@@ -133,7 +133,7 @@ class Machine:
                 self._run(rank, sm, block, start)
             else:
                 if block is not None:
-                    self._scatter(rank, block, now)
+                    self._scatter(rank, sm, block, now)
                 drawn = rank.draw(sm)
                 if drawn is not None:
                     self._begin(rank, sm, drawn, now)
@@ -198,10 +198,10 @@ class Machine:
         loaded = rank.through_hbm(asked, moved, costs.hbm)
         loaded = max(loaded, asked + (weights + rows * cost.row_in_bytes) * costs.port)
         rank.loads_us[sm] = loaded
-        done = max(start + cost.math(rows), loaded)
-        free = end = done + cost.epilogue_us
+        done = max(start + cost.math(rows) + costs.block_us, loaded)
+        free = end = done + cost.epilogue(rows)
         if costs.is_overlapped:
-            end = max(done, rank.stores_us[sm]) + cost.epilogue_us
+            end = max(done, rank.stores_us[sm]) + cost.epilogue(rows)
             free = max(done, rank.stores_us[sm])
             rank.stores_us[sm] = end
         self.spans.append(Span(rank.idx, sm, "math", start, free, phase, wave, expert, m, n))
@@ -274,8 +274,12 @@ class Machine:
         for one in arrived:
             self._wake(rank, one, L1)
 
-    def _scatter(self, rank: Rank, block: Block, now: float) -> None:
-        """Send a finished L2 block home: a piece of every row, to the rank each came from."""
+    def _scatter(self, rank: Rank, sm: int, block: Block, now: float) -> None:
+        """Send a finished L2 block home: a piece of every row, to the rank each came from.
+
+        An SM holds one tile of results on their way: where epilogues have warps of their own, the
+        next one begins when the links have taken this one. So no queue grows without bound.
+        """
         if block.phase == L1:
             return
         costs = self.costs
@@ -300,6 +304,8 @@ class Machine:
                 last = max(last, peer.in_us)
                 peer.through_hbm(now, num_bytes, costs.hbm)
         rank.moved.setdefault("scatter", []).append((began, last, block.wave))
+        if costs.is_overlapped:
+            rank.stores_us[sm] = max(rank.stores_us[sm], last)
         self.results_us = max(self.results_us, last + self.constants.link_us)
 
     def _lanes(self) -> None:

@@ -159,6 +159,7 @@ class Schedule:
     peels: bool = False  # rows of an expert come from the ranks in turn, not rank after rank
     mma_rows: int | None = None  # rows that the tensor cores compute at once; None: the tile
     has_epilogue_warps: bool = False  # epilogues run beside the next block's math
+    copy_bytes: int = 0  # Blackwell: contiguous bytes of a weight row in one stage
     study: str = ""  # name of the study, where this is no launch of this library
 
     @property

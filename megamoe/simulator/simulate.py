@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from megamoe.errors import CapacityError, require
 from megamoe.planner.plan import Plan
 from megamoe.simulator.chain import parts, run_chain
-from megamoe.simulator.constants import DEFAULT, Constants
+from megamoe.simulator.constants import Constants, constants_for
 from megamoe.simulator.costs import costs
 from megamoe.simulator.events import Machine
 from megamoe.simulator.prediction import Prediction, Usage
@@ -34,16 +34,18 @@ def simulate(
     *,
     skew: str = "uniform",
     seed: int = 0,
-    constants: Constants = DEFAULT,
+    constants: Constants | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict one call: the launches of a plan, or a schedule of its own.
 
     counts    rows that rank r sends to expert e, counts[r][e], measured or made up; without them
               they are sampled with `skew` and `seed` (`sample.SKEWS`)
+    constants  of the model; None: those of the backend
     progress  called with the blocks that were played and their number
     """
     how = plan if isinstance(plan, Schedule) else Schedule.of_plan(plan)
+    constants = constants_for(how.backend) if constants is None else constants
     if counts is None:
         if skew != "masked":  # before sampling, which takes its time too
             _check_size(how, _least_blocks(how))

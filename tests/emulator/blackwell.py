@@ -7,7 +7,7 @@ from megamoe.engine.call import Call
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.kernels.blackwell import launch
-from megamoe.kernels.blackwell.gemm.kernel import gemm_tmem_kernel
+from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.gluon import dispatch, permute
 from megamoe.kernels.portable import combine, sort
 from megamoe.kernels.portable import dispatch as portable_dispatch
@@ -31,7 +31,7 @@ class Step:
     def __init__(self, kernel):
         tensor_memory.install()
         self.kernel = device.Scheduled(kernel)
-        self.seed, self.launches = 0, []
+        self.seed, self.launches = None, []  # no seed: nobody is preempted
 
     def __getitem__(self, grid):
         def run(**given):
@@ -56,10 +56,10 @@ def gemm():
     return _MADE["gemm"]
 
 
-def install(monkeypatch, num_sms=3, seed=None):
-    """Let the Blackwell backend launch here; -> its GEMM."""
+def install(monkeypatch, num_sms=3):
+    """Let the Blackwell backend launch here; -> its GEMM, whose `seed` is that of the policy."""
     made = gemm()
-    made.seed, made.launches = seed, []
+    made.seed, made.launches = None, []
     monkeypatch.setattr(launch, "gemm_tmem_kernel", made)
     for module, name in PLAIN:
         monkeypatch.setattr(module, name, Emulated(getattr(module, name)))

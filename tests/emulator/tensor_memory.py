@@ -5,7 +5,8 @@ than PTX gives (9.7.16.6.2): a copy before a later product, products of the same
 a thread issued before its commit. What PTX does not order is a violation unless the one who issues
 knows by an mbarrier that the earlier one has completed: a copy into scales that a product may still
 read, a read of sums that a product may still write. Until an operation completes, what it writes is
-poison. An MMA's products are exact, and its sum is rounded to FP32 once for a call.
+poison. An MMA's products are exact; the sum is rounded to FP32 after every instruction (32 bytes of
+K), so that bits do not depend on BLOCK_K, as they do not on the hardware.
 
 Not seen here: layouts, swizzles, descriptors (`kernels/descriptors.py` and the compiler), how
 padded FP4 lies in shared memory, which thread issues, pairs of CTAs, how the tensor core rounds.
@@ -24,6 +25,7 @@ from tests.emulator.memory_model import SEEN, Cells, Violation, join
 
 COLUMNS = 512  # of a CTA: 128 lanes x 32 bits each
 LANES = 128
+DEPTH = {"e2m1": 64, "e4m3": 32, "bf16": 16}  # K of one instruction, by the tokens' element
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
@@ -96,7 +98,7 @@ class Engine:
             barrier.pending -= 1
             _check(self.scheduler, barrier)
 
-        self.scheduler.issue(f"commit to {barrier.name}", act)
+        self.scheduler.issue(f"commit to {barrier.name}", act).is_arrival = True
 
 
 def _comes_before(earlier, later):
@@ -214,7 +216,8 @@ def _check_shapes(a, b, acc, scales, elements):
     """What MMAs of sm_100a there are; -> values that share a scale."""
     m, n = acc.shape
     k = a.shape[1] * (2 if elements[0] == "e2m1" else 1)
-    if m != LANES or n % 8 or not 8 <= n <= 256:
+    step = 16 if scales[0] is None else 8
+    if m != LANES or n % step or not step <= n <= 256:
         raise Violation(f"no MMA has the shape {m} x {n}")
     if b.shape != [k // (2 if elements[1] == "e2m1" else 1), n] or a.shape[0] != m:
         raise Violation(f"{a.shape} times {b.shape} in {elements}")
@@ -244,7 +247,7 @@ def _multiply(a, b, acc, scales, elements, use_acc):
         if scale is not None:
             scale.cells.product_reads(memory, role, engine, number, scale.place or 0)
     acc.cells.written(memory, role, engine, number, acc.place, "mma")
-    use_acc = bool(use_acc)
+    use_acc, depth = bool(use_acc), DEPTH[elements[1]]
     sums = acc.v.view(np.float32)
     if not use_acc:
         sums[...] = np.nan
@@ -252,8 +255,10 @@ def _multiply(a, b, acc, scales, elements, use_acc):
     def act():
         left = _values(a, elements[0], scales[0], vec)
         right = _values(b.permute((1, 0)), elements[1], scales[1], vec)
-        found = left @ right.T
-        sums[...] = found + sums if use_acc else found
+        for first in range(0, left.shape[1], depth):
+            at = slice(first, first + depth)
+            found = left[:, at] @ right[:, at].T
+            sums[...] = found + sums if use_acc or first else found
 
     place = id(acc.cells), acc.place
     engine.issue(f"product into {acc.cells.name}[{acc.place}]", "mma", place, act)

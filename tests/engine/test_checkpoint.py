@@ -217,6 +217,32 @@ def test_what_libraries_wrote_has_the_values_that_they_read_back(name, tmp_path)
         assert w.acts_global.tolist() == pytest.approx([12 / 2688])
 
 
+A16 = {
+    "modelopt": {"quantization_config": {"quant_algo": "W4A16_NVFP4"}},
+    "modelopt's own file": {},
+    "compressed-tensors": {
+        "quantization_config": {
+            "config_groups": {"g": {"weights": {"num_bits": 4}, "input_activations": None}}
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", A16)
+def test_nvfp4_weights_whose_tokens_stay_bf16_have_their_recipe(name, tmp_path):
+    file = "compressed_tensors_nvfp4" if name == "compressed-tensors" else "modelopt_nvfp4"
+    tensors = load_file(DATA / f"{file}.safetensors")
+    tensors = {n: t for n, t in tensors.items() if not n.startswith("values.") and "input" not in n}
+    folder = write(tmp_path, tensors, {"num_experts": 2} | A16[name])
+    if name == "modelopt's own file":
+        text = json.dumps({"quantization": {"quant_algo": "W4A16_NVFP4"}})
+        (folder / "hf_quant_config.json").write_text(text)
+    w = mm.ExpertWeights.from_checkpoint(folder, 1)
+    assert w.recipe == "nvfp4a16" and w.x_global is None and w.acts_global is None
+    both = mm.ExpertWeights.from_checkpoint(folder, 1, recipe="nvfp4")
+    assert all(torch.equal(a, b) for a, b in zip(w.dequantize(), both.dequantize(), strict=True))
+
+
 def test_another_recipe_may_be_asked_for(tmp_path):
     folder = write(tmp_path, bf16())
     w = mm.ExpertWeights.from_checkpoint(folder, 3, recipe="w4a8_block")

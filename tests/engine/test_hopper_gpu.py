@@ -10,13 +10,14 @@ import megamoe as mm
 from megamoe.engine import images, planning
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
-from megamoe.kernels.gluon.dispatch import route
+from megamoe.kernels.gluon.dispatch import Tokens, route
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import hopper as planner
 from megamoe.planner.launches import Gemm
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.plan import plan_call
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
 from tests import pretending
 from tests.kernels.hopper import shipped, tile_name
@@ -389,7 +390,7 @@ def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     pool = launch.pool(made.how, sizes[0], H, *sizes[1:])
     (steps,) = pretending.plan_of(inputs, w, tile=tile, mode="staged").passes
     work = launch.work_items(pool, (made.w13, made.w2), steps["l1"])
-    route(x, routing, made.how.acts, pool, steps, work=work)
+    route(Tokens(x), routing, made.how.acts, pool, steps, work=work)
     acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
     rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
     launch.linear(

@@ -16,7 +16,8 @@ from megamoe.engine.hopper import check_activation, run_pass
 from megamoe.engine.images import LIE_APART, hold, lie_apart, prepared, why_apart, with_shared
 from megamoe.engine.planning import log_once
 from megamoe.errors import NotAvailable
-from megamoe.problem import RECIPES, Options
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
+from megamoe.problem import Options
 
 E, I, H = 2, 96, 64
 

@@ -223,7 +223,7 @@ def test_two_ranks_with_vllms_expert_map_add_up_to_the_whole_layer():
 BF16 = method("UnquantizedFusedMoEMethod")
 LEFT = {
     "another method": (method("AWQMoEMethod"), {}, "experts of AWQMoEMethod"),
-    "FP8 per matrix": (method("Fp8MoEMethod", weight_block_size=None), {}, "whole rows or matrices"),
+    "FP8 per matrix": (method("Fp8MoEMethod", weight_block_size=None), {}, "rows or matrices"),
     "FP8 cut": (
         method("Fp8MoEMethod", weight_block_size=[128, 128], weight_scale_refine=(2, 2)), {},
         "tensor parallelism cuts",

@@ -6,7 +6,7 @@ import torch
 from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.blackwell import launch
-from megamoe.kernels.blackwell.gemm.kernel import gemm_tmem_kernel
+from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.blackwell.weights import place
 from megamoe.planner.launches import Launch
 from megamoe.problem import Options

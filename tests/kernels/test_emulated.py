@@ -19,8 +19,9 @@ from megamoe.kernels.gluon.mega import sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables import hopper as tables
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from tests import emulator, pretending
@@ -236,10 +237,10 @@ def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
 @pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
     emulator.install(monkeypatch, num_sms)
-    w, inputs, status = weights_of("w4a8_block", 6), tokens(24, 6, skew="zipf"), DeviceStatus(CPU)
-    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(48, 6) // part
+    w, inputs, status = weights_of("w4a8_block", 6), tokens(40, 6, skew="zipf"), DeviceStatus(CPU)
+    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(80, 6) // part
     wanted, stats = fuse(inputs, w, tile=tile)
-    assert ring(num_rows(48, 6), rows, 8)[1] > 0
+    assert ring(num_rows(80, 6), rows, 8)[1] > 0
     y, again = fuse(inputs, w, tile=tile, status=status, pool_rows=rows)
     assert torch.equal(y, wanted) and torch.equal(again, stats) and not status.counters.any()
 

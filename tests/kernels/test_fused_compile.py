@@ -11,8 +11,9 @@ from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.planner.hopper import as_fused, pick, routing_bytes, slot_size, weights_ahead
 from megamoe.planner.launches import Launch, Mega, next_power_of_2
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources, sass
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
@@ -127,8 +128,8 @@ def compiled(monkeypatch, recipe, fits, tile, more):
         world = mega_launch.World(ranks, local, 0, peers, signals, inbox)
     biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
     mega_launch.fused(
-        tokens, pool, acts, w13, w2, step, how, more.get("options", Options()), kept,
-        num_experts=experts, num_shared=shared, world=world, biases=biases, acts_factor=g,
+        tokens, pool, acts, mega_launch.Experts(w13, w2, experts, shared, *biases, g), step, how,
+        more.get("options", Options()), kept, world=world,
         trace=new(132, 4, 128, 4, dtype=torch.int32) if "trace" in more else None,
     )  # fmt: skip
     return compiler.made

@@ -21,9 +21,10 @@ from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import smem
 from megamoe.planner.hopper import gemm_launch, pick
 from megamoe.planner.launches import Gemm
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.numerics import numerics
 from megamoe.planner.tables import hopper as tables
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.hopper import shipped, tile_name
 from tests.kernels.steps import hopper_steps
@@ -245,7 +246,8 @@ def routed(monkeypatch, tile, slots, experts, shared):
     plain = Gemm(3, 3, 8, 216, 56, 24)
     steps = hopper_steps(x, idx, tile or plain, experts, num_shared=shared, intermediate=I)
     dispatch.route(
-        x, Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool, steps,
+        dispatch.Tokens(x), Routing(idx, gates, idx.int(), gates, error, None), how.acts, pool,
+        steps,
         work=launch.work_items(pool, weights, steps["l1"]), by_group=True, pdl=True,
         num_shared=shared,
     )  # fmt: skip

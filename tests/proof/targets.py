@@ -19,6 +19,7 @@ from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.blackwell import launch as blackwell_launch
 from megamoe.kernels.gluon import (
     dispatch,
     l2_policy,
@@ -41,7 +42,7 @@ from megamoe.planner.hopper import exchange_of, num_rows, ring, weights_ahead
 from megamoe.planner.launches import Gemm, GemmSwapAb
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from tests.emulator import device, policies
+from tests.emulator import device, policies, tensor_memory
 from tests.emulator.device import Scheduled, rewrite, synchronize
 from tests.emulator.memory_model import Violation
 from tests.emulator.running import Emulated
@@ -61,7 +62,8 @@ TEXTS = (
     *((sync, "signal_text", (scope,)) for scope in ("gpu", "sys")),
 )
 _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
-       "plain": (launch, "gemm_kernel")}  # fmt: skip
+       "plain": (launch, "gemm_kernel"),
+       "tmem": (blackwell_launch, "gemm_tmem_kernel")}  # fmt: skip
 _GLUON = {name: getattr(*at) for name, at in _AT.items()}
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
@@ -75,6 +77,7 @@ _PLAIN = (
 @functools.cache
 def kernels():
     """The kernels under a scheduler, by name. L2 is always warm: windows hold all weights."""
+    tensor_memory.install()
     made = {name: Scheduled(kernel, name) for name, kernel in _GLUON.items()}
     for module in device.MODULES.values():
         if "L2_WARM_BYTES" in module:
@@ -98,7 +101,7 @@ def installed(num_sms, gluon):
             patch.setattr(module, name, Emulated(getattr(module, name)))
         pretend_h200(patch, num_sms)
         patch.setattr(backends, "resolve", _resolve)
-        yield
+        yield patch
 
 
 # -- launches as they were made --------------------------------------------------------------------

@@ -21,7 +21,7 @@ from megamoe.engine.layer import MoE
 from megamoe.errors import DTypeError, RangeError, one_of, require
 from megamoe.formats.spec import RECIPES, recipe_named
 from megamoe.integrations.stacked import Stacked, drop_copied, experts_of, local_ids
-from megamoe.planner.numerics import TABLE
+from megamoe.planner.numerics import not_on_hopper
 from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import MAX_TOP_K, WIDTH_MULTIPLE
 
@@ -185,8 +185,7 @@ def _why_not_here(device: torch.device, recipe: str, activation: str, settings: 
     if settings.backend is not None:
         return ""
     reason = backends.reasons_on(device)["hopper"]
-    if not reason and ("hopper", recipe) not in TABLE:
-        reason = f"no kernel for recipe {recipe}"
+    reason = reason or not_on_hopper(recipe)
     if not reason and activation not in ACTIVATIONS:
         reason = f"no kernel for activation {activation}"
     ask = '{"megamoe": {"backend": "auto"}}'
@@ -209,7 +208,9 @@ def make_layer(layer: Any, method: Any, settings: Settings) -> MoE:
 
 def apply(layer: Any, made: MoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     """One call: nothing is read back, so vLLM may capture it."""
-    require(x.dtype == torch.bfloat16, "tokens must be bfloat16", got=x.dtype, kind=DTypeError)
+    require(
+        x.dtype == torch.bfloat16, "tokens must be bfloat16", got=x.dtype, kind=DTypeError
+    )
     ids = local_ids(topk_ids, layer.expert_map)
     y: Tensor = made(x.contiguous(), ids, topk_weights.float().contiguous())
     return y

@@ -81,7 +81,8 @@ def choose(layer: Any, ask: Callable[[], Any]) -> Any:
         if error is not None:
             raise error
         return method
-    method.__class__ = _ours(type(method))
+    theirs: Any = type(method)
+    method.__class__ = _ours(theirs)
     method.megamoe_settings = settings
     return method
 
@@ -181,13 +182,11 @@ class _Method:
 @functools.cache
 def _ours(theirs: type) -> type:
     """A subclass of a method of vLLM, under the same name: vLLM's loaders compare names."""
-    own = {
-        key: value for key, value in vars(_Method).items() if key not in ("__dict__", "__weakref__")
-    }
+    own = {key: value for key, value in vars(_Method).items() if key not in ("__dict__", "__weakref__")}
     return type(theirs.__name__, (theirs,), own)  # one base: an instance can change to it
 
 
 def _additional_config() -> Any:
-    from vllm.config import get_current_vllm_config
+    from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]
 
     return get_current_vllm_config().additional_config

@@ -90,7 +90,7 @@ def check_tile(
         "a block-scaled MMA has M = 128 in one CTA",
         f"M = {tile.block_rows}",
     )
-    widths = tables.PROMOTED_BLOCK_MS if kind.PROMOTED.value else tables.BLOCK_MS
+    widths = tables.block_ms(kind.name, kind.PROMOTED.value)
     refuse(
         tile.block_m not in widths,
         f"tokens of a tile must be one of {', '.join(map(str, widths))}",

@@ -15,7 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.blackwell.formats import FORMATS, check_tile, operand_layout
-from megamoe.kernels.blackwell.gemm.kernel import gemm_tmem_kernel
+from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.blackwell.weights import BLOCK, Placed
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.pool import Pool

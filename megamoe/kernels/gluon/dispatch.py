@@ -6,6 +6,8 @@ written before by `permute`, as the plan says. Nothing is read back to the host.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -177,30 +179,37 @@ def _pool_kernel(
             write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
 
 
+class Tokens(NamedTuple):
+    """Tokens [T, H] as they come: BF16, or `is_ready` in the pool's format with their scales."""
+
+    x: Tensor
+    scale: Tensor | None = None
+    g: Tensor | None = None  # NVFP4's global scale, of all or of each
+    is_ready: bool = False
+    hidden: int = 0  # where x has two values a byte
+
+
 def route(
-    x: Tensor,
+    tokens: Tokens,
     routing: Routing,
     acts: Kind,
     pool: Pool,
     steps: Pass,
     *,
     work: WorkItems | None = None,
-    x_scale: Tensor | None = None,
-    g: Tensor | None = None,
     stats: Tensor | None = None,
     first_slot: int = 0,
     num_dest: int = 0,
     num_shared: int = 0,
-    is_ready: bool = False,
     by_group: bool = False,
     pdl: bool = False,
-    hidden: int = 0,
 ) -> None:
-    """Fill `pool` from tokens x [T, H] and their routing, in the plan's `steps`.
+    """Fill `pool` from tokens and their routing, in the plan's `steps`.
 
     Writes the work items of `work` too. The last `num_shared` experts see every token, with weight
-    1, in slots after the routed ones. `hidden` is given where x has two values a byte.
+    1, in slots after the routed ones.
     """
+    x, x_scale, g, is_ready, hidden = tokens
     num_tokens, hidden = len(x), hidden or x.shape[1]
     top_k = routing.topk_idx.shape[1] + num_shared
     slots, num_experts = num_tokens * top_k, steps.num_experts
@@ -219,15 +228,17 @@ def route(
     width = pool.data.shape[1] * pack
     has_count = is_small and routing.num_valid is not None
     _pool_kernel[steps["permute"].grid](
-        _raw(x), unused if x_scale is None else _raw(x_scale), x.stride(0),
-        unused if g is None else g, g_stride, routing.topk_idx, routing.topk_weights,
-        routing.num_valid if has_count else unused, routing.error, routing.idx, routing.weights,
-        rows, unused if stats is None else stats, _raw(pool.data), _raw(pool.scale), pool.dest,
-        pool.weight, pool.factor, pool.tiles, pool.num_tiles, slots, pool.data.shape[0],
-        num_experts, hidden, width, first_slot, num_dest,
-        ACTS=acts, READY=is_ready, HAS_G=g is not None, HAS_STATS=is_small and stats is not None,
-        HAS_COUNT=has_count, TOP_K=top_k, SHARED=num_shared, BY_GROUP=by_group,
-        **config.constants(), **overlap(pdl),
+        x=_raw(x), x_scale=unused if x_scale is None else _raw(x_scale), x_stride=x.stride(0),
+        g=unused if g is None else g, g_stride=g_stride, idx=routing.topk_idx,
+        weights=routing.topk_weights, num_valid=routing.num_valid if has_count else unused,
+        error=routing.error, idx_out=routing.idx, weights_out=routing.weights, rows=rows,
+        stats=unused if stats is None else stats, data=_raw(pool.data), scale=_raw(pool.scale),
+        dest=pool.dest, weight=pool.weight, factor=pool.factor, tiles=pool.tiles,
+        num_tiles=pool.num_tiles, num_slots=slots, pool_rows=pool.data.shape[0],
+        num_experts=num_experts, hidden=hidden, width=width, first_slot=first_slot,
+        num_dest=num_dest, ACTS=acts, READY=is_ready, HAS_G=g is not None,
+        HAS_STATS=is_small and stats is not None, HAS_COUNT=has_count, TOP_K=top_k,
+        SHARED=num_shared, BY_GROUP=by_group, **config.constants(), **overlap(pdl),
     )  # fmt: skip
 
 

@@ -61,8 +61,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
-from megamoe.kernels.blackwell.gemm.decode import decode_block
-from megamoe.kernels.blackwell.gemm.epilogue import finish_gated, finish_linear
+from megamoe.kernels.blackwell.decode import decode_block
+from megamoe.kernels.blackwell.epilogue import finish_gated, finish_linear
 from megamoe.kernels.gluon.pipeline import (
     advance,
     allow_next_launch,
@@ -77,6 +77,7 @@ HALVES = gl.constexpr(2)
 BLOCK_ROWS = gl.constexpr(128)  # the MMA's M
 ROWS = gl.constexpr(256)
 DECODES = gl.constexpr(2)  # stages whose decoded weights stand in tensor memory
+DECODE_REGS = gl.constexpr(216)
 ONE = gl.constexpr(127)  # E8M0
 
 
@@ -504,7 +505,7 @@ def gemm_tmem_kernel(
         gl.warp_specialize(
             [(store, (gemm,)), (decode, (gemm,)), (issue_mma, (gemm,)), (load_weights, (gemm,)),
              (load_tokens, (gemm,))],
-            [4, 1, 1, 1], [168, LOAD_REGS, LOAD_REGS, LOAD_REGS],
+            [4, 1, 1, 1], [DECODE_REGS, LOAD_REGS, LOAD_REGS, LOAD_REGS],
         )  # fmt: skip
     else:
         gl.warp_specialize(
