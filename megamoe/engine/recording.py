@@ -41,7 +41,7 @@ from megamoe.kernels.hopper.mega.launch import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import passes_of
+from megamoe.planner.hopper import exchange_of, passes_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS
@@ -307,11 +307,11 @@ def _over_group(
     if plan.mode == "fused":
         assert plan.mega is not None
         passes, each = passes_of(plan.call)
-        where = symm_buffer.layout(passes * each, layer.hidden, layer.top_k, passes)
+        where = exchange_of(plan.call)
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
         room = symm_buffer.symm_buffer_in(memory, where)
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
-        world = World(layer.num_ranks, 1, 0, peers, room.signals)
+        world = World(layer.num_ranks, 1, 0, peers, room.signals, room.inbox)
         for number in range(passes):
             fused.over(
                 room, each, weights, layer.options, world, stats, step=plan.mega,

@@ -157,7 +157,7 @@ def test_warming_up_compiles_then_meets_then_makes_a_call_without_tokens(gpu, pe
         make()
         steps.append([call["is_compiled_only"] for call in gpu.calls])
 
-    one._world = SimpleNamespace(meeting=SimpleNamespace(follow=follow, meet=follow))
+    one._world = SimpleNamespace(rank=1, meeting=SimpleNamespace(follow=follow, meet=follow))
     mm.warmup(one, [MOST])
     assert steps == [[True], [True, False]]
     launched = gpu.calls[1]
