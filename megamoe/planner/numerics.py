@@ -63,6 +63,7 @@ UPCAST = Numerics("bf16", 128, "codes", "no FP8 tensor cores before sm_89: E4M3 
 ORACLE = Numerics("float64", 0, "codes", "float64 sums of exactly quantised operands")
 # fmt: on
 HOPPER_RECIPES = tuple(recipe for backend, recipe in TABLE if backend == "hopper")
+BLACKWELL_RECIPES = tuple(recipe for backend, recipe in TABLE if backend == "blackwell")
 
 
 def not_on(backend: str, recipe: str) -> str:

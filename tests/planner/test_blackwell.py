@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends
 from megamoe.errors import CapacityError, NotAvailable
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.kernels.blackwell.weights import place_scales, taken_back
@@ -12,8 +11,8 @@ from megamoe.layout.tiles import placed_scales
 from megamoe.planner.blackwell import num_rows, pick
 from megamoe.planner.call import CallSpec
 from megamoe.planner.launches import GemmTmem
+from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.plan import choose_backend
-from megamoe.problem import RECIPES
 
 PROBLEM = mm.Problem(512, 4096, 2048, 32, 6, 1, "w4a8")
 
@@ -24,8 +23,7 @@ def test_auto_takes_it_only_where_the_machine_has_proven_it():
     assert mm.plan(CallSpec(PROBLEM, is_certified=True), "h200").backend == "hopper"
     there = dict.fromkeys(("blackwell", "portable", "reference"), "")
     assert choose_backend("auto", "auto", there)[0] == "portable"
-    assert choose_backend("auto", "auto", there, is_certified=True)[0] == "blackwell"
-    assert not backends.is_certified("blackwell", torch.device("cpu"))
+    assert choose_backend("auto", "auto", there, not_certified="")[0] == "blackwell"
 
 
 def test_it_is_refused_by_name_where_it_cannot_run():
@@ -41,7 +39,7 @@ def test_it_is_refused_by_name_where_it_cannot_run():
         mm.plan(PROBLEM, "b200", backend="blackwell", mode="fused")
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 def test_every_launch_is_planned(recipe):
     for tokens in (1, 64, 2048, 32768):
         plan = mm.plan(mm.Problem(tokens, 4096, 2048, 32, 6, 1, recipe), "b200",
