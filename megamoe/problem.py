@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megamoe.errors import RangeError, ShapeError, one_of, require
 
 # The names of the numerics contract; `formats/spec.py` says what each one means.
-RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4")
+RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4", "nvfp4a16")
 
 WIDTH_MULTIPLE = 32  # hidden and intermediate: one MX group is the smallest unit of every format
 MAX_TOP_K = 32  # A009: one warp lane per slot
@@ -31,7 +31,8 @@ class Problem:
     num_experts   over all ranks, a multiple of num_ranks
     top_k         experts of a token, 1 to 32
     num_ranks     ranks that share the experts
-    recipe        "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4" or "nvfp4"
+    recipe        "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4" or
+                  "nvfp4a16"
     """
 
     num_tokens: int

@@ -56,5 +56,5 @@ def gpu_warning(name: str) -> str:
     return (
         ""
         if any(gpu in name for gpu in known)
-        else f"never run on it; tested is {', '.join(known)}"
+        else f"never run on it by us; tested is {', '.join(known)}; run `megamoe certify`"
     )

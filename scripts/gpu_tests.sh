@@ -10,7 +10,7 @@ export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
 log=$(mktemp)
 trap 'rm -f "$log"' EXIT
 rc=0
-python3 -m pytest -m gpu -vv -p no:cacheprovider -rA "$@" 2>&1 | tee "$log" || rc=$?
+python3 -m pytest -m gpu --every -vv -p no:cacheprovider -rA "$@" 2>&1 | tee "$log" || rc=$?
 {
     python3 -c "import torch; from megamoe.bench.provenance import provenance; print(provenance(torch.device('cuda')))"
     sed -nE 's/^(PASSED|FAILED|ERROR) (tests[^:]*)::.*/\1 \2/p' "$log" | sort | uniq -c

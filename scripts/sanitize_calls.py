@@ -82,7 +82,7 @@ def alone(recipe: str) -> None:
         held = decode_tokens(mm.quantize(normal(rows, H), "bf16"), how)
         total = torch.zeros(29, I, device=DEVICE)
         step = portable_plan.grouped(tile, 29, 4, I, None)
-        launch.linear(held, w, order, total, step, how, store="atomic")
+        launch.linear(held, w, order, total, step, how, to=launch.Destination("atomic"))
         assert total.isfinite().all()
 
 
@@ -108,23 +108,23 @@ def quantisers() -> None:
 
 def graphs() -> None:
     """Arguments read round a ring, inputs from odd places, an output or none."""
-    mail, held = ReplayArgs.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
+    args, held = ReplayArgs.empty(2, DEVICE), Inputs.empty(8, H, K, DEVICE)
     for step, num in enumerate((8, 5, 1, 3)):
         x, y = normal(num, H + step)[:, step:], torch.empty(num, H, device=DEVICE).bfloat16()
         idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K))
         ids = idx.int() if step % 2 else idx
         to = 0 if step == 2 else y.data_ptr()
         note = x.data_ptr(), ids.data_ptr(), weight.data_ptr(), to, H + step, num, not step % 2, 0
-        mail.slots[step % 2] = torch.tensor(note)
-        read_args(mail)
-        copy_inputs(mail.now, held)
-        copy_output(mail.now, held.x)
+        args.slots[step % 2] = torch.tensor(note)
+        read_args(args)
+        copy_inputs(args.now, held)
+        copy_output(args.now, held.x)
         assert to == 0 or torch.equal(y, x)
 
 
 def hopper_layer(recipe: str) -> None:
     """Hopper's staged launches in one tile of each kind, and its fused one; shared experts too."""
-    from megamoe.engine import hopper
+    from megamoe.engine import images
     from megamoe.planner.hopper import as_fused, pick
 
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
@@ -134,7 +134,7 @@ def hopper_layer(recipe: str) -> None:
         idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
         inputs = (normal(num, H), idx.to(DEVICE), weight.to(DEVICE))
         shape = {"block_m": tile.block_m, "block_n": tile.block_n, "block_k": tile.block_k}
-        both = [None] if hopper.why_apart(w, w[:1]) else [None, w[:1]]
+        both = [None] if images.why_apart(w, w[:1]) else [None, w[:1]]
         for shared in both:
             modes = ("staged", "fused") if as_fused(tile) else ("staged",)
             how = {"backend": "hopper", "shared": shared, "overrides": shape}
@@ -144,7 +144,14 @@ def hopper_layer(recipe: str) -> None:
 
 OTHERS = {"quantisers": quantisers, "graphs": graphs}
 
+
+def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
+    """Memory that ConSan's kernels keep their own state in."""
+    return torch.empty(size, dtype=torch.int8, device=DEVICE)
+
+
 if __name__ == "__main__":
+    triton.set_allocator(scratch)
     wanted = sys.argv[1:] or [*RECIPES, *OTHERS]
     for name in wanted:
         if name in OTHERS:

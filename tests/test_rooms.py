@@ -12,17 +12,17 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # A room imports only rooms to its left.
 ORDER = [
-    "errors", "files", "tested", "problem", "hardware", "formats", "routing", "reference",
-    "layout", "planner", "balance", "kernels", "distributed", "engine", "compat", "integrations",
-    "simulator", "trace", "bench", "studies", "cli",
+    "errors", "files", "tested", "certificate", "problem", "hardware", "formats", "routing",
+    "reference", "layout", "planner", "balance", "kernels", "distributed", "engine", "compat",
+    "integrations", "simulator", "trace", "bench", "certify", "studies", "cli",
 ]  # fmt: skip
 NO_TORCH = {
-    "errors", "files", "tested", "problem", "layout", "planner", "balance", "simulator", "trace",
-    "studies",
+    "errors", "files", "tested", "certificate", "problem", "layout", "planner", "balance",
+    "simulator", "trace", "studies",
 }  # fmt: skip
 TORCH_FILES = {"studies/deep_gemm/local_world.py"}
 NO_TORCH_FILES = {"formats/spec.py", "routing/spec.py", "bench/workloads.py", "__init__.py"}
-SEE_REFERENCE = {"reference", "distributed", "engine", "bench", "studies"}
+SEE_REFERENCE = {"reference", "distributed", "engine", "bench", "certify", "studies"}
 SEE_STUDIES = {"cli/study.py"}  # behind --study; the study itself, too
 
 

@@ -29,7 +29,7 @@ from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.numerics import narrowest_mma
+from megamoe.planner.numerics import HOPPER_RECIPES, narrowest_mma
 from megamoe.problem import RECIPES
 
 Factory = Callable[..., GemmEntry]  # of the inputs; Hopper's takes a tile too
@@ -108,6 +108,7 @@ for _recipe in RECIPES:
     for _ending, (_schedule, _sorted) in VARIANTS.items():
         _make = partial(portable, recipe=_recipe, schedule=_schedule, sort_by_m=_sorted)
         register(f"portable-{_recipe}{_ending}", _make)
+for _recipe in HOPPER_RECIPES:
     register(f"hopper-{_recipe}", partial(hopper, recipe=_recipe))
 register("torch-bf16", torch_bf16)
 register("torch-fp8", torch_fp8)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from megamoe import __version__
+from megamoe.engine.certified import driver_version, version_of
 
 
 def provenance(device: torch.device) -> str:
@@ -18,37 +18,20 @@ def provenance(device: torch.device) -> str:
     where = platform.processor() or platform.machine()
     if device.type == "cuda":
         where = torch.cuda.get_device_name(device)
-        where += f", driver {_driver()}, CUDA {torch.version.cuda}"
+        where += f", driver {driver_version()}, CUDA {torch.version.cuda}"
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
     parts = (
         f"{where} ({device}, {torch.get_num_threads()} CPU threads)",
         f"Python {platform.python_version()}",
         f"torch {torch.__version__}",
-        f"triton {_version('triton')}",
-        f"megamoe {__version__} at {_commit()}",
+        f"triton {version_of('triton')}",
+        f"megamoe {__version__} at {commit()}",
         date,
     )
     return ", ".join(parts)
 
 
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "none"
-
-
-def _driver() -> str:
-    """The NVIDIA driver as nvidia-smi names it."""
-    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=20)
-    except (OSError, subprocess.SubprocessError):
-        return "unknown"
-    return (done.stdout.split() or ["unknown"])[0]
-
-
-def _commit() -> str:
+def commit() -> str:
     """The checkout's commit, with a + where files differ from it.
 
     A copy that was made for a run may name its commit in a file `.commit` at its root.

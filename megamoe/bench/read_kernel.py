@@ -25,6 +25,7 @@ def read(words: Tensor, sums: Tensor, *, chunks: int, chunk: int, num_warps: int
     """Sum int32 [n] into int32 [ceil(n / (chunks * chunk))], one number per program."""
     grid = (triton.cdiv(words.numel(), chunks * chunk),)
     _read_kernel[grid](
-        words, sums, words.numel(), CHUNKS=chunks, CHUNK=chunk, num_warps=num_warps
+        words=words, sums=sums, num_words=words.numel(), CHUNKS=chunks, CHUNK=chunk,
+        num_warps=num_warps,
     )  # fmt: skip
     return sums[: grid[0]]

@@ -1,4 +1,4 @@
-"""`megamoe`: run, plan, simulate, trace, balance, formats, doctor, bench.
+"""`megamoe`: run, plan, simulate, trace, balance, compile, formats, doctor, certify, bench.
 
 Exit codes: 0 correct, 1 the result failed a check, 2 bad input, 3 not available here, 4 memory ran
 out, 70 a defect of megamoe (with a traceback), 130 interrupted, 141 the reader of a pipe is gone.
@@ -21,6 +21,8 @@ from megamoe.bench.workloads import MODELS, model_named
 from megamoe.cli import balance as balance_command
 from megamoe.cli import bench as bench_commands
 from megamoe.cli import bench_more
+from megamoe.cli import certify as certify_command
+from megamoe.cli import compile as compile_command
 from megamoe.cli import headline as headline_command
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
@@ -44,6 +46,8 @@ plan_command.add_to(app)
 simulate_command.add_to(app)
 trace_command.add_to(app)
 balance_command.add_to(app)
+certify_command.add_to(app)
+compile_command.add_to(app)
 out, err = Console(), Console(stderr=True)
 CODES = OUT_OF_MEMORY, CRASHED, INTERRUPTED, CLOSED_PIPE = 4, 70, 130, 141
 

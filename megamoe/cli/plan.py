@@ -45,6 +45,9 @@ def command(
     given: of.Set = None,
     compare: Compare = None,
     study: of.Study = None,
+    cubins: Annotated[
+        str | None, typer.Option(help="Also count what calls of these sizes compile, e.g. 1-512.")
+    ] = None,
     as_json: of.Json = False,
 ) -> None:
     """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
@@ -79,6 +82,22 @@ def command(
         out.print(_side_by_side(plans))
     else:
         _print_plan(plans[0])
+        if cubins is not None:
+            _print_cubins(plans[0], cubins)
+
+
+def _print_cubins(found: Plan, sizes: str) -> None:
+    """How many compilations a layer of this problem needs."""
+    from megamoe.cli import compile as of_compile
+    from megamoe.engine.recording import LayerSpec
+
+    p, machine, nums = found.problem, found.hardware, of_compile.sizes_from(sizes)
+    layer = LayerSpec(
+        p.recipe, p.hidden, p.intermediate, p.num_experts, p.top_k,
+        (machine.label, machine.num_sms, machine.arch, machine.hbm_bytes), num_ranks=p.num_ranks,
+        max_tokens=max(nums), overrides=found.overrides,
+    )  # fmt: skip
+    of_compile.print_cubins(of_compile.count_cubins(layer, nums), len(nums))
 
 
 def as_dict(found: Plan) -> dict[str, Any]:

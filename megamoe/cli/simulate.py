@@ -124,6 +124,7 @@ def as_dict(found: Prediction) -> dict[str, Any]:
     how, s, u = found.schedule, found.summary, found.usage
     return {
         "study": how.label,
+        "note": found.note,
         "hardware": how.hardware.name,
         "backend": how.backend,
         "mode": how.mode,
@@ -216,6 +217,8 @@ def _print(name: str, found: Prediction, written: list[str]) -> None:
     ratio = f"{found.time_us / floor.time_us:.2f} times the floor" if floor.time_us else "no rows"
     if found.schedule.study:
         out.print(f"[bold red]{found.schedule.label}[/]", highlight=False, soft_wrap=True)
+    if found.note:
+        out.print(found.note, highlight=False, soft_wrap=True)
     rows = (
         ("predicted time", f"{found.time_us:,.1f} us", ratio),
         ("floor", f"{floor.time_us:,.1f} us", f"set by {floor.bound}"),

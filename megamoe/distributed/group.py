@@ -27,7 +27,13 @@ from torch import Tensor
 from megamoe.balance.placement import Placement
 from megamoe.distributed.link import link_card, link_of
 from megamoe.distributed.placement import Places
-from megamoe.distributed.rendezvous import RESTART, Rendezvous, named, retold, told
+from megamoe.distributed.rendezvous import (
+    RESTART,
+    Rendezvous,
+    error_from_json,
+    error_to_json,
+    named,
+)
 from megamoe.distributed.wire import Wire
 from megamoe.errors import CapacityError, MegaMoETimeout, NotAvailable, RankError, require
 from megamoe.formats.quantized import Quantized
@@ -83,7 +89,7 @@ class GroupWorld:
             return {"what": what, **link_card(meeting)}
 
         cards = meeting.meet("build the layer", card)
-        check_alike([found["what"] for found in cards])
+        check_alike([card["what"] for card in cards])
         self.link = link_of(meeting, cards)
         self.meeting, self.group = meeting, meeting.group
         self.rank, self.num_ranks = meeting.rank, meeting.num_ranks
@@ -132,8 +138,8 @@ class GroupWorld:
         with self._or_tell("step rows home"):
             home = self._swap(rows, [h.slots for h in heads], sent.num_slots)
         with self._or_tell("step combine"):
-            found = calc.rows_wire.unpack(home)
-            return calc.combine(found, sent.flat, x, topk_idx, topk_weights)
+            unpacked = calc.rows_wire.unpack(home)
+            return calc.combine(unpacked, sent.flat, x, topk_idx, topk_weights)
 
     @contextmanager
     def _or_tell(self, step: str) -> Iterator[None]:
@@ -197,7 +203,7 @@ class GroupWorld:
     def _heads(self, sent: _Sent | None, refusal: BaseException | None) -> list[Head]:
         """What every rank says before anything moves."""
         num = 0 if sent is None else sent.num_here
-        text = "" if refusal is None else json.dumps(told(refusal))
+        text = "" if refusal is None else json.dumps(error_to_json(refusal))
         none = [0] * self.num_ranks
         to, slots = (none, none) if sent is None else (sent.num_tokens, sent.num_slots)
         how = TRANSPORTS.index(self._how(sent.tokens.device if sent else torch.device("cpu")))
@@ -215,7 +221,7 @@ class GroupWorld:
         """Raise the same on every rank if any rank refuses, or brings too much, or is elsewhere."""
         for rank, head in enumerate(heads):
             if head.refusal:
-                raise retold(json.loads(head.refusal), f"rank {rank}") from refusal
+                raise error_from_json(json.loads(head.refusal), f"rank {rank}") from refusal
         layers = [head.layer for head in heads]
         require(
             len(set(layers)) == 1,
@@ -313,9 +319,9 @@ class Head:
         """uint8, always as long."""
         text = self.refusal.encode()
         if len(text) > self._TEXT:  # cut the words, keep the JSON
-            found = json.loads(self.refusal)
-            found["args"] = [str(found["args"][0])[: self._TEXT // 8]]
-            text = json.dumps(found).encode()
+            error = json.loads(self.refusal)
+            error["args"] = [str(error["args"][0])[: self._TEXT // 8]]
+            text = json.dumps(error).encode()
         numbers = self._NUMBERS.pack(
             self.layer, self.how, self.num_tokens, self.tokens, self.slots, len(text)
         )

@@ -22,7 +22,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from megamoe.distributed.rendezvous import RESTART, Rendezvous, retold, told, wait_for
+from megamoe.distributed.rendezvous import (
+    RESTART,
+    Rendezvous,
+    error_from_json,
+    error_to_json,
+    wait_for,
+)
 from megamoe.errors import MegaMoEError, MegaMoETimeout, RankError
 
 TAG, CUT_TAG = 0x6D6F, 0x6D70
@@ -85,15 +91,15 @@ class Link:
     def raise_if_failed(self) -> None:
         """Say again what ended this link."""
         if self._fault is not None:
-            raise retold(self._fault)
+            raise error_from_json(self._fault)
 
     def fail(self, error: BaseException, what: str) -> None:
-        """This rank cannot go on: tell the others, and let none of them wait."""
+        """This rank cannot go on: report it to the others, and let none of them wait."""
         if self._fault is None:
-            found = told(error)
-            if len(found["args"]) == 1:
-                found["args"] = [f"rank {self.rank} failed in {what}: {found['args'][0]}"]
-            self._write(found)
+            report = error_to_json(error)
+            if len(report["args"]) == 1:
+                report["args"] = [f"rank {self.rank} failed in {what}: {report['args'][0]}"]
+            self._write(report)
             self._cut()
 
     def _failed(
@@ -111,10 +117,10 @@ class Link:
                 f"every rank must stay until the call ends; got rank {peer} gone, as rank "
                 f"{self.rank} saw in {what}; {RESTART}"
             )
-        self._write(told(error))
+        self._write(error_to_json(error))
         self._cut()
         assert self._fault is not None
-        return retold(self._fault)
+        return error_from_json(self._fault)
 
     def _write(self, mine: dict[str, Any]) -> None:
         """Keep what was written first, by this rank or another."""

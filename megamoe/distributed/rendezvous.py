@@ -60,14 +60,14 @@ class Rendezvous:
         try:
             card = {"card": make()}
         except Exception as error:
-            own, card = error, {"error": told(error)}
-        found = self._exchange(prefix, step, card, timeout_s or self.timeout_s)
+            own, card = error, {"error": error_to_json(error)}
+        cards = self._exchange(prefix, step, card, timeout_s or self.timeout_s)
         with suppress(Exception):  # all have come here, so nobody reads the last meeting's cards
             self.store.delete_key(f"{before}/{self.rank}")
-        for rank, other in enumerate(found):
+        for rank, other in enumerate(cards):
             if "error" in other:
-                raise retold(other["error"], f"rank {rank}, step {step}") from own
-        return [other["card"] for other in found]
+                raise error_from_json(other["error"], f"rank {rank}, step {step}") from own
+        return [other["card"] for other in cards]
 
     def follow(
         self, step: str, make: Callable[[], Any], timeout_s: float | None = None
@@ -94,31 +94,31 @@ class Rendezvous:
         try:
             self.store.set(keys[self.rank], json.dumps(card))
             met = wait_for(self.store, keys, timeout_s, unless=self.fault_key)
-            found = [json.loads(self.store.get(key)) for key in keys] if met else []
+            cards = [json.loads(self.store.get(key)) for key in keys] if met else []
             gave_up = self.store.check([f"{prefix}/gave_up"])
         except Exception as error:
             raise RankError(
                 f"the group's store must be reachable (step {step}); got {error}; {RESTART}"
             ) from error
         if gave_up:
-            raise retold(json.loads(self.store.get(f"{prefix}/gave_up")))
+            raise error_from_json(json.loads(self.store.get(f"{prefix}/gave_up")))
         if not met:
             raise self._late(prefix, step, keys, time.monotonic() - start, timeout_s)
-        return found
+        return cards
 
     def _late(
         self, prefix: str, step: str, keys: Sequence[str], waited_s: float, timeout_s: float
     ) -> MegaMoEError:
         """Who did not come, or why; ranks that come later learn that nobody waits any more."""
         if self.fault_key and self.store.check([self.fault_key]):
-            return retold(json.loads(self.store.get(self.fault_key)))
+            return error_from_json(json.loads(self.store.get(self.fault_key)))
         missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
         what = f"{named(missing)} in step {step} ({waited_s:.1f} s, the bound is {timeout_s:g} s)"
         late = MegaMoETimeout(
             self.rank, what, self.num_ranks, self.num_ranks - len(missing), RESTART
         )
         with suppress(Exception):
-            self.store.set(f"{prefix}/gave_up", json.dumps(told(late)))
+            self.store.set(f"{prefix}/gave_up", json.dumps(error_to_json(late)))
         return late
 
 
@@ -158,7 +158,7 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def told(error: BaseException) -> dict[str, Any]:
+def error_to_json(error: BaseException) -> dict[str, Any]:
     """An error as JSON keeps it; what is not ours becomes a MegaMoEError that names its type."""
     if isinstance(error, MegaMoETimeout):
         return {
@@ -170,10 +170,10 @@ def told(error: BaseException) -> dict[str, Any]:
     return {"kind": "MegaMoEError", "args": [f"got {type(error).__name__}: {error}"]}
 
 
-def retold(found: dict[str, Any], by: str = "") -> MegaMoEError:
-    """The error that a rank told, to be raised here; `by` says whose it is."""
-    kind = getattr(errors, found["kind"], MegaMoEError)
-    args = found["args"]
+def error_from_json(report: dict[str, Any], by: str = "") -> MegaMoEError:
+    """The error that a rank reported, to be raised here; `by` says whose it is."""
+    kind = getattr(errors, report["kind"], MegaMoEError)
+    args = report["args"]
     if by and len(args) == 1:
         args = [f"{by}: {args[0]}"]
     error = kind(*args)

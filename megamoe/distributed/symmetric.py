@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,9 @@ from torch import Tensor
 from megamoe.distributed.rendezvous import Rendezvous, named
 from megamoe.errors import NotAvailable, require
 
-OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # several ranks on one GPU
+# torch refuses ranks of one host whose GPUs have the same number: one GPU for several ranks, or
+# processes that see one GPU each, which is number 0 to all of them. This variable lets them pass.
+OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
 
 
 class Shared(NamedTuple):
@@ -28,10 +32,7 @@ def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
     """`num_bytes` on every rank, zeroed, mapped on all of them; all ranks call it, or all fail."""
     gpus = meeting.meet("look at the GPUs", lambda: _card(device))
     meeting.meet("reach the GPUs", lambda: check_reach(gpus))
-    ranks_here = sum(gpu == gpus[meeting.rank] for gpu in gpus)
-    if any(gpus.count(gpu) > 1 for gpu in gpus):
-        os.environ.setdefault(OVERLAPPING, "1")
-
+    ranks_here = sum(gpu[:2] == gpus[meeting.rank][:2] for gpu in gpus)
     made: list[Any] = []
 
     def allocate() -> None:
@@ -43,9 +44,9 @@ def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
     def map_peers() -> list[int]:
         import torch.distributed._symmetric_memory as symmetric
 
-        made.append(symmetric.rendezvous(made[0], meeting.group))
-        found = [made[1].get_buffer(r, (1,), torch.uint8) for r in range(meeting.num_ranks)]
-        return [t.data_ptr() - made[0].data_ptr() for t in found]
+        with _overlapping_allowed(gpus):
+            made.append(symmetric.rendezvous(made[0], meeting.group))
+        return _offsets(made[1], made[0], meeting.rank, meeting.num_ranks)
 
     # Two meetings: torch's rendezvous has no bound of its own, so all begin it or none does.
     meeting.meet("allocate symmetric memory", allocate)
@@ -53,12 +54,44 @@ def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
     return Shared(made[0], tuple(offsets), ranks_here, made[1])
 
 
-def _card(device: torch.device) -> list[str]:
+def _card(device: torch.device) -> list[Any]:
+    """Host, GPU, and the GPU's number in this process."""
     found = torch.cuda.get_device_properties(device)
-    return [socket.gethostname(), str(found.uuid)]
+    return [socket.gethostname(), str(found.uuid), device.index]
 
 
-def check_reach(gpus: list[list[str]]) -> None:
+@contextmanager
+def _overlapping_allowed(gpus: list[list[Any]]) -> Iterator[None]:
+    """While torch maps: the variable is set where numbers collide, and is afterwards as it was."""
+    numbers = [(gpu[0], gpu[2]) for gpu in gpus]
+    if len(set(numbers)) == len(numbers) or OVERLAPPING in os.environ:
+        yield
+        return
+    os.environ[OVERLAPPING] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(OVERLAPPING, None)
+
+
+def _offsets(handle: Any, own: Tensor, rank: int, num_ranks: int) -> list[int]:
+    """By rank, bytes from a place in `own` to the same place there.
+
+    Buffers of a handle are whole blocks: the tensor must be its block's first, or two layers would
+    share memory.
+    """
+    found = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(num_ranks)]
+    require(
+        found[rank] == own.data_ptr(),
+        "symmetric memory must begin where its block begins",
+        got=f"a tensor {own.data_ptr() - found[rank]} bytes into it",
+        fix="allocate it outside torch's symmetric memory pools, or use mode='staged'",
+        kind=NotAvailable,
+    )
+    return [at - own.data_ptr() for at in found]
+
+
+def check_reach(gpus: list[list[Any]]) -> None:
     """Require ranks on one host, whose GPUs reach each other."""
     away = [rank for rank, gpu in enumerate(gpus) if gpu[0] != gpus[0][0]]
     require(

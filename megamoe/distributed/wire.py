@@ -46,15 +46,15 @@ class Wire(NamedTuple):
     def pack(self, q: Quantized) -> Tensor:
         """int32 [T, row_bytes / 4]: data, scales, global scale, and zeros up to whole 16 bytes."""
         rows = len(q)
-        found = []
+        parts = []
         for name, _, num in self._parts():
             t = getattr(q, name)
             if name == "global_scale":
                 t = torch.empty(rows, 1, device=q.device).copy_(t.reshape(-1, 1))
-            found.append(t.reshape(rows, num).contiguous().view(torch.uint8))
-        spare = self.row_bytes - sum(t.shape[1] for t in found)
-        found.append(torch.zeros(rows, spare, dtype=torch.uint8, device=q.device))
-        return torch.cat(found, 1).view(WORD)
+            parts.append(t.reshape(rows, num).contiguous().view(torch.uint8))
+        spare = self.row_bytes - sum(t.shape[1] for t in parts)
+        parts.append(torch.zeros(rows, spare, dtype=torch.uint8, device=q.device))
+        return torch.cat(parts, 1).view(WORD)
 
     def unpack(self, words: Tensor) -> Quantized:
         """The inverse of `pack`."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 
 import torch
 
 from megamoe import __version__
-from megamoe.planner.plan import choose_backend
+from megamoe.engine import certified
+from megamoe.planner.plan import OPT_IN, choose_backend
 from megamoe.tested import gpu_warning, triton_warning
 
 
@@ -47,9 +48,25 @@ def _hopper(device: torch.device) -> str:
     return "" if major == 9 else f"needs sm_90a, this is sm_{major}{minor}"
 
 
+def _blackwell(device: torch.device) -> str:
+    try:
+        import triton.experimental.gluon.language.nvidia.blackwell  # noqa: F401
+    except ImportError:
+        return "needs triton 3.6 with Gluon"
+    if device.type != "cuda":
+        return "needs a B200, B300 or GB200"
+    major, minor = torch.cuda.get_device_capability(device)
+    return "" if major == 10 else f"needs sm_100a, this is sm_{major}{minor}"
+
+
 # Best first: `auto` takes the first one that works on the layer's device.
 BACKENDS = (
     Backend("hopper", _hopper, "Gluon kernels for H100, H200 and H20"),
+    Backend(
+        "blackwell",
+        _blackwell,
+        "Gluon kernels for B200, emulated and compiled, not yet run on the hardware; opt-in",
+    ),
     Backend("portable", _portable, "Triton kernels for any GPU since Ampere"),
     Backend("reference", lambda device: "", "the exact oracle in PyTorch, CPU or CUDA"),
 )
@@ -61,10 +78,24 @@ def reasons_on(device: torch.device) -> dict[str, str]:
     return {backend.name: backend.why_not(device) for backend in BACKENDS}
 
 
-def resolve(backend: str, mode: str, device: torch.device) -> Backend:
-    """The backend to use on `device`; refuses with the reason and names what works instead."""
-    name, _ = choose_backend(backend, mode, reasons_on(device))
+def resolve(backend: str, mode: str, device: torch.device, recipe: str | None = None) -> Backend:
+    """The backend to use on `device`; refuses with the reason and names what works instead.
+
+    recipe  of the layer: an opt-in backend is taken where its certificate has the recipe
+    """
+    reasons = reasons_on(device)
+    name, _ = choose_backend(
+        backend, mode, reasons, not_certified=not_certified(reasons, device, recipe)
+    )
     return next(b for b in BACKENDS if b.name == name)
+
+
+def not_certified(
+    reasons: Mapping[str, str], device: torch.device, recipe: str | None = None
+) -> str:
+    """Why `auto` may not take the opt-in backend that works on a device; "" where it may."""
+    works = [name for name, why in reasons.items() if name in OPT_IN and not why]
+    return certified.why_not(works[0], device, recipe) if works else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +143,7 @@ def doctor() -> Report:
         findings.append(
             Finding(f"backend {backend.name}", bool(working), f"{backend.about}: {detail}")
         )
+    findings += [one for device in devices for one in _certificates(device)]
     best = {str(d): resolve("auto", "auto", d).name for d in devices}
     return Report(tuple(findings), best)
 
@@ -123,6 +155,20 @@ def _package(name: str, use: str, warn: Callable[[str], str] = lambda version: "
         return Finding(name, False, f"not installed; needed for {use}")
     why = warn(version)
     return Finding(name, not why, f"{version}: {why}" if why else version)
+
+
+def _certificates(device: torch.device) -> list[Finding]:
+    """Certificates that hold here, and those that are needed and do not."""
+    found = []
+    for backend in BACKENDS:
+        if backend.why_not(device):
+            continue
+        one, why = certified.found_on(backend.name, device)
+        if one is not None:
+            found.append(Finding(f"certificate {backend.name}", True, f"{device}: {one}"))
+        elif backend.name in OPT_IN or "stale" in why:
+            found.append(Finding(f"certificate {backend.name}", False, f"{device}: {why}"))
+    return found
 
 
 def _gpu(device: torch.device) -> Finding:

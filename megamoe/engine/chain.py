@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.engine import hopper
+from megamoe.engine import hopper, images
 from megamoe.engine.call import Call
 from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import overlap
 from megamoe.kernels.gluon import exchange, pull
+from megamoe.kernels.gluon.dispatch import Tokens
 from megamoe.kernels.gluon.permute import place
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
@@ -78,7 +79,7 @@ class _Ranked(NamedTuple):
     me: Member
     call: Call
     words: TokenWords
-    made: hopper.Prepared
+    made: images.Prepared
     pdl: bool
     num_slots: int  # rows of a token: routed, then shared
 
@@ -95,7 +96,7 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
     hopper.check_activation(call.options)
     extra = hopper.num_of(call.shared)
     here = _Ranked(
-        me, call, planned.words_of(plan.call), hopper.prepared(call.weights), plan.overlaps,
+        me, call, planned.words_of(plan.call), images.prepared(call.weights), plan.overlaps,
         call.top_k + extra,
     )  # fmt: skip
     num, hidden = call.num_tokens, call.weights.hidden
@@ -159,15 +160,15 @@ def _push(here: _Ranked, steps: Pass) -> Routing:
 def _quantize(here: _Ranked, step: Launch) -> None:
     """Tokens into this rank's records."""
     call, how = here.call, here.made.how
-    x, scale, g, is_ready = call.x, None, call.weights.x_global, False
-    if isinstance(x, Quantized):
-        x, scale, g, is_ready = hopper._ready(x, how)
-    assert isinstance(x, Tensor)
+    if isinstance(call.x, Quantized):
+        given = hopper._ready(call.x, how)
+    else:
+        given = Tokens(call.x, g=call.weights.x_global)
     tokens = here.me.buffer.tokens
     element = torch.uint8 if how.is_fp8 else torch.bfloat16
     exchange.quantize_tokens(
-        x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
-        x_scale=scale, g=g, is_ready=is_ready, by_group=how.to_e4m3, pdl=here.pdl,
+        given.x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
+        x_scale=given.scale, g=given.g, is_ready=given.is_ready, by_group=how.to_e4m3, pdl=here.pdl,
     )  # fmt: skip
 
 

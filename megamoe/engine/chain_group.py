@@ -144,10 +144,10 @@ class ChainGroup:
         stats: Tensor,
         timeout_s: float,
     ) -> Tensor:
-        from megamoe.engine import chain, hopper
+        from megamoe.engine import chain, images
 
         require(
-            hopper.fits_e4m3(layer.weights) == self._fits,
+            images.fits_e4m3(layer.weights) == self._fits,
             "weights of a chain over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",

@@ -174,7 +174,7 @@ def extras(
 ) -> dict[str, Tensor]:
     """Biases in our order and FP32, and NVFP4's global scales of the activations."""
     one_of(gate_up, GATE_UP, "gate_up")
-    found: dict[str, Tensor] = {}
+    parts: dict[str, Tensor] = {}
     for name, bias in (("b13", b13), ("b2", b2)):
         if bias is None:
             continue
@@ -187,15 +187,15 @@ def extras(
         require(
             bool(bias.isfinite().all()), f"{name} must be finite", got="NaN or Inf", kind=RangeError
         )
-        found[name] = bias.to(torch.float32)
-    if "b13" in found:
+        parts[name] = bias.to(torch.float32)
+    if "b13" in parts:
         require(
-            found["b13"].shape[1] % 2 == 0,
+            parts["b13"].shape[1] % 2 == 0,
             "b13 must have 2 * intermediate columns",
-            got=tuple(found["b13"].shape),
+            got=tuple(parts["b13"].shape),
             kind=ShapeError,
         )
-        found["b13"] = gate_then_up(found["b13"][..., None], gate_up)[..., 0]
+        parts["b13"] = gate_then_up(parts["b13"][..., None], gate_up)[..., 0]
     given = {"x_global": x_global, "acts_global": acts_global}
     for name, value in given.items():
         factor = torch.as_tensor(value, dtype=torch.float32, device=device)
@@ -215,7 +215,7 @@ def extras(
                 "compressed-tensors): give 1 / it",
                 kind=RangeError,
             )
-            found[name] = factor if name == "x_global" else factor.expand(num_experts).contiguous()
+            parts[name] = factor if name == "x_global" else factor.expand(num_experts).contiguous()
         else:
             require(
                 bool((factor == 1).all()),
@@ -224,7 +224,7 @@ def extras(
                 fix="leave it out",
                 kind=RangeError,
             )
-    return found
+    return parts
 
 
 def check_extra(

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from megamoe.engine.fingerprint import counted
+from megamoe.engine.packed import TENSORS
 from megamoe.engine.weights import ExpertWeights
 
 
 class ExpertModule(nn.Module):
-    """ExpertWeights as buffers, so that a model's state_dict and device moves reach them."""
+    """ExpertWeights as buffers, so that a model's state_dict and device moves reach them.
+
+    Images are buffers too, of names of their own that no state_dict has: it has the canonical
+    tensors, unpacked, under the same names as on any other machine.
+    """
 
     def __init__(self, weights: ExpertWeights) -> None:
         super().__init__()
-        self._recipe = weights.recipe
-        self._names = {name.replace(".", "_"): name for name in weights.state_dict()}
-        for name, t in weights.state_dict().items():
-            self.register_buffer(name.replace(".", "_"), t)
-        self._weights: ExpertWeights | None = weights
-        self._owns = False  # the caller's tensors, which others may hold too
+        self.owns = False  # the caller's tensors, which others may hold too
         self.was_loaded = False  # since the layer last looked
+        self.take(weights)
+
+    def take(self, weights: ExpertWeights) -> None:
+        """Hold these experts from now on."""
+        self._recipe = weights.recipe
+        self._names = {name.replace(".", "_"): name for name in weights.held()}
+        self._buffers.clear()
+        self._non_persistent_buffers_set.clear()
+        for name, t in weights.held().items():
+            is_image = name.partition(".")[2] in TENSORS
+            self.register_buffer(name.replace(".", "_"), t, persistent=not is_image)
+        self._weights: ExpertWeights | None = weights
 
     @property
     def weights(self) -> ExpertWeights:
@@ -40,25 +54,100 @@ class ExpertModule(nn.Module):
             moved = fn(t)
             return moved if moved.dtype == t.dtype else t.to(moved.device)
 
+        weights = self.weights
+        if weights.is_packed:
+            device = fn(torch.empty(0, dtype=torch.int32, device=weights.device)).device
+            if device != weights.device:
+                self.take(weights.to(device))
+            return self
         self._weights = None
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        if not self.weights.is_packed:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        for name, t in self.weights.state_dict().items():
+            destination[prefix + name.replace(".", "_")] = t
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any
+    ) -> None:
         """Load into tensors of this module's own: those it was built from may be others' too."""
-        if not self._owns:
+        self.was_loaded = True
+        if self.weights.is_packed:
+            self._load_packed(state_dict, prefix, local_metadata, *args)
+            return
+        if not self.owns:
             for key in self._names:
                 self._buffers[key] = self.get_buffer(key).clone()
-            self._owns = True
+            self.owns = True
         self._weights = None  # load_state_dict(assign=True) replaces the tensors
-        self.was_loaded = True
-        super()._load_from_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+    def _load_packed(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
+        """From wherever the tensors lie into images, expert by expert: no whole copy is made."""
+        from megamoe.engine import images
+
+        before = self.weights
+        try:
+            self.take(_without_memory(before))
+            told = {**local_metadata, "assign_to_params_buffers": True}
+            *_, errors = args
+            num_errors = len(errors)
+            super()._load_from_state_dict(state_dict, prefix, told, *args)
+            if len(errors) > num_errors:
+                self.take(before)
+                return
+            given = {name: self.get_buffer(key) for key, name in self._names.items()}
+            if any(t.is_meta for t in given.values()):
+                had = before.state_dict()
+                given = {name: had[name] if t.is_meta else t for name, t in given.items()}
+            is_assigned = local_metadata.get("assign_to_params_buffers", False)
+            where = given["w13.data"].device
+            given = {name: counted(t.detach()).to(where) for name, t in given.items()}
+            loaded = ExpertWeights.from_state_dict(given, self._recipe)
+            if not is_assigned and not images.why_not(loaded):
+                on = images.put if self.owns else _put_beside
+                loaded = on(before, loaded)
+            elif not is_assigned:
+                loaded = loaded.to(before.device)
+        except BaseException:
+            self.take(before)
+            raise
+        self.owns = True
+        self.take(loaded)
 
     def extra_repr(self) -> str:
         w = self.weights
         return (
             f"{w.recipe}, {w.num_experts} of {w.hidden} x {w.intermediate}, {megabytes(w.nbytes)}"
+            + (", packed" if w.is_packed else "")
         )
+
+
+def _without_memory(weights: ExpertWeights) -> ExpertWeights:
+    """Canonical experts of the same shapes, to be replaced by what is loaded."""
+    w = weights
+    made = ExpertWeights.empty(w.recipe, w.num_experts, w.hidden, w.intermediate, "meta")
+    parts: dict[str, Any] = {
+        name: torch.empty_like(t, device="meta")
+        for name in ("b13", "b2", "x_global", "acts_global")
+        if (t := getattr(w, name)) is not None
+    }
+    for name in ("w13", "w2"):
+        g = getattr(w, name).global_scale
+        if g is not None:
+            g = torch.empty_like(g, device="meta")
+            parts[name] = replace(getattr(made, name), global_scale=g)
+    return replace(made, **parts)
+
+
+def _put_beside(weights: ExpertWeights, other: ExpertWeights) -> ExpertWeights:
+    from megamoe.engine import images
+
+    return images.hold_on(weights.device, other, None)[0]
 
 
 def megabytes(num_bytes: int) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -56,6 +56,7 @@ class Seal:
             fix="make them outside of it, or clone them under torch.inference_mode(False)",
             kind=RangeError,
         )
+        self._is_gpu = any(t.is_cuda for t in tensors)
         self._counters = _counters(tensors)
         self._content = [_content(t) for t in tensors]
         self._calls = 0
@@ -66,15 +67,25 @@ class Seal:
 
         Raises where calls since the last look may have used something that was out of date.
         """
-        if self._counters != _counters(tensors):
-            return False
-        if not any(t.is_cuda for t in tensors):
-            return self._is_same(tensors)
+        return self._counters == _counters(tensors) and self.content_holds(lambda: tensors)
+
+    def content_holds(self, find: Callable[[], Sequence[Tensor] | None]) -> bool:
+        """The same without counters.
+
+        find  called when it is time to look: the tensors, or None if some are gone
+        """
         self._calls += 1
         if self._differs is not None and bool(self._differs):
             self._refuse_unless(False)
-        if self._calls % LOOK_EVERY == 0 and not torch.cuda.is_current_stream_capturing():
-            self._look(tensors)
+        is_time = not self._is_gpu or self._calls % LOOK_EVERY == 0
+        if not is_time or (self._is_gpu and torch.cuda.is_current_stream_capturing()):
+            return True
+        tensors = find()
+        if tensors is None:
+            return True
+        if not self._is_gpu:
+            return self._is_same(tensors)
+        self._look(tensors)
         return True
 
     def _look(self, tensors: Sequence[Tensor]) -> None:
@@ -82,11 +93,11 @@ class Seal:
         if self._differs is None:
             is_gpu = tensors[0].device.type == "cuda"
             self._differs = torch.zeros((), dtype=torch.bool, pin_memory=is_gpu)
-        found = [
+        differ = [
             torch.as_tensor(a != _content(t)).any()
             for a, t in zip(self._content, tensors, strict=True)
         ]
-        self._differs.copy_(torch.stack(found).any(), non_blocking=True)
+        self._differs.copy_(torch.stack(differ).any(), non_blocking=True)
 
     def verify(self, tensors: Sequence[Tensor]) -> None:
         """Look now, and refuse weights that were written to without being counted."""

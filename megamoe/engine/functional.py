@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe import reference
-from megamoe.engine import backends, status
+from megamoe.engine import backends, device_guard, status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, log_once, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
@@ -62,13 +62,49 @@ def moe(
     activation, clamp, weight_at, combine and fast_math are those of `Options`; docs/numerics.md has
     the rules.
     """
+    if torch.compiler.is_compiling() and isinstance(x, Tensor):
+        return _compiled(
+            x, topk_idx, topk_weights, weights, shared,
+            {"activation": activation, "clamp": clamp, "weight_at": weight_at, "combine": combine,
+             "fast_math": fast_math, "backend": backend, "mode": mode},
+            overrides,
+        )  # fmt: skip
     options = Options(activation, clamp, weight_at, combine, fast_math)
     inputs = x, topk_idx, topk_weights, weights
     y: Tensor = _moe(*inputs, options, shared, backend, mode, overrides)
     return y
 
 
-WHY_EAGER = "mm.moe runs outside of compiled graphs; mm.MoE is one node in them"
+def _compiled(
+    x: Tensor,
+    topk_idx: Tensor,
+    topk_weights: Tensor,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    how: dict[str, Any],
+    overrides: Mapping[str, Value] | None,
+) -> Tensor:
+    """As one node of a compiled graph: tensors, and in words what they are."""
+    from megamoe.engine.op import call_op
+    from megamoe.engine.packed import pictured
+
+    tensors: list[Tensor] = []
+    words = ""
+    for one in (weights, shared):
+        if one is not None:
+            held = one.held()
+            tensors += list(held.values())
+            pictures = ":".join([str(pictured(matrix)) for matrix in (one.w13, one.w2)])
+            words += f"{one.recipe}:{','.join(held)}:{pictures};"
+    for name, value in how.items():
+        words += f"|{name}={value}"
+    for name, value in (overrides or {}).items():
+        words += f"|overrides.{name}={value}"
+    y: Tensor = call_op(x, topk_idx, topk_weights, tensors, words)
+    return y
+
+
+WHY_EAGER = "quantised tokens pass mm.moe outside of compiled graphs"
 
 
 @torch.compiler.disable(reason=WHY_EAGER)  # type: ignore[untyped-decorator]
@@ -97,20 +133,35 @@ def _moe(
         return run(Call(x, topk_idx, topk_weights, weights, options, shared, words), plan)
 
 
+BIASED = (
+    "experts with biases and activation='swiglu': of the known models only gpt-oss has biases, and "
+    "its activation is 'gpt_oss'; with 'swiglu' its results are wrong"
+)
+
+
 def choose(
     backend: str,
     mode: str,
     weights: ExpertWeights,
     shared: ExpertWeights | None,
     activation: str = "swiglu",
+    device: torch.device | None = None,
 ) -> tuple[str, Traits, str]:
-    """(backend, traits of the experts, why `auto` passed over a better one, which is logged)."""
-    name = backends.resolve(backend, mode, weights.device).name
-    traits, why = traits_of(name, weights, shared, activation), ""
+    """(backend, traits of the experts, why `auto` passed over a better one, which is logged).
+
+    device  where the experts will lie; None: where they do
+    """
+    if weights.b13 is not None and activation == "swiglu":
+        log_once(BIASED)
+    device = weights.device if device is None else device
+    reasons = backends.reasons_on(device)
+    not_certified = backends.not_certified(reasons, device, weights.recipe)
+    name, why = choose_backend(backend, mode, reasons, not_certified=not_certified)
+    if why:
+        log_once(f"backend {name}: {why}")
+    traits = traits_of(name, weights, shared, activation)
     if traits.not_hopper:
-        name, why = choose_backend(
-            backend, mode, backends.reasons_on(weights.device), traits.not_hopper
-        )
+        name, why = choose_backend(backend, mode, reasons, traits.not_hopper, not_certified)
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
@@ -136,12 +187,15 @@ def launch(call: Call, plan: Plan) -> Tensor:
     """The launches of a call on a GPU backend; nothing is read back, so they may be captured."""
     if plan.backend == "hopper":
         from megamoe.engine import hopper as compute
+    elif plan.backend == "blackwell":
+        from megamoe.engine import blackwell as compute  # type: ignore[no-redef]
     else:
         from megamoe.engine import portable as compute  # type: ignore[no-redef]
     if call.num_tokens == 0:
         return torch.empty(call.x.shape, dtype=torch.bfloat16, device=call.weights.device)
-    y = compute.run(call, plan)
-    call.status.copy_to_host_async(call.top_k)
+    with device_guard.on(call.weights.device):
+        y = compute.run(call, plan)
+        call.status.copy_to_host_async(call.top_k)
     return y
 
 

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from megamoe.engine.call import Call
-from megamoe.engine.hopper import check_activation, num_of, prepared, with_shared
+from megamoe.engine.hopper import check_activation, num_of
+from megamoe.engine.images import prepared, with_shared
 from megamoe.engine.launch_options import bound_s
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.symm_buffer import SymmBuffer
@@ -23,7 +24,7 @@ from megamoe.problem import Options
 def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = -1) -> Tensor:
     """One rank, one launch: bf16 [T, H] -> bf16 [T, H].
 
-    trace   room for stamps (`kernels/hopper/stamps.py`)
+    trace   buffer for stamps (`kernels/hopper/stamps.py`)
     absent  a rank that never says it is done, for tests of the bound
     """
     weights, status = call.weights, call.status
@@ -38,14 +39,14 @@ def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = 
         status.bad_slot, call.stats,
     )  # fmt: skip
     return _run(
-        tokens, status.counters, weights, call.options, mega_launch.ONE, call.shared, step=step,
-        status=status, timeout_s=call.timeout_s, is_poisoned=call.is_poisoned, trace=trace,
-        absent=absent,
+        tokens, status.counters, weights, call.options, mega_launch.World(absent=absent),
+        call.shared, step=step, status=status, timeout_s=call.timeout_s,
+        is_poisoned=call.is_poisoned, trace=trace,
     )  # fmt: skip
 
 
 def over(
-    room: SymmBuffer,
+    buffer: SymmBuffer,
     num_tokens: int,
     weights: ExpertWeights,
     options: Options,
@@ -57,27 +58,28 @@ def over(
     timeout_s: float,
     is_poisoned: bool = False,
     number: int = 0,
-    absent: int = -1,
+    is_compiled_only: bool = False,
 ) -> Tensor:
     """One launch of the world's ranks in it -> bf16 [their tokens, H], rank after rank.
 
-    room        of the first of them; all ranks have put their tokens into theirs
+    buffer      of the first of them; all ranks have put their tokens into theirs
     num_tokens  of a rank, padding included: the same on all ranks
     weights     the experts of these ranks
     number      of the launch among those of a call: it takes the tokens after the ones before it
+    is_compiled_only  compile the launch, and do not make it
     """
     first = number * num_tokens
-    end, top_k = first + num_tokens, room.topk_idx.shape[1]
-    rows = room.rows[first * top_k : end * top_k]
-    y = room.tokens.new_empty(world.local * num_tokens, room.tokens.shape[1])
+    end, top_k = first + num_tokens, buffer.topk_idx.shape[1]
+    rows = buffer.rows[first * top_k : end * top_k]
+    y = buffer.tokens.new_empty(world.local * num_tokens, buffer.tokens.shape[1])
     tokens = mega_launch.Tokens(
-        room.tokens[first:end], room.topk_idx[first:end], room.topk_weights[first:end],
-        room.num_valid[number : number + 1], weights.x_global, rows, y, status.bad_slot,
+        buffer.tokens[first:end], buffer.topk_idx[first:end], buffer.topk_weights[first:end],
+        buffer.num_valid[number : number + 1], weights.x_global, rows, y, status.bad_slot,
         stats, first,
     )  # fmt: skip
     return _run(
-        tokens, room.counters, weights, options, world, step=step, status=status,
-        timeout_s=timeout_s, is_poisoned=is_poisoned, absent=absent,
+        tokens, buffer.counters, weights, options, world, step=step, status=status,
+        timeout_s=timeout_s, is_poisoned=is_poisoned, is_compiled_only=is_compiled_only,
     )  # fmt: skip
 
 
@@ -94,7 +96,7 @@ def _run(
     timeout_s: float,
     is_poisoned: bool,
     trace: Tensor | None = None,
-    absent: int = -1,
+    is_compiled_only: bool = False,
 ) -> Tensor:
     config, device, extra = step.config, weights.device, num_of(shared)
     assert isinstance(config, Mega)
@@ -115,11 +117,14 @@ def _run(
     kept = mega_launch.State(counters, private, status.report)
     if is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
-    status.order_after_last()
+    if not is_compiled_only:
+        status.order_after_last()
+    all_experts = mega_launch.Experts(
+        made.w13, made.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
+    )
     mega_launch.fused(
-        tokens, pool, acts, made.w13, made.w2, step, made.how, options, kept, num_experts=experts,
-        num_shared=extra, world=world, biases=(weights.b13, weights.b2),
-        acts_factor=weights.acts_global, timeout_s=bound_s(timeout_s), trace=trace, absent=absent,
+        tokens, pool, acts, all_experts, step, made.how, options, kept, world=world,
+        timeout_s=bound_s(timeout_s), trace=trace, is_compiled_only=is_compiled_only,
     )  # fmt: skip
     return tokens.y
 

@@ -3,6 +3,10 @@
 Every rank puts its tokens and routing where its peers read them, then launches; the launches meet
 on the GPU. The host never waits. A rank that refuses its own input takes part with no tokens, so
 that nobody waits for it, and raises afterwards.
+
+A launch holds all SMs until its peers have come. So the launches of all layers of a process and
+device follow each other in the order in which the host made them, whatever their streams: with two
+layers on two streams one rank could begin the first and another the second, and both wait for ever.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import symm_buffer
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.planning import log_once
+from megamoe.engine.status import is_capturing
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -64,7 +69,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
     whys = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(cards) if why]
     try:
         if not whys:
-            check_alike([found for _, found in cards])
+            check_alike([card for _, card in cards])
             return FusedGroup(layer, world.meeting), ""
     except MegaMoETimeout:
         raise
@@ -75,7 +80,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
 
 
 class FusedGroup:
-    """This rank's room, and its peers'. Make it on all ranks."""
+    """This rank's symmetric buffer, and its peers'. Make it on all ranks."""
 
     mode = "fused"
 
@@ -88,12 +93,12 @@ class FusedGroup:
         plan = layer._plan_in("fused")
         self.num_tokens = most
         self.num_passes, self._each = passes_of(plan.call)
-        room = self.num_passes * self._each
-        where = symm_buffer.layout(room, weights.hidden, layer.top_k, self.num_passes)
+        num_rows = self.num_passes * self._each
+        where = symm_buffer.layout(num_rows, weights.hidden, layer.top_k, self.num_passes)
         self._shared = share(meeting, where.num_bytes, weights.device)
-        self.room = symm_buffer.symm_buffer_in(self._shared.own, where)
+        self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
-        self._world = World(meeting.num_ranks, 1, meeting.rank, peers, self.room.signals)
+        self._world = World(meeting.num_ranks, 1, meeting.rank, peers, self.buffer.signals)
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
         num_sms = plan.hardware.num_sms
         kept = dict(plan.overrides).get("reserve_sms") or 0
@@ -126,38 +131,45 @@ class FusedGroup:
         check: Callable[[], None],
     ) -> Tensor:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
-        found = layer._status
-        found.remedy = RESTART  # no rank knows how far its peers came
-        found.order_after_last()  # before the room is written to
+        status = layer._status
+        status.remedy = RESTART  # no rank knows how far its peers came
+        _order_after_last(layer.weights.device)  # before the buffer is written to
         refusal: Exception | None = None
         try:
-            found.raise_if_seen()
+            status.raise_if_seen()
             check()
             self._check(x)
             assert isinstance(x, Tensor)
-            self.room.put(x, topk_idx, topk_weights)
+            self.buffer.put(x, topk_idx, topk_weights)
         except MegaMoETimeout:
             raise
         except Exception as error:
             refusal = error
-            self.room.num_valid.zero_()
+            self.buffer.num_valid.zero_()
         y = self._launch(layer, stats, layer._launch.timeout_s)
-        found.copy_to_host_async(layer.top_k)
+        status.copy_to_host_async(layer.top_k)
         if refusal is not None:
             raise refusal
         return y[: len(x)]
 
+    def compile(self, layer: MoE) -> None:
+        """Compile what a call launches, and launch nothing: nobody waits for a peer's compiler."""
+        self._launch(layer, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
+
     def warm(self, layer: MoE) -> None:
-        """Compile, in a call without tokens that all ranks make; nobody's first call is late."""
-        self.room.num_valid.zero_()
+        """A call without tokens that all ranks make once they have compiled it."""
+        _order_after_last(layer.weights.device)
+        self.buffer.num_valid.zero_()
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S)
         layer._status.check(layer.top_k)
 
-    def _launch(self, layer: MoE, stats: Tensor, timeout_s: float) -> Tensor:
-        from megamoe.engine import fused, hopper
+    def _launch(
+        self, layer: MoE, stats: Tensor, timeout_s: float, *, is_compiled_only: bool = False
+    ) -> Tensor:
+        from megamoe.engine import fused, images
 
         require(
-            hopper.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
+            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
             "weights of a fused layer over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",
@@ -166,9 +178,10 @@ class FusedGroup:
         assert self.plan.mega is not None
         parts = [
             fused.over(
-                self.room, self._each, layer.weights, layer.options, self._world, stats,
+                self.buffer, self._each, layer.weights, layer.options, self._world, stats,
                 step=self.plan.mega, status=layer._status, timeout_s=timeout_s,
                 is_poisoned=layer._launch.is_poisoned, number=number,
+                is_compiled_only=is_compiled_only,
             )
             for number in range(self.num_passes)
         ]  # fmt: skip
@@ -189,3 +202,16 @@ class FusedGroup:
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
+
+
+_LAST: dict[torch.device, torch.cuda.Stream] = {}  # of the last fused call over a group
+
+
+def _order_after_last(device: torch.device) -> None:
+    """Let the current stream wait for the last fused call over a group on this device."""
+    if device.type != "cuda" or is_capturing(device):
+        return  # who replays a graph keeps the order
+    now, last = torch.cuda.current_stream(device), _LAST.get(device)
+    if last is not None and now != last:
+        now.wait_stream(last)
+    _LAST[device] = now

@@ -1,8 +1,8 @@
 """Calls of a layer as CUDA graphs: one per bucket of token counts, captured when it is first met.
 
-A replay is one launch. The graph takes a note from the layer's replay_queue, which says where the
+A replay is one launch. The graph reads its arguments from the layer's replay_queue: where the
 inputs lie and where the output goes; it copies the former into buffers of its own and the latter
-out of them. The bits are those of an eager call: rows behind the tokens are padding, and no bit
+out of them. The bits are those of an eager call: rows after the tokens are padding, and no bit
 depends on the tile that a bucket's size chooses.
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megamoe.engine import device_guard
 from megamoe.engine.call import Call
 from megamoe.engine.fingerprint import LOOK_EVERY
 from megamoe.engine.functional import Signature, launch
@@ -75,24 +76,31 @@ class Parts(NamedTuple):
         )  # fmt: skip
         return launch(call, plan)
 
-    def tensors(self) -> list[Tensor]:
-        """Those of the experts."""
-        both = [w for w in (self.weights, self.shared) if w is not None]
-        return [t for w in both for t in w.state_dict().values() if not t.is_inference()]
+    def has_changed(self) -> bool:
+        """Whether somebody wrote to what the experts were packed from."""
+        if self.backend != "hopper":
+            return False
+        from megamoe.engine import images
+
+        return images.has_changed(self.weights, self.shared)
 
     def verify(self) -> None:
         """Refuse experts that changed, uncounted, after they were packed."""
         if self.backend == "hopper":
-            from megamoe.engine import hopper
+            from megamoe.engine import images
 
-            hopper.verify(self.weights, self.shared)
+            images.verify(self.weights, self.shared)
+        elif self.backend == "blackwell":
+            from megamoe.engine import made
+
+            made.verify(self.weights, self.shared)
 
 
 class Captured:
-    """One bucket: the mail and the inputs that its graph reads, the graph, and its output."""
+    """One bucket: the arguments and the inputs that its graph reads, the graph, and its output."""
 
-    def __init__(self, mail: ReplayArgs, inputs: Inputs, graph: Any, y: Tensor) -> None:
-        self.mail, self.inputs, self.graph, self.y = mail, inputs, graph, y
+    def __init__(self, args: ReplayArgs, inputs: Inputs, graph: Any, y: Tensor) -> None:
+        self.args, self.inputs, self.graph, self.y = args, inputs, graph, y
         self._rows: dict[int, Tensor] = {}
 
     def rows(self, num: int) -> Tensor:
@@ -109,7 +117,7 @@ class Ready(NamedTuple):
     gpu: Gpu
     launch: Callable[[], object]
     rows: Tensor  # of the graph's own output
-    words: tuple[int, int, bool]  # the end of the note
+    words: tuple[int, int, bool]  # the last of the replay arguments
 
 
 class Graphs:
@@ -123,8 +131,6 @@ class Graphs:
         self._held: dict[int, Captured] = {}
         self._met: dict[Signature, Ready] = {}
         self._parts: Parts | None = None
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
         self._gpu: Gpu | None = None
         self._replays = 0
 
@@ -169,16 +175,19 @@ class Graphs:
         copy  False: the result is the graph's own, and the bucket's next call overwrites it
         """
         parts, gpu, launch, y, words = one
+        if not device_guard.is_current(gpu.device):
+            with device_guard.on(gpu.device):
+                return self.replay(one, x, topk_idx, topk_weights, copy)
         parts.status.raise_if_seen()
         to = 0
         if copy:
             y = torch.empty_like(y)
             to = y.data_ptr()
-        note = x.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), to, *words
+        args = x.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), to, *words
         try:
-            with gpu.lock:  # another thread's launch would take this note
+            with gpu.lock:  # another thread's launch would take these arguments
                 gpu.follow()
-                gpu.replay_queue.send(note, launch)
+                gpu.replay_queue.send(args, launch)
         except BaseException:
             self.drop()
             raise
@@ -190,23 +199,22 @@ class Graphs:
         if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
             self.drop()
             self._gpu = Gpu(parts.weights.device)
-            self._parts, self._tensors = parts, parts.tensors()
-            self._versions = [t._version for t in self._tensors]
+            self._parts = parts
         bucket = bucket_of(num_tokens, self.most)
         if bucket not in self._held:
-            self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
+            with device_guard.on(parts.weights.device):
+                self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
         return self._held[bucket]
 
     def _is_written(self) -> bool:
-        """Whether somebody wrote to the experts: what was packed from them is out of date."""
-        return [t._version for t in self._tensors] != self._versions
+        """Whether somebody wrote to what the experts were packed from."""
+        return self._parts is not None and self._parts.has_changed()
 
     def drop(self) -> None:
         """Let all graphs go, once the GPU is done with them."""
         gpu, held = self._gpu, self._held
         self._held, self._met = {}, {}
         self._parts, self._gpu = None, None
-        self._tensors, self._versions = [], []
         if gpu is not None:
             finish(gpu.device)
         held.clear()
@@ -215,7 +223,7 @@ class Graphs:
 class Gpu:
     """What graphs need of a GPU: a stream to capture on, memory that they share, and order.
 
-    One replay_queue for all of a layer's graphs: whichever is replayed takes the next note.
+    One replay_queue for all of a layer's graphs: whichever is replayed takes the next arguments.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -247,21 +255,21 @@ class Gpu:
             now = torch.cuda.current_stream(self.device)
             self._side.wait_stream(now)
             with torch.cuda.stream(self._side):
-                _launch_all(parts, inputs, self._empty.mail)
+                _launch_all(parts, inputs, self._empty.args)
             now.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads may allocate meanwhile
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                y = _launch_all(parts, inputs, self.replay_queue.mail)
-        return Captured(self.replay_queue.mail, inputs, graph, y)
+                y = _launch_all(parts, inputs, self.replay_queue.args)
+        return Captured(self.replay_queue.args, inputs, graph, y)
 
 
-def _launch_all(parts: Parts, inputs: Inputs, mail: ReplayArgs) -> Tensor:
-    """A note's call: its inputs in, the layer's launches, its output out."""
+def _launch_all(parts: Parts, inputs: Inputs, args: ReplayArgs) -> Tensor:
+    """One call of a graph: its inputs in, the layer's launches, its output out."""
     from megamoe.kernels.portable.graph_io import copy_inputs, copy_output, read_args
 
-    read_args(mail)
-    copy_inputs(mail.now, inputs)
+    read_args(args)
+    copy_inputs(args.now, inputs)
     y = parts.launch(inputs)
-    copy_output(mail.now, y)
+    copy_output(args.now, y)
     return y

@@ -5,6 +5,7 @@ The operator finds the layer by a number: a process group is no argument that a 
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 from weakref import WeakValueDictionary
 
@@ -15,11 +16,12 @@ if TYPE_CHECKING:
     from megamoe.engine.layer import MoE
 
 _LAYERS: WeakValueDictionary[int, MoE] = WeakValueDictionary()
+_NUMBERS = itertools.count(1)  # never given again: a graph may outlive its layer
 
 
 def handle_of(layer: MoE) -> int:
     """The number by which the operator finds `layer`."""
-    handle = max(_LAYERS.keys(), default=0) + 1
+    handle = next(_NUMBERS)
     _LAYERS[handle] = layer
     return handle
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, chain_group, fused_group, parallel, status
+from megamoe.engine import backends, chain_group, device_guard, fused_group, parallel, status
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -28,6 +28,7 @@ from megamoe.engine.group_op import group_moe_op, handle_of
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.op import describe, moe_op
 from megamoe.engine.planning import ONE_RANK, Ranks, Traits, plan_for, traits_of
+from megamoe.engine.refresh import Refresh
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
@@ -165,7 +166,9 @@ class MoE(nn.Module):
         options  the other arguments of the class
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
-        return cls(weights, num_experts, top_k, **options)
+        layer = cls(weights, num_experts, top_k, **options)
+        layer.experts.owns = True  # nobody else has them: a load may write in place
+        return layer
 
     def _build(
         self,
@@ -243,10 +246,14 @@ class MoE(nn.Module):
         rest = tuple(pair for pair in self._given if pair[0] != "reserve_sms")
         self._given = (("reserve_sms", num_sms), *rest)
 
-    def _plan(self, num_tokens: int, traits: Traits, *, is_quantized: bool = False) -> Plan:
+    def _plan(
+        self, num_tokens: int, traits: Traits, *, is_quantized: bool = False, mode: str = ""
+    ) -> Plan:
+        """mode  "": the layer's own"""
         return plan_for(
             self.weights, self.options, traits, num_tokens=num_tokens, top_k=self.top_k,
-            overrides=self._overrides(self.mode), ranks=self._ranks, is_quantized=is_quantized,
+            overrides=self._overrides(mode or self.mode), ranks=self._ranks,
+            is_quantized=is_quantized,
         )  # fmt: skip
 
     @property
@@ -257,15 +264,15 @@ class MoE(nn.Module):
         """
         asked = {"auto": "the best that works here"}
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
-        found = f"backend {self._backend}: {backend}"
+        text = f"backend {self._backend}: {backend}"
         if self._world is not None:
             can = {"fused": "every rank can, in one launch", "chain": "no host between ranks"}
             mode = self._why_staged or can[self.mode]
-            return f"{found}; mode {self.mode}: {mode}"
+            return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
         if self._backend == "reference":
             mode = "computed by the oracle: the same result, no launches"
-        return f"{found}; mode {self._wanted[1]}: {mode}"
+        return f"{text}; mode {self._wanted[1]}: {mode}"
 
     @property
     def backend(self) -> str:
@@ -358,18 +365,22 @@ class MoE(nn.Module):
         """The call over the group; what one rank refuses, all refuse, but for fused calls."""
         assert self._world is not None
         grad = torch.is_grad_enabled()
+        fused_calls = self._fused_group
+        if self._wanted[1] == "auto" and isinstance(x, Quantized):
+            fused_calls = None  # no fused launch takes them: staged, on all ranks alike
 
         def check() -> None:
-            if self._fused_group is None:
+            if fused_calls is None:
                 self._status.raise_if_seen()
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
 
-        with torch.no_grad():
-            if self._fused_group is not None:
-                y = self._fused_group(self, x, topk_idx, topk_weights, stats, check)
+        with torch.no_grad(), device_guard.on(self.weights.device):
+            if fused_calls is not None:
+                y = fused_calls(self, x, topk_idx, topk_weights, stats, check)
             else:
-                y = self._world.run(self._compute(stats), x, topk_idx, topk_weights, check)
+                compute = self._compute(stats)
+                y = self._world.run(compute, x, topk_idx, topk_weights, check)
                 self._status.copy_to_host_async(self.top_k)
             parallel.add_counts(sent, topk_idx)
         return y
@@ -380,7 +391,7 @@ class MoE(nn.Module):
         traits = traits_of(self._backend, weights, shared)
 
         def plan(num_tokens: int, is_quantized: bool) -> Plan:
-            return self._plan(num_tokens, traits, is_quantized=is_quantized)
+            return self._plan(num_tokens, traits, is_quantized=is_quantized, mode="staged")
 
         make = parallel.COMPUTE[self._backend]
         return make(weights, shared, self.options, self.num_experts, stats, plan, self._status)
@@ -397,14 +408,16 @@ class MoE(nn.Module):
 
     def _is_current(self, parts: Parts) -> bool:
         """Whether `_captured_parts` are these; a module's own look-ups would take 4 us."""
-        backend, weights, options, shared, found, stats, top_k, launch_options, overrides = parts
+        backend, weights, options, shared, status, stats, top_k, launch_options, overrides = parts
         mine = self.__dict__
         other = mine["_modules"].get("shared")
         return (
             mine["_modules"]["experts"]._weights is weights
             and (None if other is None else other.weights) is shared
             and mine["_buffers"]["stats"] is stats
-            and (mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is found)
+            and (
+                mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is status
+            )
             and (mine["_launch"] is launch_options and mine["_backend"] is backend)
             and mine["_call_overrides"] is overrides
         )
@@ -431,13 +444,55 @@ class MoE(nn.Module):
 
     def save_stats(self, path: str | Path) -> None:
         """`statistics()` as a file for `megamoe balance`; over a group rank 0 writes it."""
-        found = self.statistics()
+        statistics = self.statistics()
         if self._world is None or self._world.rank == 0:
-            found.save(path)
+            statistics.save(path)
 
     def check(self) -> None:
         """Wait for the GPU and raise what calls so far found: bad ids or weights, a timeout."""
         self._status.check(self.top_k)
+
+    def refresh(
+        self,
+        w13: Tensor | Quantized | None = None,
+        w2: Tensor | Quantized | None = None,
+        *,
+        experts: Sequence[int] | None = None,
+        b13: Tensor | None = None,
+        b2: Tensor | None = None,
+        gate_up: str = "split",
+        shared: bool = False,
+    ) -> None:
+        """Other values for experts, in the same memory: graphs that were captured use them.
+
+        w13      BF16, FP32 or FP16 [n, 2I, H], quantised to the recipe as `ExpertWeights.quantize`
+                 does, or Quantized [n, 2, I, H] in the recipe's format; None: as they are
+        w2       the same of [n, H, I]
+        experts  the n local experts that are written; None: all, in order
+        b13, b2  biases [n, 2I] and [n, H], or None
+        gate_up  order of the rows of w13 and b13 in floats: "split" or "interleaved"
+        shared   True: of the shared experts
+
+        Checked whole before anything is written: shapes, NaN, and values that would need another
+        kernel, which are refused. Tensors may lie anywhere; beside the layer one expert at a time
+        is in memory. The writes are on the current stream. Over a group all ranks call it, each for
+        its own experts; what one refuses, all refuse.
+        """
+        self._renew()
+        held = self.shared if shared else self.experts
+        require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
+        assert held is not None
+        found: list[Refresh] = []
+
+        def check() -> None:
+            found.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
+            found[0].check(held.weights)
+
+        if self._world is None:
+            check()
+        else:
+            self._world.meeting.meet("refresh", check)
+        found[0].write(held.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -463,8 +518,12 @@ class MoE(nn.Module):
         self._backend, self._why_backend = name, why
         if not why and name == "portable" and self._wanted[0] == "auto":
             self._why_backend = backends.reasons_on(weights.device)["hopper"]
+        weights, shared = self._hold(name)
+        if shared is not None:  # which may lie after the others only now
+            traits = traits_of(name, weights, shared, self.options.activation)
         self._check_plan(traits)
-        if self._fused_group is None:  # otherwise a cast would forget a timeout
+        before = self.__dict__.get("_status")
+        if before is None or before.storage.device != weights.device:  # others would be forgotten
             self._status = status.DeviceStatus(weights.device)
         self._call_overrides: Overrides = self._overrides(self._wanted[1])
         self._what = describe(
@@ -473,6 +532,20 @@ class MoE(nn.Module):
         self._passed: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
+
+    def _hold(self, backend: str) -> tuple[ExpertWeights, ExpertWeights | None]:
+        """The experts as the backend reads them: one copy."""
+        weights, shared = self._parts()
+        if backend == "hopper":
+            from megamoe.engine import images
+
+            found = images.hold(weights, shared)
+        else:
+            found = weights.canonical(), None if shared is None else shared.canonical()
+        self.experts.take(found[0])
+        if self.shared is not None and found[1] is not None:
+            self.shared.take(found[1])
+        return found
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -496,6 +569,7 @@ class MoE(nn.Module):
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
         was_meta = self.stats.is_meta
+        self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
             held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
@@ -503,6 +577,22 @@ class MoE(nn.Module):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
+
+    def _pack_on(self, device: torch.device) -> None:
+        """Experts that move to a Hopper GPU are packed on the way, an expert at a time."""
+        weights, shared = self._parts()
+        if "meta" in (device.type, weights.device.type) or device == weights.device:
+            return
+        if weights.is_packed or weights.recipe in ("bf16", "w8a8"):
+            return
+        name = choose(*self._wanted, weights, shared, self.options.activation, device)[0]
+        if name == "hopper":
+            from megamoe.engine import images
+
+            found = images.hold_on(device, weights, shared)
+            self.experts.take(found[0])
+            if self.shared is not None and found[1] is not None:
+                self.shared.take(found[1])
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
@@ -518,6 +608,8 @@ class MoE(nn.Module):
             self._graphs.drop()  # once the GPU is done with them
         if self._world is None:
             self._refresh()
+        else:
+            self._hold(self._backend)
 
     def extra_repr(self) -> str:
         w, world, o = self.weights, self._world, self.options

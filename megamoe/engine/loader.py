@@ -25,6 +25,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.problem import check_width
 
 if TYPE_CHECKING:
+    from megamoe.engine.images import Packing
     from megamoe.engine.weights import ExpertWeights
 
 # Of an expert's linears. w1, w3, w2: Mixtral, DeepSeek-V4; the others: all else.
@@ -159,43 +160,48 @@ class Checkpoint:
         progress  True: a bar on standard error, after a line that says what was picked; or a
                   function, called with the number of experts read
         Bytes are taken as they are where the recipe stores weights as the checkpoint does, else the
-        values are rounded to it. On the host there is one expert at a time beside the result.
+        values are rounded to it. On the host there is one expert at a time beside the result, and
+        FP4 on a Hopper GPU is packed as it comes: one more expert there (docs/hopper.md).
         """
         from megamoe.engine.weights import ExpertWeights
 
-        found = self.picked(layer, recipe)
+        picked = self.picked(layer, recipe)
         require(
-            num_ranks >= 1 and found.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
-            f"{found.num_experts} experts must be dealt to ranks evenly",
+            num_ranks >= 1 and picked.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
+            f"{picked.num_experts} experts must be dealt to ranks evenly",
             got=f"rank {rank} of {num_ranks}",
             kind=RangeError,
         )
-        per_rank = found.num_experts // num_ranks
+        per_rank = picked.num_experts // num_ranks
         numbers = range(rank * per_rank, (rank + 1) * per_rank)
         where = torch.device(device)
-        names = self._names[layer][found.prefix]
-        made = _Made(found, len(numbers), where)
-        with _bar(progress, found, len(numbers)) as advance:
+        names = self._names[layer][picked.prefix]
+        made = _Made(picked, len(numbers), where)
+        with _bar(progress, picked, len(numbers)) as advance:
             for slot, expert in enumerate(numbers):
-                made.put(slot, expert, self._matrices(found.prefix, names, expert, found.gate_up))
-                if found.has_bias:
-                    made.put_bias(slot, self._biases(found.prefix, names, expert, found.gate_up))
+                made.put(slot, expert, self._matrices(picked.prefix, names, expert, picked.gate_up))
+                if picked.has_bias:
+                    made.put_bias(slot, self._biases(picked.prefix, names, expert, picked.gate_up))
                 advance(slot + 1)
-        extras = made.biases
-        if recipe_named(found.recipe).acts.has_global:
-            x_global = self._x_global(found.prefix, names, found.num_experts)
+        extras: dict[str, Any] = made.biases
+        if recipe_named(picked.recipe).acts.has_global:
+            x_global = self._x_global(picked.prefix, names, picked.num_experts)
             extras |= {"x_global": x_global.to(where), "acts_global": made.acts_global}
-        return ExpertWeights(found.recipe, made.w13, made.w2, **extras)
+        return ExpertWeights(picked.recipe, **{**made.matrices(), **extras})
 
     # -- config ----------------------------------------------------------------------------------
 
     def _recipe(self, kind: str) -> str:
         is_v4 = str(self.config.get("model_type", "")).startswith("deepseek_v4")
-        return "w4a8" if kind == "mxfp4" and is_v4 else KINDS[kind].recipe
+        if kind == "mxfp4" and is_v4:
+            return "w4a8"
+        if kind == "nvfp4" and model_config.has_bf16_inputs(self.config, self.shards.folder):
+            return "nvfp4a16"
+        return KINDS[kind].recipe
 
     def _first_of(self, keys: tuple[str, ...]) -> int | None:
-        found = [self.config[key] for key in keys if isinstance(self.config.get(key), int)]
-        return found[0] if found else None
+        values = [self.config[key] for key in keys if isinstance(self.config.get(key), int)]
+        return values[0] if values else None
 
     def _count(self, prefix: str, names: list[str], is_fused: bool) -> int:
         """How many experts there are; the config and the tensors must agree."""
@@ -272,42 +278,46 @@ class Checkpoint:
             b13 = self.shards.read(prefix + "gate_up_proj_bias", expert).float()
             b2 = self.shards.read(prefix + "down_proj_bias", expert).float()
             return checkpoint.gate_then_up(b13[:, None], gate_up)[..., 0], b2
-        found = []
+        biases = []
         for linears in LINEARS.values():
             names_of = [f"{expert}.{one}.bias" for one in linears]
             name = next((n for n in names_of if n in names), names_of[0])
-            found.append(self.shards.read(prefix + name).float())
-        return torch.stack(found[:2]), found[2]
+            biases.append(self.shards.read(prefix + name).float())
+        return torch.stack(biases[:2]), biases[2]
 
     def _x_global(self, prefix: str, names: list[str], num_experts: int) -> Tensor:
         """NVFP4's global scale of tokens: the largest of all experts', 1 where there is none."""
-        known, found = set(names), []
+        known, factors = set(names), []
         for expert in range(num_experts):
             for linear in (*LINEARS["gate"], *LINEARS["up"]):
                 for suffix, direction in INPUTS.items():
                     name = f"{expert}.{linear}.{suffix}"
                     if name in known:
-                        found.append(_factor(self.shards.read(prefix + name), direction))
-        return torch.stack([t for t in found if t is not None]).amax() if found else torch.ones(())
+                        factors.append(_factor(self.shards.read(prefix + name), direction))
+        return (
+            torch.stack([t for t in factors if t is not None]).amax() if factors else torch.ones(())
+        )
 
 
 class _Made:
     """Experts on their way: allocated whole, filled one by one."""
 
-    def __init__(self, found: Picked, num: int, device: torch.device) -> None:
-        check_width("hidden", found.hidden)
-        check_width("intermediate", found.intermediate)
-        fmt = recipe_named(found.recipe).weights
-        hidden, wide = found.hidden, found.intermediate
-        self.w13 = empty((num, 2, wide, hidden), fmt, device)
+    def __init__(self, picked: Picked, num: int, device: torch.device) -> None:
+        check_width("hidden", picked.hidden)
+        check_width("intermediate", picked.intermediate)
+        fmt = recipe_named(picked.recipe).weights
+        hidden, wide = picked.hidden, picked.intermediate
+        self._packing = _packing(picked.recipe, num, device)
+        room = num if self._packing is None else 1
+        self.w13 = empty((room, 2, wide, hidden), fmt, device)
         if fmt.has_global:  # gate and up may have different ones
-            ones = torch.ones(num, 2, device=device)
+            ones = torch.ones(room, 2, device=device)
             w = self.w13
             self.w13 = Quantized(w.data, w.scale, w.format, w.shape, ones)
-        self.w2 = empty((num, hidden, wide), fmt, device)
+        self.w2 = empty((room, hidden, wide), fmt, device)
         self.acts_global = torch.ones(num, device=device)
         self.biases: dict[str, Tensor] = {}
-        if found.has_bias:
+        if picked.has_bias:
             self.biases = {
                 "b13": torch.empty(num, 2, wide, device=device),
                 "b2": torch.empty(num, hidden, device=device),
@@ -315,19 +325,41 @@ class _Made:
 
     def put(self, slot: int, expert: int, matrices: tuple[Stored, Stored, Stored]) -> None:
         gate, up, down = matrices
-        gate.put(_half(self.w13, slot, 0), "gate", expert)
-        up.put(_half(self.w13, slot, 1), "up", expert)
-        down.put(self.w2[slot : slot + 1], "down", expert)
+        at = slot if self._packing is None else 0
+        gate.put(_half(self.w13, at, 0), "gate", expert)
+        up.put(_half(self.w13, at, 1), "up", expert)
+        down.put(self.w2[at : at + 1], "down", expert)
+        if self._packing is not None:
+            self._packing.put(slot, w13=self.w13, w2=self.w2)
         if down.input_scale is not None:
             self.acts_global[slot] = down.input_scale
+
+    def matrices(self) -> dict[str, Quantized]:
+        """w13 and w2 of all experts."""
+        if self._packing is None:
+            return {"w13": self.w13, "w2": self.w2}
+        return self._packing.matrices()
 
     def put_bias(self, slot: int, biases: tuple[Tensor, Tensor]) -> None:
         self.biases["b13"][slot], self.biases["b2"][slot] = biases
 
 
+def _packing(recipe: str, num: int, device: torch.device) -> Packing | None:
+    """Where experts are packed as they come: FP4 on a GPU whose backend is Hopper's."""
+    from megamoe.engine import backends
+
+    if recipe_named(recipe).weights.element.bits != 4 or device.type == "meta":
+        return None
+    if backends.resolve("auto", "auto", device).name != "hopper":
+        return None
+    from megamoe.engine.images import Packing
+
+    return Packing(recipe, num, device)
+
+
 @contextmanager
 def _bar(
-    progress: Callable[[int], None] | bool, found: Picked, total: int
+    progress: Callable[[int], None] | bool, picked: Picked, total: int
 ) -> Iterator[Callable[[int], object]]:
     """What to call with the number of experts done."""
     if not isinstance(progress, bool):
@@ -337,7 +369,7 @@ def _bar(
     from rich.progress import BarColumn, MofNCompleteColumn, Progress
 
     console = Console(stderr=True, quiet=not progress, soft_wrap=True)
-    console.print(str(found), markup=False, highlight=False)
+    console.print(str(picked), markup=False, highlight=False)
     with Progress(BarColumn(), MofNCompleteColumn(), console=console) as bars:
         task = bars.add_task("", total=total)
         yield lambda done: bars.update(task, completed=done)

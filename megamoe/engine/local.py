@@ -1,7 +1,7 @@
 """LocalRanks: several ranks of a layer on one GPU, in one fused launch or as chains side by side.
 
 Fused: the kernel, counters and barriers are those of one rank; each rank owns SMs / ranks, its part
-of the experts and a room of its own, through whose address all others reach it. Chains are in
+of the experts and a symmetric buffer, through whose address all others reach it. Chains are in
 `local_chain`. Bit for bit the result of one rank over all tokens.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megamoe.engine import backends, symm_buffer
+from megamoe.engine import backends, device_guard, symm_buffer
 from megamoe.engine.chain import Links
 from megamoe.engine.functional import check_tokens
 from megamoe.engine.launch_options import MAX_S, LaunchOptions
@@ -75,7 +75,7 @@ class LocalRanks:
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
         self._status = DeviceStatus(device, ranks=num_ranks)
         self._top_k = 1
-        self._rooms: list[symm_buffer.SymmBuffer] = []
+        self._buffers: list[symm_buffer.SymmBuffer] = []
         self._peers = torch.empty(0)
         self._chain: LocalChain | None = None
         if mode == "chain":
@@ -102,18 +102,18 @@ class LocalRanks:
         self._top_k = topk_idx[0].shape[1]
         step = self.plan(most, self._top_k).mega
         assert step is not None
-        self._make_rooms(most)
+        self._make_buffers(most)
         num = self.num_ranks
-        self._status.order_after_last()  # before the rooms are written to
-        with torch.no_grad():
-            for room, *one in zip(self._rooms, x, topk_idx, topk_weights, strict=True):
-                room.put(*one)
+        with torch.no_grad(), device_guard.on(self.weights.device):
+            self._status.order_after_last()  # before the buffers are written to
+            for buffer, *one in zip(self._buffers, x, topk_idx, topk_weights, strict=True):
+                buffer.put(*one)
             y = fused.over(
-                self._rooms[0], most, self.weights, self.options,
+                self._buffers[0], most, self.weights, self.options,
                 World(num, num, 0, self._peers), self.stats, step=step, status=self._status,
                 timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
             )  # fmt: skip
-        self._status.copy_to_host_async(self._top_k)
+            self._status.copy_to_host_async(self._top_k)
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:
@@ -135,15 +135,15 @@ class LocalRanks:
     def reset(self) -> None:
         """Wait for the GPU and make the ranks usable after a timeout."""
         self._status.reset()
-        self._rooms = []
+        self._buffers = []
         if self._chain is not None:
             self._chain.reset()
 
-    def _make_rooms(self, num_tokens: int) -> None:
-        """A room for every rank, as large as the largest call so far, each an allocation."""
+    def _make_buffers(self, num_tokens: int) -> None:
+        """A buffer for every rank, as large as the largest call so far, each an allocation."""
         device, hidden = self.weights.device, self.weights.hidden
-        if self._rooms:
-            had, top_k = self._rooms[0].topk_idx.shape
+        if self._buffers:
+            had, top_k = self._buffers[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
         where = symm_buffer.layout(num_tokens, hidden, self._top_k)
@@ -154,7 +154,7 @@ class LocalRanks:
             ]
             first = memory[0].data_ptr()
             self._peers = torch.tensor([m.data_ptr() - first for m in memory], device=device)
-        self._rooms = [symm_buffer.symm_buffer_in(m, where) for m in memory]
+        self._buffers = [symm_buffer.symm_buffer_in(m, where) for m in memory]
 
     def _check(
         self, x: Sequence[Tensor], topk_idx: Sequence[Tensor], topk_weights: Sequence[Tensor]

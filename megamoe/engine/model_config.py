@@ -1,9 +1,11 @@
-"""What config.json says about the experts' gate."""
+"""What config.json says about the experts: their gate, and whether tokens stay BF16."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from megamoe.engine.shards import read_json
 from megamoe.errors import NotAvailable, require
 
 ACTIVATIONS = {
@@ -44,3 +46,15 @@ def activation_of(config: dict[str, Any]) -> tuple[str, float | None]:
     )
     clamp = config.get("swiglu_limit")
     return activation, None if clamp is None else float(clamp)
+
+
+def has_bf16_inputs(config: dict[str, Any], folder: Path) -> bool:
+    """Whether an NVFP4 checkpoint of modelopt or compressed-tensors quantises weights alone."""
+    quant = config.get("quantization_config") or {}
+    beside = folder / "hf_quant_config.json"  # modelopt's own
+    more = read_json(beside).get("quantization") or {} if beside.is_file() else {}
+    if "W4A16_NVFP4" in (quant.get("quant_algo"), more.get("quant_algo")):
+        return True
+    groups = (quant.get("config_groups") or {}).values()
+    four = [g for g in groups if (g.get("weights") or {}).get("num_bits") == 4]
+    return bool(four) and all(g.get("input_activations") is None for g in four)

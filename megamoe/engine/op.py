@@ -6,16 +6,19 @@ puts them together again and runs the same checked call as everywhere else.
 
 from __future__ import annotations
 
+import ast
 import functools
 import json
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.engine.call import Call
-from megamoe.engine.functional import check_shared, check_tokens, run
+from megamoe.engine.functional import check_shared, check_tokens, moe, run
 from megamoe.engine.launch_options import AUTO, LaunchOptions
+from megamoe.engine.packed import from_picture, pictured
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
@@ -32,7 +35,11 @@ def describe(
     overrides: Overrides = (),
 ) -> str:
     """What the operator must know beside the tensors."""
-    parts = [(w.recipe, list(w.state_dict())) for w in (weights, shared) if w is not None]
+    parts = [
+        (w.recipe, list(w.held()), [pictured(m) for m in (w.w13, w.w2)])
+        for w in (weights, shared)
+        if w is not None
+    ]
     how = {"options": asdict(options), "backend": backend, "launch_options": asdict(launch_options)}
     return json.dumps({"parts": parts, **how, "overrides": overrides})
 
@@ -52,12 +59,7 @@ def moe_op(
     error  the words of the layer's `DeviceStatus`, the counters of fused launches among them
     """
     parts, options, backend, launch_options, overrides = _parse(what)
-    found, first = [], 0
-    for recipe, names in parts:
-        mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
-        found.append(ExpertWeights.from_state_dict(mine, recipe))
-        first += len(names)
-    weights, shared = found[0], found[1] if len(found) > 1 else None
+    weights, shared = _both(parts, tensors)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     traits = traits_of(backend, weights, shared)
@@ -71,13 +73,72 @@ def moe_op(
     return run(call, plan)
 
 
+def _experts(recipe: str, tensors: dict[str, Tensor], pictures: list[Any]) -> ExpertWeights:
+    """Canonical experts, or those of images."""
+    if not any(pictures):
+        return ExpertWeights.from_state_dict(tensors, recipe)
+    parts: dict[str, Any] = {n: t for n, t in tensors.items() if "." not in n}
+    for name, picture in zip(("w13", "w2"), pictures, strict=True):
+        mine = {n.partition(".")[2]: t for n, t in tensors.items() if n.startswith(name + ".")}
+        parts[name] = from_picture(picture, mine)
+    return ExpertWeights(recipe, **parts)
+
+
 @moe_op.register_fake
 def _(x, topk_idx, topk_weights, tensors, stats, error, what):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
 
 
+@torch.library.custom_op("megamoe::moe_call", mutates_args=())
+def call_op(
+    x: Tensor, topk_idx: Tensor, topk_weights: Tensor, tensors: list[Tensor], words: str
+) -> Tensor:
+    """`mm.moe` in a compiled function, which makes `words` of what is constant in its graph."""
+    parts, how = _read(words)
+    weights, shared = _both(parts, tensors)
+    return moe(x, topk_idx, topk_weights, weights, shared=shared, **how)
+
+
+@call_op.register_fake
+def _(x, topk_idx, topk_weights, tensors, words):  # type: ignore[no-untyped-def]
+    return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
+
+
 @functools.lru_cache(maxsize=256)
-def _parse(what: str) -> tuple[list[tuple[str, list[str]]], Options, str, LaunchOptions, Overrides]:
+def _read(words: str) -> tuple[list[tuple[str, list[str], list[Any]]], dict[str, Any]]:
+    """(recipe, names of the tensors and pictures of each set of experts, keywords of `moe`)."""
+    experts, *pairs = words.split("|")
+    parts = []
+    for one in experts.split(";")[:-1]:
+        recipe, names, *pictures = one.split(":")
+        parts.append((recipe, names.split(","), [ast.literal_eval(text) for text in pictures]))
+    how: dict[str, Any] = {"overrides": {}}
+    for name, text in _pairs(pairs, "="):
+        try:
+            value = float(text) if text in ("inf", "nan") else ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            value = text
+        where, _, key = name.rpartition(".")
+        (how[where] if where else how)[key] = value
+    return parts, how
+
+
+def _both(parts: list[Any], tensors: list[Tensor]) -> tuple[ExpertWeights, ExpertWeights | None]:
+    """Routed and shared experts, put together again."""
+    both, first = [], 0
+    for recipe, names, pictures in parts:
+        mine = dict(zip(names, tensors[first : first + len(names)], strict=True))
+        both.append(_experts(recipe, mine, pictures))
+        first += len(names)
+    return both[0], both[1] if len(both) > 1 else None
+
+
+def _pairs(texts: list[str], sign: str) -> list[tuple[str, str]]:
+    return [(a, b) for a, _, b in (text.partition(sign) for text in texts)]
+
+
+@functools.lru_cache(maxsize=256)
+def _parse(what: str) -> tuple[list[Any], Options, str, LaunchOptions, Overrides]:
     read = json.loads(what)
     launch_options = LaunchOptions(**read["launch_options"])
     overrides = tuple((name, value) for name, value in read["overrides"])

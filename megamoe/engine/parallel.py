@@ -90,23 +90,23 @@ class ReferenceCompute(RankCompute):
 
     def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
         num, hidden = x.shape
-        found = torch.empty(num, hidden, dtype=torch.bfloat16, device=expert.device)
+        y = torch.empty(num, hidden, dtype=torch.bfloat16, device=expert.device)
         plain = replace(self.options, combine="bf16")  # FP8 rows are made of the BF16 ones
         for e in sorted(set(expert.tolist())):
             at = (expert == e).nonzero()[:, 0]
             values = dequantize(_pick(x, at), torch.float64)
-            found[at] = reference.expert_rows(values, weight[at], self.weights, e, plain)
+            y[at] = reference.expert_rows(values, weight[at], self.weights, e, plain)
         self.stats += torch.bincount(expert, minlength=len(self.stats))
-        return quantize(found, self.rows_wire.format)
+        return quantize(y, self.rows_wire.format)
 
     def combine(
         self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> Tensor:
         values = rows.data if rows.scale is None else dequantize(rows)
-        room = torch.zeros(idx.numel(), rows.shape[1], dtype=values.dtype, device=idx.device)
-        room[slots] = values
-        room = room.view(*idx.shape, rows.shape[1])
-        y = reference.combine(room, idx >= 0, weights, self.options)
+        slot_rows = torch.zeros(idx.numel(), rows.shape[1], dtype=values.dtype, device=idx.device)
+        slot_rows[slots] = values
+        slot_rows = slot_rows.view(*idx.shape, rows.shape[1])
+        y = reference.combine(slot_rows, idx >= 0, weights, self.options)
         if self.shared is not None:
             y = reference.add_shared(y, x, self.shared, self.options)
         return y.to(torch.bfloat16)
@@ -132,16 +132,16 @@ class KernelCompute(RankCompute):
     def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
         num, hidden = x.shape
         if num == 0:
-            room, scale = self._room(0, 1, hidden, expert.device)
+            slot_rows, scale = self._slot_rows(0, 1, hidden, expert.device)
         else:
             tokens = x.data if x.format == "bf16" else x
             chosen = expert.int()[:, None], weight[:, None].contiguous()
-            room, scale = self._rows(tokens, *chosen, self.steps(num))
-        room = room.view(num, hidden)
+            slot_rows, scale = self._rows(tokens, *chosen, self.steps(num))
+        slot_rows = slot_rows.view(num, hidden)
         if scale is None:
-            return Quantized(room, None, "bf16", (num, hidden))
+            return Quantized(slot_rows, None, "bf16", (num, hidden))
         return Quantized(
-            room.view(torch.float8_e4m3fn),
+            slot_rows.view(torch.float8_e4m3fn),
             scale.view(num, scale.shape[-1]),
             "fp8_combine",
             (num, hidden),
@@ -158,18 +158,18 @@ class KernelCompute(RankCompute):
         if num_tokens == 0:
             return y
         plan = self.plan(num_tokens, not isinstance(x, Tensor))
-        room, scale = self._room(num_tokens, top_k + extra, hidden, idx.device)
+        slot_rows, scale = self._slot_rows(num_tokens, top_k + extra, hidden, idx.device)
         at = slots // top_k * (top_k + extra) + slots % top_k
-        room.view(-1, hidden)[at] = rows.data.view(room.dtype)
+        slot_rows.view(-1, hidden)[at] = rows.data.view(slot_rows.dtype)
         if scale is not None and rows.scale is not None:
             scale.view(-1, scale.shape[-1])[at] = rows.scale
         if self.shared is not None:
-            self._shared(x, room, scale, top_k, plan)
+            self._shared(x, slot_rows, scale, top_k, plan)
         weighted = self.options.weight_at == "combine"
-        combine(room, scale, idx.int(), weights, y, step=plan.rest[-1], weighted=weighted)
+        combine(slot_rows, scale, idx.int(), weights, y, step=plan.rest[-1], weighted=weighted)
         return y
 
-    def _room(
+    def _slot_rows(
         self, num: int, slots: int, hidden: int, device: torch.device
     ) -> tuple[Tensor, Tensor | None]:
         from megamoe.engine import portable
@@ -186,12 +186,12 @@ class KernelCompute(RankCompute):
     def _shared(
         self,
         x: Tensor | Quantized,
-        room: Tensor,
+        slot_rows: Tensor,
         scale: Tensor | None,
         first_slot: int,
         plan: Plan,
     ) -> None:
-        """The shared experts' rows into `room` [T, slots, H] from `first_slot` on."""
+        """The shared experts' rows into `slot_rows` [T, slots, H] from `first_slot` on."""
 
 
 class PortableCompute(KernelCompute):
@@ -204,16 +204,16 @@ class PortableCompute(KernelCompute):
     ) -> tuple[Tensor, Tensor | None]:
         from megamoe.engine import portable
 
-        room, scale = self._room(len(idx), 1, self.weights.hidden, idx.device)
+        slot_rows, scale = self._slot_rows(len(idx), 1, self.weights.hidden, idx.device)
         plan = self.plan(1, True)
-        one = portable.ExpertPass(x, self.weights, self.options, room, scale, plan)
+        one = portable.ExpertPass(x, self.weights, self.options, slot_rows, scale, plan)
         one.run(idx, weight, steps, first_slot=0, stats=self.stats)
-        return room, scale
+        return slot_rows, scale
 
     def _shared(
         self,
         x: Tensor | Quantized,
-        room: Tensor,
+        slot_rows: Tensor,
         scale: Tensor | None,
         first_slot: int,
         plan: Plan,
@@ -221,8 +221,8 @@ class PortableCompute(KernelCompute):
         from megamoe.engine import portable
 
         assert self.shared is not None
-        every = portable.all_experts(len(x), self.shared.num_experts, room.device)
-        one = portable.ExpertPass(x, self.shared, self.options, room, scale, plan)
+        every = portable.all_experts(len(x), self.shared.num_experts, slot_rows.device)
+        one = portable.ExpertPass(x, self.shared, self.options, slot_rows, scale, plan)
         one.run(*every, shared_plan(plan), first_slot=first_slot)
 
 
@@ -238,49 +238,85 @@ class HopperCompute(KernelCompute):
         from megamoe.kernels.portable.routing import Routing
 
         num, hidden = len(idx), self.weights.hidden
-        room = torch.empty(num, 1, hidden, dtype=torch.bfloat16, device=idx.device)
+        slot_rows = torch.empty(num, 1, hidden, dtype=torch.bfloat16, device=idx.device)
         checked = torch.empty_like(idx), torch.empty_like(weight)
         routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
         hopper.run_pass(
-            x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
+            x, self.weights, self.options, routing, slot_rows, steps, 0, self.stats, pdl=False
         )
-        return self._as_wire(room)
+        return self._as_wire(slot_rows)
 
-    def _as_wire(self, room: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _as_wire(self, slot_rows: Tensor) -> tuple[Tensor, Tensor | None]:
         from megamoe.engine import hopper
 
         if self.options.combine == "bf16":
-            return room, None
-        num = room.shape[0] * room.shape[1]
-        step = quantize_rows("rows_to_fp8", num, room.shape[2], "codes-fp8_combine")
-        return hopper.as_fp8(room, step, pdl=False)
+            return slot_rows, None
+        num = slot_rows.shape[0] * slot_rows.shape[1]
+        step = quantize_rows("rows_to_fp8", num, slot_rows.shape[2], "codes-fp8_combine")
+        return hopper.as_fp8(slot_rows, step, pdl=False)
 
     def _shared(
         self,
         x: Tensor | Quantized,
-        room: Tensor,
+        slot_rows: Tensor,
         scale: Tensor | None,
         first_slot: int,
         plan: Plan,
     ) -> None:
+        assert self.shared is not None
+        num, hidden = self.shared.num_experts, self.weights.hidden
+        own = torch.empty(len(x), num, hidden, dtype=torch.bfloat16, device=slot_rows.device)
+        self._shared_rows(x, own, plan)
+        rows, row_scale = self._as_wire(own)
+        slot_rows[:, first_slot:] = rows.view(slot_rows.dtype)
+        if scale is not None and row_scale is not None:
+            scale[:, first_slot:] = row_scale
+
+    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
+        """Rows of the shared experts, in launches of their own."""
         from megamoe.engine import hopper
 
         assert self.shared is not None
-        num, hidden = self.shared.num_experts, self.weights.hidden
-        own = torch.empty(len(x), num, hidden, dtype=torch.bfloat16, device=room.device)
         hopper.shared_rows(
             x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
         )
-        rows, row_scale = self._as_wire(own)
-        room[:, first_slot:] = rows.view(room.dtype)
-        if scale is not None and row_scale is not None:
-            scale[:, first_slot:] = row_scale
+
+
+class BlackwellCompute(HopperCompute):
+    """With the Blackwell kernels: the bits of one rank."""
+
+    backend = "blackwell"
+
+    def _rows(
+        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
+    ) -> tuple[Tensor, Tensor | None]:
+        from megamoe.engine import blackwell
+        from megamoe.kernels.portable.routing import Routing
+
+        room = torch.empty(
+            len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device
+        )
+        checked = torch.empty_like(idx), torch.empty_like(weight)
+        routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
+        blackwell.rows(
+            x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
+        )
+        return self._as_wire(room)
+
+    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
+        from megamoe.engine import blackwell
+
+        assert self.shared is not None
+        blackwell.shared_rows(
+            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
+        )
 
 
 COMPUTE: dict[str, type[RankCompute]] = {
     "reference": ReferenceCompute,
     "portable": PortableCompute,
     "hopper": HopperCompute,
+    "blackwell": BlackwellCompute,
 }
 
 
@@ -358,10 +394,10 @@ def statistics(layer: MoE, world: GroupWorld | None) -> Statistics:
 
     w = layer.weights
     if world is None:
-        placement, found = Placement.contiguous(layer.num_experts, 1), [mine()]
+        placement, counts = Placement.contiguous(layer.num_experts, 1), [mine()]
     else:
-        placement, found = world.placement, world.meeting.meet("gather statistics", mine)
-    sent, received = (tuple(tuple(rank[i]) for rank in found) for i in range(2))
+        placement, counts = world.placement, world.meeting.meet("gather statistics", mine)
+    sent, received = (tuple(tuple(rank[i]) for rank in counts) for i in range(2))
     return Statistics(w.hidden, w.intermediate, layer.top_k, w.recipe, placement, sent, received)
 
 

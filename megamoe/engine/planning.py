@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megamoe.engine.certified import is_certified
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.spec import Scale
 from megamoe.hardware import CPU, Hardware, of_gpu
 from megamoe.planner.call import CallSpec, SharedSpec
+from megamoe.planner.numerics import not_on_hopper
 from megamoe.planner.overrides import Overrides
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import ACTIVATIONS
@@ -57,17 +59,19 @@ def traits_of(
     """The traits of a layer's experts; only Hopper's kernels look at their bytes."""
     if backend != "hopper":
         return Traits(shared=_shared_spec(shared))
-    from megamoe.engine import hopper
+    from megamoe.engine import images
 
     if activation not in ACTIVATIONS:
         return Traits(not_hopper=f"activation {activation}", shared=_shared_spec(shared))
-    fits = hopper.fits_e4m3(weights)
+    for one in (weights, shared):
+        if one is not None and not_on_hopper(one.recipe):
+            return Traits(not_hopper=not_on_hopper(one.recipe), shared=_shared_spec(shared))
+    fits = images.fits_e4m3(weights)
     if shared is None:
-        return Traits(fits, hopper.why_not(weights))
-    spec = _shared_spec(
-        shared, fits_e4m3=hopper.fits_e4m3(shared), apart=hopper.why_apart(weights, shared)
-    )
-    return Traits(fits, hopper.why_not(weights) or hopper.why_not(shared), spec)
+        return Traits(fits, images.why_not(weights))
+    apart = images.why_apart(weights, shared) or images.lie_apart(weights, shared)
+    spec = _shared_spec(shared, fits_e4m3=images.fits_e4m3(shared), apart=apart)
+    return Traits(fits, images.why_not(weights) or images.why_not(shared), spec)
 
 
 def _shared_spec(
@@ -133,6 +137,7 @@ def _planned(
     top_k: int, recipe: str, combine: str, traits: Traits, ranks: Ranks, *rest: Any,
 ) -> Plan:  # fmt: skip
     is_quantized, is_captured, overrides = rest
+    hw = hardware_of(device)
     problem = Problem(num_tokens, hidden, intermediate, num_experts, top_k, ranks.num, recipe)
     call = CallSpec(
         problem,
@@ -145,5 +150,6 @@ def _planned(
         local_ranks=ranks.local,
         is_placed=ranks.is_placed,
         max_tokens=ranks.max_tokens,
+        is_certified=is_certified(device, hw.arch, recipe),
     )
-    return plan_call(call, hardware_of(device), overrides)
+    return plan_call(call, hw, overrides)

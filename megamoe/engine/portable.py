@@ -65,7 +65,7 @@ class ExpertPass:
         row_scale: Tensor | None,
         plan: Plan,
     ) -> None:
-        self.x, self.weights, self.options = x, weights, options
+        self.x, self.weights, self.options = x, weights.canonical(), options
         self.rows, self.row_scale, self.pdl = rows, row_scale, plan.overlaps
         how = plan.numerics
         if weights.recipe != plan.problem.recipe:  # shared experts
@@ -93,12 +93,15 @@ class ExpertPass:
         acts = how.allocate(order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device)
         launch.gated(
             tokens, w.w13, order, weight, acts, l1, how, self.options, top_k=top_k,
-            x_global=x_global, acts_global=w.acts_global, bias=w.b13, pdl=self.pdl,
+            factors=launch.Factors(w.b13, x_global, w.acts_global), pdl=self.pdl,
+        )  # fmt: skip
+        to = launch.Destination(
+            "slots", self.row_scale, first_slot, top_k, topk_weights=weight,
+            weight_bias=self.options.weight_at == "l1",
         )  # fmt: skip
         launch.linear(
-            acts, w.w2, order, self.rows, l2, how, top_k=top_k, store="slots",
-            out_scale=self.row_scale, first_slot=first_slot, topk_weights=weight, bias=w.b2,
-            weight_bias=self.options.weight_at == "l1", x_global=w.acts_global, pdl=self.pdl,
+            acts, w.w2, order, self.rows, l2, how, to=to,
+            factors=launch.Factors(w.b2, w.acts_global), pdl=self.pdl,
         )  # fmt: skip
 
     def _tokens(self, routing: Routing | None, steps: Pass) -> tuple[Activations, Tensor | None]:

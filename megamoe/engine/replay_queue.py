@@ -1,8 +1,8 @@
 """ReplayQueue: what each replay of a graph is about, written where the GPU reads it.
 
-Host and GPU count the slots of a ring, each for itself: every note is followed by one replay, and
-every replay has one. A slot is written again once the GPU has taken it, which an event in each half
-of the ring tells.
+Host and GPU count the slots of a ring, each for itself: whatever is written to one is followed by a
+replay that takes it. A slot is written again once the GPU has taken it, as an event for each half
+of the ring shows.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ SLOTS = 256  # replays that may be under way
 HALF = SLOTS // 2
 
 _WORDS, _SIZE = struct.Struct("7q"), 64  # as in kernels/portable/graph_io.py
-_LEFT: dict[
-    torch.device, list[ReplayArgs]
-] = {}  # of mailboxes that went: the GPU may still read it
+_LEFT: dict[torch.device, list[ReplayArgs]] = {}  # of queues that went: the GPU may still read them
 
 
 class ReplayQueue:
@@ -33,21 +31,21 @@ class ReplayQueue:
         from megamoe.kernels.portable.graph_io import ReplayArgs
 
         self.device = device
-        self.mail: ReplayArgs = ReplayArgs.empty(SLOTS, device)
-        self._bytes = memoryview(cast(Any, self.mail.slots.numpy())).cast("B")
+        self.args: ReplayArgs = ReplayArgs.empty(SLOTS, device)
+        self._bytes = memoryview(cast(Any, self.args.slots.numpy())).cast("B")
         self._at = 0
         self._taken = [torch.cuda.Event() for _ in range(2)]  # of each half
-        weakref.finalize(self, _leave, device, self.mail)
+        weakref.finalize(self, _leave, device, self.args)
 
-    def send(self, note: tuple[int, ...], launch: Callable[[], object]) -> None:
-        """Write a note's seven words, and launch on the current stream what takes it.
+    def send(self, args: tuple[int, ...], launch: Callable[[], object]) -> None:
+        """Write a call's seven words, and launch on the current stream what takes them.
 
-        Whatever is raised, nobody knows whether it was taken: the replay_queue is good no more.
+        Whatever is raised, nobody knows whether they were taken: the queue must not be used again.
         """
         at = self._at
         if at % HALF == 0:
             self._taken[at // HALF].synchronize()  # hardly ever waits: half a ring lies between
-        _WORDS.pack_into(self._bytes, at * _SIZE, *note)
+        _WORDS.pack_into(self._bytes, at * _SIZE, *args)
         launch()
         at += 1
         if at % HALF == 0:
@@ -56,12 +54,12 @@ class ReplayQueue:
 
 
 def finish(device: torch.device) -> None:
-    """Wait for the GPU; what mailboxes left there is then free."""
+    """Wait for the GPU; what queues left there is then free."""
     left = _LEFT.pop(device, [])
     torch.cuda.synchronize(device)
     left.clear()
 
 
-def _leave(device: torch.device, mail: ReplayArgs) -> None:
+def _leave(device: torch.device, args: ReplayArgs) -> None:
     """Keep it for a while; no wait, since this may run inside somebody's capture."""
-    _LEFT.setdefault(device, []).append(mail)
+    _LEFT.setdefault(device, []).append(args)

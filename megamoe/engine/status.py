@@ -1,4 +1,4 @@
-"""What went wrong on the GPU, told without waiting for it; and the counters of fused launches.
+"""What went wrong on the GPU, reported without waiting for it; and the counters of fused launches.
 
 Kernels treat a bad slot as masked and keep the first one's place in a word on the device. A wait of
 a fused launch that runs past its bound leaves a report beside it. Both follow a call to pinned
@@ -66,11 +66,11 @@ class DeviceStatus:
     @classmethod
     def around(cls, words: Tensor) -> DeviceStatus:
         """A view of words that somebody else reads: nothing travels, nothing is raised."""
-        found = cls.__new__(cls)
-        found.storage, found._seen, found._last = words, None, None
-        found._ranks, found._resets_itself, found._top_k = 1, False, 1
-        found.remedy, found._calls = RESET, 0
-        return found
+        status = cls.__new__(cls)
+        status.storage, status._seen, status._last = words, None, None
+        status._ranks, status._resets_itself, status._top_k = 1, False, 1
+        status.remedy, status._calls = RESET, 0
+        return status
 
     def __reduce__(self) -> tuple[object, ...]:
         return _again, (self.storage.device, self._ranks, self._resets_itself)  # a copy has its own
@@ -148,7 +148,7 @@ class DeviceStatus:
         )
 
     def check(self, top_k: int) -> None:
-        """Wait for the GPU, then raise what it found."""
+        """Wait for the GPU, then raise what it status."""
         self._top_k = top_k
         if self._seen is not None:
             self._seen.copy_(self._told)

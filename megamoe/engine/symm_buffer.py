@@ -1,4 +1,4 @@
-"""A rank's shared memory as tensors, for fused launches over several ranks."""
+"""A rank's symmetric buffer as tensors, for fused launches over several ranks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class SymmBuffer(NamedTuple):
 
 
 def layout(num_tokens: int, hidden: int, top_k: int, num_passes: int = 1) -> Workspace:
-    """Where everything lies in a room for so many tokens."""
+    """Where everything lies in a symmetric buffer for so many tokens."""
     return exchange(num_tokens, hidden, top_k, COUNTERS, num_passes)
 
 
 def symm_buffer_in(memory: Tensor, of: Workspace) -> SymmBuffer:
-    """uint8 memory as a room."""
+    """uint8 memory as a symmetric buffer."""
     return SymmBuffer(
         *(
             memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape)

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from megamoe.engine.functional import run
 from megamoe.engine.layer import MoE
+from megamoe.engine.planning import log_once
+from megamoe.engine.row_counts import row_counts
 from megamoe.engine.status import DeviceStatus
-from megamoe.errors import RangeError, require
+from megamoe.errors import MegaMoEError, RangeError, require
 
 
-def warmup(layer: MoE, token_counts: Sequence[int], *, timeout_s: float = 1800.0) -> None:
+def warmup(
+    layer: MoE,
+    token_counts: Sequence[int],
+    *,
+    timeout_s: float = 1800.0,
+    processes: int | None = None,
+) -> None:
     """Compile what calls with these numbers of tokens per rank need; statistics stay as they are.
+
+    token_counts  numbers of tokens that calls will have
+    timeout_s     over a group: how long ranks wait for each other
+    processes     that compile side by side what the disk cache lacks; None: one per core; 1: this
+                  one, call after call (`megamoe compile` fills the cache before, without a GPU)
 
     A layer with `cuda_graphs` captures the graphs of these numbers as well.
     Over a group all ranks call it. Rank 0 goes first and fills the compiler's cache, the others
@@ -25,14 +38,22 @@ def warmup(layer: MoE, token_counts: Sequence[int], *, timeout_s: float = 1800.0
 
     def compile_all() -> None:
         if layer.weights.device.type == "cuda" and layer.backend != "reference":
+            compile_before(layer, token_counts, processes)
             run_all(layer, token_counts)
             torch.cuda.synchronize(layer.weights.device)
 
     if layer._world is None:
         compile_all()
     elif layer._fused_group is not None:  # a launch needs its peers
-        fused_group = layer._fused_group
-        layer._world.meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)
+        fused_group, meeting = layer._fused_group, layer._world.meeting
+
+        def lead() -> None:
+            if layer._world is not None and layer._world.rank == 0:
+                compile_before(layer, [fused_group.num_tokens], processes)
+            fused_group.compile(layer)
+
+        meeting.follow("compile the launch", lead, timeout_s)
+        meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)
     else:
         layer._world.meeting.follow("warm up", compile_all, timeout_s)
 
@@ -64,12 +85,13 @@ def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
                                gates.flatten()), slot, x, idx, gates)  # fmt: skip
 
 
-def row_counts(expected: int, num_ranks: int) -> Iterator[int]:
-    """Numbers of rows that reach every tile and every variant a compiler makes of a size.
+def compile_before(layer: MoE, token_counts: Sequence[int], processes: int | None) -> None:
+    """Fill the disk cache in several processes; where that fails, calls compile by themselves."""
+    if processes == 1 or not any(token_counts):
+        return
+    from megamoe.engine import precompile, recording
 
-    Routing decides how many rows a rank gets, up to all of them: powers of two find the tiles; the
-    numbers after them are odd, and compilers treat 1 and multiples of 16 apart.
-    """
-    most = expected * num_ranks
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i <= most]
-    yield from sorted({*powers, *(p + 1 for p in powers if p < most), expected} - {0})
+    try:
+        precompile.compile_layer(recording.spec_of(layer), token_counts, processes=processes)
+    except (MegaMoEError, OSError) as error:
+        log_once(f"kernels are compiled one after the other: {error}")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamoe.engine import checkpoint, files, loader
 from megamoe.engine.fingerprint import counted
+from megamoe.engine.packed import PackedMatrix
 from megamoe.errors import DeviceError, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import dequantize, quantize_into, weight_global_scale
 from megamoe.formats.quantized import Quantized, empty
@@ -23,12 +24,15 @@ from megamoe.problem import check_width
 class ExpertWeights:
     """E experts. `quantize` makes them from BF16, `from_quantized` from a checkpoint's tensors.
 
-    recipe       "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4" or "nvfp4"
+    recipe       "bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4" or "nvfp4a16"
     w13          [E, 2, intermediate, hidden]: gate at 0, up at 1; a block never holds both
     w2           [E, hidden, intermediate]
     b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
     x_global     NVFP4: float32 scalar, the global scale that tokens are quantised with
     acts_global  NVFP4: float32 [E], the one of the activation's output
+
+    What a Hopper GPU first calls with FP4 experts packs them, and the canonical bytes go: from then
+    on `w13` and `w2` unpack what is asked of them, exactly (docs/hopper.md, one copy).
     """
 
     recipe: str
@@ -66,13 +70,13 @@ class ExpertWeights:
             kind=ShapeError,
         )
         wanted = {"b13": (num_experts, 2, intermediate), "b2": (num_experts, hidden)}
-        if fmt.has_global:
+        if recipe_named(self.recipe).acts.has_global:
             wanted |= {"x_global": (), "acts_global": (num_experts,)}
         for name in ("b13", "b2", "x_global", "acts_global"):
             checkpoint.check_extra(
                 getattr(self, name), name, wanted.get(name), required="global" in name
             )
-        devices = {t.device for t in self.state_dict().values()}
+        devices = {t.device for t in self.held().values()}
         require(
             len(devices) == 1,
             "all tensors of the experts must lie on one device",
@@ -82,6 +86,8 @@ class ExpertWeights:
         )
         for name in ("w13", "w2"):  # what is packed from them must see writes to them
             part = getattr(self, name)
+            if isinstance(part, PackedMatrix):
+                continue
             if any(t.is_inference() for t in part.tensors().values()):
                 tensors = {key: counted(t) for key, t in part.tensors().items()}
                 object.__setattr__(self, name, replace(part, **tensors))
@@ -263,17 +269,36 @@ class ExpertWeights:
         return self.w13.device
 
     @property
+    def is_packed(self) -> bool:
+        """Whether the experts are held as Hopper's images."""
+        return isinstance(self.w13, PackedMatrix)
+
+    @property
     def nbytes(self) -> int:
-        """Bytes of storage, scales and biases included."""
-        return sum(t.numel() * t.element_size() for t in self.state_dict().values())
+        """Bytes that are held: values or images, scales, biases."""
+        return sum(t.numel() * t.element_size() for t in self.held().values())
 
     def dequantize(self) -> tuple[Tensor, Tensor]:
         """FP32 weights [E, 2I, H] (gate rows, then up rows) and [E, H, I]."""
-        return dequantize(self.w13).flatten(1, 2), dequantize(self.w2)
+        plain = self.canonical()
+        return dequantize(plain.w13).flatten(1, 2), dequantize(plain.w2)
 
     def to(self, device: torch.device | str) -> ExpertWeights:
-        """The same experts on `device`."""
-        return self._map(lambda t: t.to(device))
+        """The same experts on `device`; images stay images on another GPU."""
+        return self._each(lambda part: part.to(device))
+
+    def canonical(self, device: torch.device | str | None = None) -> ExpertWeights:
+        """The same experts in the layout of their format: unpacked exactly, or as they are.
+
+        device  where to; None: where they lie
+        """
+
+        def plain(part: Quantized | Tensor) -> Quantized | Tensor:
+            if isinstance(part, PackedMatrix):
+                return part.plain(device)
+            return part if device is None else part.to(device)
+
+        return self._each(plain) if self.is_packed or device is not None else self
 
     def __getitem__(self, idx: slice) -> ExpertWeights:
         """A run of experts, as views."""
@@ -314,6 +339,7 @@ class ExpertWeights:
     def cat(cls, parts: Sequence[ExpertWeights]) -> ExpertWeights:
         """All experts of `parts`, in order; the parts agree in all but the number of experts."""
         require(len(parts) >= 1, "there must be at least one part", got=0, kind=ShapeError)
+        parts = [part.canonical() for part in parts]
         names = [set(part.state_dict()) for part in parts]
         agree = all(
             (p.recipe, p.hidden, p.intermediate)
@@ -336,15 +362,29 @@ class ExpertWeights:
     # -- keeping -------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Every tensor by name: "w13.data", "w13.scale", ..., "b2"."""
+        """Every tensor by name: "w13.data", "w13.scale", ..., "b2"; images are unpacked."""
+        return self.held(unpacked=True)
+
+    def held(self, *, unpacked: bool = False) -> dict[str, Tensor]:
+        """Every tensor that is held by name: as `state_dict`, or "w13.image", ..., of images.
+
+        unpacked  the canonical tensors of images, as `state_dict` has them
+        """
         found: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Quantized):
-                found |= {f"{field.name}.{name}": t for name, t in value.tensors().items()}
+                is_image = isinstance(value, PackedMatrix) and not unpacked
+                mine = value.held() if is_image else value.tensors()  # type: ignore[attr-defined]
+                found |= {f"{field.name}.{name}": t for name, t in mine.items()}
             elif isinstance(value, Tensor):
                 found[field.name] = value
         return found
+
+    def _hold(self, **parts: Quantized) -> None:
+        """Hold the same values in another way from now on: what was held goes."""
+        for name, part in parts.items():
+            object.__setattr__(self, name, part)
 
     @classmethod
     def from_state_dict(cls, tensors: dict[str, Tensor], recipe: str) -> ExpertWeights:
@@ -394,12 +434,13 @@ class ExpertWeights:
     def __repr__(self) -> str:
         return (
             f"ExpertWeights({self.recipe}, {self.num_experts} experts, hidden={self.hidden}, "
-            f"intermediate={self.intermediate}, {self.nbytes / 1e6:,.1f} MB on {self.device})"
+            f"intermediate={self.intermediate}, {self.nbytes / 1e6:,.1f} MB "
+            f"{'packed ' if self.is_packed else ''}on {self.device})"
         )
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file; an existing file is replaced only once the new one is whole."""
-        files.save(path, self.state_dict(), self.recipe)
+        files.save(path, self.canonical("cpu" if self.is_packed else None).held(), self.recipe)
 
     @classmethod
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
@@ -407,9 +448,10 @@ class ExpertWeights:
         tensors, recipe = files.load(path, device)
         return cls.from_state_dict(tensors, recipe)
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> ExpertWeights:
-        tensors = {name: change(t) for name, t in self.state_dict().items()}
-        return type(self).from_state_dict(tensors, self.recipe)
+    def _each(self, change: Callable[[Any], Any]) -> ExpertWeights:
+        """With every matrix and every other tensor changed."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return replace(self, **{k: change(v) for k, v in held.items() if v is not None})
 
 
 def _empty(

@@ -102,6 +102,7 @@ RECIPES: dict[str, Recipe] = {r.name: r for r in (
     Recipe("w4a8_block", MXFP4,       FP8_1X128, 8e-3,   (0.05, 0.30),  "Hopper's fast path"),
     Recipe("w4a4",       MXFP4,       MXFP4,     1.5e-2, (0.05, 0.45),  "4-bit throughout"),
     Recipe("nvfp4",      NVFP4,       NVFP4,     1.5e-2, (0.05, 0.45),  "4-bit with finer scales"),
+    Recipe("nvfp4a16",   NVFP4,       BF16,      3e-3,   (0.05, 0.30),  "NVFP4 weights, BF16 tokens; no kernel on Hopper"),
 )}
 # fmt: on
 

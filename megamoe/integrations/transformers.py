@@ -10,6 +10,7 @@ it: its `_apply_gate` is compared with our activations on a few numbers.
 
 from __future__ import annotations
 
+import importlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +27,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.quantize import FLOATS
 from megamoe.formats.spec import recipe_named
+from megamoe.integrations.stacked import e8m0_codes
 from megamoe.problem import OWN_CLAMP, WIDTH_MULTIPLE
 
 PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias",
@@ -43,7 +45,7 @@ class Gate(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Kept:
+class Kept:
     """The layer of one module, and what its parameters were when it was made."""
 
     layer: MoE
@@ -51,26 +53,43 @@ class _Kept:
     copied: tuple[str, ...]  # parameters whose memory the layer does not share
     seal: Seal
 
+    def is_current(self, module: nn.Module, top_k: int) -> bool:
+        """Whether the module's parameters are still those."""
+        return self.places == (top_k, *_places(module)) and self.seal.holds(
+            [getattr(module, name) for name in self.copied]
+        )
+
 
 _ours: set[str] = set()  # names that `register` gave
 
 
-def register(name: str = "megamoe", *, recipe: str | None = None, backend: str = "auto") -> None:
+def register(
+    name: str = "megamoe",
+    *,
+    recipe: str | None = None,
+    backend: str = "auto",
+    max_tokens_per_rank: int | None = None,
+) -> None:
     """Offer the layer to transformers as `experts_implementation=name`.
+
+    From transformers 5.23 on also as `DistributedConfig(ep_implementation=name)`: experts over
+    several ranks, which then run through the layer whatever `experts_implementation` is.
 
     name     one that transformers does not have itself
     recipe   None is that of the module: "bf16", which gives the model's own results to rounding,
              "w8a8" for FP8 experts and "w4a8" for FP4 ones; another rounds the experts to it once.
              Several recipes may stand beside each other under several names.
     backend  as for `mm.moe`
+    max_tokens_per_rank  over several ranks: the largest call, which fused ones need to know
     """
     if recipe is not None:
         recipe_named(recipe)
     require(backend in backends.NAMES, f"backend must be one of {', '.join(backends.NAMES)}",
             got=repr(backend), kind=RangeError)  # fmt: skip
-    interfaces = _interfaces()
+    interfaces, over_ranks = _interfaces(), _ep_interface()
+    names = [*interfaces, over_ranks[0]()] if over_ranks else interfaces
     require(
-        name in _ours or (name != "eager" and not any(name in known for known in interfaces)),
+        name in _ours or (name != "eager" and not any(name in known for known in names)),
         "the name must not be one of transformers' own implementations",
         got=repr(name),
         fix='a comparison with it would compare megamoe with itself: register("megamoe")',
@@ -80,6 +99,11 @@ def register(name: str = "megamoe", *, recipe: str | None = None, backend: str =
     forward = experts_forward(recipe, backend)
     for known in interfaces:
         known.register(name, forward)
+    if over_ranks:
+        from megamoe.integrations.transformers_ep import implementation
+
+        interface, base = over_ranks
+        interface.register(name, implementation(base, recipe, backend, max_tokens_per_rank))
 
 
 def use(
@@ -112,36 +136,46 @@ def use(
 
 def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callable[..., Tensor]:
     """The function that `register` registers: (module, tokens, expert ids, weights) -> tokens."""
-    kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+    kept: weakref.WeakKeyDictionary[nn.Module, Kept] = weakref.WeakKeyDictionary()
 
     def forward(
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         top_k = top_k_index.shape[-1]
-        places = (top_k, *_places(self))
         found = kept.get(self)
-        if (
-            found is None
-            or found.places != places
-            or not found.seal.holds([getattr(self, name) for name in found.copied])
-        ):
-            layer = make_layer(self, top_k, recipe, backend)
-            copied = _copied(self, layer)
-            seal = Seal([getattr(self, name) for name in copied])
-            found = kept[self] = _Kept(layer, places, copied, seal)
+        if found is None or not found.is_current(self, top_k):
+            found = kept[self] = keep(self, top_k, make_layer(self, top_k, recipe, backend))
         # Expert parallelism in transformers marks other ranks' slots with ids past the last.
         idx = top_k_index.masked_fill(top_k_index >= found.layer.num_experts, -1)
-        weights = top_k_weights.float().contiguous()
-        hidden = hidden_states.shape[-1]
-        x = _padded(hidden_states.bfloat16().contiguous(), -1)
-        y: Tensor = found.layer(x, idx.contiguous(), weights)
-        return y[:, :hidden].to(hidden_states.dtype)
+        return call(found.layer, hidden_states, idx, top_k_weights)
 
     return forward
 
 
+def keep(module: nn.Module, top_k: int, layer: MoE) -> Kept:
+    """A layer that was just made of a module, with what tells whether it is still current."""
+    copied = _copied(module, layer)
+    seal = Seal([getattr(module, name) for name in copied])
+    return Kept(layer, (top_k, *_places(module)), copied, seal)
+
+
+def call(layer: MoE, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """One call in the model's own dtype and width."""
+    weights = top_k_weights.float().contiguous()
+    x = _padded(hidden_states.bfloat16().contiguous(), -1)
+    y: Tensor = layer(x, top_k_index.contiguous(), weights)
+    return y[:, : hidden_states.shape[-1]].to(hidden_states.dtype)
+
+
 def make_layer(
-    module: nn.Module, top_k: int, recipe: str | None = None, backend: str = "auto"
+    module: nn.Module,
+    top_k: int,
+    recipe: str | None = None,
+    backend: str = "auto",
+    *,
+    group: Any = None,
+    num_ranks: int = 1,
+    max_tokens_per_rank: int | None = None,
 ) -> MoE:
     """The layer of a transformers experts module; BF16, FP8 and FP4 experts stay where they are."""
     _check_module(module)
@@ -177,8 +211,9 @@ def make_layer(
                 w13, w2, str(recipe), gate_up=gate.gate_up, b13=b13, b2=b2
             )
     return MoE(
-        experts, experts.num_experts, top_k, activation=gate.activation, clamp=gate.clamp,
-        weight_at="combine", backend=backend,
+        experts, experts.num_experts * num_ranks, top_k, activation=gate.activation,
+        clamp=gate.clamp, weight_at="combine", backend=backend, group=group,
+        max_tokens_per_rank=max_tokens_per_rank,
     )  # fmt: skip
 
 
@@ -187,7 +222,7 @@ def _quantised(w13: Tensor, w2: Tensor, scales: list[Tensor | None], gate: Gate)
     s13, s2 = scales
     assert s13 is not None and s2 is not None
     if w13.dtype != torch.float8_e4m3fn:
-        codes = (s if s.dtype == torch.float8_e8m0fnu else _codes(s) for s in (s13, s2))
+        codes = (s if s.dtype == torch.float8_e8m0fnu else e8m0_codes(s) for s in (s13, s2))
         return ExpertWeights.from_quantized(
             w13, next(codes), w2, next(codes), recipe="w4a8", gate_up=gate.gate_up
         )
@@ -205,18 +240,6 @@ def _quantised(w13: Tensor, w2: Tensor, scales: list[Tensor | None], gate: Gate)
         kind=NotAvailable,
     )
     return ExpertWeights.from_quantized(w13, s13, w2, s2, recipe="w8a8", gate_up=gate.gate_up)
-
-
-def _codes(scale: Tensor) -> Tensor:
-    """FP32 powers of two as E8M0 codes."""
-    bits = scale.float().contiguous().view(torch.int32)
-    require(
-        bool(((bits & 0x807FFFFF) == 0).all()),
-        "scales of FP4 experts must be powers of two",
-        got="others",
-        kind=RangeError,
-    )
-    return (bits >> 23).to(torch.uint8)
 
 
 def _padded(t: Tensor, dim: int) -> Tensor:
@@ -297,7 +320,11 @@ def _check_module(module: nn.Module) -> None:
 def _places(module: nn.Module) -> tuple[Any, ...]:
     """Changes when a parameter is replaced, moved or cast."""
     found = (getattr(module, name, None) for name in PARAMETERS)
-    return tuple((id(t), t.data_ptr(), t.dtype, t.device) for t in found if isinstance(t, Tensor))
+    return tuple(
+        (t.untyped_storage()._cdata, t.data_ptr(), t.dtype, t.device)
+        for t in found  # under expert parallelism they are new aliases in every call
+        if isinstance(t, Tensor)
+    )
 
 
 def _copied(module: nn.Module, layer: MoE) -> tuple[str, ...]:
@@ -321,3 +348,12 @@ def _interfaces() -> list[Any]:
     except ImportError:
         return [ALL_EXPERTS_FUNCTIONS]
     return [ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS]
+
+
+def _ep_interface() -> tuple[Any, Any] | None:
+    """That of expert parallelism and its base class; None before transformers 5.23."""
+    try:
+        module: Any = importlib.import_module("transformers.distributed.expert_parallel")
+        return module.EPImplementationInterface, module.EPImplementation
+    except (ImportError, AttributeError):
+        return None

@@ -102,6 +102,38 @@ def utccp(num_rows: int) -> IndexMap:
     return IndexMap("utccp_4x32", num_rows, forward, inverse)
 
 
+def placed_scales(num_rows: int, num_groups: int) -> IndexMap:
+    """Bytes of scales [num_rows, num_groups] as a block-scaled MMA's copies read them (A054).
+
+    128 rows x 4 scales are 512 bytes, byte 16 (r % 32) + 4 (r // 32) + j for scale j of row r: what
+    tcgen05.cp.32x128b.warpx4 spreads over 32 lanes. Blocks follow each other along K, then rows.
+
+    >>> [placed_scales(128, 8).forward(i) for i in (0, 1, 4, 8, 32 * 8)]
+    [0, 1, 512, 16, 4]
+    """
+    require(
+        num_rows >= 0 and num_rows % 128 == 0 and num_groups % 4 == 0,
+        "scales are placed in blocks of 128 rows and 4 groups",
+        got=f"{num_rows} rows, {num_groups} groups",
+        fix="pad with zeros",
+        kind=ShapeError,
+    )
+    rows = utccp(num_rows)
+
+    def forward(index: int) -> int:
+        row, group = divmod(index, num_groups)
+        tall, place = divmod(rows.forward(row), 128)
+        return ((tall * (num_groups // 4) + group // 4) * 128 + place) * 4 + group % 4
+
+    def inverse(at: int) -> int:
+        rest, group = divmod(at, 4)
+        block, place = divmod(rest, 128)
+        tall, wide = divmod(block, num_groups // 4)
+        return rows.inverse(tall * 128 + place) * num_groups + wide * 4 + group
+
+    return IndexMap("placed_scales", num_rows * num_groups, forward, inverse)
+
+
 @dataclass(frozen=True, slots=True)
 class RegisterImage:
     """FP4 weights [num_rows, num_cols] in the order in which Hopper's threads consume them.

@@ -31,6 +31,7 @@ class CallSpec:
     local_ranks   ranks that one launch runs side by side on one GPU
     is_placed     experts lie in another order than by rank, or more than once
     max_tokens    over a process group: tokens per rank that symmetric memory is made for
+    is_certified  the machine has a certificate for the backend that `auto` needs one for
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class CallSpec:
     local_ranks: int = 1
     is_placed: bool = False
     max_tokens: int | None = None
+    is_certified: bool = False
 
     def __post_init__(self) -> None:
         one_of(self.combine, ("bf16", "fp8"), "combine")

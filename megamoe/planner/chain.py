@@ -251,6 +251,7 @@ def source_pass(call: CallSpec) -> Pass:
         place = Place(
             block_m=128, chunk=tables.CHUNK, look=tables.LOOK, is_counted=True, max_experts=most,
             max_ctas=0, is_dynamic=False, num_warps=tables.PLACE_WARPS[False],
+            row_align=tables.ROW_ALIGN,
         )  # fmt: skip
         found.append(Launch("place", "_place_kernel", (chunks + 1,), place, "own slots, by expert"))
     config = Exchange(

@@ -513,6 +513,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
             max_ctas=next_power_of_2(num_sms) if has_items else 0,
             is_dynamic=isinstance(tile, Gemm) and tile.schedule == "dynamic",
             num_warps=tables.PLACE_WARPS[sizes.num_shared > 0],
+            row_align=tables.ROW_ALIGN,
         )
         waves = sum(waves_of(sizes, tile, num_sms)) if has_items else 0
         what = "counts of chunks are known" if is_counted else "every program counts for itself"
@@ -526,6 +527,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
         max_slots=next_power_of_2(slots, 16) if is_small else 16,
         max_experts=max_experts,
         max_top_k=next_power_of_2(sizes.top_k),
+        row_align=tables.ROW_ALIGN,
     )
     width = align_up(sizes.hidden, tables.WIDTH)
     grid = (sizes.num_tokens, ceil_div(width, cols))

@@ -125,6 +125,38 @@ class Gemm:
         return f"gemm {self.block_m}x256x128, {self.num_stages} stages{how}"
 
 
+@dataclass(frozen=True, slots=True)
+class GemmTmem:
+    """Blackwell's grouped GEMM: weights are the MMA's M, tokens its N, sums in tensor memory."""
+
+    block_m: int  # tokens of a tile
+    block_k: int
+    num_stages: int
+    num_sums: int  # tiles, or promoted K blocks, whose sums stand in tensor memory
+    chunk: int  # tokens that the epilogue has in registers
+    num_warps: int = NUM_WARPS  # of the epilogue
+    group_m: int = 1  # token tiles that share each tile of weights
+    load_regs: int = 40
+    block_rows: int = 128  # weight rows of one MMA; a tile has two
+
+    @property
+    def block_n(self) -> int:
+        """Weight rows of a tile."""
+        return 2 * self.block_rows
+
+    def constants(self) -> Constants:
+        """Of `gemm_tmem_kernel`."""
+        return {
+            "TOKENS": self.block_m, "BLOCK_K": self.block_k, "STAGES": self.num_stages,
+            "SUMS": self.num_sums, "CHUNK": self.chunk, "SPAN": self.group_m,
+            "LOAD_REGS": self.load_regs, "NUM_WARPS": self.num_warps, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        size = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums"
+
+
 Tile = GemmSwapAb | Gemm
 
 
@@ -171,11 +203,13 @@ class Permute:
     max_slots: int
     max_experts: int
     max_top_k: int
+    row_align: int  # rows of the pool at which an expert begins
 
     def constants(self) -> Constants:
         """Of `_pool_kernel`."""
         return {
-            "IS_SMALL": self.is_small, "BLOCK": self.block_m, "COLS": self.cols,
+            "IS_SMALL": self.is_small, "BLOCK": self.block_m, "ALIGN": self.row_align,
+            "COLS": self.cols,
             "SLOTS": self.max_slots, "E": self.max_experts, "K_SLOTS": self.max_top_k,
             "num_warps": self.num_warps,
         }  # fmt: skip
@@ -196,11 +230,13 @@ class Place:
     max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
     is_dynamic: bool
     num_warps: int
+    row_align: int  # rows of the pool at which an expert begins
 
     def constants(self) -> Constants:
         """Of Hopper's `_place_kernel`."""
         return {
-            "BLOCK": self.block_m, "CHUNK": self.chunk, "AT_ONCE": self.look,
+            "BLOCK": self.block_m, "ALIGN": self.row_align, "CHUNK": self.chunk,
+            "AT_ONCE": self.look,
             "IS_COUNTED": self.is_counted, "E": self.max_experts, "CTAS": self.max_ctas,
             "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
         }  # fmt: skip

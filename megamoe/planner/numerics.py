@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megamoe.errors import NotAvailable, require
 from megamoe.formats.spec import recipe_named
 
 
@@ -18,7 +19,8 @@ class Numerics:
     promotion  columns of K after which a sum takes its scales and is added in FP32; 0: the MMA
                adds over all of K
     acts       how activations lie in memory: "plain" BF16; "values": BF16 that holds quantised
-               values exactly; "scaled": BF16 elements, their scales apart; "codes": as the format
+               values exactly; "scaled": BF16 elements, their scales apart; "codes": as the format;
+               "placed": as the format, scales where the MMA copies them from
     """
 
     mma: str
@@ -44,6 +46,14 @@ TABLE: dict[tuple[str, str], Numerics] = {
     ("portable", "w4a8_block"): Numerics("bf16", 128, "scaled", "BF16 holds both elements exactly; activation scales per 128 of K"),
     ("portable", "w4a4"):       Numerics("bf16", 0,   "values", "BF16 holds both operands exactly"),
     ("portable", "nvfp4"):      Numerics("bf16", 0,   "values", "BF16 holds both operands exactly"),
+    ("portable", "nvfp4a16"):   Numerics("bf16", 0,   "plain",  "FP4 times its scale is exact in BF16; the factor multiplies sums"),
+    ("blackwell", "bf16"):       Numerics("bf16", 0,   "plain",  "BF16 operands"),
+    ("blackwell", "w8a8"):       Numerics("fp8",  128, "codes",  "FP8 operands, one scale per 128 of K"),
+    ("blackwell", "w4a16"):      Numerics("bf16", 0,   "plain",  "FP4 times its scale is exact in BF16, decoded to tensor memory"),
+    ("blackwell", "w4a8"):       Numerics("fp8",  0,   "placed", "kind::mxf8f6f4 takes codes and scales"),
+    ("blackwell", "w4a8_block"): Numerics("fp8",  128, "codes",  "kind::mxf8f6f4 takes FP4 and its scales; one activation scale per 128 of K"),
+    ("blackwell", "w4a4"):       Numerics("fp4",  0,   "placed", "kind::mxf4 takes codes and scales"),
+    ("blackwell", "nvfp4"):      Numerics("fp4",  0,   "placed", "kind::mxf4nvf4 takes codes and scales"),
     ("native",   "w4a8"):       Numerics("fp8",  0,   "codes",  "block-scaled MMA takes codes and scales"),
     ("native",   "w4a4"):       Numerics("fp4",  0,   "codes",  "block-scaled MMA takes codes and scales"),
     ("native",   "nvfp4"):      Numerics("fp4",  0,   "codes",  "block-scaled MMA takes codes and scales"),
@@ -52,6 +62,12 @@ WIDE_RANGE = Numerics("bf16", 128, "scaled", "a weight scale that E4M3 cannot ta
 UPCAST = Numerics("bf16", 128, "codes", "no FP8 tensor cores before sm_89: E4M3 multiplied as BF16, exact")
 ORACLE = Numerics("float64", 0, "codes", "float64 sums of exactly quantised operands")
 # fmt: on
+HOPPER_RECIPES = tuple(recipe for backend, recipe in TABLE if backend == "hopper")
+
+
+def not_on_hopper(recipe: str) -> str:
+    """Why Hopper's kernels do not compute a recipe; "" where they do."""
+    return "" if recipe in HOPPER_RECIPES else f"no kernel for recipe {recipe}"
 
 
 def numerics(
@@ -69,6 +85,13 @@ def numerics(
         return TABLE["native", recipe]
     if backend == "portable" and recipe == "w8a8" and arch in ("sm_80", "sm_86", "sm_87"):
         return UPCAST
+    require(
+        (backend, recipe) in TABLE,
+        f"backend {backend} must have kernels for the recipe",
+        got=recipe,
+        fix='use backend="portable", which has all of them',
+        kind=NotAvailable,
+    )
     return TABLE[backend, recipe]
 
 

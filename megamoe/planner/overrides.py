@@ -11,7 +11,7 @@ from megamoe.planner.choice import Value
 # fmt: off
 # name -> (type, meaning). Tile overrides hold for L1 and L2 of the routed experts.
 OVERRIDES: dict[str, tuple[type, str]] = {
-    "backend":      (str, "auto, hopper, portable or reference"),
+    "backend":      (str, "auto, hopper, blackwell, portable or reference"),
     "mode":         (str, "auto, staged, fused or, over ranks, chain"),
     "reserve_sms":  (int, "SMs that fused launches leave to others"),
     "pool_rows":    (int, "fused, chain: rows of the pool; a call with more runs in waves, passes"),

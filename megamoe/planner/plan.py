@@ -17,21 +17,35 @@ from megamoe.hardware import Hardware
 from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import chain, hopper, portable
+from megamoe.planner import blackwell, chain, hopper, portable
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
-from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, PortableGemm, Tile
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.launches import (
+    Gemm,
+    GemmSwapAb,
+    GemmTmem,
+    Launch,
+    Mega,
+    Pass,
+    PortableGemm,
+    Tile,
+)
+from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import COUNTERS, WIDTH
 from megamoe.problem import Problem
 
-BACKENDS = ("hopper", "portable", "reference")  # best first
+BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
+# Never yet run on hardware by us: `auto` takes one only where the machine has a certificate.
+OPT_IN = ("blackwell",)
+NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
     "hopper": ("staged", "fused", "chain"),
+    "blackwell": ("staged",),
     "portable": ("staged",),
     "reference": ("staged", "fused", "chain"),
 }
@@ -99,7 +113,7 @@ class Plan:
         return found
 
     @property
-    def tile(self) -> Tile | PortableGemm | None:
+    def tile(self) -> Tile | GemmTmem | PortableGemm | None:
         """The tile of the routed experts' L1; None where nothing is launched."""
         if self.mega is not None:
             assert isinstance(self.mega.config, Mega)
@@ -107,7 +121,7 @@ class Plan:
         if self.routed is None:
             return None
         config = self.routed["l1"].config
-        assert isinstance(config, GemmSwapAb | Gemm | PortableGemm)
+        assert isinstance(config, GemmSwapAb | Gemm | GemmTmem | PortableGemm)
         return config
 
     @property
@@ -133,7 +147,9 @@ class Plan:
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """The sum of a CTA of Hopper's GEMMs; Triton's compiler lays out portable's."""
+        """The sum of a CTA of Gluon's GEMMs; Triton's compiler lays out portable's."""
+        if isinstance(self.tile, GemmTmem):
+            return blackwell.shared_memory(self.problem.recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):
             return hopper.shared_memory(self.call, self.tile)
         return None
@@ -171,6 +187,9 @@ class Plan:
             found.append(Choice("l2", str(tile), self.routed["l2"].why))
             num = len(self.passes) - 1
             found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
+        if isinstance(tile, GemmTmem):
+            columns = blackwell.tmem_columns(self.problem.recipe, tile)
+            found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
             Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in found
@@ -181,6 +200,8 @@ class Plan:
         best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
+        if best in OPT_IN and not self.call.is_certified and "backend" not in dict(self.overrides):
+            return f"{best} is opt-in: {NO_CERTIFICATE}"
         return (
             f"{self.hardware.label} is {self.hardware.arch}"
             if self.backend == best
@@ -225,12 +246,17 @@ class Plan:
 
 
 def choose_backend(
-    asked: str, mode: str, reasons: Mapping[str, str], not_hopper: str = ""
+    asked: str,
+    mode: str,
+    reasons: Mapping[str, str],
+    not_hopper: str = "",
+    not_certified: str = NO_CERTIFICATE,
 ) -> tuple[str, str]:
     """(backend, why `auto` passed over a better one).
 
-    reasons     by name, best first: why a backend cannot run here; "" where it can
-    not_hopper  why the Hopper kernels cannot hold the weights exactly
+    reasons        by name, best first: why a backend cannot run here; "" where it can
+    not_hopper     why the Hopper kernels cannot hold the weights exactly
+    not_certified  why `auto` may not take a backend of OPT_IN here; "": it may
     """
     one_of(asked, ("auto", *reasons), "backend")
     one_of(mode, MODES, "mode")
@@ -256,6 +282,9 @@ def choose_backend(
         name = working[0]
         if name == "hopper" and not_hopper:
             name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+        elif name in OPT_IN and not_certified:
+            passed = f"{name} is opt-in: {not_certified}"
+            name = next(one for one in working if one not in OPT_IN)
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(
@@ -272,6 +301,7 @@ def reasons_on(arch: str) -> dict[str, str]:
     is_gpu = arch.startswith("sm_")
     return {
         "hopper": "" if arch == "sm_90a" else f"needs sm_90a, this is {arch}",
+        "blackwell": "" if arch.startswith("sm_10") else f"needs sm_100a, this is {arch}",
         "portable": "" if is_gpu else "needs a GPU; on a CPU only Triton's interpreter runs it",
         "reference": "",
     }
@@ -304,7 +334,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
-    backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper)
+    not_hopper = call.not_hopper or not_on_hopper(call.problem.recipe)
+    if call.shared is not None:
+        not_hopper = not_hopper or not_on_hopper(call.shared.recipe)
+    not_certified = "" if call.is_certified else NO_CERTIFICATE
+    backend, passed = choose_backend(asked, wanted, reasons, not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why
@@ -324,6 +358,9 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     elif backend == "hopper":
         passes = hopper.staged_passes(call, hw.num_sms, given)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
+    elif backend == "blackwell":
+        passes = blackwell.staged_passes(call, hw.num_sms, given)
+        rest = tuple(hopper.finish(call, call.problem.num_tokens))
     else:
         passes = portable.staged_passes(call, hw.arch, given)
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
@@ -335,6 +372,8 @@ def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: 
     """Staged over a group: the launches of the rows that a rank received."""
     if backend == "hopper":
         return hopper.rows_pass(call, num_rows, hw.num_sms, dict(given))
+    if backend == "blackwell":
+        return blackwell.rows_pass(call, num_rows, hw.num_sms, dict(given))
     return portable.rows_pass(call, num_rows, hw.arch, dict(given))
 
 
@@ -342,6 +381,8 @@ def shared_plan(made: Plan) -> Pass:
     """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
     if made.backend == "hopper":
         return hopper.shared_pass(made.call, made.hardware.num_sms)
+    if made.backend == "blackwell":
+        return blackwell.shared_pass(made.call, made.hardware.num_sms)
     return portable.shared_pass(made.call, made.hardware.arch)
 
 
@@ -353,16 +394,16 @@ def _over_group(
     rows = p.num_tokens * p.top_k
     found = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
     rest: list[Launch] = []
-    if backend == "hopper" and call.combine == "fp8":
+    if backend in ("hopper", "blackwell") and call.combine == "fp8":
         kind = "codes-fp8_combine"
         rest.append(portable.quantize_rows("rows_to_fp8", rows, p.hidden, kind))
     if call.shared is not None:
-        one = (
-            hopper.shared_pass(call, hw.num_sms)
-            if backend == "hopper"
-            else portable.shared_pass(call, hw.arch)
-        )
-        rest += one.launches
+        if backend == "hopper":
+            rest += hopper.shared_pass(call, hw.num_sms).launches
+        elif backend == "blackwell":
+            rest += blackwell.shared_pass(call, hw.num_sms).launches
+        else:
+            rest += portable.shared_pass(call, hw.arch).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
     return tuple(found), tuple(rest)
 
@@ -373,6 +414,8 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
         return "staged", "portable launches phase by phase"
+    if backend == "blackwell":
+        return "staged", "no fused launch on Blackwell yet"
     return hopper.mode_of(call, given, wanted)
 
 
@@ -386,12 +429,10 @@ def _buffers(made: Plan) -> list[Buffer]:
     """What a rank holds: weights, and the memory of one call."""
     call, p = made.call, made.problem
     local = p.num_experts // p.num_ranks * call.local_ranks
-    weights = local * weight_bytes(p)
-    found = [Buffer("experts", weights, "weights", f"{local} routed experts as the checkpoint has")]
-    is_fp4 = recipe_named(p.recipe).weights.element.bits == 4
-    if made.backend == "hopper" and is_fp4:
-        about = "the same in the order that wgmma wants, beside the checkpoint's bytes"
-        found.append(Buffer("images", weights, "weights", about))
+    each, about = weight_bytes(p), "as the checkpoint has them"
+    if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
+        each, about = _image_bytes(call), "as images, and in no other form"
+    found = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
     if made.mega is not None:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
@@ -416,18 +457,32 @@ def _buffers(made: Plan) -> list[Buffer]:
         rows = one.num_slots
         if made.backend == "hopper":
             rows = hopper.num_rows(one.num_slots, one.num_experts)
+        elif isinstance(made.tile, GemmTmem):
+            rows = blackwell.num_rows(one.num_slots, one.num_experts, made.tile.block_m)
         found += _pools(made, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     return found
 
 
+def _image_bytes(call: CallSpec) -> int:
+    """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
+    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
+    hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
+    values = 3 * hidden * wide
+    if fmt.has_global:
+        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
+    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
+        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
+    return int(values * fmt.bits_per_value / 8)
+
+
 def _pools(made: Plan, rows: int) -> list[Buffer]:
     """Tokens sorted by expert, and activations between the linears."""
     p, how = made.problem, made.numerics
-    fmt = recipe_named(p.recipe).acts if how.acts == "codes" else BF16
+    fmt = recipe_named(p.recipe).acts if how.acts in ("codes", "placed") else BF16
     widths = (("tokens", p.hidden), ("activations", p.intermediate))
-    wide = WIDTH if made.backend == "hopper" else 1
+    wide = {"hopper": WIDTH, "blackwell": BLACKWELL_WIDTH}.get(made.backend, 1)
     return [
         Buffer(name, rows * stored_bytes(align_up(width, wide), fmt), "local", f"{rows} rows")
         for name, width in widths

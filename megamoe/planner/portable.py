@@ -235,5 +235,5 @@ def rows_pass(call: CallSpec, num_rows: int, arch: str, given: Mapping[str, Valu
     p = call.problem
     how = numerics("portable", p.recipe, arch=arch)
     sizes = (num_rows, 1, p.num_local_experts, p.hidden, p.intermediate)
-    is_plain = p.recipe in ("bf16", "w4a16")
+    is_plain = p.recipe in ("bf16", "w4a16", "nvfp4a16")
     return staged_pass(p.recipe, how, sizes, given, "routed", quantizes=is_plain, has_routing=False)

@@ -2,7 +2,8 @@
 
 Five of them are fitted (`fit.py`), on the five flash-ep8 cells of one peer alone: one H200,
 2026-11-15, staged FP8 grouped GEMM peer. One is set on this library's own launches. The others are
-figures of the hardware or of single experiments, and are never tuned to a total.
+figures of the hardware or of single experiments, and are never tuned to a total. BLACKWELL has rows
+of its own: nothing was measured there by us.
 """
 
 from __future__ import annotations
@@ -41,9 +42,40 @@ TABLE: dict[str, Constant] = {
     "sync_us":        Constant(1.2,   "us a barrier",      f"{_ONE_LAUNCH}: last block to first row of combine, between the SMs of one rank"),
     "barrier_us":     Constant(4.0,   "us a barrier",      f"{_GUESS}: between ranks over NVLink, a few round trips"),
     "link_us":        Constant(1.5,   "us a pull",         f"{_GUESS}: latency of a row over NVLink"),
+    "pull_gbs":       Constant(19.0,  "GB/s an SM",        "copies by loads and stores from local memory, 18 to 20 on one H200, 2026-11"),
     "window_us":      Constant(3.0,   "us",                "rows asked for ahead of those that have come: twice the latency"),
+    "math_share":     Constant(1.0,   "of reached tensor", "math runs at what a large GEMM reached"),
+    "fp4_share":      Constant(1.0,   "of reached tensor", "the same of FP4 with FP4; fitted for Blackwell alone"),
+    "mma_rows":       Constant(0.0,   "rows a step",       "what a step of the tensor cores takes beside its rows; fitted for Blackwell alone"),
+    "link_share":     Constant(1.0,   "of reached NVLink", "rows cross at what large copies reached"),
+    "block_us":       Constant(0.0,   "us a block",        "what a block's math takes beside its steps; fitted for Blackwell alone"),
+    "split_us":       Constant(0.0,   "us a block",        "the same where L1 and L2 are kernels of their own"),
+    "wide_share":     Constant(1.0,   "of reached HBM",    "where a copy's rows have 128 B or more; set for Blackwell alone"),
 }
 # fmt: on
+# Blackwell, of which nothing was measured here: fitted to times that others published of the
+# reference system on B200 (tests/simulator/published_cells.py marks the cells). What no row names
+# is as above.
+_CELLS = (
+    "simulated against published B200 times: fitted on the marked cells of the reference system"
+)
+# fmt: off
+BLACKWELL: dict[str, Constant] = {
+    "stream_share":   Constant(0.755, "of reached HBM",    f"{_CELLS}: copies whose rows have 64 B, 128 of FP4"),
+    "wide_share":     Constant(0.854, "of reached HBM",    "published: 6.54 TB/s of packed FP4 with rows of 128 B, one B200"),
+    "row_share":      Constant(0.45,  "of reached HBM",    f"{_CELLS}: combine"),
+    "start_us":       Constant(20.4,  "us a call",         f"{_CELLS}: all that does not grow with tokens, beside launch, route and barriers"),
+    "math_share":     Constant(0.88,  "of reached tensor", f"{_CELLS}: FP8 with FP4"),
+    "fp4_share":      Constant(0.5,   "of reached tensor", f"{_CELLS}: FP4 with FP4, the published gain over FP8 at 8192 tokens"),
+    "mma_rows":       Constant(25.9,  "rows a step",       f"{_CELLS}: a narrow tile is not faster in proportion"),
+    "block_us":       Constant(1.25,  "us a block",        f"{_CELLS}: a pipeline that fills, sums that are handed over"),
+    "split_us":       Constant(0.55,  "us a block",        f"{_CELLS}: the same of split kernels"),
+    "epilogue_us":    Constant(4.0,   "us a 128x128 tile", f"{_CELLS}: by valid rows, beside the next block's math"),
+    "link_share":     Constant(0.95,  "of reached NVLink", f"{_CELLS}"),
+    "sm_gbs":         Constant(125.8, "GB/s an SM",        "64 bytes a clock from L2 to an SM at 1.965 GHz, on paper"),
+}
+# fmt: on
+
 # tokens of a tile -> us that math takes for 128 columns of 256 weight rows, FP4, on H200: up to 32
 # tokens by a launch that only computes, above such that whole layers come out: pro at 512 tokens,
 # flash at 2048 (benchmarks/h200/hopper-layer.txt). 256 tokens as two tiles of 128.
@@ -52,7 +84,9 @@ MATH_US = {8: 0.33, 16: 0.38, 32: 0.43, 64: 0.62, 128: 0.94, 256: 1.88}
 # recipe -> bits of a weight, scale included, as launches read it where that is not the checkpoint's.
 HELD_BITS = {"w4a8_block": 4.125}  # two exponents share a byte
 
-_SHARES = ("stream_share", "own_share", "row_share")
+_SHARES = (
+    "stream_share", "own_share", "row_share", "wide_share", "math_share", "fp4_share", "link_share",
+)  # fmt: skip
 FITTED = ("stream_share", "row_share", "start_us", "gap_us", "epilogue_us")
 
 
@@ -72,10 +106,18 @@ class Constants:
     sync_us: float
     barrier_us: float
     link_us: float
+    pull_gbs: float
     window_us: float
+    math_share: float
+    fp4_share: float
+    mma_rows: float
+    link_share: float
+    block_us: float
+    split_us: float
+    wide_share: float
 
     def __post_init__(self) -> None:
-        for name in (*_SHARES, "sm_gbs", "l2_share"):
+        for name in (*_SHARES, "sm_gbs", "l2_share", "pull_gbs"):
             value = getattr(self, name)
             require(value > 0, f"{name} must be positive", got=value, kind=RangeError)
         for field in fields(self):
@@ -92,3 +134,9 @@ class Constants:
 
 
 DEFAULT = Constants.of(TABLE)
+B200 = Constants.of({**TABLE, **BLACKWELL})
+
+
+def constants_for(backend: str) -> Constants:
+    """The constants of a schedule's backend: Blackwell's launches have their own."""
+    return B200 if backend == "blackwell" else DEFAULT

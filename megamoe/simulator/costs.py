@@ -14,6 +14,7 @@ from megamoe.simulator.traffic import RowBytes
 STEP = 128  # of K: the step in which weight decoding was measured
 MATH_ROWS = 256  # weight rows of the tiles in MATH_US
 TILE = 128 * 128  # outputs of the tile that `epilogue_us` was fitted on
+WIDE = 128  # bytes of a copy's row from which HBM is read at `wide_share`
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +28,12 @@ class BlockCost:
     math_us: tuple[float, ...]  # by rows computed / row_step
     row_step: int
     epilogue_us: float
+    epilogue_row_us: float  # more of it for each valid row
     lead_us: float  # how far a full ring of stages lets loads run ahead
+
+    def epilogue(self, rows: int) -> float:
+        """Time of a block's epilogue: of the tile, or of its valid rows."""
+        return self.epilogue_us + self.epilogue_row_us * rows
 
     def math(self, rows: int) -> float:
         """Tensor time of a block with `rows` valid rows."""
@@ -47,6 +53,7 @@ class Costs:
     port: float  # us a byte from L2 into one SM
     link: float  # us a byte in one direction of one rank
     is_overlapped: bool  # the epilogue runs in warps of its own, beside the next block's math
+    block_us: float = 0.0  # of a block's math beside its steps
 
     def of(self, phase: str) -> BlockCost:
         """The linear of a phase."""
@@ -57,8 +64,7 @@ def costs(how: Schedule, constants: Constants, experts: Experts | None = None) -
     """The costs of a schedule, of its routed experts or of others."""
     hw, of = how.hardware, experts or how.experts
     reached = hw.hbm_gbs.reached.value * 1e3  # bytes a us
-    share = constants.own_share if how.is_own_stream else constants.stream_share
-    hbm = 1.0 / (reached * share)
+    hbm = 1.0 / (reached * _stream_share(how, constants))
     rows = RowBytes.of(how)
     return Costs(
         l1=_block(how, of, constants, L1, rows, hbm),
@@ -68,9 +74,17 @@ def costs(how: Schedule, constants: Constants, experts: Experts | None = None) -
         hbm=hbm,
         move=1.0 / (reached * constants.row_share),
         port=1.0 / (constants.sm_gbs * 1e3),
-        link=1.0 / (hw.nvlink_gbs.reached.value * 1e3),
+        link=1.0 / (hw.nvlink_gbs.reached.value * constants.link_share * 1e3),
         is_overlapped=how.has_epilogue_warps,
+        block_us=constants.split_us if how.mode == "split" else constants.block_us,
     )
+
+
+def _stream_share(how: Schedule, constants: Constants) -> float:
+    """Of HBM, by who reads weights and how long the rows of a copy are."""
+    if how.is_own_stream:
+        return constants.own_share
+    return constants.wide_share if how.copy_bytes >= WIDE else constants.stream_share
 
 
 def _block(
@@ -96,14 +110,19 @@ def _block(
         again=max(0.0, 1.0 - room / (width * depth * bits / 8)),
         row_in_bytes=row_in,
         row_out_bytes=row_out,
-        math_us=tuple(_math_us(how, of, tile.block_n, m, depth) for m in computed),
+        math_us=tuple(
+            _math_us(how, of, tile.block_n, m + constants.mma_rows * (m > 0), depth)
+            / (constants.fp4_share if of.mma == "fp4" else constants.math_share)
+            for m in computed
+        ),
         row_step=row_step,
-        epilogue_us=constants.epilogue_us * max(1.0, size),
+        epilogue_us=0.0 if how.has_epilogue_warps else constants.epilogue_us * max(1.0, size),
+        epilogue_row_us=constants.epilogue_us * size / tile.block_m * how.has_epilogue_warps,
         lead_us=tile.ring_bytes * hbm * how.num_sms,
     )
 
 
-def _math_us(how: Schedule, of: Experts, block_n: int, rows: int, depth: int) -> float:
+def _math_us(how: Schedule, of: Experts, block_n: int, rows: float, depth: int) -> float:
     """All steps of a block: the tensor rate, or Hopper's FP4 decoding where that is slower."""
     hw = how.hardware
     per_sm = hw.tensor(of.mma).reached.value * 1e6 / hw.num_sms  # FLOP a us

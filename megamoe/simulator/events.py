@@ -50,6 +50,7 @@ class Rank:
     hbm_us: float = 0.0
     in_us: float = 0.0
     out_us: float = 0.0
+    pull_us: float = 0.0  # until when the SMs that pull are busy
     end_us: float = 0.0
     next_pull: int = 0
     blocked_on: int = -1  # tile of tokens whose room the next pull needs
@@ -86,10 +87,14 @@ class Machine:
         *,
         pools_at_once: bool = False,
         is_staged: bool = False,
+        late_sms: int = 0,
+        pull_byte_us: float = 0.0,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.ranks, self.costs, self.constants = ranks, costs, constants
         self.pools_at_once, self.is_staged, self.progress = pools_at_once, is_staged, progress
+        self.late_sms = late_sms  # the last ones of each rank: they pull first, then draw blocks
+        self.pull_byte_us = pull_byte_us  # of the SMs that pull, local rows too
         self._num_run = 0
         self.spans: list[Span] = []
         self._heap: list[tuple[float, int, int, int, int, Block | None, float]] = []
@@ -114,7 +119,8 @@ class Machine:
         for rank in self.ranks.values():
             if pulls_us is not None and rank.pulls:
                 self._push(pulls_us, _PULL, rank.idx)
-            for sm in range(len(rank.queue_of)):
+            late = self.late_sms if rank.pulls else 0
+            for sm in range(len(rank.queue_of) - late):
                 self._push(start_us, _FREE, rank.idx, sm)
         heap, ranks = self._heap, self.ranks
         while heap:
@@ -127,7 +133,7 @@ class Machine:
                 self._run(rank, sm, block, start)
             else:
                 if block is not None:
-                    self._scatter(rank, block, now)
+                    self._scatter(rank, sm, block, now)
                 drawn = rank.draw(sm)
                 if drawn is not None:
                     self._begin(rank, sm, drawn, now)
@@ -192,10 +198,10 @@ class Machine:
         loaded = rank.through_hbm(asked, moved, costs.hbm)
         loaded = max(loaded, asked + (weights + rows * cost.row_in_bytes) * costs.port)
         rank.loads_us[sm] = loaded
-        done = max(start + cost.math(rows), loaded)
-        free = end = done + cost.epilogue_us
+        done = max(start + cost.math(rows) + costs.block_us, loaded)
+        free = end = done + cost.epilogue(rows)
         if costs.is_overlapped:
-            end = max(done, rank.stores_us[sm]) + cost.epilogue_us
+            end = max(done, rank.stores_us[sm]) + cost.epilogue(rows)
             free = max(done, rank.stores_us[sm])
             rank.stores_us[sm] = end
         self.spans.append(Span(rank.idx, sm, "math", start, free, phase, wave, expert, m, n))
@@ -245,7 +251,14 @@ class Machine:
             following = max(rank.in_us, drained - self.constants.window_us)
         else:
             following = came
+        if self.pull_byte_us:
+            rank.pull_us = max(rank.pull_us, now) + block.rows * size * self.pull_byte_us
+            came, following = max(came, rank.pull_us), max(following, rank.pull_us)
         self._arrive(rank, pool, came)
+        if rank.next_pull == len(rank.pulls):
+            total = len(rank.queue_of)
+            for sm in range(total - self.late_sms, total):
+                self._push(came, _FREE, rank.idx, sm)
         self._push(following, _PULL, rank.idx)
 
     def _arrive(self, rank: Rank, pool: int, at_us: float) -> None:
@@ -261,8 +274,12 @@ class Machine:
         for one in arrived:
             self._wake(rank, one, L1)
 
-    def _scatter(self, rank: Rank, block: Block, now: float) -> None:
-        """Send a finished L2 block home: a piece of every row, to the rank each came from."""
+    def _scatter(self, rank: Rank, sm: int, block: Block, now: float) -> None:
+        """Send a finished L2 block home: a piece of every row, to the rank each came from.
+
+        An SM holds one tile of results on their way: where epilogues have warps of their own, the
+        next one begins when the links have taken this one. So no queue grows without bound.
+        """
         if block.phase == L1:
             return
         costs = self.costs
@@ -287,6 +304,8 @@ class Machine:
                 last = max(last, peer.in_us)
                 peer.through_hbm(now, num_bytes, costs.hbm)
         rank.moved.setdefault("scatter", []).append((began, last, block.wave))
+        if costs.is_overlapped:
+            rank.stores_us[sm] = max(rank.stores_us[sm], last)
         self.results_us = max(self.results_us, last + self.constants.link_us)
 
     def _lanes(self) -> None:

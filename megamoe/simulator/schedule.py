@@ -147,7 +147,9 @@ class Schedule:
     steps: tuple[Step, ...] = ()  # staged
     shared: Experts | None = None  # in launches of their own
     num_joined: int = 0  # shared experts that are the last ones of `experts`
-    num_passes: int = 1  # fused launches of a call, each with its part of the tokens
+    num_passes: int = 1  # fused launches of a call, or passes of a chain, each with its part
+    pull_sms: int = 0  # chain: SMs that pull rows before they compute
+    l2_follows: bool = False  # chain: L2 follows L1 tile by tile
     deal: str = "ticket"  # or "static": block i is for SM i mod num_sms
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
     is_own_stream: bool = False  # HBM is read as by this library's launches on Hopper
@@ -157,8 +159,8 @@ class Schedule:
     peels: bool = False  # rows of an expert come from the ranks in turn, not rank after rank
     mma_rows: int | None = None  # rows that the tensor cores compute at once; None: the tile
     has_epilogue_warps: bool = False  # epilogues run beside the next block's math
+    copy_bytes: int = 0  # Blackwell: contiguous bytes of a weight row in one stage
     study: str = ""  # name of the study, where this is no launch of this library
-    launches: tuple[int, int] = (0, 0)  # chain: before the tokens are pulled, and after L2
 
     @property
     def name(self) -> str:
@@ -195,9 +197,8 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
-        if plan.mode == "chain":
-            return _chain(plan)
-        return _fused(plan) if plan.mode == "fused" else _staged(plan)
+        made = {"fused": _fused, "chain": _chain}.get(plan.mode, _staged)
+        return made(plan)
 
 
 def fused_schedule(
@@ -323,26 +324,41 @@ def _staged(plan: Plan) -> Schedule:
 
 
 def _chain(plan: Plan) -> Schedule:
-    """Tokens come and rows go under the GEMMs, tile by tile, as in a fused launch."""
-    assert plan.routed is not None
-    tile = plan.tile
-    is_drawn = isinstance(tile, Gemm) and tile.schedule == "dynamic"
-    before = len(plan.passes[0].launches) + 1
-    shared = _shared_pass(plan)
+    """Exchange, then pull, L1 and L2 as launches that follow tiles."""
+    _, *owner = plan.passes
+    shared, tile = _shared_pass(plan), owner[0]["l1"].config
+    assert isinstance(tile, GemmSwapAb | Gemm)
     return Schedule(
         problem=plan.problem,
         hardware=plan.hardware,
         backend=plan.backend,
         mode="chain",
         combine="bf16",  # FP8 rows are made at home
-        experts=_experts(plan, plan.routed),
-        num_sms=plan.routed["l1"].num_ctas,
+        experts=_experts(plan, owner[0]),
+        num_sms=owner[0]["l2"].num_ctas,
         order=Phases(),
+        steps=tuple(_chain_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
-        deal="ticket" if is_drawn else "static",
+        num_passes=len(owner),
         is_own_stream=True,
-        launches=(before, len(plan.rest) - 1),
+        pull_sms=owner[0]["pull"].num_ctas,
+        l2_follows=not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
     )
+
+
+def _chain_steps(plan: Plan) -> Iterator[Step]:
+    source, *owner = plan.passes
+    for one in source.launches:
+        known = one.name == "exchange"
+        yield Step("exchange", "exchange") if known else _step(plan, one, is_shared=False)
+    for _ in owner:
+        yield Step("rows", "index", sorts=True)
+        yield Step("pull, l1, l2", "chain")
+    for one in plan.rest:
+        if one.name == "finish":
+            yield Step("rows home", "finish")
+        else:
+            yield _step(plan, one, is_shared=one.name != "combine")
 
 
 def _shared_pass(plan: Plan) -> Pass | None:

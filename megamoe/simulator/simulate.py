@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from megamoe.errors import CapacityError, require
 from megamoe.planner.plan import Plan
-from megamoe.simulator.constants import DEFAULT, Constants
+from megamoe.simulator.chain import parts, run_chain
+from megamoe.simulator.constants import Constants, constants_for
 from megamoe.simulator.costs import costs
 from megamoe.simulator.events import Machine
 from megamoe.simulator.prediction import Prediction, Usage
@@ -33,16 +34,18 @@ def simulate(
     *,
     skew: str = "uniform",
     seed: int = 0,
-    constants: Constants = DEFAULT,
+    constants: Constants | None = None,
     progress: Progress | None = None,
 ) -> Prediction:
     """Predict one call: the launches of a plan, or a schedule of its own.
 
     counts    rows that rank r sends to expert e, counts[r][e], measured or made up; without them
               they are sampled with `skew` and `seed` (`sample.SKEWS`)
+    constants  of the model; None: those of the backend
     progress  called with the blocks that were played and their number
     """
     how = plan if isinstance(plan, Schedule) else Schedule.of_plan(plan)
+    constants = constants_for(how.backend) if constants is None else constants
     if counts is None:
         if skew != "masked":  # before sampling, which takes its time too
             _check_size(how, _least_blocks(how))
@@ -51,6 +54,8 @@ def simulate(
     report = _reporter(_check_size(how, _num_blocks(how, given)), progress)
     if how.mode == "staged":
         stages = run_staged(how, given, constants, report)
+    elif how.mode == "chain":
+        stages = run_chain(how, given, constants, report)
     else:
         stages = _run_fused(how, given, constants, report)
     return _prediction(how, given, stages)
@@ -94,19 +99,11 @@ def _reporter(total: int, progress: Progress | None) -> Report:
     return report
 
 
-def _parts(counts: Counts, num: int) -> list[Counts]:
-    """Counts of each of `num` launches that share the tokens evenly."""
-    return [
-        tuple(tuple(c * (i + 1) // num - c * i // num for c in row) for row in counts)
-        for i in range(num)
-    ]
-
-
 def _run_fused(how: Schedule, counts: Counts, constants: Constants, progress: Report) -> Stages:
     """The fused launches of a call one after the other, or split's two side by side."""
     stages = Stages(how.num_sms, how.problem.num_ranks, [])
     now = 0.0
-    for number, part in enumerate(_parts(counts, how.num_passes)):
+    for number, part in enumerate(parts(counts, how.num_passes)):
         if number:
             stages.everywhere("launch", now, now + constants.gap_us, "launch")
             stages.steps.append(("gaps", constants.gap_us))
@@ -131,9 +128,6 @@ def _launch(
         start += how.hardware.launch_us.value + constants.start_us
     routed = start + constants.route_us + (0.0 if is_alone else constants.barrier_us)
     work = costs(how, constants)
-    if how.mode == "chain":  # launches before, of which one quantises the rank's own tokens
-        size = how.problem.num_tokens * (2 * how.problem.hidden + work.rows.tokens)
-        routed += how.launches[0] * constants.gap_us + size * work.move
     ranks = [rank_of(how, how.experts, counts, rank) for rank in range(how.problem.num_ranks)]
     machine = Machine(
         dict(enumerate(ranks)),
@@ -156,10 +150,9 @@ def _launch(
         stages.on_rank(rank.idx, "wait", max(rank.end_us, routed), computed, "ranks")
     stages.everywhere("wait", computed, home, "results")
     stages.everywhere("wait", home, met, "barrier")
-    num_gaps = {"split": 1, "chain": how.launches[1]}.get(how.mode, 0)
-    if num_gaps:
-        stages.everywhere("launch", met, met + num_gaps * constants.gap_us, "launch")
-        met += num_gaps * constants.gap_us
+    if how.mode == "split":
+        stages.everywhere("launch", met, met + constants.gap_us, "launch")
+        met += constants.gap_us
     end = stages.combine(how, counts, work, met)
     stages.steps += [
         ("launch", start - from_us),

@@ -70,7 +70,7 @@ def run_staged(
     start = how.hardware.launch_us.value + constants.start_us
     stages.everywhere("launch", 0.0, start, "launch")
     stages.steps.append(("launch", start))
-    call = _Call.of(how, counts, constants, stages, progress)
+    call = StagedCall.of(how, counts, constants, stages, progress)
     now = [start] * num_ranks
     is_launched = True  # the call's launch is the first one's
     for step in how.steps:
@@ -92,7 +92,7 @@ def run_staged(
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class StagedCall:
     """The launches of one call; times are one per rank, steps those of the slowest."""
 
     how: Schedule
@@ -107,9 +107,9 @@ class _Call:
     @staticmethod
     def of(
         how: Schedule, counts: Counts, constants: Constants, stages: Stages, progress: Report
-    ) -> _Call:
+    ) -> StagedCall:
         """Before its first launch."""
-        return _Call(
+        return StagedCall(
             how=how,
             counts=with_shared(how, counts),
             routed=counts,

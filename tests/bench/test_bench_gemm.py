@@ -18,8 +18,8 @@ from megamoe.errors import RangeError
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.hopper import label, tile_of
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables.hopper import Shape
-from megamoe.problem import RECIPES
 from megamoe.simulator.costs import HELD_BITS
 
 SHAPE = GemmShape("t", 64, 96, (3, 0, 5))

@@ -14,7 +14,7 @@ from megamoe.bench.reading import Reader
 from megamoe.bench.record import ABSENT, OK
 from megamoe.bench.timer import Timer
 from megamoe.errors import MegaMoEError
-from megamoe.problem import RECIPES
+from megamoe.planner.numerics import HOPPER_RECIPES
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -90,7 +90,7 @@ def test_hoppers_grouped_gemm_is_right_in_every_tile(rows):
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs an sm_90 GPU; this is another")
     shape = GemmShape("t", 320, 512, rows)
-    names = [f"hopper-{r}" for r in RECIPES] + ["hopper-w4a8_block@all"]
+    names = [f"hopper-{r}" for r in HOPPER_RECIPES] + ["hopper-w4a8_block@all"]
     report = gemm.measure([shape], names, device="cuda", repeats=3, rounds=1)
     assert {r.contestant: r.note for r in report.rows if r.status != OK} == {}
     assert all(r.ours and r.weight_gbs > 0 and r.read_us > 0 for r in report.rows)

@@ -12,7 +12,7 @@ from megamoe.bench.sweep import sweep, tiles_at
 from megamoe.errors import NotAvailable, RangeError
 from megamoe.planner.hopper import candidates, label, pick
 from megamoe.planner.launches import Gemm
-from megamoe.problem import RECIPES
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 
 CELLS = cells_named(["tiny/8", "tiny/100"])
 QUICK = Settings(recipes=("w8a8",), repeats=2, rounds=1)

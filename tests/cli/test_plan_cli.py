@@ -22,7 +22,7 @@ STUDY = "study: not a launch of this library (deep_gemm)"
     ("args", "words"),
     [
         (("--tokens", "64", "--recipe", "w4a8_block"),
-         ("mode", "one launch, and no host", "mega_kernel", "swap_ab 16x256x256", "images",
+         ("mode", "one launch, and no host", "mega_kernel", "swap_ab 16x256x256", "as images",
           "symmetric", "of 232,448", "set by hbm", "GFLOP", "dispatch")),
         (("--tokens", "512", "--recipe", "w8a8", "--set", "mode=staged"),
          ("staged", "quantize", "place", "permute", "l1", "l2", "combine",

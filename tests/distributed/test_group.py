@@ -11,7 +11,7 @@ from megamoe import reference
 from megamoe.balance.placement import Placement, propose
 from megamoe.distributed.placement import Places, replica_hash
 from megamoe.distributed.wire import Wire
-from megamoe.engine.warm import row_counts
+from megamoe.engine.row_counts import row_counts
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.permute import expert_counts
@@ -174,6 +174,16 @@ def many_calls(rank):
         assert torch.equal(y, reference.moe(x[rank], idx[rank], gates[rank], weights))
         total += reference.received(idx, E, num_ranks)
         assert torch.equal(layer.stats, total[rank])
+    new = experts("w4a8", seed=1)
+    mine = new.for_rank(rank, num_ranks).dequantize()  # rounds to the same bits
+    spoiled = mine[1].masked_fill(torch.tensor(rank == 1), torch.nan)
+    with pytest.raises(mm.MegaMoEError, match="rank 1, step refresh: w2 must be finite"):
+        layer.refresh(mine[0], spoiled)
+    y = layer(x[rank], idx[rank], gates[rank])
+    assert torch.equal(y, reference.moe(x[rank], idx[rank], gates[rank], weights))  # none wrote
+    layer.refresh(*mine)
+    y = layer(x[rank], idx[rank], gates[rank])
+    assert torch.equal(y, reference.moe(x[rank], idx[rank], gates[rank], new))
     return True
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megamoe.problem import RECIPES
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from tests.distributed.hopper_ranks import staged_is_fused_is_one_rank
 from tests.distributed.ranks import launch
 from tests.kernels.support import INTERPRETED

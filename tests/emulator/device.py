@@ -370,7 +370,7 @@ class Descriptor:
         self.nbytes = math.prod(self.block) * self.size
 
     dtype = property(lambda self: self.kind)
-    block_type = property(lambda self: SimpleNamespace(shape=self.block))
+    block_type = property(lambda self: SimpleNamespace(shape=self.block, nbytes=self.nbytes))
 
     def inside(self, at):
         """(bytes from the tensor's start, places in the block) of what lies in the tensor."""

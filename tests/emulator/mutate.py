@@ -117,7 +117,7 @@ def _is_hand_shake(node):
 
 DROPPED = (
     "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared",
-    "gl.thread_barrier", "async_copy.wait_group", "async_copy.commit_group",
+    "gl.thread_barrier", "async_copy.wait_group", "async_copy.commit_group", "tcgen05_commit",
 )  # fmt: skip
 
 
@@ -165,6 +165,21 @@ def _changes(tree):
                         part[i - 1], part[i] = part[i], part[i - 1]
 
                     yield f"{text} before {_text(before)}", at(owner, swap)
+                if _called(statement.value) == "tcgen05_commit":
+
+                    def at_issue(node, field=field, i=i):
+                        call = getattr(node, field)[i].value
+                        call.func = ast.parse("mbarrier.arrive", mode="eval").body
+                        call.keywords = [ast.keyword("count", ast.Constant(1))]
+
+                    yield f"arrives at issue: {text}", at(owner, at_issue)
+
+                    def first(node, field=field, i=i):
+                        part = getattr(node, field)
+                        part.insert(0, part.pop(i))
+
+                    if i:
+                        yield f"{text} first", at(owner, first)
     yield from _expressions(nodes, at)
 
 
@@ -264,6 +279,16 @@ def _weaker(node, at):
                 constant.value = WEAKER[constant.value]
 
             yield f"{part.value} is {WEAKER[part.value]} in {_text(node)}", at(part, weaken)
+
+
+def edited(module, function, old, new):
+    """A mutant by hand: a part of a function's source, as `ast.unparse` writes it, replaced."""
+    made, tree = functions(module.__name__)[function]
+    text = ast.unparse(tree)
+    assert text.count(old) == 1, f"{function} has {old!r} {text.count(old)} times"
+    changed = ast.parse(text.replace(old, new)).body[0]
+    short = short_name(module.__name__)
+    return Mutant(short, function, f"{new!r} for {old!r}", compiled(made, changed))
 
 
 def mutants(modules, texts):

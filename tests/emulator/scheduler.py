@@ -120,11 +120,11 @@ class Role:
 class Operation:
     """Something asynchronous, between its issue and its completion."""
 
-    __slots__ = ("act", "is_done", "name")
+    __slots__ = ("act", "is_arrival", "is_done", "kind", "name")
     is_role = False
 
     def __init__(self, name, act):
-        self.name, self.act, self.is_done = name, act, False
+        self.name, self.act, self.is_done, self.is_arrival = name, act, False, False
 
 
 class Scheduler:
@@ -188,6 +188,9 @@ class Scheduler:
             to.resume(None)
 
     def next_or_main(self):
+        if not self.roles:  # an arrival that nobody waits for comes after the last role
+            for operation in [one for one in self.operations if one.is_arrival]:
+                self.complete(operation)
         return self._next() if self.roles or self.operations else self.main
 
     def finish(self, role):

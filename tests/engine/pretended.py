@@ -40,9 +40,10 @@ class Launches:
         self.log, self.calls, self.report, self.before = [], [], None, lambda call: None
         self.shared = None  # experts of the layer
 
-    def fused(self, tokens, pool, acts, w13, w2, step, how, options, kept, **rest):
+    def fused(self, tokens, pool, acts, experts, step, how, options, kept, **rest):
         self.log.append("fused")
         kept_of = {"tokens": tokens, "pool": pool, "acts": acts, "kept": kept, "step": step}
+        kept_of |= {"num_experts": experts.num, "num_shared": experts.num_shared}
         self.calls.append({**kept_of, **rest})
         self.before(self.calls[-1])
         world = rest["world"]
@@ -60,7 +61,7 @@ class Launches:
             if 0 <= local < world.local:
                 if bad.any():
                     tokens.error[local] = int(bad.flatten().nonzero()[0])
-                shared = self.shared if rest["num_shared"] else None
+                shared = self.shared if experts.num_shared else None
                 y = reference.moe(x, idx, gates, self.weights, options, shared)
                 tokens.y[local * num : (local + 1) * num].copy_(y)
         if tokens.stats is not None:

@@ -83,11 +83,11 @@ class Cuda:
 
     # -- the kernels around a call, on real addresses ------------------------------------------
 
-    def read_args(self, mail):
+    def read_args(self, args):
         def call():
-            at = int(mail.next_slot)
-            mail.now.copy_(mail.slots[at])
-            mail.next_slot.fill_((at + 1) % len(mail.slots))
+            at = int(args.next_slot)
+            args.now.copy_(args.slots[at])
+            args.next_slot.fill_((at + 1) % len(args.slots))
 
         self.do(call)
 

@@ -217,6 +217,32 @@ def test_what_libraries_wrote_has_the_values_that_they_read_back(name, tmp_path)
         assert w.acts_global.tolist() == pytest.approx([12 / 2688])
 
 
+A16 = {
+    "modelopt": {"quantization_config": {"quant_algo": "W4A16_NVFP4"}},
+    "modelopt's own file": {},
+    "compressed-tensors": {
+        "quantization_config": {
+            "config_groups": {"g": {"weights": {"num_bits": 4}, "input_activations": None}}
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", A16)
+def test_nvfp4_weights_whose_tokens_stay_bf16_have_their_recipe(name, tmp_path):
+    file = "compressed_tensors_nvfp4" if name == "compressed-tensors" else "modelopt_nvfp4"
+    tensors = load_file(DATA / f"{file}.safetensors")
+    tensors = {n: t for n, t in tensors.items() if not n.startswith("values.") and "input" not in n}
+    folder = write(tmp_path, tensors, {"num_experts": 2} | A16[name])
+    if name == "modelopt's own file":
+        text = json.dumps({"quantization": {"quant_algo": "W4A16_NVFP4"}})
+        (folder / "hf_quant_config.json").write_text(text)
+    w = mm.ExpertWeights.from_checkpoint(folder, 1)
+    assert w.recipe == "nvfp4a16" and w.x_global is None and w.acts_global is None
+    both = mm.ExpertWeights.from_checkpoint(folder, 1, recipe="nvfp4")
+    assert all(torch.equal(a, b) for a, b in zip(w.dequantize(), both.dequantize(), strict=True))
+
+
 def test_another_recipe_may_be_asked_for(tmp_path):
     folder = write(tmp_path, bf16())
     w = mm.ExpertWeights.from_checkpoint(folder, 3, recipe="w4a8_block")
@@ -362,3 +388,28 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
 def test_experts_that_do_not_fit_the_ranks_are_refused(tmp_path):
     with pytest.raises(RangeError, match="dealt to ranks evenly"):
         mm.ExpertWeights.from_checkpoint(write(tmp_path, bf16()), 3, num_ranks=3)
+
+
+@pytest.mark.parametrize(("recipe", "kind"), [("w4a8_block", "e4m3_image"), ("w4a16", "mx_image")])
+def test_a_hopper_gpu_gets_images_an_expert_at_a_time(tmp_path, gpu, recipe, kind):
+    tensors = mxfp4()
+    if kind == "mx_image":  # the third expert has a scale for which placed images have no room
+        next(t for n, t in tensors.items() if "experts.2.down" in n and "scale" in n)[0, 0] = 129
+    folder = write(tmp_path, tensors)
+    packed = mm.ExpertWeights.from_checkpoint(folder, 3, recipe=recipe)
+    assert packed.is_packed and packed.w13.kind == packed.w2.kind == kind
+    again = packed.canonical()
+    for expert in range(E):
+        for name, suffix in (("w13", "gate_proj"), ("w2", "down_proj")):
+            key = f"model.layers.3.mlp.experts.{expert}.{suffix}.weight"
+            found = getattr(again, name)[expert]
+            found = found[0] if name == "w13" else found
+            assert torch.equal(found.data, tensors[key])
+            assert torch.equal(found.scale, tensors[f"{key}_scale"])
+
+
+def test_experts_that_no_image_holds_stay_canonical(tmp_path, gpu):
+    tensors = mxfp4()
+    next(t for n, t in tensors.items() if "experts.3.up" in n and "scale" in n)[0, 0] = 0
+    w = mm.ExpertWeights.from_checkpoint(write(tmp_path, tensors), 3, recipe="w4a8")
+    assert not w.is_packed and int(w.w13.scale[3, 1, 0, 0]) == 0

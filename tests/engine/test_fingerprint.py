@@ -8,7 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.engine import fingerprint
 from megamoe.engine.fingerprint import LOOK_EVERY, Seal, counted
-from megamoe.engine.hopper import prepared, verify
+from megamoe.engine.images import prepared, verify
 from megamoe.errors import RangeError
 
 E, I, H = 3, 96, 64
@@ -49,9 +49,10 @@ WRITES = [plainly, under_inference_mode, through_data, through_an_alias, by_fore
 def test_an_image_is_of_the_bytes_that_are_there(write, made_in_inference_mode):
     with torch.inference_mode(made_in_inference_mode):
         w, other = experts(), experts(seed=1)
+    mine, wanted = w.w2, other.w2  # which others hold too
     before = prepared(w)
-    write(w.w2.data, other.w2.data)
-    write(w.w2.scale, other.w2.scale)
+    write(mine.data, wanted.data)
+    write(mine.scale, wanted.scale)
     assert torch.equal(prepared(w).w2.data, prepared(other).w2.data)
     assert prepared(w).w13.data is before.w13.data
 
@@ -134,9 +135,10 @@ def test_on_a_gpu_tensors_without_a_counter_are_refused():
 
 def test_replayed_graphs_look_at_what_was_packed():
     w = experts()
+    mine = w.w13
     prepared(w)
     verify(w, None)
-    through_data(w.w13.scale, w.w13.scale + 1)
+    through_data(mine.scale, mine.scale + 1)
     with pytest.raises(RangeError, match="change where torch counts it"):
         verify(None, w)
 
@@ -148,15 +150,30 @@ def test_an_alias_has_the_strides_of_what_it_stands_for():
     assert torch.equal(alias, t) and alias.stride() == t.stride() and not alias.is_inference()
 
 
+@pytest.mark.parametrize("find", [
+    lambda w: w.w2.data, lambda w: w.w13.scale, lambda w: w[1:].w2.data,
+    lambda w: w.state_dict()["w13.data"], lambda w: w.w2.tensors()["scale"],
+])  # fmt: skip
+def test_a_write_to_a_copy_of_packed_experts_is_refused_and_not_lost(find):
+    w = experts()
+    prepared(w)
+    find(w)  # reading is free
+    prepared(w)
+    find(w).fill_(1)
+    with pytest.raises(RangeError, match="copies, which nothing reads again"):
+        prepared(w)
+
+
 @pytest.mark.gpu
 def test_images_on_a_gpu_follow_counted_writes_and_refuse_others():
     w, other = experts().to("cuda"), experts(seed=1).to("cuda")
+    mine = w.w13, w.w2
     prepared(w)
     with torch.inference_mode():
-        w.w2.data.copy_(other.w2.data)
-        w.w2.scale.copy_(other.w2.scale)
+        mine[1].data.copy_(other.w2.data)
+        mine[1].scale.copy_(other.w2.scale)
     assert torch.equal(prepared(w).w2.data, prepared(other).w2.data)
-    w.w13.data.data[1].copy_(other.w13.data[1])
+    mine[0].data.data[1].copy_(other.w13.data[1])
     with pytest.raises(RangeError, match="change where torch counts it"):
         for _ in range(LOOK_EVERY + 1):
             prepared(w)

@@ -289,8 +289,8 @@ def test_a_staged_launch_that_gave_up_is_told_once():
 def test_poison_fills_all_memory_before_the_launch(gpu):
     def is_poisoned(call):
         all_of = (*call["pool"], call["acts"].data, call["acts"].scale, call["kept"].private)
-        room = (*all_of, call["tokens"].rows, call["tokens"].y)
-        seen.append(all((t.view(torch.uint8) == 0xFF).all() for t in room))
+        buffers = (*all_of, call["tokens"].rows, call["tokens"].y)
+        seen.append(all((t.view(torch.uint8) == 0xFF).all() for t in buffers))
         assert not call["kept"].counters.any()
 
     seen, gpu.before = [], is_poisoned
@@ -326,8 +326,8 @@ def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
 
     one = make(gpu, cuda_graphs=True)
     inputs = Inputs.empty(16, H, K, CPU)
-    for room, part in zip(inputs, tokens(9), strict=False):
-        room[:9] = part
+    for whole, part in zip(inputs, tokens(9), strict=False):
+        whole[:9] = part
     inputs.count.fill_(9)
     y = one._captured_parts().launch(inputs)
     assert torch.equal(y[:9], wanted(tokens(9), gpu)) and not y[9:].any()

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import fused
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.gluon.mega import sync
+from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
@@ -94,12 +94,12 @@ class Crowd:
             self.x[:, :128] *= 2.0**13
         parts = [self._kind(kind, seed) for seed, kind in enumerate(KINDS)]
         self.idx, self.gates = (torch.cat(each).to(CUDA) for each in zip(*parts, strict=True))
-        found = DeviceStatus(CUDA)
+        status = DeviceStatus(CUDA)
         inputs = self.x, self.idx, self.gates
         self.y = pretending.staged(
-            inputs, self.weights, self.options, tile=tiles_of(recipe)[0], found=found
+            inputs, self.weights, self.options, tile=tiles_of(recipe)[0], status=status
         )
-        found.check(K)
+        status.check(K)
         self.idx = self.idx.to(HOW[recipe][3])
 
     def _kind(self, kind, seed):
@@ -141,7 +141,7 @@ def layer(**options):
 )
 def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
     is_counted = HOW[recipe][2]
-    rng, found = random.Random(tile), DeviceStatus(CUDA)
+    rng, status = random.Random(tile), DeviceStatus(CUDA)
     for shape in SHAPES:
         crowd = Crowd(recipe, shape)
         for seed in range(CASES):
@@ -155,10 +155,10 @@ def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
                 wanted[there:] = 0
             stats = torch.ones(crowd.num, dtype=torch.int64, device=CUDA)
             y = pretending.fuse(
-                (x, idx, gates), crowd.weights, crowd.options, found, tiles_of(recipe)[tile],
+                (x, idx, gates), crowd.weights, crowd.options, status, tiles_of(recipe)[tile],
                 stats=stats, num_valid=count,
             )  # fmt: skip
-            found.check(K)
+            status.check(K)
             assert same_bits(y, wanted), (shape, seed, num)
             assert torch.equal(stats - 1, expert_counts(idx[:there].long(), crowd.num))
 
@@ -207,15 +207,15 @@ def test_calls_beyond_fused_are_staged_by_auto_refused_by_fused_and_streams_take
 
 @pytest.mark.parametrize("part", [2, 4])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(part):
-    found, tile, most = DeviceStatus(CUDA), as_fused(tiles_of(BASE)[0]), num_rows(64 * K, E)
+    status, tile, most = DeviceStatus(CUDA), as_fused(tiles_of(BASE)[0]), num_rows(64 * K, E)
     assert ring(most, most // part, tile.block_m)[1] > 0
     for seed in range(40):
         inputs, wanted = base().pick(64, seed)
         crowd = base()
         y = pretending.fuse(
-            inputs, crowd.weights, crowd.options, found, tile, pool_rows=most // part
+            inputs, crowd.weights, crowd.options, status, tile, pool_rows=most // part
         )
-        found.check(K)
+        status.check(K)
         assert same_bits(y, wanted), seed
 
 
@@ -243,8 +243,9 @@ def test_a_rank_that_never_arrives_is_reported_and_forgotten_by_reset(monkeypatc
     ranks = LocalRanks(base().weights, 2, timeout_s=2.5)
     inputs, wanted = base().pick(19, 2)
     parts = [t.split((16, 3)) for t in inputs]
+    world = mega_launch.World
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "over", functools.partial(fused.over, absent=1))
+        patch.setattr(mega_launch, "World", functools.partial(world, absent=1))
         ranks(*parts)
     with pytest.raises(MegaMoETimeout, match="the end of all ranks"):
         ranks.check()
@@ -311,11 +312,11 @@ SOON = 0.5  # seconds
 def test_a_layer_is_refused_after_a_timeout_until_reset():
     one = layer(timeout_s=SOON)
     inputs, wanted = base().pick(16, 1)
-    found = one._status
+    status = one._status
     pretending.fuse(
-        inputs, one.weights, one.options, found, stats=one.stats, timeout_s=SOON, absent=0
+        inputs, one.weights, one.options, status, stats=one.stats, timeout_s=SOON, absent=0
     )
-    found.copy_to_host_async(K)
+    status.copy_to_host_async(K)
     torch.cuda.synchronize()
     for call in (lambda: one(*inputs), one.check, lambda: one(*inputs)):
         with pytest.raises(MegaMoETimeout, match=r"the end of all ranks.*layer.reset\(\)") as seen:

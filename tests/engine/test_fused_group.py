@@ -72,13 +72,13 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):  # on GPUs both do this at once
-        one._fused_group.room.put(*part)
+        one._fused_group.buffer.put(*part)
     got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
     assert torch.equal(torch.cat(got), wanted(inputs, gpu))
     for rank, (one, launched) in enumerate(zip(layers, gpu.calls, strict=True)):
         world = launched["world"]
         assert (world.num, world.local, world.first, world.peers[rank]) == (2, 1, rank, 0)
-        assert launched["kept"].counters.data_ptr() == one._fused_group.room.counters.data_ptr()
+        assert launched["kept"].counters.data_ptr() == one._fused_group.buffer.counters.data_ptr()
         assert launched["timeout_s"] == 7 and launched["num_experts"] == E // 2
         assert launched["step"].grid == (66,)  # both ranks have half of the SMs
         assert launched["step"] == one.plan(3).mega  # what is planned is what runs
@@ -89,12 +89,12 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
 def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     layers = [join(gpu, peers, rank, most=100) for rank in range(2)]
     num = layers[0]._fused_group.num_passes
-    room = symm_buffer.layout(num * -(-100 // num), H, K, num)
-    assert num > 1 and layers[0]._fused_group.num_bytes == room.num_bytes
+    buffer = symm_buffer.layout(num * -(-100 // num), H, K, num)
+    assert num > 1 and layers[0]._fused_group.num_bytes == buffer.num_bytes
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):
-        one._fused_group.room.put(*part)
+        one._fused_group.buffer.put(*part)
     got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
     assert torch.equal(torch.cat(got), wanted(inputs, gpu)) and len(gpu.calls) == 2 * num
     each = [launched["tokens"].num_valid[0].item() for launched in gpu.calls[:num]]
@@ -115,7 +115,7 @@ def test_who_refuses_its_input_takes_part_without_tokens(gpu, peers):
         launched = len(gpu.calls)
         with pytest.raises(kind, match=text):
             call(one, *bad)
-        assert len(gpu.calls) == launched + 1 and int(one._fused_group.room.num_valid) == 0
+        assert len(gpu.calls) == launched + 1 and int(one._fused_group.buffer.num_valid) == 0
     assert call(one, x, idx, gates).shape == x.shape
 
 
@@ -137,19 +137,91 @@ def test_a_bad_expert_is_told_by_the_next_call_which_takes_part_without_tokens(g
     call(one, x, idx, gates)
     with pytest.raises(RangeError, match="token 2, slot 1"):
         call(one, *tokens(4))
-    assert len(gpu.calls) == 2 and int(one._fused_group.room.num_valid) == 0
+    assert len(gpu.calls) == 2 and int(one._fused_group.buffer.num_valid) == 0
     call(one, *tokens(4))
     counts = torch.zeros(E, dtype=torch.int64)
     parallel.add_counts(counts, idx)  # names no expert: counted nowhere
     assert int(counts.sum()) == 7
 
 
-def test_warming_up_is_a_call_without_tokens(gpu, peers):
+def test_warming_up_compiles_then_meets_then_makes_a_call_without_tokens(gpu, peers):
+    """No launch waits for a peer's compiler, however long that takes."""
     one = join(gpu, peers, 0)
-    one._fused_group.warm(one)
-    (launched,) = gpu.calls
+    steps = []
+
+    def follow(step, make, timeout_s):
+        make()
+        steps.append([call["is_compiled_only"] for call in gpu.calls])
+
+    one._world = SimpleNamespace(meeting=SimpleNamespace(follow=follow, meet=follow))
+    mm.warmup(one, [MOST])
+    assert steps == [[True], [True, False]]
+    launched = gpu.calls[1]
     assert int(launched["tokens"].num_valid) == 0 and launched["timeout_s"] == 60
     assert not one.stats.any()
+
+
+class Streams:
+    """Stands for the streams of a GPU: who waits for whom."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.log = None, []
+        monkeypatch.setattr(fused_group, "_LAST", {})
+        monkeypatch.setattr(fused_group, "is_capturing", lambda device: False)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
+        self.a, self.b = (self._stream(name) for name in "ab")
+
+    def _stream(self, name):
+        def wait(other):
+            self.log.append(f"{name} waits for {other.name}")
+
+        return SimpleNamespace(name=name, wait_stream=wait)
+
+
+def test_launches_of_all_layers_of_a_device_follow_each_other_whatever_their_streams(monkeypatch):
+    streams, device = Streams(monkeypatch), torch.device("cuda", 1)
+    for stream in (streams.a, streams.b, streams.b, streams.a):
+        streams.now = stream
+        fused_group._order_after_last(device)
+    fused_group._order_after_last(torch.device("cuda", 0))  # another GPU
+    assert streams.log == ["b waits for a", "a waits for b"]
+
+
+def test_every_call_takes_its_place_in_the_order_before_the_room_is_written_to(
+    gpu, peers, monkeypatch
+):
+    one, ordered = join(gpu, peers, 0), []
+    monkeypatch.setattr(fused_group, "_order_after_last", ordered.append)
+    monkeypatch.setattr(
+        symm_buffer.SymmBuffer, "put", lambda room, *inputs: ordered.append("written")
+    )
+    call(one, *tokens(4))
+    one._fused_group.warm(one)
+    device = one.weights.device
+    assert ordered == [device, "written", device]
+
+
+@pytest.mark.parametrize("mode", ["auto", "fused"])
+def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
+    one = join(gpu, peers, 0)
+    one._wanted = (one._wanted[0], mode)
+    x, idx, gates = tokens(4)
+    staged = []
+
+    def run(compute, x, *rest):
+        staged.append(compute.plan(len(idx), True).mode)
+        return torch.zeros(x.shape)
+
+    one._world = SimpleNamespace(run=run)
+    quantized = mm.quantize(x, "mxfp8")
+    if mode == "auto":
+        one._across(quantized, idx, gates, one.stats, one.stats)
+        assert staged == ["staged"] and not gpu.calls
+        one._across(x, idx, gates, one.stats, one.stats)
+        assert len(gpu.calls) == 1
+    else:
+        with pytest.raises(DTypeError, match="quantised ones"):
+            one._across(quantized, idx, gates, one.stats, one.stats)
 
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
@@ -190,11 +262,15 @@ def test_ranks_on_other_hosts_are_named():
 def test_a_room_holds_what_its_layout_says():
     where = symm_buffer.layout(5, 64, 3)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
-    room = symm_buffer.symm_buffer_in(memory, where)
+    buffer = symm_buffer.symm_buffer_in(memory, where)
     x, idx, gates = torch.ones(2, 64).bfloat16(), torch.full((2, 3), 9), torch.full((2, 3), 0.5)
-    room.put(x, idx.int(), gates)
-    assert int(room.num_valid) == 2 and room.tokens.shape == (5, 64) and room.rows.shape == (15, 64)
-    assert (room.topk_idx[:2] == 9).all() and not room.topk_idx[2:].any()
-    starts = [t.data_ptr() - memory.data_ptr() for t in room]
+    buffer.put(x, idx.int(), gates)
+    assert (
+        int(buffer.num_valid) == 2
+        and buffer.tokens.shape == (5, 64)
+        and buffer.rows.shape == (15, 64)
+    )
+    assert (buffer.topk_idx[:2] == 9).all() and not buffer.topk_idx[2:].any()
+    starts = [t.data_ptr() - memory.data_ptr() for t in buffer]
     assert starts == sorted(starts) and all(start % 128 == 0 for start in starts)
-    assert starts[-1] + room.rows.nbytes <= where.num_bytes
+    assert starts[-1] + buffer.rows.nbytes <= where.num_bytes

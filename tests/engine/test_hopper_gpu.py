@@ -7,16 +7,17 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper, planning
+from megamoe.engine import images, planning
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, recipe_named
-from megamoe.kernels.gluon.dispatch import route
+from megamoe.kernels.gluon.dispatch import Tokens, route
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import hopper as planner
 from megamoe.planner.launches import Gemm
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.plan import plan_call
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
 from tests import pretending
 from tests.kernels.hopper import shipped, tile_name
@@ -56,6 +57,7 @@ def experts(recipe, intermediate=I, hidden=H):
 
 def wide_range(w):
     """`w` with L1's first 128 columns 2**13 times smaller: no power of two fits a row to E4M3."""
+    w = w.canonical()
     scale = w.w13.scale.clone()
     scale[..., :4] -= SHIFT
     return replace(w, w13=replace(w.w13, data=w.w13.data.clone(), scale=scale))
@@ -146,19 +148,20 @@ def test_biases_leave_all_tiles_the_same_bits(recipe, monkeypatch):
 
 
 def test_weights_beyond_e4m3_take_the_exact_path():
-    assert hopper.prepared(plain("w4a8_block")).how.is_fp8
-    assert not hopper.prepared(plain(WIDE)).how.is_fp8
+    assert images.prepared(plain("w4a8_block")).how.is_fp8
+    assert not images.prepared(plain(WIDE)).how.is_fp8
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8"])
 def test_scales_above_2_take_another_decoder_and_have_the_same_bits(recipe):
     usual, (x, idx, weight) = plain(recipe), tokens(40)
+    usual = usual.canonical()
     scale = usual.w13.scale.clone()
     scale[..., :4] += SHIFT
     large = replace(usual, w13=replace(usual.w13, data=usual.w13.data.clone(), scale=scale))
     small = x.clone()
     small[:, :128] *= 2.0**-SHIFT
-    kinds = [hopper.prepared(w).w2.kind for w in (usual, large)]
+    kinds = [images.prepared(w).w2.kind for w in (usual, large)]
     assert kinds == ["placed_image", "mx_image"]
     got = moe(small, idx, weight, large)
     assert_agrees(got, (small, idx, weight), large)
@@ -258,11 +261,11 @@ def test_rows_behind_the_valid_ones_are_padding(recipe, num):
     x, idx, weight = tokens(num)
     wanted = moe(x[:5], idx[:5], weight[:5], w)
     x[5:], idx[5:], weight[5:] = float("nan"), E + 7, float("inf")
-    found = DeviceStatus(torch.device("cuda"))
+    status = DeviceStatus(torch.device("cuda"))
     count = torch.tensor([5], dtype=torch.int32, device="cuda")
-    y = pretending.staged((x, idx, weight), w, found=found, count=count)
+    y = pretending.staged((x, idx, weight), w, status=status, count=count)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
-    found.check(K)
+    status.check(K)
 
 
 @pytest.mark.parametrize("num", [13, 600])
@@ -307,11 +310,11 @@ def test_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         new = tokens(count, seed=batch, skew=skew, masked_ratio=0.1)
         x[batch, :count], idx[batch, :count], weight[batch, :count] = new
         wanted[batch, :count] = moe(*new, w)
-    found = DeviceStatus(torch.device("cuda"))
+    status = DeviceStatus(torch.device("cuda"))
     held = x[0].clone(), idx[0].clone(), weight[0].clone(), counts[:1].cuda()
 
     def call():
-        return pretending.staged(held[:3], w, found=found, count=held[3])
+        return pretending.staged(held[:3], w, status=status, count=held[3])
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -327,7 +330,7 @@ def test_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         graph.replay()
         wrong[replay] = (y.view(torch.int16) != wanted[batch].view(torch.int16)).any()
     assert not wrong.any(), f"replays {wrong.nonzero().flatten().tolist()[:20]} differ"
-    found.check(K)
+    status.check(K)
 
 
 def test_a_compiled_layer_has_the_bits_of_eager_calls():
@@ -354,14 +357,14 @@ def test_20000_launches_of_each_kernel_show_no_mismatch(recipe, tile, monkeypatc
     force(monkeypatch, tile)
     intermediate, hidden, num = 512, 2048, 32 * tile.block_m
     w = plain(recipe, intermediate, hidden)
-    found = DeviceStatus(torch.device("cuda"))
+    status = DeviceStatus(torch.device("cuda"))
     batches = [
         tokens(num, seed=i, hidden=hidden, skew=skew, masked_ratio=0.05)
         for i, skew in enumerate(("uniform", "zipf", "hot_expert", "dirichlet"))
     ]
 
     def call(batch):
-        return pretending.staged(batch, w, found=found, tile=tile)
+        return pretending.staged(batch, w, status=status, tile=tile)
 
     wanted = [call(batch) for batch in batches]
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
@@ -374,12 +377,12 @@ def test_20000_launches_of_each_kernel_show_no_mismatch(recipe, tile, monkeypatc
         if replay % 64 == 0:
             torch.cuda.synchronize()  # launches of graphs queue up without a bound otherwise
     assert int(wrong) == 0
-    found.check(K)
+    status.check(K)
 
 
 def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     w, tile = plain("w8a8"), Gemm(4, schedule="dynamic")
-    made, device = hopper.prepared(w), torch.device("cuda")
+    made, device = images.prepared(w), torch.device("cuda")
     inputs = x, idx, weight = tokens(200, "w8a8")
     error_word = torch.full((1,), NONE, dtype=torch.int32, device=device)
     routing = Routing(idx, weight, idx.int(), weight.clone(), error_word, None)
@@ -387,7 +390,7 @@ def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     pool = launch.pool(made.how, sizes[0], H, *sizes[1:])
     (steps,) = pretending.plan_of(inputs, w, tile=tile, mode="staged").passes
     work = launch.work_items(pool, (made.w13, made.w2), steps["l1"])
-    route(x, routing, made.how.acts, pool, steps, work=work)
+    route(Tokens(x), routing, made.how.acts, pool, steps, work=work)
     acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
     rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
     launch.linear(

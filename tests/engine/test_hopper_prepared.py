@@ -1,19 +1,23 @@
-"""Weights packed for Hopper: made once, kept as long as the experts, never another's."""
+"""Weights packed for Hopper: made once, held in place of the canonical bytes, never another's."""
 
 import gc
 import weakref
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe as mm
 from megamoe.engine import backends
 from megamoe.engine.functional import choose
-from megamoe.engine.hopper import check_activation, prepared, run_pass, why_apart, with_shared
+from megamoe.engine.hopper import check_activation, run_pass
+from megamoe.engine.images import LIE_APART, hold, lie_apart, prepared, why_apart, with_shared
 from megamoe.engine.planning import log_once
 from megamoe.errors import NotAvailable
-from megamoe.problem import RECIPES, Options
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
+from megamoe.problem import Options
 
 E, I, H = 2, 96, 64
 
@@ -32,71 +36,144 @@ def same(a, b):
     )
 
 
+def bits(w):
+    return {name: t.clone() for name, t in w.state_dict().items()}
+
+
+def are_bits(w, wanted):
+    found = w.state_dict()
+    return list(found) == list(wanted) and all(
+        torch.equal(t.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8))
+        for name, t in found.items()
+    )
+
+
+def storages(w):
+    return [StorageWeakRef(t.untyped_storage()) for t in (w.w13.data, w.w2.data)]
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_weights_are_packed_once_and_freed_with_the_experts(recipe):
     w = experts(recipe)
     made = prepared(w)
     assert prepared(w).w13.data is made.w13.data and prepared(w).w2.data is made.w2.data
-    alive = [weakref.ref(w.w13.data), weakref.ref(made.w2.data)]
+    alive = weakref.ref(made.w2.data)
     del w, made
     gc.collect()
-    assert [ref() for ref in alive] == [None, None]
+    assert alive() is None
+
+
+@pytest.mark.parametrize("recipe", [r for r in RECIPES if "4" in r])
+def test_packed_experts_hold_no_canonical_byte_and_give_back_every_bit(recipe):
+    w = experts(recipe)
+    wanted, before, values = bits(w), storages(w), w.dequantize()
+    prepared(w)
+    assert w.is_packed and all(ref.expired() for ref in before) and are_bits(w, wanted)
+    assert w.nbytes == sum(t.nbytes for t in w.held().values()) and "packed" in repr(w)
+    assert all(map(torch.equal, w.dequantize(), values))
+    plain = mm.ExpertWeights.from_state_dict(wanted, recipe)
+    for one, other in ((w[1:], plain[1:]), (w.for_rank(1, 2), plain.for_rank(1, 2)),
+                       (w.take([1, 0]), plain.take([1, 0])), (w.to("cpu"), plain),
+                       (deepcopy(w), plain), (w.canonical(), plain)):  # fmt: skip
+        assert are_bits(one, bits(other))
+
+
+def test_a_file_of_packed_experts_is_that_of_canonical_ones(tmp_path):
+    w = experts("w4a8_block")
+    wanted = bits(w)
+    prepared(w)
+    w.save(tmp_path / "file")
+    assert are_bits(mm.ExpertWeights.load(tmp_path / "file"), wanted)
 
 
 @pytest.mark.parametrize("name", ["data", "scale", "global_scale"])
 @pytest.mark.parametrize("matrix", ["w13", "w2"])
-def test_a_change_in_place_is_seen(matrix, name):
+def test_a_change_of_memory_that_others_hold_is_seen(matrix, name):
     w = experts("nvfp4")
-    before = prepared(w._map(torch.clone))
+    mine = w.state_dict()  # the caller's own
+    before = prepared(w)
+    held = before.w13.data.data_ptr(), before.w2.data.data_ptr()
+    mine[f"{matrix}.{name}"].view(torch.uint8)[0].fill_(61)
+    after = prepared(w)
+    assert (after.w13.data.data_ptr(), after.w2.data.data_ptr()) == held  # in place
+    assert are_bits(w, mine)
+    assert same(after, prepared(mm.ExpertWeights.from_state_dict(bits(w), "nvfp4")))
+
+
+def test_a_parameter_that_others_hold_is_watched_and_not_held():
+    """ExpertWeights has views of it; when they are packed the counter of the memory remains."""
+    w = experts("w4a16")
+    own = [torch.nn.Parameter(t, requires_grad=False) for t in w.state_dict().values()]
+    w = mm.ExpertWeights.from_quantized(
+        own[0].flatten(1, 2), own[1].flatten(1, 2), *own[2:], recipe="w4a16"
+    )
+    versions = [t._version for t in own]
     prepared(w)
-    w.state_dict()[f"{matrix}.{name}"].view(torch.uint8)[0].fill_(61)
-    assert not same(prepared(w), before) and same(prepared(w), prepared(w._map(torch.clone)))
+    assert [t._version for t in own] == versions
+    with torch.no_grad():
+        own[1][0, 0, 0, 0] = 129  # a scale for which there is no room in a placed image
+    made = prepared(w)
+    assert made.w13.kind == made.w2.kind == "mx_image" and int(w.w13.scale[0, 0, 0, 0]) == 129
+    with torch.no_grad():
+        own[1][0, 0, 0, 0] = 128
+    assert prepared(w).w13.data is made.w13.data  # in place: this image holds it too
+    refs = [StorageWeakRef(t.untyped_storage()) for t in own]
+    del own
+    assert all(ref.expired() for ref in refs)
+    assert int(w.w13.scale[0, 0, 0, 0]) == 128 and prepared(w).w13.data is prepared(w).w13.data
 
 
 def test_experts_that_share_tensors_are_kept_apart():
     w, other = experts("w4a8_block"), experts("w4a8_block", seed=1)
+    twin = mm.ExpertWeights("w4a16", w.w13, w.w2)
     assert prepared(w).how.is_fp8
-    assert not prepared(mm.ExpertWeights("w4a16", w.w13, w.w2)).how.is_fp8
+    assert not prepared(twin).how.is_fp8 and prepared(w).w13.kind == "e4m3_image"
+    late = replace(w, recipe="w4a16")  # of images that are there: unpacked, then packed
+    assert prepared(late).w13.kind == "placed_image" and same(prepared(late), prepared(twin))
     mixed = replace(w, w2=other.w2)
     assert torch.equal(prepared(mixed).w2.data, prepared(other).w2.data)
 
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16", "w4a4"])
-def test_shared_experts_stand_behind_the_others_in_one_memory(recipe):
+def test_shared_experts_stand_after_the_others_in_one_memory(recipe):
     w, shared = experts(recipe), experts(recipe, seed=1)[:1]
+    wanted, before = [bits(w), bits(shared)], [*storages(w), *storages(shared)]
     both = with_shared(w, shared)
-    assert with_shared(w, shared).w2.data is both.w2.data and len(both.w2.data) == E + 1
+    assert all(ref.expired() for ref in before)
+    assert with_shared(w, shared).w2.data.data_ptr() == both.w2.data.data_ptr()
+    assert len(both.w2.data) == E + 1
     parts = prepared(w), prepared(shared)
-    assert all(
-        same(p, prepared(q._map(torch.clone))) for p, q in zip(parts, (w, shared), strict=True)
-    )
-    held = [p.w13.data.untyped_storage().data_ptr() for p in (both, *parts)]
-    assert len(set(held)) == 1
-    alive = weakref.ref(both.w13.data)
-    del w, shared, both, parts
+    assert len({p.w13.data.untyped_storage().data_ptr() for p in (both, *parts)}) == 1
+    for one, part, of in zip((w, shared), parts, wanted, strict=True):
+        assert are_bits(one, of) and not lie_apart(w, shared)
+        assert same(part, prepared(mm.ExpertWeights.from_state_dict(of, recipe)))
+    alive = StorageWeakRef(both.w13.data.untyped_storage())
+    del w, shared, both, parts, one, part
     gc.collect()
-    assert alive() is None
+    assert alive.expired()
 
 
-def test_a_change_of_either_is_seen_in_both_and_what_is_there_stays():
+def test_experts_that_were_packed_apart_are_joined_by_a_layer_and_stay_where_they_are():
     w, shared = experts("w4a8_block"), experts("w4a8_block", seed=1)
-    before = prepared(w)  # a graph may hold its address
+    first = prepared(w)  # a graph may hold its address
+    assert lie_apart(w, shared) == LIE_APART
+    mine, others = hold(w, shared)
+    assert mine is not w and others is shared and not lie_apart(mine, others)
+    assert prepared(w).w13.data is first.w13.data
+    assert are_bits(mine, bits(w)) and hold(mine, others) == (mine, others)
+
+
+def test_a_change_of_either_is_seen_in_both():
+    w, shared = experts("w4a8_block"), experts("w4a8_block", seed=1)
+    mine = shared.w2.data
     first = with_shared(w, shared)
-    assert prepared(w).w13.data is before.w13.data
-    shared.w2.data[0].fill_(61)
+    had = first.w2.data.clone()
+    mine[0].fill_(61)
+    assert not lie_apart(w, shared) and not why_apart(w, shared)  # as a plan asks first
     second = with_shared(w, shared)
-    assert torch.equal(first.w2.data[:E], second.w2.data[:E])
-    assert not torch.equal(first.w2.data[E:], second.w2.data[E:])
-    assert second.w13.data is first.w13.data
-    assert torch.equal(second.w2.data[E:], prepared(shared._map(torch.clone)).w2.data)
-
-
-def test_layers_that_share_experts_do_not_take_turns_in_making_images():
-    w, some, others = (experts("w4a8_block", seed=seed) for seed in range(3))
-    pairs = (w, some), (w, others), (others, some)
-    made = [with_shared(*pair) for pair in pairs]
-    assert all(with_shared(*p).w13.data is m.w13.data for p, m in zip(pairs, made, strict=True))
-    assert torch.equal(made[1].w13.data[E:], made[2].w13.data[:E])
+    assert torch.equal(had[:E], second.w2.data[:E])
+    assert not torch.equal(had[E:], second.w2.data[E:])
+    assert torch.equal(shared.w2.data, mine)
 
 
 def test_experts_of_different_arithmetic_do_not_share_a_launch():
@@ -114,6 +191,7 @@ def test_weights_made_under_inference_mode_work():
 
 def spread(w, codes):
     """`w` with the scale of L1's first group of 32 lowered by `codes`, or set to 0."""
+    w = w.canonical()
     scale = w.w13.scale.clone()
     scale[..., 0] = scale[..., 0] - codes if codes else 0
     return replace(w, w13=replace(w.w13, data=w.w13.data.clone(), scale=scale))
@@ -132,14 +210,15 @@ def test_shared_experts_and_the_others_have_one_decoder():
     shared.w2.scale[0, 0, 0] = 129
     both = with_shared(w, shared)
     assert both.w13.kind == both.w2.kind == "mx_image" == prepared(shared).w2.kind
-    assert prepared(w).w2.kind == "placed_image"  # alone it may
+    assert prepared(w).w2.kind == "mx_image"  # one copy: alone it is the same
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8", "w4a4"])
 def test_one_scale_above_2_chooses_another_decoder_for_the_layer(recipe):
     w = experts(recipe)
+    scale = w.w2.scale
     assert prepared(w).w13.kind == prepared(w).w2.kind == "placed_image"
-    w.w2.scale[0, 0, 0] = 129
+    scale[0, 0, 0] = 129
     made = prepared(w)
     assert made.w13.kind == made.w2.kind == "mx_image"
 

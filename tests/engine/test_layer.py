@@ -78,7 +78,7 @@ def test_auto_is_the_best_that_works_and_the_rest_says_why_not():
         assert (
             layer.plan(3).mode == mode and "oracle" in layer.plan(3).why and "oracle" in layer.why
         )
-    with pytest.raises(NotAvailable, match="auto or staged or fused; got split"):
+    with pytest.raises(NotAvailable, match=r"auto or staged or fused.*; got split"):
         mm.moe(*tokens(), weights(), mode="split")
 
 
@@ -150,15 +150,27 @@ def test_reprs_are_short_and_say_what_is_computed():
     assert len(repr(layer.plan(4))) < 200
 
 
-def test_moe_inside_a_compiled_function_has_the_same_bits():
-    w, inputs = weights(), tokens()
+@pytest.mark.parametrize("recipe", ["w4a8_block", "nvfp4"])
+def test_moe_is_one_node_of_a_compiled_function_with_the_same_bits(recipe):
+    torch.compiler.reset()
+    how = {"clamp": 0.5, "combine": "fp8", "mode": "staged", "shared": weights("bf16", 1, 1)}
 
-    @torch.compile(backend="eager")
-    def model(x, idx, gates):
-        return mm.moe(x * 1, idx, gates, w) + 1
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def model(x, idx, gates, w):
+        return mm.moe(x * 1, idx, gates, w, **how) + 1
 
-    with torch.no_grad():
-        assert torch.equal(model(*inputs), mm.moe(*inputs, w) + 1)
+    for seed in (0, 1):
+        w, inputs = weights(recipe, seed), tokens(10, seed=seed)
+        assert torch.equal(model(*inputs, w), mm.moe(*inputs, w, **how) + 1)
+    with pytest.raises(mm.MegaMoEError, match="token 0, slot 0"):
+        model(inputs[0], inputs[1] * 0 + E, inputs[2], w)
+
+
+def test_what_no_kernel_can_is_refused_in_a_compiled_function_too():
+    model = torch.compile(mm.moe, backend="eager", fullgraph=True)
+    for bad in ({"activation": "relu"}, {"clamp": float("nan")}, {"overrides": {"block_q": 1}}):
+        with pytest.raises(mm.MegaMoEError):
+            model(*tokens(), weights(), **bad)
 
 
 def test_a_load_without_the_experts_leaves_them_as_they_are():
@@ -173,3 +185,11 @@ def test_a_layer_of_no_device_takes_tensors_as_they_are():
     empty = mm.MoE.empty("w4a8", E, K, H, I, device="meta")
     empty.load_state_dict(made.state_dict(), assign=True)
     assert torch.equal(empty(*tokens()), made(*tokens())) and int(empty.stats.sum()) == 10 * K
+
+
+def test_a_load_forgets_no_fault_of_earlier_calls():
+    layer = mm.MoE(weights(), E, K)
+    status = layer._status
+    layer.load_state_dict(mm.MoE(weights(seed=1), E, K).state_dict(), assign=True)
+    layer(*tokens())
+    assert layer._status is status

@@ -19,7 +19,7 @@ def test_local_ranks_are_one_rank_over_all_tokens(gpu, counts):
     assert torch.equal(torch.cat(got), wanted(inputs, gpu))
     assert torch.equal(ranks.stats, expert_counts(inputs[1], E))
     for call in gpu.calls:
-        num, local, first, peers, _ = call["world"]
+        num, local, first, peers, *_ = call["world"]
         assert num == local == len(peers) == len(counts) and first == peers[0] == 0
         assert call["num_experts"] == E // len(counts) and call["timeout_s"] == 3
         assert [int(at(call["tokens"].num_valid, p)) for p in peers.tolist()] == list(counts)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper
+from megamoe.engine import images
 from megamoe.engine.status import DeviceStatus
 from tests import pretending
 from tests.engine.test_fused_gpu import BASE, HOW, Crowd, same_bits
@@ -40,7 +40,7 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, num):
 
 @pytest.mark.parametrize("num", [40, 700, 5000])
 def test_shared_experts_in_the_same_launches_have_the_bits_of_a_pass_of_their_own(num, monkeypatch):
-    w, shared, found = (
+    w, shared, status = (
         plain("w4a8_block"),
         plain("w4a8_block")[3:5],
         DeviceStatus(torch.device("cuda")),
@@ -49,11 +49,11 @@ def test_shared_experts_in_the_same_launches_have_the_bits_of_a_pass_of_their_ow
 
     def staged():
         stats = torch.zeros(E, dtype=torch.int64, device="cuda")
-        return pretending.staged(inputs, w, None, shared, found=found, stats=stats), stats
+        return pretending.staged(inputs, w, None, shared, status=status, stats=stats), stats
 
-    assert not hopper.why_apart(w, shared)
-    (y, stats), _ = staged(), found.check(K)
+    assert not images.why_apart(w, shared)
+    (y, stats), _ = staged(), status.check(K)
     assert_agrees(y[:50], [t[:50] for t in inputs], w, shared=shared)
-    monkeypatch.setattr(hopper, "why_apart", lambda *both: "asked for")
+    monkeypatch.setattr(images, "why_apart", lambda *both: "asked for")
     wanted, counts = staged()
     assert torch.equal(y, wanted) and torch.equal(stats, counts)

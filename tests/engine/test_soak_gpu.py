@@ -37,14 +37,14 @@ def count_wrong(num, batches, weights, options=None, stats=None, tile=None):
 
     tile  None: the table's
     """
-    found, wrong = DeviceStatus(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
+    status, wrong = DeviceStatus(CUDA), torch.zeros((), dtype=torch.int64, device=CUDA)
     for step in range(num):
         inputs, wanted = batches[step * 5 % len(batches)]
-        y = pretending.fuse(inputs, weights, options, found, tile, stats=stats)
+        y = pretending.fuse(inputs, weights, options, status, tile, stats=stats)
         wrong += (y.view(torch.int16) != wanted.view(torch.int16)).any()
         if step % 500 == 0:
             torch.cuda.synchronize()
-    found.check(batches[0][0][1].shape[1])
+    status.check(batches[0][0][1].shape[1])
     return int(wrong)
 
 

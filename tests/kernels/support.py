@@ -8,8 +8,11 @@ import torch
 import megamoe as mm
 from megamoe.formats.spec import FP8_COMBINE_FACTOR, INTERPRETER_FACTOR, recipe_named
 from megamoe.routing.samplers import sample_routing
+from tests.kernels import interpreter
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if INTERPRETED:
+    interpreter.install()
 DEVICE = "cpu" if INTERPRETED else "cuda"
 # Without the interpreter these are GPU tests; `./test` runs them in the interpreter as well.
 MARKS = [] if INTERPRETED else [pytest.mark.gpu]

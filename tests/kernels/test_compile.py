@@ -26,7 +26,7 @@ WORDS = (Stand(I32), Stand(I32))
 DATA = {"bf16": BF16, "fp8_128x128": F8, "mxfp4": I32, "nvfp4": I32}
 DEPTH = {"mxfp4": 8, "nvfp4": 8, "mxfp4_codes": 2, "nvfp4_codes": 2}  # codes of one element
 SCALE = {"bf16": Stand(BF16), "fp8_128x128": Stand(F32), "mxfp4": WORDS, "nvfp4": WORDS}
-FP4 = [r for r in RECIPES if r.startswith("w4") or r == "nvfp4"]
+FP4 = [r for r in RECIPES if r.startswith(("w4", "nvfp4"))]
 STACK_LIMIT = 448  # bytes a thread: wide tiles spill a little, docs/measurements/portable.md
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 
@@ -45,8 +45,9 @@ def compiled(
         w_scale = (Stand(U8), Stand(I32)) if bytewise else SCALE[weights]
     maps = [Stand(I32)] * 4
     common = dict(  # noqa: C408  keywords read like the call
-        TOKENS=how.tokens, WEIGHTS=how.weights, HAS_BIAS=True, HAS_GLOBAL=recipe == "nvfp4",
-        WEIGHTED=True, TOP_K=6, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
+        TOKENS=how.tokens, WEIGHTS=how.weights, HAS_BIAS=True, WEIGHTED=True, TOP_K=6,
+        HAS_GLOBAL=recipe.startswith("nvfp4"), TOKEN_GLOBAL=recipe == "nvfp4",
+        BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GROUP_M=tile.group_m, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     head = (x, x_scale, w, w_scale, some, some, some, some)
@@ -73,7 +74,7 @@ def test_grouped_gemms_compile_to_tensor_core_code(recipe, rows, arch):
         assert used["shared"] <= 232448 and used["stack"] <= STACK_LIMIT
 
 
-@pytest.mark.parametrize("arch", [90, 100])
+@pytest.mark.parametrize("arch", [90, pytest.param(100, marks=pytest.mark.every)])
 @pytest.mark.parametrize("activation", [name for name in OWN_CLAMP if name != "swiglu"])
 @pytest.mark.parametrize("recipe", ["bf16", "w4a8"])
 def test_every_activation_compiles(recipe, activation, arch):
@@ -83,14 +84,14 @@ def test_every_activation_compiles(recipe, activation, arch):
     assert resources(kernel)["stack"] <= 2 * STACK_LIMIT  # tanh spills more, after the loop
 
 
-@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("rows", [1, pytest.param(100, marks=pytest.mark.every), 1000])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_no_mma_waits_for_the_one_before_on_hopper(recipe, rows):
     for phase, tile in zip(("l1", "l2"), tiles(recipe, rows), strict=False):
         assert not advice(compiled(recipe, phase, tile, 90)), phase
 
 
-@pytest.mark.parametrize("rows", [1, 100, 1000])
+@pytest.mark.parametrize("rows", [1, pytest.param(100, marks=pytest.mark.every), 1000])
 @pytest.mark.parametrize("recipe", FP4)
 def test_fp4_weights_are_decoded_where_they_lie_on_hopper(recipe, rows):
     """From shared memory once, 16 bytes at a time, to registers of the MMA; nothing spills."""

@@ -17,8 +17,9 @@ from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables import hopper as tables
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from tests import emulator, pretending
@@ -71,19 +72,19 @@ def tokens(num, num_experts=E, seed=0, hidden=H, **routing):
     return x, *sample_routing(num, num_experts, K, seed=seed, **routing)
 
 
-def fuse(inputs, w, options=None, found=None, tile=None, **rest):
+def fuse(inputs, w, options=None, status=None, tile=None, **rest):
     """One fused call, checked for faults; and the tokens that each expert got."""
-    found = found or DeviceStatus(CPU)
+    status = status or DeviceStatus(CPU)
     stats = torch.zeros(w.num_experts, dtype=torch.int64)
-    y = pretending.fuse(inputs, w, options, found, tile, stats=stats, **rest)
-    found.check(K)
+    y = pretending.fuse(inputs, w, options, status, tile, stats=stats, **rest)
+    status.check(K)
     return y, stats
 
 
 def stage(inputs, w, tile=None, options=None):
-    found = DeviceStatus(CPU)
-    y = pretending.staged(inputs, w, options, tile=tile, found=found)
-    assert int(found.bad_slot) == NONE
+    status = DeviceStatus(CPU)
+    y = pretending.staged(inputs, w, options, tile=tile, status=status)
+    assert int(status.bad_slot) == NONE
     return y
 
 
@@ -119,7 +120,7 @@ def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8"])
 def test_all_tiles_have_the_same_bits(recipe):
-    w, inputs = weights_of(recipe, 3, True, 512, 256), tokens(150, 3, hidden=512, skew="zipf")
+    w, inputs = weights_of(recipe, 3, True, 512, 256), tokens(72, 3, hidden=512, skew="zipf")
     first, *others = [stage(inputs, w, tile) for tile in shipped(recipe)[2:]]
     assert len(others) > 2 and all(torch.equal(first, other) for other in others)
     assert_agrees(first, inputs, w)
@@ -134,13 +135,13 @@ def test_quantised_tokens_have_the_bits_of_those_that_are_quantised_here():
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8", "nvfp4"])
 def test_rows_are_the_same_however_they_are_found(recipe, monkeypatch):
     """By every program, by a launch before, or counted by two more; every access is in bounds."""
-    w, inputs = weights_of(recipe), tokens(150, masked_ratio=0.2, skew="zipf")
-    found = []
-    for small, middle in ((1024, 4096), (64, 4096), (64, 128)):
+    w, inputs = weights_of(recipe), tokens(50, masked_ratio=0.2, skew="zipf")
+    results = []
+    for small, middle in ((1024, 4096), (32, 4096), (32, 64)):
         monkeypatch.setattr(tables, "SMALL_SLOTS", small)
         monkeypatch.setattr(tables, "MIDDLE_SLOTS", middle)
-        found += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
-    assert all(torch.equal(found[0], y) for y in found)
+        results += [stage(inputs, w, tile) for tile in (shipped(recipe)[1], shipped(recipe)[-1])]
+    assert all(torch.equal(results[0], y) for y in results)
 
 
 # -- fused ---------------------------------------------------------------------------------------
@@ -195,33 +196,35 @@ def test_a_fused_tile_takes_experts_in_several_passes(tile):
 def test_rows_behind_the_count_are_padding_whatever_they_hold():
     w, (x, idx, gates) = weights_of("w4a8_block"), tokens(9)
     x[4:], idx[5:], gates[6:] = float("nan"), 77, float("inf")
-    found = DeviceStatus(CPU)
-    y, stats = fuse((x, idx, gates), w, found=found, num_valid=torch.tensor([4], dtype=torch.int32))
+    status = DeviceStatus(CPU)
+    y, stats = fuse(
+        (x, idx, gates), w, status=status, num_valid=torch.tensor([4], dtype=torch.int32)
+    )
     assert torch.equal(y[:4], fuse((x[:4], idx[:4], gates[:4]), w)[0]) and int(stats.sum()) == 8
 
 
 def test_counters_serve_call_after_call_and_a_bad_slot_is_masked():
-    w, found = weights_of("w4a8_block"), DeviceStatus(CPU)
+    w, status = weights_of("w4a8_block"), DeviceStatus(CPU)
     for seed in range(3):
         inputs = tokens(3 + seed, seed=seed, skew="zipf")
-        y, _ = fuse(inputs, w, found=found)
-        assert not found.counters.any()
+        y, _ = fuse(inputs, w, status=status)
+        assert not status.counters.any()
         assert_agrees(y, inputs, w)
     x, idx, gates = tokens(5)
     idx[2, 1] = E
     with pytest.raises(mm.MegaMoEError, match="token 2, slot 1"):
-        fuse((x, idx, gates), w, found=found)
+        fuse((x, idx, gates), w, status=status)
 
 
-@pytest.mark.parametrize("counts", [(5,), (3, 4), (0, 6), (2, 0, 1, 3)])
+@pytest.mark.parametrize("counts", [(5,), (0, 6), (2, 0, 1, 3)])
 def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
     monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
     kernels = emulator.install(monkeypatch, num_sms=4)
     w, inputs = weights_of("w4a8_block"), tokens(sum(counts), masked_ratio=0.2)
     ranks = LocalRanks(w, len(counts), timeout_s=30.0)
     ranks._top_k = K
-    ranks._make_rooms(max(counts))
-    kernels["mega_kernel"].hold = [room.tokens for room in ranks._rooms]
+    ranks._make_buffers(max(counts))
+    kernels["mega_kernel"].hold = [buffer.tokens for buffer in ranks._buffers]
     for _ in range(2):
         got = ranks(*(t.split(counts) for t in inputs))
         ranks.check()
@@ -232,12 +235,12 @@ def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
 @pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
     emulator.install(monkeypatch, num_sms)
-    w, inputs, found = weights_of("w4a8_block", 6), tokens(48, 6, skew="zipf"), DeviceStatus(CPU)
-    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(96, 6) // part
+    w, inputs, status = weights_of("w4a8_block", 6), tokens(40, 6, skew="zipf"), DeviceStatus(CPU)
+    tile, rows = as_fused(shipped_fused("w4a8_block")[0]), num_rows(80, 6) // part
     wanted, stats = fuse(inputs, w, tile=tile)
-    assert ring(num_rows(96, 6), rows, 8)[1] > 0
-    y, again = fuse(inputs, w, tile=tile, found=found, pool_rows=rows)
-    assert torch.equal(y, wanted) and torch.equal(again, stats) and not found.counters.any()
+    assert ring(num_rows(80, 6), rows, 8)[1] > 0
+    y, again = fuse(inputs, w, tile=tile, status=status, pool_rows=rows)
+    assert torch.equal(y, wanted) and torch.equal(again, stats) and not status.counters.any()
 
 
 class Processes:
@@ -246,18 +249,18 @@ class Processes:
     def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0, passes=1):
         where = symm_buffer.layout(passes * most, H, K, passes)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
-        self.rooms = [symm_buffer.symm_buffer_in(m, where) for m in self.memory]
-        self.found = [DeviceStatus(CPU) for _ in range(num_ranks)]
+        self.buffers = [symm_buffer.symm_buffer_in(m, where) for m in self.memory]
+        self.status = [DeviceStatus(CPU) for _ in range(num_ranks)]
         self.num, self.most, self.timeout_s = num_ranks, most, timeout_s
         kernels["mega_kernel"].hold = self.memory
         per_rank = w.num_experts // num_ranks
         self.weights = [w[r * per_rank : (r + 1) * per_rank] for r in range(num_ranks)]
 
     def launch(self, rank, part, number=0):
-        w, room, found = self.weights[rank], self.rooms[rank], self.found[rank]
-        room.put(*part)
+        w, buffer, status = self.weights[rank], self.buffers[rank], self.status[rank]
+        buffer.put(*part)
         peers = torch.tensor([m.data_ptr() - self.memory[rank].data_ptr() for m in self.memory])
-        world = mega_launch.World(self.num, 1, rank, peers, room.signals)
+        world = mega_launch.World(self.num, 1, rank, peers, buffer.signals)
         stats = torch.zeros(w.num_experts, dtype=torch.int64)
         all_of_them = w.num_experts * self.num
         ranks = planning.Ranks(self.num, all_of_them, max_tokens=self.most)
@@ -265,7 +268,7 @@ class Processes:
         plan = plan_of(some, w, mode="fused", reserve_sms=2, ranks=ranks)
         assert plan.num_passes == 1
         y = fused.over(
-            room, self.most, w, Options(), world, stats, step=plan.mega, status=found,
+            buffer, self.most, w, Options(), world, stats, step=plan.mega, status=status,
             timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
@@ -282,9 +285,9 @@ def test_launches_of_their_own_have_the_bits_of_one_rank(kernels):
     for step, counts in enumerate([(5, 3), (0, 4), (2, 0), (5, 5)]):
         inputs = tokens(sum(counts), seed=step, masked_ratio=0.2)
         got = ranks.call(list(zip(*(t.split(counts) for t in inputs), strict=True)))
-        for found, room in zip(ranks.found, ranks.rooms, strict=True):
-            found.check(K)
-            assert not room.counters.any() and int(room.signals[31]) == step + 1
+        for status, buffer in zip(ranks.status, ranks.buffers, strict=True):
+            status.check(K)
+            assert not buffer.counters.any() and int(buffer.signals[31]) == step + 1
         assert torch.equal(torch.cat([y for y, _ in got]), fuse(inputs, w)[0])
         assert torch.equal(torch.cat([stats for _, stats in got]), expert_counts(inputs[1], E))
 
@@ -298,7 +301,7 @@ def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels
     idx[3, 1] = -1
     y = torch.cat([got[number][rank][0] for rank in range(2) for number in range(2)])
     assert torch.equal(y, fuse((x, idx, gates), w)[0])
-    assert ranks.found[0].bad_slot.item() == 3 * K + 1 and ranks.found[1].bad_slot.item() == NONE
+    assert ranks.status[0].bad_slot.item() == 3 * K + 1 and ranks.status[1].bad_slot.item() == NONE
 
 
 def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
@@ -306,19 +309,19 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
     ranks = Processes(kernels, w, 2, 5, timeout_s=LATER)
     ranks.launch(1, inputs)
     with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to begin the call"):
-        ranks.found[1].check(K)
-    assert not ranks.rooms[0].counters.any() and int(ranks.rooms[0].signals[1]) == 1
+        ranks.status[1].check(K)
+    assert not ranks.buffers[0].counters.any() and int(ranks.buffers[0].signals[1]) == 1
 
 
 # -- faults --------------------------------------------------------------------------------------
 
 
 def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
-    w, inputs, found = weights_of("w4a8_block"), tokens(5), DeviceStatus(CPU)
+    w, inputs, status = weights_of("w4a8_block"), tokens(5), DeviceStatus(CPU)
     with pytest.raises(MegaMoETimeout, match="the end of all ranks"):
-        fuse(inputs, w, found=found, timeout_s=LATER, absent=0)
-    found.reset()
-    assert_agrees(fuse(inputs, w, found=found)[0], inputs, w)
+        fuse(inputs, w, status=status, timeout_s=LATER, absent=0)
+    status.reset()
+    assert_agrees(fuse(inputs, w, status=status)[0], inputs, w)
 
 
 # -- the emulator itself -------------------------------------------------------------------------
@@ -326,10 +329,10 @@ def test_a_rank_that_never_arrives_ends_in_a_timeout_and_reset_helps():
 
 def test_the_emulator_sees_what_it_must(kernels, monkeypatch):
     """Rows that no allocation holds, a wait that nobody ends, bytes that do not add up."""
-    w, inputs, found = weights_of("w8a8"), tokens(5), DeviceStatus(CPU)
+    w, inputs, status = weights_of("w8a8"), tokens(5), DeviceStatus(CPU)
     with pytest.raises(IndexError, match="no allocation holds 8 bytes"):
         short = torch.zeros(E - 1, dtype=torch.int64)
-        pretending.fuse(inputs, w, found=found, stats=short)
+        pretending.fuse(inputs, w, status=status, stats=short)
     monkeypatch.setattr(running, "WAIT_S", LATER)
     arrive, expect = language.arrive, language.expect
     for name, planted, seen in (

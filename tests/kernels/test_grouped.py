@@ -36,8 +36,10 @@ def operands(recipe, counts, *, seed=0):
     x = torch.randn(sum(counts), K, generator=rng).bfloat16()
     w = (torch.randn(len(counts), N, K, generator=rng) / K**0.5).bfloat16()
     of_x, of_w = {}, {}
-    if recipe == "nvfp4":
-        of_x, of_w = {"global_scale": 0.37}, {"global_scale": weight_global_scale(w)}
+    if row.weights.has_global:
+        of_w = {"global_scale": weight_global_scale(w)}
+    if row.acts.has_global:
+        of_x = {"global_scale": 0.37}
     q = mm.quantize(x, row.acts.name, **of_x).to(DEVICE)
     return (
         q,

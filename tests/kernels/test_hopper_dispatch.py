@@ -8,7 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.engine.status import NONE
 from megamoe.formats.quantize import dequantize
-from megamoe.kernels.gluon.dispatch import route
+from megamoe.kernels.gluon.dispatch import Tokens, route
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.portable.dispatch import Routing
 from megamoe.planner.hopper import max_tiles, num_rows
@@ -68,8 +68,8 @@ class Routed:
         tile = GemmSwapAb(block, 2, 1, 2)
         steps = hopper_steps(x, idx, tile, num_experts)
         route(
-            x, given, self.how.acts, self.pool, steps, stats=self.stats,
-            first_slot=first_slot, num_dest=num_dest, by_group=self.how.to_e4m3, **rest,
+            Tokens(x, **rest), given, self.how.acts, self.pool, steps, stats=self.stats,
+            first_slot=first_slot, num_dest=num_dest, by_group=self.how.to_e4m3,
         )  # fmt: skip
         self.block, self.num_experts, top_k = block, num_experts, idx.shape[1]
         self.legal = self.idx.flatten().cpu()
@@ -226,7 +226,7 @@ def test_ready_tokens_are_copied_into_their_rows(name, size):
     x, idx, weight, experts = inputs(size, hidden)
     data, scale = held(quantised(x, name), name)
     apart = torch.cat((data, data), 1)[:, :hidden]
-    rest = {"x_scale": None if scale is None else scale.to(DEVICE)}
+    rest = {"scale": None if scale is None else scale.to(DEVICE)}
     if name == "nvfp4":
         rest["g"] = torch.linspace(1, 2, len(x)).to(DEVICE)
     got = Routed(apart, idx, weight, experts, name=name, is_ready=True, **rest)

@@ -180,12 +180,58 @@ def test_nvfp4_images_hold_every_scale(linear, lead):
     assert_same(unpacked(packed), dequantize(w))
 
 
+KINDS = {  # how each image is asked for: (to E4M3, placed)
+    "e4m3_image": (True, False), "placed_image": (False, True), "mx_image": (False, False),
+    "nv_image": (False, False),
+}  # fmt: skip
+
+
+def any_codes(kind, shape):
+    """Every code, groups of zeros with any scale, and every scale that `kind` holds."""
+    if kind == "nv_image":
+        data, rng = random_codes(shape)
+        groups = (*shape[:-1], shape[-1] // 16)
+        scale = torch.randint(256, groups, generator=rng, dtype=torch.uint8)  # NaN, -0 too
+        g = torch.rand(shape[: len(shape) - 2], generator=rng)
+        return Quantized(data, scale.view(torch.float8_e4m3fn), "nvfp4", shape, g)
+    low, spread = {"e4m3_image": (20, 11), "placed_image": (1, 127), "mx_image": (0, 255)}[kind]
+    w = mx(shape, low, spread)
+    zero = ~pack._nonzero_groups(w.data)
+    assert 1 < zero.count_nonzero() < zero.numel()
+    w.scale[zero] = torch.arange(int(zero.sum())).remainder(256).to(torch.uint8)
+    w.data[0, ..., -1, :] = 0x80  # a row of nothing
+    w.scale[0, ..., -1, :] = 3
+    return w
+
+
+@pytest.mark.parametrize("linear", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_was_packed_unpacks_to_the_same_bits(kind, linear):
+    w = any_codes(kind, SHAPES[linear])
+    to_e4m3, is_placed = KINDS[kind]
+    image = pack.pack(w, to_e4m3=to_e4m3, is_placed=is_placed)
+    assert image.kind == kind
+    spares = [pack.spare_of(w[e : e + 1]) for e in range(len(w))]
+    for e in range(len(w)):
+        one = pack.unpack(image, spares, w.format, e)
+        for name, t in w[e : e + 1].tensors().items():
+            assert torch.equal(one.tensors()[name].view(torch.uint8), t.view(torch.uint8)), name
+
+
+def test_scales_of_groups_of_zeros_take_no_room_where_they_are_alike():
+    w = row_of((0x00, 9), (0x88, 9), (0x12, 100), (0x80, 9))
+    assert pack.spare_of(w) == pack.Spare(9)
+    w.scale[0, 0, 1] = 4
+    code, where, codes = pack.spare_of(w)
+    assert (code, where.tolist(), codes.tolist()) == (9, [1], [4])
+
+
 @pytest.mark.parametrize(("mma", "is_placed"), [("e4m3", False), ("bf16", False), ("bf16", True)])
 def test_images_lie_as_the_layout_says(mma, is_placed):
     rows, cols = 128, 256
     image = RegisterImage(rows, cols, mma, is_placed=is_placed)
     codes, _ = random_codes((1, rows, cols))
-    made = pack._image(codes, mma, is_placed).flatten().numpy().view(numpy.uint8)
+    made = pack._image(codes[0], mma, is_placed).flatten().numpy().view(numpy.uint8)
     plain = numpy.unpackbits(codes.numpy().reshape(-1, 1), axis=1, bitorder="little").reshape(-1)
     stored = swizzle(torch.from_numpy(plain), image.bits.order())
     assert (numpy.packbits(stored.numpy(), bitorder="little") == made).all()

@@ -9,7 +9,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import chain, hopper, parallel, planning, symm_buffer
+from megamoe.engine import blackwell, chain, images, packed, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
@@ -22,9 +22,10 @@ from megamoe.kernels.hopper.weights import pack
 from megamoe.planner import chain as planned
 from megamoe.planner.hopper import passes_of
 from megamoe.planner.launches import Launch
+from megamoe.planner.numerics import TABLE
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED
-from tests.pretending import pretend_h200
+from tests.pretending import pretend_b200, pretend_h200
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no launches")
 
@@ -32,6 +33,9 @@ META = torch.device("meta")
 TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
 E, I, H, K = 32, 2048, 4096, 6  # of one rank
 BACKENDS = ("hopper", "portable")
+BLACKWELL = [("blackwell", r, num) for r in RECIPES for num in (8, 512, 8192)]
+BLACKWELL = [one for one in BLACKWELL if one[:2] in TABLE]
+MACHINE = {"hopper": "h200", "portable": "h200", "blackwell": "b200"}
 
 
 def quantized(name, *shape):
@@ -48,7 +52,7 @@ def quantized(name, *shape):
 def experts(recipe, num=E, intermediate=I):
     name = recipe_named(recipe).weights.name
     extra = {}
-    if name == "nvfp4":
+    if recipe_named(recipe).acts.has_global:
         one, each = torch.ones((), device=META), torch.ones(num, device=META)
         extra = {"x_global": one, "acts_global": each}
     w13, w2 = quantized(name, num, 2, intermediate, H), quantized(name, num, H, intermediate)
@@ -65,13 +69,10 @@ def launched(monkeypatch):
 
     pretend_h200(monkeypatch)
     monkeypatch.setattr(JITFunction, "run", keep)
-    for name in ("fits_e4m3", "fits_bf16", "can_be_placed"):
-        monkeypatch.setattr(pack, name, lambda w: True)
-        if hasattr(hopper, name):
-            monkeypatch.setattr(hopper, name, lambda w: True)
-    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
-    monkeypatch.setattr(hopper, "why_not", lambda w: "")
-    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    facts = pack.Facts(True, True, True)
+    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
+    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
+    monkeypatch.setattr(images, "_facts", lambda w: facts)
     return found
 
 
@@ -103,30 +104,43 @@ def inputs(num, *, is_quantized=False, recipe="w8a8"):
     return x, idx, torch.empty(num, K, device=META)
 
 
-CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS]
+CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS if (b, r) in TABLE]
+CASES += BLACKWELL
+
+
+@pytest.fixture
+def machine(launched, monkeypatch, request):
+    """The machine of the backend; a pretended H200 is there already."""
+    backend = request.node.callspec.params["backend"]
+    if backend == "blackwell":
+        pretend_b200(monkeypatch)
+        monkeypatch.setattr(
+            blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w)
+        )
+    return MACHINE[backend]
 
 
 @pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
-def test_one_rank(launched, backend, recipe, num):
+def test_one_rank(launched, machine, backend, recipe, num):
     w, options = experts(recipe), Options()
     plan = plan_for(
         w, options, Traits(), num_tokens=num, top_k=K, overrides=(("backend", backend),)
     )
-    public = mm.plan(mm.Problem(num, H, I, E, K, 1, recipe), "h200", backend=backend)
+    public = mm.plan(mm.Problem(num, H, I, E, K, 1, recipe), machine, backend=backend)
     assert plan.launches == public.launches and plan.mode == public.mode
     launch(Call(*inputs(num), w, options, None, status()), plan)
     assert_planned(launched, plan.launches)
 
 
 @pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
-def test_eight_ranks(launched, backend, recipe, num):
+def test_eight_ranks(launched, machine, backend, recipe, num):
     w, options = experts(recipe), Options()
     ranks = Ranks(8, 8 * E, max_tokens=num)
     plan = plan_for(
         w, options, Traits(), num_tokens=num, top_k=K, overrides=(("backend", backend),),
         ranks=ranks,
     )  # fmt: skip
-    public = mm.plan(mm.Problem(num, H, I, 8 * E, K, 8, recipe), "h200", backend=backend)
+    public = mm.plan(mm.Problem(num, H, I, 8 * E, K, 8, recipe), machine, backend=backend)
     assert plan.launches == public.launches and plan.mode == public.mode
     if plan.mode == "fused":
         fused_over_ranks(plan, w, options)
@@ -166,15 +180,15 @@ def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
     passes, each = passes_of(plan.call)
     where = symm_buffer.layout(passes * each, H, K, passes)
-    room = symm_buffer.symm_buffer_in(
+    buffer = symm_buffer.symm_buffer_in(
         torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
     )
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = mega_launch.World(8, 1, 0, peers, room.signals)
+    world = mega_launch.World(8, 1, 0, peers, buffer.signals)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(
-            room, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
+            buffer, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
             number=number,
         )  # fmt: skip
 
@@ -226,8 +240,8 @@ def test_a_second_decision_is_seen(launched, monkeypatch):
         assert_planned(launched, plan.launches)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_overrides_shared_experts_fp8_rows_and_quantised_tokens(launched, backend):
+@pytest.mark.parametrize("backend", (*BACKENDS, "blackwell"))
+def test_overrides_shared_experts_fp8_rows_and_quantised_tokens(launched, machine, backend):
     w, shared = experts("w4a8_block"), experts("w4a16", 1)
     options = Options(combine="fp8")
     spec = planning._shared_spec(shared, apart="w4a16")

@@ -19,6 +19,7 @@ from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.blackwell import launch as blackwell_launch
 from megamoe.kernels.gluon import (
     dispatch,
     exchange,
@@ -51,7 +52,7 @@ from megamoe.planner.hopper import num_rows, ring, weights_ahead
 from megamoe.planner.launches import Gemm, GemmSwapAb
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
-from tests.emulator import device, policies
+from tests.emulator import device, policies, tensor_memory
 from tests.emulator.device import Scheduled, rewrite, synchronize
 from tests.emulator.memory_model import Violation
 from tests.emulator.running import Emulated
@@ -70,7 +71,8 @@ TEXTS = tuple((pipeline, "wait_text", how) for how in
 _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
        "plain": (launch, "gemm_kernel"), "pull": (pull, "pull_kernel"),
        "exchange": (exchange, "exchange_kernel"),
-       "finish": (exchange, "finish_kernel")}  # fmt: skip
+       "finish": (exchange, "finish_kernel"),
+       "tmem": (blackwell_launch, "gemm_tmem_kernel")}  # fmt: skip
 _GLUON = {name: getattr(*at) for name, at in _AT.items()}
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
@@ -85,6 +87,7 @@ _PLAIN = (
 @functools.cache
 def kernels():
     """The kernels under a scheduler, by name. L2 is always warm: windows hold all weights."""
+    tensor_memory.install()
     made = {name: Scheduled(kernel, name) for name, kernel in _GLUON.items()}
     for module in device.MODULES.values():
         if "L2_WARM_BYTES" in module:
@@ -108,7 +111,7 @@ def installed(num_sms, gluon):
             patch.setattr(module, name, Emulated(getattr(module, name)))
         pretend_h200(patch, num_sms)
         patch.setattr(backends, "resolve", _resolve)
-        yield
+        yield patch
 
 
 # -- launches as they were made --------------------------------------------------------------------
@@ -293,11 +296,11 @@ def local_case(recipe="w8a8", ranks=2, ctas=2, counts=(2, 1), experts=4, hidden=
     with installed(ranks * ctas, {"mega": Recorder("mega", kept)}):
         there = LocalRanks(w, ranks, timeout_s=30.0, debug_poison=True)
         there._top_k = 2
-        there._make_rooms(max(counts))
+        there._make_buffers(max(counts))
         found = there.plan(max(counts), 2)
         there.plan = lambda *_: replace(found, mega=few_stages_fused(found.mega))
         there(*(t.split(counts) for t in inputs))
-    return Case("fused-ranks", kept, [room.tokens for room in there._rooms])
+    return Case("fused-ranks", kept, [buffer.tokens for buffer in there._buffers])
 
 
 def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2, hidden=256,

@@ -14,11 +14,11 @@ f32, f64 = np.float32, np.float64
 
 WEIGHTS = {
     "bf16": "bf16", "w8a8": "fp8_128x128", "w4a16": "mxfp4", "w4a8": "mxfp4",
-    "w4a8_block": "mxfp4", "w4a4": "mxfp4", "nvfp4": "nvfp4",
+    "w4a8_block": "mxfp4", "w4a4": "mxfp4", "nvfp4": "nvfp4", "nvfp4a16": "nvfp4",
 }  # fmt: skip
 ACTS = {
     "bf16": "bf16", "w8a8": "fp8_1x128", "w4a16": "bf16", "w4a8": "mxfp8",
-    "w4a8_block": "fp8_1x128", "w4a4": "mxfp4", "nvfp4": "nvfp4",
+    "w4a8_block": "fp8_1x128", "w4a4": "mxfp4", "nvfp4": "nvfp4", "nvfp4a16": "bf16",
 }  # fmt: skip
 STEPS = (
     "bf16_gate_up", "clamp", "clamp_after_rounding", "quantise_acts", "weight_before_quantise",

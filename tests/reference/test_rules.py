@@ -75,8 +75,10 @@ def both(recipe, case, *, bias=False, gate_up="split", without="", seed=0, **opt
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(map(str, c)))
 def test_the_layer_follows_the_rules(recipe, case):
-    data = random_case(*case)
-    for number, options in enumerate(OPTIONS):
+    data, seed = random_case(*case), case[0]
+    is_wide = max(case[1:3]) >= 2880  # what an option does depends on no width: some of them
+    for number in range(seed % 3, len(OPTIONS), 3) if is_wide else range(len(OPTIONS)):
+        options = OPTIONS[number]
         y, wanted = both(recipe, data, seed=number, **options)
         error = np.linalg.norm(y - wanted) / max(np.linalg.norm(wanted), 1e-30)
         assert error <= BOUND, (options, error)
@@ -91,7 +93,7 @@ def integer_case(recipe, seed, tokens=16, top_k=3):
     w2 = torch.randint(-3, 4, (experts, hidden, intermediate), generator=rng)
     for w in (w13, w2):
         w[:, ::16, ::16] = top
-        if recipe == "nvfp4":
+        if recipe.startswith("nvfp4"):
             w[:, 0, 0] = 21  # g = 21 / 2688 = 2 ** -7
     x = torch.randint(-7, 8, (tokens, hidden), generator=rng)
     x[:, ::64] = 7  # amax 7: the FP32 scale is 7 / 448 = 2 ** -6

@@ -244,8 +244,9 @@ def names(found):
          ["launch", "place", "permute", "l1", "l2", "combine"]),
         (Problem(2048, 4096, 2048, 32, 6, 1, "w8a8"), {},
          ["launch", "count", "scan", "place", "permute", "l1 and l2", "combine"]),
-        (Problem(512, 4096, 2048, 256, 6, 8, "w4a8_block"), {},
-         ["launch", "route", "blocks", "results home", "combine"]),
+        (Problem(512, 4096, 2048, 256, 6, 8, "w4a8_block"), {"mode": "chain"},
+         ["launch", "quantize", "count", "scan", "place", "exchange", "rows", "blocks",
+          "results home", "rows home", "combine"]),
         (Problem(512, 4096, 2048, 256, 6, 8, "w4a8_block"), {"mode": "staged"},
          ["launch", "quantize", "rows sent", "place", "permute", "l1", "l2", "results sent",
           "combine"]),
@@ -331,7 +332,7 @@ def test_a_prediction_prints_the_floor_beside_the_time():
 
 def test_progress_counts_blocks():
     seen = []
-    how = plan(Problem(2048, 2048, 1024, 32, 4, 2, "w8a8"), H200, mode="staged")
+    how = plan(Problem(4096, 2048, 1024, 32, 4, 2, "w8a8"), H200)
     found = simulate(how, progress=lambda done, of: seen.append((done, of)))
     total = sum(s.role == "math" for s in found.timeline.spans)
     assert seen[0] == (0, total) and seen[-1] == (total, total) and len(seen) >= 3

@@ -1,8 +1,9 @@
 """Permutation: the row of each slot in the expert-sorted pool, and the tile list of the GEMMs.
 
-Rows of one expert lie together in slot order and start at a multiple of ROW_ALIGN (TMA reads scales
-in whole 16 bytes). One launch does it, each program counting for itself, or two more count before
-it, as the plan says. Nothing is read back to the host.
+Rows of one expert lie together in slot order and start at a multiple of the plan's `row_align`: TMA
+reads FP32 scales in whole 16 bytes, and placed scales have a block a tile. One launch does it, each
+program counting for itself, or two more count before it, as the plan says. Nothing is read back to
+the host.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from megamoe.kernels.gluon.pool import (
     Pool,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
+    SIZES,
     WorkItems,
     expert_rows,
     first_above,
@@ -122,20 +124,16 @@ def _count_kernel(
     tl.store(chunk_counts + chunk * num_experts + column, counts, mask=column < num_experts)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "l1_n_tiles", "l1_slabs", "l2_n_tiles", "l2_slabs", "l1_waves", "num_ctas", "span",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=list(SIZES))
 def _place_kernel(
     idx, weights, num_valid, error, idx_out, weights_out, g, g_stride, chunk_counts, counts, stats,
     rows, dest, weight, factor, tiles, num_tiles,
     num_slots, num_experts, first_slot, num_dest, items, l1_n_tiles, l1_slabs,
-    l2_n_tiles, l2_slabs, l1_waves, num_ctas, span,
+    l2_n_tiles, l2_slabs, l1_waves, wave_ctas, span,
     CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-    E: tl.constexpr,
+    ALIGN: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     """A program each: chunks of slots (checked, and their rows), the tile list, waves of items."""
     after_previous()
@@ -163,13 +161,13 @@ def _place_kernel(
             both += tl.histogram(place, 2 * E, mask=theirs >= 0)
         before, after = tl.split(tl.permute(tl.reshape(both, (2, E)), (1, 0)))
         count = before + after
-    row_begin = expert_rows(count)
+    row_begin = expert_rows(count, ALIGN)
     number = chunk - tl.cdiv(num_slots, CHUNK)  # among the programs without slots
     if number > 0:
         if CTAS:
             schedule_wave(
                 number - 1, count, row_begin, items, (l1_n_tiles, l1_slabs),
-                (l2_n_tiles, l2_slabs), l1_waves, num_ctas, span, CTAS, IS_DYNAMIC,
+                (l2_n_tiles, l2_slabs), l1_waves, wave_ctas, span, CTAS, IS_DYNAMIC,
             )  # fmt: skip
     elif number == 0:
         if HAS_STATS and not IS_COUNTED:
@@ -231,16 +229,18 @@ def place(
         counts = unused.new_empty(num_experts) if counts is unused else counts
         chunk_counts = unused.new_empty(*count.grid, num_experts)
         _count_kernel[count.grid](
-            idx, weights, valid, chunk_counts, slots, num_experts, **count.config.constants(),
-            **sizes, **overlap(pdl),
+            idx=idx, weights=weights, num_valid=valid, chunk_counts=chunk_counts, num_slots=slots,
+            num_experts=num_experts, **count.config.constants(), **sizes, **overlap(pdl),
         )  # fmt: skip
         scan_counts(chunk_counts, counts, stats, steps["scan"], pdl=pdl)
     _place_kernel[step.grid](
-        idx, weights, valid, routing.error, routing.idx, routing.weights,
-        unused if g is None else g, g_stride, chunk_counts, counts,
-        unused if stats is None else stats, rows, pool.dest, pool.weight,
-        pool.factor, pool.tiles, pool.num_tiles, slots, num_experts, first_slot, num_dest,
-        *((unused, 0, 0, 0, 0, 0, 0, 0) if work is None else work.arguments()),
+        idx=idx, weights=weights, num_valid=valid, error=routing.error, idx_out=routing.idx,
+        weights_out=routing.weights, g=unused if g is None else g, g_stride=g_stride,
+        chunk_counts=chunk_counts, counts=counts, stats=unused if stats is None else stats,
+        rows=rows, dest=pool.dest, weight=pool.weight, factor=pool.factor, tiles=pool.tiles,
+        num_tiles=pool.num_tiles, num_slots=slots, num_experts=num_experts,
+        first_slot=first_slot, num_dest=num_dest,
+        **(WorkItems.no_arguments(unused) if work is None else work.arguments()),
         HAS_G=g is not None, HAS_STATS=stats is not None, **config.constants(), **sizes,
         **overlap(pdl),
     )  # fmt: skip

@@ -68,7 +68,11 @@ NEXT_ITEM = gl.constexpr(1)  # L1's counter of taken items, then L2's
 GIVEN_UP = gl.constexpr(3)  # whether a wait was given up
 
 
-# -- on the host: room for work items ------------------------------------------------------------
+# Arguments of kernels that write items; num_ctas would be an option of Triton's.
+SIZES = ("l1_n_tiles", "l1_slabs", "l2_n_tiles", "l2_slabs", "l1_waves", "wave_ctas", "span")
+
+
+# -- on the host: memory for work items ------------------------------------------------------------
 
 
 class LinearTiles(NamedTuple):
@@ -113,19 +117,25 @@ class WorkItems:
         """The items of each linear."""
         return list(self.items.split([num * self.ctas for num in self.waves]))
 
-    def arguments(self) -> tuple[Tensor | int, ...]:
-        """Arguments of kernels that call `schedule_wave`, from `items` on."""
+    def arguments(self) -> dict[str, Tensor | int]:
+        """Arguments of kernels that call `schedule_wave`."""
         l1, l2 = self.linears[0], self.linears[-1]
-        return self.items, *l1, *l2, self.waves[0], self.ctas, self.span
+        sizes = (*l1, *l2, self.waves[0], self.ctas, self.span)
+        return {"items": self.items, **dict(zip(SIZES, sizes, strict=True))}
+
+    @staticmethod
+    def no_arguments(unused: Tensor) -> dict[str, Tensor | int]:
+        """The same where no items are written."""
+        return {"items": unused, **dict.fromkeys(SIZES, 0)}
 
 
 # -- static: work items of one wave --------------------------------------------------------------
 
 
 @triton.jit
-def expert_rows(count):
-    """First row of each expert in the pool, of int32 [E] rows per expert."""
-    aligned = (count + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+def expert_rows(count, ALIGN: tl.constexpr = ROW_ALIGN):
+    """First row of each expert in the pool, a multiple of ALIGN, of int32 [E] rows per expert."""
+    aligned = (count + ALIGN - 1) // ALIGN * ALIGN
     return tl.cumsum(aligned, 0) - aligned
 
 
@@ -218,13 +228,9 @@ def schedule_wave(
     tl.store(own_item + ITEM_READ, zero, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "l1_n_tiles", "l1_slabs", "l2_n_tiles", "l2_slabs", "l1_waves", "num_ctas", "span",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=list(SIZES))
 def _schedule_kernel(
-    counts, num_experts, items, l1_n_tiles, l1_slabs, l2_n_tiles, l2_slabs, l1_waves, num_ctas,
+    counts, num_experts, items, l1_n_tiles, l1_slabs, l2_n_tiles, l2_slabs, l1_waves, wave_ctas,
     span,
     CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
@@ -232,15 +238,16 @@ def _schedule_kernel(
     count = tl.load(counts + expert, mask=expert < num_experts, other=0)
     schedule_wave(
         tl.program_id(0), count, expert_rows(count), items, (l1_n_tiles, l1_slabs),
-        (l2_n_tiles, l2_slabs), l1_waves, num_ctas, span, CTAS, IS_DYNAMIC,
+        (l2_n_tiles, l2_slabs), l1_waves, wave_ctas, span, CTAS, IS_DYNAMIC,
     )  # fmt: skip
 
 
 def schedule(work: WorkItems, counts: Tensor) -> None:
     """Write the items of experts with int32 [E] `counts` rows, in a launch of its own."""
     _schedule_kernel[(sum(work.waves),)](
-        counts, len(counts), *work.arguments(), CTAS=triton.next_power_of_2(work.ctas),
-        IS_DYNAMIC=work.is_dynamic, E=max(triton.next_power_of_2(len(counts)), 2), num_warps=4,
+        counts=counts, num_experts=len(counts), **work.arguments(),
+        CTAS=triton.next_power_of_2(work.ctas), IS_DYNAMIC=work.is_dynamic,
+        E=max(triton.next_power_of_2(len(counts)), 2), num_warps=4,
     )  # fmt: skip
 
 

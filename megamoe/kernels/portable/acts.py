@@ -6,6 +6,7 @@ A `Kind` of ACTS says which format the contract asks for and how the tile is sto
   values  BF16 values code * scale, where the GPU lacks the format's MMA: exact for E8M0 and E4M3
           scales (NVFP4's global scale is applied to the sums)
   scaled  the codes' values in BF16 beside FP32 scales: exact too
+  placed  the format's bytes, and scales where a block-scaled MMA copies them from (`gluon/placed`)
 ORDERED ones lie in the order of K that FP4 weights want (korder.py): `values`, `scaled` and BF16.
 """
 
@@ -90,6 +91,7 @@ CODES = {
 }
 VALUES = {name: _kind("values", name) for name in ("mxfp8", "mxfp4", "nvfp4")}
 SCALED = {"fp8_1x128": _kind("scaled", "fp8_1x128")}
+PLACED = {name: _kind("placed", name) for name in ("mxfp8", "mxfp4", "nvfp4")}
 
 
 @triton.jit

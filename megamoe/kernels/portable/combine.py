@@ -62,7 +62,8 @@ def combine(
         return
     # No fused multiply-add: the product is rounded before it is added.
     _combine_kernel[step.grid](
-        rows, row_scale if row_scale is not None else rows, idx, weights, y, num_tokens, hidden,
-        TOP_K=top_k, EXTRA=slots - top_k, WEIGHTED=weighted, IS_FP8=row_scale is not None,
+        rows=rows, row_scale=row_scale if row_scale is not None else rows, idx=idx,
+        weights=weights, y=y, num_tokens=num_tokens, hidden=hidden, TOP_K=top_k,
+        EXTRA=slots - top_k, WEIGHTED=weighted, IS_FP8=row_scale is not None,
         enable_fp_fusion=False, **step.config.constants(), **overlap(pdl),
     )  # fmt: skip

@@ -111,7 +111,7 @@ def decode_tokens(x: Quantized, how: Arithmetic) -> Activations:
     todo = decoding(x, how)
     if todo.num_programs:
         _decode_kernel[(todo.num_programs,)](
-            todo.data, todo.scale, todo.out, todo.num_blocks, x.shape[1],
-            FORMAT=todo.format, VALUES=VALUES, num_warps=4,
+            data=todo.data, scale=todo.scale, out=todo.out, num_blocks=todo.num_blocks,
+            width=x.shape[1], FORMAT=todo.format, VALUES=VALUES, num_warps=4,
         )  # fmt: skip
     return todo.activations

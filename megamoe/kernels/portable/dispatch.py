@@ -84,12 +84,12 @@ def dispatch(
         return
     unused = next(t for t in (x, routing and routing.idx) if t is not None)
     config = replace(config, group=0)  # rows that lie at odd places are not read as words
-    tensors, constants = routing_arguments(routing, unused)
     _dispatch_kernel[step.grid](
-        unused, 0 if x is None else x.stride(0), unused if g is None else g,
-        unused if out is None else out, unused if out_scale is None else out_scale, *tensors,
-        num_tokens, hidden, num_experts, ACTS=acts, HAS_TOKENS=x is not None, HAS_G=g is not None,
-        **config.constants(), **constants, **overlap(pdl),
+        x=unused, x_stride=0 if x is None else x.stride(0), g=unused if g is None else g,
+        out=unused if out is None else out, out_scale=unused if out_scale is None else out_scale,
+        num_tokens=num_tokens, hidden=hidden, num_experts=num_experts, ACTS=acts,
+        HAS_TOKENS=x is not None, HAS_G=g is not None, **config.constants(),
+        **routing_arguments(routing, unused), **overlap(pdl),
     )  # fmt: skip
 
 

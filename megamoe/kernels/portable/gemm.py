@@ -64,7 +64,8 @@ def _gated_kernel(
     to_expanded, tile_group, tile_limit, num_tiles, hidden, intermediate, clamp,
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, ACTS: tl.constexpr,
     ACTIVATION: tl.constexpr, FAST_MATH: tl.constexpr, WEIGHTED: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, TOKEN_GLOBAL: tl.constexpr,
+    GATHER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """L1 and the activation: acts[row, n] of one token tile and BLOCK_N columns."""
@@ -104,8 +105,10 @@ def _gated_kernel(
     # Loaded again: it need not live through the loop.
     slot = tl.load(to_expanded + row, mask=valid, other=0, eviction_policy="evict_first")
     if HAS_GLOBAL:
-        token = slot // TOP_K if GATHER else row
-        token_global = tl.load(x_global + token, mask=valid, other=0.0)[None, :]
+        token_global = 1.0
+        if TOKEN_GLOBAL:
+            token = slot // TOP_K if GATHER else row
+            token_global = tl.load(x_global + token, mask=valid, other=0.0)[None, :]
         gate *= tl.load(w_global + expert * 2) * token_global
         up *= tl.load(w_global + expert * 2 + 1) * token_global
     if HAS_BIAS:
@@ -115,7 +118,7 @@ def _gated_kernel(
     if WEIGHTED:
         acts *= tl.load(topk_weights + slot, mask=valid, other=0.0)[None, :]
     acts = tl.trans(tl.where(used[:, None], acts, 0.0))
-    g = tl.load(acts_global + expert) if HAS_GLOBAL else 1.0
+    g = tl.load(acts_global + expert) if TOKEN_GLOBAL else 1.0
     store_acts(
         acts, g, out, out_scale, row, valid, n * BLOCK_N, intermediate, ACTS, BLOCK_M, BLOCK_N
     )
@@ -127,7 +130,8 @@ def _linear_tile(
     out, out_scale, to_expanded, tile_group, tile_limit, width, num_cols, first_slot, num_slots,
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, ACTS: tl.constexpr,
     STORE: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, TOKEN_GLOBAL: tl.constexpr,
+    GATHER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
 ):  # fmt: skip
     """One token tile and BLOCK_N columns of `_linear_kernel`."""
@@ -151,7 +155,8 @@ def _linear_tile(
         )
         acc = add_product(acc, tile_w, scale_w, factor, tokens, token_scale, TOKENS, WEIGHTS)
     if HAS_GLOBAL:
-        acc *= tl.load(w_global + expert) * tl.load(x_global + expert)
+        row_global = tl.load(x_global + expert) if TOKEN_GLOBAL else 1.0
+        acc *= tl.load(w_global + expert) * row_global
     expanded = tl.load(to_expanded + row, mask=valid, other=0)
     if HAS_BIAS:
         extra = tl.load(bias + w_row, mask=used, other=0.0)[:, None]
@@ -181,7 +186,8 @@ def _linear_kernel(
     to_expanded, tile_group, tile_limit, num_tiles, ticket, width, num_cols, first_slot, num_slots,
     TOKENS: tl.constexpr, WEIGHTS: tl.constexpr, ACTS: tl.constexpr,
     STORE: tl.constexpr, WEIGHTED: tl.constexpr, WEIGHT_BIAS: tl.constexpr,
-    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, GATHER: tl.constexpr, TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_GLOBAL: tl.constexpr, TOKEN_GLOBAL: tl.constexpr,
+    GATHER: tl.constexpr, TOP_K: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
     DYNAMIC: tl.constexpr,
 ):  # fmt: skip
@@ -201,8 +207,8 @@ def _linear_kernel(
                 program, live, num_n, x, x_scale, w, w_scale, w_global, x_global, bias,
                 topk_weights, out, out_scale, to_expanded, tile_group, tile_limit,
                 width, num_cols, first_slot, num_slots, TOKENS, WEIGHTS, ACTS, STORE, WEIGHTED,
-                WEIGHT_BIAS, HAS_BIAS, HAS_GLOBAL, GATHER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K,
-                GROUP_M,
+                WEIGHT_BIAS, HAS_BIAS, HAS_GLOBAL, TOKEN_GLOBAL, GATHER, TOP_K, BLOCK_M, BLOCK_N,
+                BLOCK_K, GROUP_M,
             )  # fmt: skip
             program = tl.atomic_add(ticket, 1, sem="relaxed")
     else:
@@ -212,5 +218,6 @@ def _linear_kernel(
             tl.program_id(0), live, num_n, x, x_scale, w, w_scale, w_global, x_global, bias,
             topk_weights, out, out_scale, to_expanded, tile_group, tile_limit,
             width, num_cols, first_slot, num_slots, TOKENS, WEIGHTS, ACTS, STORE, WEIGHTED,
-            WEIGHT_BIAS, HAS_BIAS, HAS_GLOBAL, GATHER, TOP_K, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            WEIGHT_BIAS, HAS_BIAS, HAS_GLOBAL, TOKEN_GLOBAL, GATHER, TOP_K, BLOCK_M, BLOCK_N,
+            BLOCK_K, GROUP_M,
         )  # fmt: skip

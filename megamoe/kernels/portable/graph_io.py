@@ -117,7 +117,9 @@ def _copy_output_kernel(now, y, hidden, COLS: tl.constexpr):
 def read_args(args: ReplayArgs) -> None:
     """Copy the next slot to `now`; the one after it is then the next."""
     address, num = args.slots.data_ptr(), len(args.slots)
-    _read_args_kernel[(1,)](address, args.next_slot, args.now, SLOTS=num, WORDS=WORDS, num_warps=1)
+    _read_args_kernel[(1,)](
+        slots=address, next_slot=args.next_slot, now=args.now, SLOTS=num, WORDS=WORDS, num_warps=1,
+    )  # fmt: skip
 
 
 def copy_inputs(now: Tensor, into: Inputs) -> None:
@@ -126,8 +128,9 @@ def copy_inputs(now: Tensor, into: Inputs) -> None:
     top_k = into.topk_idx.shape[1]
     cols = min(triton.next_power_of_2(hidden), COPY_COLS)
     _copy_inputs_kernel[(num_tokens, triton.cdiv(hidden, cols))](
-        now, *into, hidden, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), COLS=cols,
-        num_warps=4,
+        now=now, x_out=into.x, idx_out=into.topk_idx, weights_out=into.topk_weights,
+        count=into.count, hidden=hidden, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k),
+        COLS=cols, num_warps=4,
     )  # fmt: skip
 
 
@@ -136,5 +139,5 @@ def copy_output(now: Tensor, y: Tensor) -> None:
     num_tokens, hidden = y.shape
     cols = min(triton.next_power_of_2(hidden), COPY_COLS)
     _copy_output_kernel[(num_tokens, triton.cdiv(hidden, cols))](
-        now, y, hidden, COLS=cols, num_warps=4
-    )
+        now=now, y=y, hidden=hidden, COLS=cols, num_warps=4,
+    )  # fmt: skip

@@ -27,54 +27,43 @@ SCHEDULES = ("static", "dynamic")
 
 
 @triton.jit
-def _map_group(
-    counts, globals_in, globals_out, to_row, tile_group, tile_limit, num_tiles, ticket,
-    num_rows, num_groups, max_tiles,
-    HAS_GLOBAL: tl.constexpr, SORTED: tl.constexpr, TILE_M: tl.constexpr, GROUPS: tl.constexpr,
-    CHUNK: tl.constexpr,
-):  # fmt: skip
-    """The tiles and rows of one group: after those of earlier ones, or SORTED of larger ones."""
-    group = tl.program_id(0)
-    other = tl.arange(0, GROUPS)
-    count = tl.maximum(tl.load(counts + other, mask=other < num_groups, other=0), 0)
-    num = (count + TILE_M - 1) // TILE_M
-    own = tl.sum(tl.where(other == group, count, 0), 0)
-    before = other < group
-    first_row = tl.sum(tl.where(before, count, 0), 0)
-    if SORTED:
-        before = (count > own) | ((count == own) & before)
-    first = tl.sum(tl.where(before, num, 0), 0)
-    end = first * TILE_M + tl.minimum(own, tl.maximum(num_rows - first_row, 0))
-    step = tl.arange(0, CHUNK)
-    for done in tl.range(0, own, CHUNK):
-        row = first * TILE_M + done + step
-        inside = row < tl.minimum(end, max_tiles * TILE_M)
-        tl.store(to_row + row, first_row + done + step, mask=inside)
-    for done in tl.range(0, (own + TILE_M - 1) // TILE_M, CHUNK):
-        tile = first + done + step
-        inside = (done + step < (own + TILE_M - 1) // TILE_M) & (tile < max_tiles)
-        tl.store(tile_group + tile, tl.full([CHUNK], 0, tl.int32) + group, mask=inside)
-        tl.store(tile_limit + tile, tl.minimum((tile + 1) * TILE_M, end), mask=inside)
-    if HAS_GLOBAL:
-        tl.store(globals_out + group, tl.load(globals_in))
-    if group == 0:
-        tl.store(num_tiles, tl.minimum(tl.sum(num, 0), max_tiles))
-        tl.store(ticket, 0)
-
-
-@triton.jit
 def _prepare_kernel(
     counts, globals_in, globals_out, to_row, tile_group, tile_limit, num_tiles, ticket,
     data, scale, out, num_rows, num_groups, max_tiles, num_blocks, width,
     FORMAT: tl.constexpr, VALUES: tl.constexpr, HAS_GLOBAL: tl.constexpr, SORTED: tl.constexpr,
     TILE_M: tl.constexpr, GROUPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """First programs: the maps of a group each. The rest: rows decoded, where FORMAT is given."""
+    """First programs: the maps of a group each. The rest: rows decoded, where FORMAT is given.
+
+    A group's tiles and rows come after those of earlier ones, or SORTED of larger ones.
+    """
     if tl.program_id(0) < num_groups:
-        _map_group(
-            counts, globals_in, globals_out, to_row, tile_group, tile_limit, num_tiles, ticket,
-            num_rows, num_groups, max_tiles, HAS_GLOBAL, SORTED, TILE_M, GROUPS, CHUNK,
-        )  # fmt: skip
+        group = tl.program_id(0)
+        other = tl.arange(0, GROUPS)
+        count = tl.maximum(tl.load(counts + other, mask=other < num_groups, other=0), 0)
+        num = (count + TILE_M - 1) // TILE_M
+        own = tl.sum(tl.where(other == group, count, 0), 0)
+        before = other < group
+        first_row = tl.sum(tl.where(before, count, 0), 0)
+        if SORTED:
+            before = (count > own) | ((count == own) & before)
+        first = tl.sum(tl.where(before, num, 0), 0)
+        end = first * TILE_M + tl.minimum(own, tl.maximum(num_rows - first_row, 0))
+        step = tl.arange(0, CHUNK)
+        for done in tl.range(0, own, CHUNK):
+            row = first * TILE_M + done + step
+            inside = row < tl.minimum(end, max_tiles * TILE_M)
+            tl.store(to_row + row, first_row + done + step, mask=inside)
+        for done in tl.range(0, (own + TILE_M - 1) // TILE_M, CHUNK):
+            tile = first + done + step
+            inside = (done + step < (own + TILE_M - 1) // TILE_M) & (tile < max_tiles)
+            tl.store(tile_group + tile, tl.full([CHUNK], 0, tl.int32) + group, mask=inside)
+            tl.store(tile_limit + tile, tl.minimum((tile + 1) * TILE_M, end), mask=inside)
+        if HAS_GLOBAL:
+            tl.store(globals_out + group, tl.load(globals_in))
+        if group == 0:
+            tl.store(num_tiles, tl.minimum(tl.sum(num, 0), max_tiles))
+            tl.store(ticket, 0)
     elif FORMAT is not None:
         decode_blocks(
             data, scale, out, tl.program_id(0) - num_groups, num_blocks, width, FORMAT, VALUES
@@ -115,19 +104,22 @@ def grouped_gemm(
     g = x.global_scale
     spread = counts if g is None else torch.empty(num_groups, device=device)
     _prepare_kernel[(num_groups + todo.num_programs,)](
-        counts, counts if g is None else g, spread, order.permuted_idx_to_expanded_idx,
-        order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
-        ticket, todo.data, todo.scale, todo.out, num_rows, num_groups,
-        order.tile_idx_to_group_idx.numel(), todo.num_blocks, x.shape[1],
-        FORMAT=todo.format, VALUES=VALUES, HAS_GLOBAL=g is not None, SORTED=sort_by_m,
-        TILE_M=tile.block_m, GROUPS=max(triton.next_power_of_2(num_groups), 2), CHUNK=256,
-        num_warps=4,
+        counts=counts, globals_in=counts if g is None else g, globals_out=spread,
+        to_row=order.permuted_idx_to_expanded_idx, tile_group=order.tile_idx_to_group_idx,
+        tile_limit=order.tile_idx_to_mn_limit, num_tiles=order.num_non_exiting_tiles,
+        ticket=ticket, data=todo.data, scale=todo.scale, out=todo.out, num_rows=num_rows,
+        num_groups=num_groups, max_tiles=order.tile_idx_to_group_idx.numel(),
+        num_blocks=todo.num_blocks, width=x.shape[1], FORMAT=todo.format, VALUES=VALUES,
+        HAS_GLOBAL=g is not None, SORTED=sort_by_m, TILE_M=tile.block_m,
+        GROUPS=max(triton.next_power_of_2(num_groups), 2), CHUNK=256, num_warps=4,
     )  # fmt: skip
     dynamic = schedule == "dynamic"
     step = grouped(tile, num_rows, num_groups, n, _num_sms(device) if dynamic else None)
     launch.linear(
-        todo.activations, _per_group(w), order, y.view(num_rows, 1, n), step, how, store="slots",
-        x_global=spread, gather=True, ticket=ticket if dynamic else None,
+        todo.activations, _per_group(w), order, y.view(num_rows, 1, n), step, how,
+        to=launch.Destination("slots"),
+        factors=launch.Factors(x_global=None if g is None else spread), gather=True,
+        ticket=ticket if dynamic else None,
     )  # fmt: skip
     return y
 

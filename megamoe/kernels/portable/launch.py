@@ -32,6 +32,37 @@ class Activations(NamedTuple):
     scale: Tensor | None
 
 
+class Factors(NamedTuple):
+    """What a linear adds to its sums, and NVFP4's global scales."""
+
+    bias: Tensor | None = None
+    x_global: Tensor | None = None  # FP32: of L1 one per token, of other linears one per expert
+    acts_global: Tensor | None = None  # of L1's output, one per expert
+
+
+class Destination(NamedTuple):
+    """Where the rows of a linear go, and what they are multiplied with there.
+
+    store        "rows": out [rows, N]; "slots": out [T, slots, N] from `first_slot` on, BF16, or
+                 FP8 bytes with `scale`; "atomic": out FP32 [T, N], added in no fixed order, so the
+                 result is not deterministic
+    top_k        slots of a token
+    weighted     with "atomic": multiply by the topk weight here
+    weight_bias  multiply the bias by the topk weight, as the activations were
+    """
+
+    store: str = "rows"
+    scale: Tensor | None = None
+    first_slot: int = 0
+    top_k: int = 1
+    topk_weights: Tensor | None = None
+    weighted: bool = False
+    weight_bias: bool = False
+
+
+ROWS, NO_FACTORS = Destination(), Factors()
+
+
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
     """How the portable backend computes one recipe: one arithmetic, whatever the tiles."""
@@ -59,7 +90,7 @@ class Arithmetic:
         return bool(self.tokens.CODED.value)
 
     def allocate(self, rows: int, width: int, device: torch.device) -> Activations:
-        """Room for activations [rows, width]."""
+        """Memory for activations [rows, width]."""
         cols = width // 2 if self.data_dtype == torch.uint8 else width
         cols = stored_width(width) if self.is_ordered else cols
         data = torch.empty(rows, cols, dtype=self.data_dtype, device=device)
@@ -81,6 +112,7 @@ _ANYWHERE = {
     ),
     "w4a4": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp4"]),
     "nvfp4": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], VALUES["nvfp4"]),
+    "nvfp4a16": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], ORDERED),
 }
 _NATIVE = {
     "w4a8": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp8"], CODES["mxfp8"], _F8, 32, _U8),
@@ -128,9 +160,7 @@ def gated(
     options: Options,
     *,
     top_k: int,
-    x_global: Tensor | None = None,
-    acts_global: Tensor | None = None,
-    bias: Tensor | None = None,
+    factors: Factors = NO_FACTORS,
     gather: bool = True,
     pdl: bool = False,
 ) -> None:
@@ -144,17 +174,20 @@ def gated(
         kind=RangeError,
     )
     unused = x.data
+    bias, x_global, acts_global = factors
     gemm._gated_kernel[step.grid](
-        x.data, _token_scales(x, how), _rows(w13, tile, how), _scales(w13, how),
-        _halves(w13, unused), _or(x_global, unused), _or(bias, unused), topk_weights,
-        as_bytes(out.data),
-        _or(out.scale, unused), _or(acts_global, unused), order.permuted_idx_to_expanded_idx,
-        order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
-        hidden, intermediate, float(options.limit),
+        x=x.data, x_scale=_token_scales(x, how), w=_rows(w13, tile, how),
+        w_scale=_scales(w13, how), w_global=_halves(w13, unused), x_global=_or(x_global, unused),
+        bias=_or(bias, unused), topk_weights=topk_weights, out=as_bytes(out.data),
+        out_scale=_or(out.scale, unused), acts_global=_or(acts_global, unused),
+        to_expanded=order.permuted_idx_to_expanded_idx, tile_group=order.tile_idx_to_group_idx,
+        tile_limit=order.tile_idx_to_mn_limit, num_tiles=order.num_non_exiting_tiles,
+        hidden=hidden, intermediate=intermediate, clamp=float(options.limit),
         TOKENS=how.tokens, WEIGHTS=how.weights, ACTS=how.acts,
         ACTIVATION=options.activation, FAST_MATH=options.fast_math,
         WEIGHTED=options.weight_at == "l1", HAS_BIAS=bias is not None,
-        HAS_GLOBAL=w13.global_scale is not None, GATHER=gather, TOP_K=top_k,
+        HAS_GLOBAL=w13.global_scale is not None, TOKEN_GLOBAL=x_global is not None,
+        GATHER=gather, TOP_K=top_k,
         **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
@@ -167,26 +200,14 @@ def linear(
     step: Launch,
     how: Arithmetic,
     *,
-    top_k: int = 1,
-    store: str = "rows",
-    out_scale: Tensor | None = None,
-    first_slot: int = 0,
-    topk_weights: Tensor | None = None,
-    weighted: bool = False,
-    bias: Tensor | None = None,
-    weight_bias: bool = False,
-    x_global: Tensor | None = None,
+    to: Destination = ROWS,
+    factors: Factors = NO_FACTORS,
     gather: bool = False,
     ticket: Tensor | None = None,
     pdl: bool = False,
 ) -> None:
     """One linear over permuted rows: the plain grouped GEMM ("rows"), or L2 finalising.
 
-    store      "rows": out [rows, N]; "slots": out [T, slots, N] from `first_slot` on, BF16, or FP8
-               bytes with `out_scale`; "atomic": out FP32 [T, N], added in no fixed order, so the
-               result is not deterministic
-    weighted   with "atomic": multiply by the topk weight here
-    x_global   FP32, one per expert
     gather     x holds tokens, not permuted rows
     ticket     int32 zero: the grid's programs take their tiles from it, instead of one a program
     pdl        place programs while the launch before ends
@@ -194,29 +215,34 @@ def linear(
     num_cols, width = w.shape[1:]
     tile = _tile(step, how, order)
     require(
-        out_scale is None or tile.block_n % 128 == 0,
+        to.scale is None or tile.block_n % 128 == 0,
         "one scale of FP8 combine is one block of 128 columns",
         got=f"block_n {tile.block_n}",
         kind=RangeError,
     )
     require(
-        store in ("rows", "slots", "atomic"),
+        to.store in ("rows", "slots", "atomic"),
         "store is rows, slots or atomic",
-        got=store,
+        got=to.store,
         kind=RangeError,
     )
     unused = x.data
+    bias, x_global, _ = factors
     gemm._linear_kernel[step.grid](
-        x.data, _token_scales(x, how), _rows(w, tile, how), _scales(w, how),
-        _or(w.global_scale, unused), _or(x_global, unused), _or(bias, unused),
-        _or(topk_weights, unused), as_bytes(out), _or(out_scale, unused),
-        order.permuted_idx_to_expanded_idx, order.tile_idx_to_group_idx,
-        order.tile_idx_to_mn_limit, order.num_non_exiting_tiles, _or(ticket, unused), width,
-        num_cols, first_slot, out.shape[1] if store == "slots" else 1,
+        x=x.data, x_scale=_token_scales(x, how), w=_rows(w, tile, how), w_scale=_scales(w, how),
+        w_global=_or(w.global_scale, unused), x_global=_or(x_global, unused),
+        bias=_or(bias, unused), topk_weights=_or(to.topk_weights, unused), out=as_bytes(out),
+        out_scale=_or(to.scale, unused), to_expanded=order.permuted_idx_to_expanded_idx,
+        tile_group=order.tile_idx_to_group_idx, tile_limit=order.tile_idx_to_mn_limit,
+        num_tiles=order.num_non_exiting_tiles, ticket=_or(ticket, unused), width=width,
+        num_cols=num_cols, first_slot=to.first_slot,
+        num_slots=out.shape[1] if to.store == "slots" else 1,
         TOKENS=how.tokens, WEIGHTS=how.weights,
-        ACTS=PLAIN if out_scale is None else CODES["fp8_combine"], STORE=store, WEIGHTED=weighted,
-        WEIGHT_BIAS=weight_bias, HAS_BIAS=bias is not None, HAS_GLOBAL=w.global_scale is not None,
-        GATHER=gather, TOP_K=top_k, DYNAMIC=ticket is not None, **tile.constants(), **overlap(pdl),
+        ACTS=PLAIN if to.scale is None else CODES["fp8_combine"], STORE=to.store,
+        WEIGHTED=to.weighted, WEIGHT_BIAS=to.weight_bias, HAS_BIAS=bias is not None,
+        HAS_GLOBAL=w.global_scale is not None,
+        TOKEN_GLOBAL=x_global is not None, GATHER=gather, TOP_K=to.top_k,
+        DYNAMIC=ticket is not None, **tile.constants(), **overlap(pdl),
     )  # fmt: skip
 
 

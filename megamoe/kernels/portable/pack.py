@@ -198,9 +198,9 @@ def pack(
     config = step.config
     assert isinstance(config, Quantize)
     words = x.view(torch.int32)
-    tensors, constants = routing_arguments(routing, words)
     _pack_kernel[step.grid](
-        words, words.stride(0), x if g is None else g, out.view(torch.int64), out_scale, *tensors,
-        num_rows, num_blocks, num_experts, ACTS=acts, HAS_G=g is not None, **config.constants(),
-        **constants, **overlap(pdl),
+        x=words, x_stride=words.stride(0), g=x if g is None else g, out=out.view(torch.int64),
+        out_scale=out_scale, num_rows=num_rows, num_blocks=num_blocks, num_experts=num_experts,
+        ACTS=acts, HAS_G=g is not None, **config.constants(),
+        **routing_arguments(routing, words), **overlap(pdl),
     )  # fmt: skip

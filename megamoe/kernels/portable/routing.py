@@ -48,20 +48,20 @@ def check_routing(
         tl.store(weights_out + at, tl.where(keep, weight, 0.0), mask=used)
 
 
-def routing_arguments(
-    routing: Routing | None, unused: Tensor
-) -> tuple[tuple[Tensor, ...], dict[str, int]]:
-    """Tensors and constants of a kernel that can check the routing; `unused` where there is none.
-
-    The tensors come in the order of `check_routing`.
-    """
+def routing_arguments(routing: Routing | None, unused: Tensor) -> dict[str, Tensor | int]:
+    """Arguments of a kernel that can check the routing; `unused` where there is none."""
     r = routing or Routing(unused, unused, unused, unused, unused, None)
     num_valid = unused if r.num_valid is None else r.num_valid
     top_k = r.idx.shape[1] if routing else 1
-    constants = {
+    return {
+        "topk_idx": r.topk_idx,
+        "topk_weights": r.topk_weights,
+        "idx_out": r.idx,
+        "weights_out": r.weights,
+        "num_valid": num_valid,
+        "error": r.error,
         "HAS_ROUTING": routing is not None,
         "HAS_COUNT": r.num_valid is not None,
         "TOP_K": top_k,
         "SLOTS": triton.next_power_of_2(top_k),
     }
-    return (r.topk_idx, r.topk_weights, r.idx, r.weights, num_valid, r.error), constants

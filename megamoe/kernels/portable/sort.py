@@ -126,9 +126,10 @@ def scan_counts(
     """
     num_chunks, num_experts = chunk_counts.shape
     _scan_kernel[step.grid](
-        chunk_counts, counts, stats if stats is not None else counts, num_chunks, num_experts,
-        0 if stats is None else len(stats),
-        HAS_STATS=stats is not None, **step.config.constants(), **overlap(pdl),
+        chunk_counts=chunk_counts, counts=counts, stats=stats if stats is not None else counts,
+        num_chunks=num_chunks, num_experts=num_experts,
+        num_stats=0 if stats is None else len(stats), HAS_STATS=stats is not None,
+        **step.config.constants(), **overlap(pdl),
     )  # fmt: skip
 
 
@@ -145,12 +146,14 @@ def sort_slots(
     scratch = order.chunk_counts
     count, place = steps["count"], steps["place"]
     _count_kernel[count.grid](
-        idx, scratch, num_slots, num_experts, **count.config.constants(), **overlap(pdl)
-    )
+        idx=idx, chunk_counts=scratch, num_slots=num_slots, num_experts=num_experts,
+        **count.config.constants(), **overlap(pdl),
+    )  # fmt: skip
     scan_counts(scratch, order.counts, stats, steps["scan"], pdl=pdl)
     _place_kernel[place.grid](
-        idx, scratch, order.counts, order.permuted_idx_to_expanded_idx,
-        order.tile_idx_to_group_idx, order.tile_idx_to_mn_limit, order.num_non_exiting_tiles,
-        num_slots, len(scratch), num_experts, tiles,
+        idx=idx, chunk_counts=scratch, counts=order.counts,
+        to_expanded=order.permuted_idx_to_expanded_idx, tile_group=order.tile_idx_to_group_idx,
+        tile_limit=order.tile_idx_to_mn_limit, num_tiles=order.num_non_exiting_tiles,
+        num_slots=num_slots, num_chunks=len(scratch), num_experts=num_experts, max_tiles=tiles,
         **place.config.constants(), **overlap(pdl),
     )  # fmt: skip

@@ -21,7 +21,7 @@ QUANTIZE_AS = {"codes-nvfp4": ((4, 512), 1), "codes-mxfp4": ((2, 1024), 1)}
 # both tiles of a row share block_m, since slots are sorted once; L2 has block_n 128, a combine scale.
 # Measured on one H200, 2026-11-15, torch 2.11.0+cu130, triton 3.6.0, over one EP8 rank's share of
 # DeepSeek-V4-Flash, -Pro and -V3.
-_W8, _W4 = ("w8a8",), ("w4a16", "w4a8", "w4a4")
+_W8, _W4, _NV = ("w8a8",), ("w4a16", "w4a8", "w4a4"), ("nvfp4", "nvfp4a16")
 TILES = (
     (_W8, 16.5, PortableGemm(16, 128, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "weights stream at 3.2-4.0 TB/s"),
     (_W8, INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 4, 3, 8), "128 tokens spill: 1.5x slower"),
@@ -32,8 +32,8 @@ TILES = (
     (("bf16",), INF, PortableGemm(64, 128, 64, 8, 3, 8), PortableGemm(64, 128, 64, 4, 3, 8), "as w8a8; not measured"),
     (("w4a8_block",), 16.5, PortableGemm(16, 128, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "as w4a16, a 1x128 scale a step"),
     (("w4a8_block",), INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 8, 3, 8), "as w4a16; not measured"),
-    (("nvfp4",), 16.5, PortableGemm(16, 64, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "as w4a16; not measured"),
-    (("nvfp4",), INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 4, 3, 8), "128 tokens spill; not measured"),
+    (_NV, 16.5, PortableGemm(16, 64, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "as w4a16; not measured"),
+    (_NV, INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 4, 3, 8), "128 tokens spill; not measured"),
 )  # fmt: skip
 
 

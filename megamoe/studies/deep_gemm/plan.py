@@ -164,7 +164,7 @@ def plan(problem: Problem, hardware: Hardware | str, **overrides: Value) -> Plan
     room = steps.room(picks, problem, hw, backend, tiles)
     placed = steps.place(problem, hw, backend, room, combine)
     steps.waves(picks, problem, backend, tiles, room, num_sms)
-    steps.order(picks, backend)
+    steps.order(picks, backend, mode)
     if mode == "split":
         steps.split(picks, num_sms)
     bound = floor(problem, hw, tiles.mma, combine)

@@ -59,6 +59,7 @@ def schedule_of(plan: Plan) -> Schedule:
         peels=True,
         mma_rows=MMA_ROWS if is_blackwell else None,
         has_epilogue_warps=is_blackwell,
+        copy_bytes=tiles.block_k * recipe_named(p.recipe).weights.element.bits // 8,
         study=NAME,
     )
 

@@ -214,9 +214,17 @@ def waves(
     return picks.number("experts_per_wave", chosen_value, low=1, high=local)
 
 
-def order(picks: Picks, chosen: Backend) -> None:
+SPLIT_DEAL = (
+    "ticket",
+    "dealt in turns, 96 SMs meet 48 tiles a row: some would have short tiles alone, which no "
+    "published time shows",
+)
+
+
+def order(picks: Picks, chosen: Backend, mode: str) -> None:
     """How blocks are dealt, and whether L2 follows L1 within a wave."""
-    how = picks.word("deal", chosen.DEAL, tuple(DEALS))
+    is_turns = mode == "split" and chosen.DEAL[0] == "static"
+    how = picks.word("deal", SPLIT_DEAL if is_turns else chosen.DEAL, tuple(DEALS))
     if picks.given("lag"):
         picks.number("lag", Picked(0, ""), low=0)
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from torch import Tensor
@@ -41,6 +42,7 @@ class World(NamedTuple):
     first: int = 0
     peers: Tensor | None = None  # int64 [num]
     signals: Tensor | None = None  # int32 [32]: zero in the beginning
+    absent: int = -1  # a rank that never says it is done, for tests of the bound
 
 
 ONE = World()
@@ -61,17 +63,25 @@ class Tokens(NamedTuple):
     first: int = 0  # number of the first token, to report a bad slot
 
 
-def fused(
-    tokens: Tokens, pool: Pool, acts: Pool, w13: Packed, w2: Packed, step: Launch, how: Arithmetic,
-    options: Options, state: State, *, num_experts: int, num_shared: int = 0, world: World = ONE,
-    biases: tuple[Tensor | None, Tensor | None] = (None, None),
-    acts_factor: Tensor | None = None, timeout_s: float = 10.0, trace: Tensor | None = None,
-    absent: int = -1,
-) -> None:  # fmt: skip
-    """One launch: tokens -> tokens.y, over the world's ranks of `num_experts` experts each.
+class Experts(NamedTuple):
+    """The experts of the launch's ranks, `num` on each."""
 
-    The last `num_shared` of them see every token; then there is one rank.
-    """
+    w13: Packed
+    w2: Packed
+    num: int
+    num_shared: int = 0  # the last of them see every token; then there is one rank
+    b13: Tensor | None = None
+    b2: Tensor | None = None
+    acts_factor: Tensor | None = None
+
+
+def fused(
+    tokens: Tokens, pool: Pool, acts: Pool, experts: Experts, step: Launch, how: Arithmetic,
+    options: Options, state: State, *, world: World = ONE, timeout_s: float = 10.0,
+    trace: Tensor | None = None, is_compiled_only: bool = False,
+) -> None:  # fmt: skip
+    """One launch: tokens -> tokens.y, over the world's ranks."""
+    w13, w2, num_experts, num_shared, b13, b2, acts_factor = experts
     config, unused = step.config, state.report
     assert isinstance(config, Mega)
     tile = config.tile
@@ -81,7 +91,7 @@ def fused(
     assert num_shared == 0 or world.num == 1
     assert pool.data.numel() < 2**31, "a place in the pool has 32 bits"
     linears = {}
-    for name, x, w, bias in (("l1", pool, w13, biases[0]), ("l2", acts, w2, biases[1])):
+    for name, x, w, bias in (("l1", pool, w13, b13), ("l2", acts, w2, b2)):
         data, scale = weight_descriptors(w, tile.k_blocks, tile.block_n)
         factor_rows, factor_cols = factor_shape(w)
         linear = {
@@ -94,7 +104,10 @@ def fused(
         }  # fmt: skip
         linears |= {f"{name}_{key}": value for key, value in linear.items()}
     g = tokens.g
-    mega_kernel[step.grid](
+    run = mega_kernel[step.grid]
+    if is_compiled_only:
+        run = functools.partial(mega_kernel.warmup, grid=step.grid)
+    run(
         x=tokens.x, x_stride=tokens.x.stride(0), g=or_unused(g, unused),
         g_stride=0 if g is None or g.ndim == 0 else 1, topk_idx=tokens.idx,
         topk_weights=tokens.weights, num_valid=or_unused(tokens.num_valid, unused),
@@ -103,7 +116,7 @@ def fused(
         acts=acts.data, acts_scale=acts.scale, rows=tokens.rows, tile_lists=state.private,
         counters=state.counters, signals=or_unused(world.signals, unused),
         peers=or_unused(world.peers, unused), report=state.report, trace=or_unused(trace, unused),
-        bound_ns=int(timeout_s * 1e9), early_steps=config.weights_ahead, absent_rank=absent,
+        bound_ns=int(timeout_s * 1e9), early_steps=config.weights_ahead, absent_rank=world.absent,
         first_rank=world.first, first_slot=tokens.first * tokens.idx.shape[1], num_slots=slots,
         tokens_per_rank=num_tokens, num_experts=num_experts,
         rows_per_rank=pool.data.shape[0] // world.local, pool_rows=pool.data.shape[0],
@@ -111,7 +124,7 @@ def fused(
         num_counters=state.counters.shape[0], hidden=hidden, width=pool.data.shape[1],
         clamp=float(options.limit), acts_factor=or_unused(acts_factor, unused), **linears,
         WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, L2_ACTS=PLAIN, PROMOTED=how.is_promoted,
-        FACTOR=w13.factor_is, HAS_BIAS=biases[0] is not None,
+        FACTOR=w13.factor_is, HAS_BIAS=b13 is not None,
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None,
         RANKS=world.num, LOCAL=world.local, TOP_K=top_k, SHARED=num_shared,

@@ -12,6 +12,7 @@ from megamoe.errors import ShapeError, require
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
+from megamoe.planner import tcgen05
 from megamoe.planner.choice import Term
 from megamoe.planner.numerics import narrowest_mma
 from megamoe.problem import Problem
@@ -20,7 +21,7 @@ from megamoe.studies.deep_gemm.choice import Picked, Role, Tiles
 BLOCK_MS = (16, 32, 64, 96, 128, 192)
 BLOCK_NS = (128, 256)
 BLOCK_KS = (128, 256)
-SCALE_ALIGN = 128  # A023: UTCCP copies packed scales in blocks of 128 rows
+SCALE_ALIGN = tcgen05.SCALE_ROWS
 WAVE_RULE = ("tail", "the later published search: waves need not divide the experts")
 DEAL = ("static", "block-cyclic, as published: no atomics between blocks")
 
@@ -54,15 +55,6 @@ TIERS = (
 )
 
 MMA_BITS = {"bf16": 16, "fp8": 8, "fp4": 4}
-
-# (operand type, block_m) -> (depth, why); 128 where no row stands.
-BLOCK_K = {
-    ("fp8", 16):  (256, "later code; fewer barriers where blocks are tiny"),
-    ("fp4", 32):  (256, "a packed row of 128 B allows the 128 B swizzle"),
-    ("fp4", 64):  (256, "a packed row of 128 B allows the 128 B swizzle"),
-    ("fp4", 192): (256, "a packed row of 128 B allows the 128 B swizzle"),
-}
-
 # fmt: on
 
 
@@ -84,8 +76,10 @@ def mma(problem: Problem) -> tuple[str, str]:
 def block_m(problem: Problem) -> Picked:
     """The token tile; packed FP4 needs 32 rows, so that half a tile fills 1024 bytes (D009)."""
     row = tier(problem)
-    if row.block_m == 16 and mma(problem)[0] == "fp4":
-        return Picked(32, "16 raised to 32: half a packed FP4 tile must fill 1024 B")
+    wide = tcgen05.padded_block_m(mma(problem)[0], row.block_m)
+    if wide != row.block_m:
+        why = f"{row.block_m} raised to {wide}: half a packed FP4 tile must fill 1024 B"
+        return Picked(wide, why)
     return Picked(row.block_m, f"{row.why}")
 
 
@@ -96,7 +90,7 @@ def block_n(problem: Problem, hw: Hardware, num_sms: int, block_m: int) -> Picke
 
 def block_k(problem: Problem, block_m: int) -> Picked:
     """The depth of a stage."""
-    return Picked(*BLOCK_K.get((mma(problem)[0], block_m), (128, "the common depth")))
+    return Picked(*tcgen05.block_k(mma(problem)[0], block_m))
 
 
 def check(problem: Problem, tiles: Tiles) -> None:

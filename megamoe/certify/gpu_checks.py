@@ -1,0 +1,117 @@
+"""Checks that need a GPU: graphs, several ranks in one launch, waits that end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from megamoe.certify.checks import Check, Failed
+from megamoe.certify.layers import random_experts, random_inputs
+from megamoe.certify.target import Target
+from megamoe.engine.layer import MoE
+from megamoe.errors import MegaMoETimeout
+
+SOON = 0.5  # seconds: the bound of a wait that must end
+COUNTS = (1, 3, 8, 9, 64)
+
+
+def all_checks(target: Target) -> Iterator[Check]:
+    """In the order of `checks.STAGES`."""
+    for recipe in target.recipes:
+        yield Check("graphs", recipe, partial(_graphs, target, recipe))
+    if target.backend != "hopper":  # the only one whose launches have ranks or waits so far
+        return
+    for recipe in ("w4a8_block", "w8a8"):
+        if recipe in target.recipes:
+            for num in (2, 4):
+                yield Check("ranks", f"{recipe}, {num} ranks", partial(_ranks, target, recipe, num))
+    if "w4a8_block" in target.recipes:
+        yield Check("waits", "an absent rank", partial(_waits, target, "w4a8_block"))
+
+
+def _there(target: Target, num: int, seed: int) -> list[Tensor]:
+    sizes = target.sizes
+    inputs = random_inputs(num, sizes.num_experts, sizes.top_k, sizes.hidden, "masked", seed)
+    return [t.to(target.device) for t in inputs]
+
+
+def _graphs(target: Target, recipe: str) -> str:
+    """Replays with changing token counts and routing: the bits of eager calls."""
+    sizes = target.sizes
+    weights = random_experts(
+        recipe, sizes.num_experts, sizes.hidden, sizes.intermediate, seed=8
+    ).to(target.device)
+    replayed, eager = (
+        MoE(weights, sizes.num_experts, sizes.top_k, backend=target.backend, cuda_graphs=on)
+        for on in (True, False)
+    )
+    num = 0
+    for seed in range(3):
+        for count in COUNTS:
+            inputs = _there(target, count, seed)
+            if not torch.equal(replayed(*inputs), eager(*inputs)):
+                raise Failed(f"a replay of {count} tokens has other bits than the eager call")
+            num += 1
+    replayed.check()
+    return f"{num} replays"
+
+
+def _ranks(target: Target, recipe: str, num_ranks: int) -> str:
+    """Ranks that share the GPU: the bits of one rank over all tokens."""
+    from megamoe.engine.local import LocalRanks
+
+    sizes = target.sizes
+    weights = random_experts(
+        recipe, sizes.num_experts, sizes.hidden, sizes.intermediate, seed=9
+    ).to(target.device)
+    ranks = LocalRanks(weights, num_ranks)
+    parts = [_there(target, 4 + 3 * rank, rank) for rank in range(num_ranks)]
+    whole = [torch.cat(each) for each in zip(*parts, strict=True)]
+    wanted = target.call(*whole, weights, backend=target.backend, mode="staged")
+    for call in range(3):
+        found = torch.cat(ranks(*map(list, zip(*parts, strict=True))))
+        ranks.check()
+        if not torch.equal(found, wanted):
+            raise Failed(f"call {call} of {num_ranks} ranks has other bits than one rank")
+    return "3 calls back to back"
+
+
+def _waits(target: Target, recipe: str) -> str:
+    """A rank that never says it is done: the launch ends and names the wait, then works again."""
+    from megamoe.engine import fused
+    from megamoe.engine.call import Call
+    from megamoe.engine.planning import plan_for, traits_of
+    from megamoe.engine.status import DeviceStatus
+    from megamoe.planner.overrides import checked
+    from megamoe.problem import Options
+
+    sizes, options = target.sizes, Options()
+    weights = random_experts(
+        recipe, sizes.num_experts, sizes.hidden, sizes.intermediate, seed=10
+    ).to(target.device)
+    inputs = _there(target, 8, 0)
+    wanted = target.call(*inputs, weights, backend=target.backend, mode="staged")
+    plan = plan_for(
+        weights, options, traits_of(target.backend, weights, None), num_tokens=8,
+        top_k=sizes.top_k, overrides=checked({"backend": target.backend, "mode": "fused"}),
+    )  # fmt: skip
+    status = DeviceStatus(target.device)
+    x, idx, gates = inputs
+    call = Call(x, idx, gates, weights, options, None, status, timeout_s=SOON)
+    assert plan.mega is not None
+    fused.run(call, plan.mega, absent=0)
+    try:
+        status.check(sizes.top_k)
+    except MegaMoETimeout as told:
+        found = str(told)
+    else:
+        raise Failed("the launch ended and told nothing")
+    status.reset()
+    again = fused.run(call, plan.mega)
+    status.check(sizes.top_k)
+    if not torch.equal(again, wanted):
+        raise Failed("other bits after the reset")
+    return found

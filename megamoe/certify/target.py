@@ -1,0 +1,126 @@
+"""Target: the backend on the device that the checks are run on, and how large they are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe import reference
+from megamoe.certify.layers import Inputs
+from megamoe.engine.functional import moe
+from megamoe.engine.weights import ExpertWeights
+from megamoe.formats.spec import INTERPRETER_FACTOR, recipe_named
+from megamoe.planner.plan import BACKEND_MODES
+from megamoe.problem import RECIPES, Options
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the checks are."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    long_k: int  # terms of the adversarial sums
+    products: tuple[int, ...]  # tokens of the layers whose results are known
+    gemms: tuple[int, ...]  # tokens: from one row an expert to many
+    layers: tuple[int, ...]
+    num_soak: int  # launches
+
+
+# Tokens of `products` are those of the narrowest to the widest tiles; `gemms` reach every tile of
+# the planners' tables: 4 experts and 2 slots a token make half as many rows an expert.
+GPU = Sizes(
+    1024, 512, 8, 2, 7168, (1, 8, 16, 64, 128), (2, 8, 32, 64, 128, 256, 512, 2048, 8192),
+    (1, 7, 64, 600), 10_000,
+)  # fmt: skip
+GPU_QUICK = Sizes(512, 256, 8, 2, 2048, (8, 64), (8, 64, 512), (7, 64), 200)
+SMALL = Sizes(96, 64, 4, 2, 256, (3,), (2, 9), (5,), 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is certified.
+
+    call   computes a layer as `megamoe.moe` does: another one for tests and emulators
+    given  sizes in place of the device's, for tests
+    """
+
+    backend: str
+    device: torch.device
+    recipes: tuple[str, ...] = RECIPES
+    is_quick: bool = False
+    call: Callable[..., Tensor] = moe
+    given: Sizes | None = None
+
+    @property
+    def sizes(self) -> Sizes:
+        if self.given is not None:
+            return self.given
+        if self.device.type != "cuda":
+            return SMALL
+        return GPU_QUICK if self.is_quick else GPU
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def label(self) -> str:
+        """How the checks run."""
+        if self.is_gpu:
+            return "run"
+        return "on the CPU" if self.backend == "reference" else "interpreted"
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The backend's own; the oracle computes what any mode would."""
+        return ("staged",) if self.backend == "reference" else BACKEND_MODES[self.backend]
+
+    def bound(self, recipe: str) -> float:
+        """The recipe's tolerance; the interpreter's is wider. The oracle has none."""
+        if self.backend == "reference":
+            return 0.0
+        return recipe_named(recipe).tolerance * (1.0 if self.is_gpu else INTERPRETER_FACTOR)
+
+    def run(
+        self,
+        inputs: Inputs,
+        weights: ExpertWeights,
+        shared: ExpertWeights | None = None,
+        mode: str = "staged",
+        **options: Any,
+    ) -> Tensor:
+        """The layer by this backend, on the CPU again; `options` are those of `Options`."""
+        there = [t.to(self.device) for t in inputs]
+        also = None if shared is None else shared.to(self.device)
+        y = self.call(
+            *there, weights.to(self.device), shared=also, backend=self.backend, mode=mode, **options
+        )
+        return y.cpu()
+
+    def wanted(
+        self,
+        inputs: Inputs,
+        weights: ExpertWeights,
+        shared: ExpertWeights | None = None,
+        **options: Any,
+    ) -> Tensor:
+        """The oracle's result, on this device because a CPU would take too long."""
+        x, idx, gates = (t.to(self.device) for t in inputs)
+        also = None if shared is None else shared.to(self.device)
+        there = weights.to(self.device)
+        return reference.moe(x, idx, gates, there, Options(**options), also).cpu()
+
+
+def relative(got: Tensor, wanted: Tensor) -> float:
+    """Relative Frobenius distance; 0.0 for equal values, NaN where there is one."""
+    a, b = got.double(), wanted.double()
+    if a.shape == b.shape and torch.equal(a, b):
+        return 0.0
+    return float((a - b).norm() / b.norm().clamp_min(1e-300))

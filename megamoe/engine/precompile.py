@@ -1,0 +1,194 @@
+"""Fill Triton's disk cache for a layer, in several processes, without a GPU.
+
+Each process finds the layer's kernels by itself (`recording`, a second) and compiles those that it
+is asked for by hash: nothing but names travels. They are processes of their own, not threads:
+the compiler holds the interpreter's lock, and a process that uses a GPU keeps its own driver.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import IO, Any, NamedTuple
+
+from megamoe.engine.recording import LayerSpec, cubins_of
+from megamoe.errors import NotAvailable, RangeError, require
+
+
+class Compiled(NamedTuple):
+    """What was done: cubins that the layer needs, those that were there, and the time."""
+
+    num: int
+    num_found: int
+    seconds: float
+    cpu_seconds: float  # of the workers that compiled
+
+    def __str__(self) -> str:
+        new = self.num - self.num_found
+        return f"{self.num} cubins, {new} compiled in {self.seconds:.1f} s"
+
+
+def compile_layer(
+    layer: LayerSpec,
+    token_counts: Sequence[int],
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Compiled:
+    """Compile what calls of these sizes need and the disk cache lacks.
+
+    processes  that compile; None: one per core
+    progress   called with (done, of)
+    """
+    require(
+        processes is None or processes >= 1, "there must be a process", got=processes,
+        kind=RangeError,
+    )  # fmt: skip
+    start = time.monotonic()
+    with _Worker(layer, token_counts) as first:
+        found: list[dict[str, Any]] = first.read()["cubins"]
+        wanted = [one["hash"] for one in found if not one["is_there"]]
+        done = len(found) - len(wanted)
+        if progress is not None:
+            progress(done, len(found))
+        num = min(processes or os.cpu_count() or 1, len(wanted))
+        others = [_Worker(layer, token_counts) for _ in range(num - 1)]
+        cpu = _share(wanted, [first, *others], progress, done, len(found)) if wanted else 0.0
+    return Compiled(len(found), done, time.monotonic() - start, cpu)
+
+
+def _share(
+    wanted: Sequence[str], workers: Sequence[_Worker],
+    progress: Callable[[int, int], None] | None, done: int, total: int,
+) -> float:  # fmt: skip
+    """Have the workers take one hash after the other; -> their CPU time."""
+    left, lock = list(reversed(wanted)), threading.Lock()
+    failed: list[BaseException] = []
+    times: list[float] = []
+    num_done = [done]
+
+    def feed(worker: _Worker) -> None:
+        try:
+            with worker:
+                if worker is not workers[0]:
+                    worker.read()
+                cpu = 0.0
+                while True:
+                    with lock:
+                        if not left or failed:
+                            break
+                        one = left.pop()
+                    cpu = worker.ask(one)["cpu_s"]
+                    with lock:
+                        num_done[0] += 1
+                        if progress is not None:
+                            progress(num_done[0], total)
+                times.append(cpu)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=feed, args=(worker,)) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+    return sum(times)
+
+
+class _Worker:
+    """A process that compiles one hash a line."""
+
+    def __init__(self, layer: LayerSpec, token_counts: Sequence[int]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "megamoe.engine.precompile"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self._process.stderr is not None
+        self._told: list[str] = []  # the end of what it said of errors
+        self._listener = threading.Thread(
+            target=_collect, args=(self._process.stderr, self._told), daemon=True
+        )
+        self._listener.start()
+        self._write(json.dumps({"layer": layer.as_dict(), "tokens": list(token_counts)}))
+
+    def __enter__(self) -> _Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End it; what it was compiling is written whole or not at all."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        self._process.wait()
+
+    def ask(self, hash_of_one: str) -> dict[str, Any]:
+        """Compile one, and wait for it."""
+        self._write(hash_of_one)
+        return self.read()
+
+    def read(self) -> dict[str, Any]:
+        """Its next line."""
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            self._listener.join(5.0)
+        require(
+            bool(line),
+            "a compiling process must end its work",
+            got="".join(self._told[-8:]).strip() or f"exit code {self._process.returncode}",
+            kind=NotAvailable,
+        )
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _write(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # `read` says why it ended
+
+
+def _collect(stream: IO[str], told: list[str]) -> None:
+    for line in stream:
+        told.append(line)
+        del told[:-40]
+
+
+def work() -> None:
+    """A worker: a layer on standard input, then hashes; a line of JSON for each."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    what = json.loads(sys.stdin.readline())
+    cubins = cubins_of(LayerSpec.from_dict(what["layer"]), what["tokens"])
+    by_hash = {one.hash: one for one in cubins}
+    told: list[dict[str, Any]] = [
+        {"kernel": one.kernel, "hash": one.hash, "is_there": one.is_there} for one in cubins
+    ]
+    _say(out, {"cubins": told})
+    for line in sys.stdin:
+        by_hash[line.strip()].compile()
+        _say(out, {"cpu_s": _cpu_seconds()})
+
+
+def _say(out: IO[str], what: dict[str, Any]) -> None:
+    out.write(json.dumps(what) + "\n")
+    out.flush()
+
+
+def _cpu_seconds() -> float:
+    """Of this process and the assemblers it ran."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+if __name__ == "__main__":
+    work()

@@ -1,0 +1,395 @@
+"""Which kernels a layer launches, found without a GPU: the engine's own calls on tensors without
+memory, seen where Triton would compile (docs/hopper.md, the first call).
+
+Triton keys its disk cache by source, argument types, alignments, constants and options. All of
+them are made here by Triton's own launch code from what the engine's launchers pass, so a key that
+is found here is the one that a launch looks for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.compiler.compiler import CompiledKernel
+from triton.runtime import driver
+from triton.runtime.cache import get_cache_key, get_cache_manager
+from triton.runtime.jit import JITFunction
+
+from megamoe.engine import fused, graphs, parallel, planning, symm_buffer
+from megamoe.engine.call import Call
+from megamoe.engine.functional import launch
+from megamoe.engine.layer import MoE
+from megamoe.engine.packed import Aside, PackedMatrix
+from megamoe.engine.row_counts import row_counts
+from megamoe.engine.status import DeviceStatus
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import NotAvailable, require
+from megamoe.formats.quantized import Quantized, empty
+from megamoe.formats.spec import format_named, recipe_named
+from megamoe.hardware import Hardware, of_gpu
+from megamoe.kernels.hopper import compiler_hooks
+from megamoe.kernels.hopper.mega.launch import World
+from megamoe.kernels.hopper.weights import pack
+from megamoe.planner.call import CallSpec, SharedSpec
+from megamoe.planner.choice import Value
+from megamoe.planner.hopper import passes_of
+from megamoe.planner.overrides import checked
+from megamoe.planner.plan import Plan, plan_call
+from megamoe.planner.tables.hopper import COUNTERS
+from megamoe.problem import Options, Problem
+
+META = torch.device("meta")
+DEVICE = "compiled without a GPU"  # the name of the pretended device in Triton's own tables
+IDS = (torch.int64, torch.int32)  # dtypes of topk_idx
+SLOW = ("mega_kernel", "gemm_kernel", "gemm_swap_ab_kernel")  # to compile: first, longest first
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """A layer as its kernels see it: sizes and words, no tensors.
+
+    num_experts   over all ranks
+    num_ranks     processes of a group; 1 is none
+    options       what the layer computes
+    fits_e4m3, can_be_placed   of its FP4 weights: which image they are
+    has_bias      whether it has biases
+    shared        shared experts, and whether they run in the others' launches; None: none
+    max_tokens    over a group: `max_tokens_per_rank`
+    graphs        whether the layer replays graphs of its own
+    overrides     as `MoE` passes them to the planner: backend, mode and others
+    machine       GPU: its name, SMs, architecture and bytes of memory, as `of_gpu` takes them
+    """
+
+    recipe: str
+    hidden: int
+    intermediate: int
+    num_experts: int
+    top_k: int
+    machine: tuple[str, int, str, int]
+    num_ranks: int = 1
+    options: Options = Options()  # noqa: RUF009
+    fits_e4m3: bool = True
+    can_be_placed: bool = True
+    has_bias: bool = False
+    shared: SharedSpec | None = None
+    max_tokens: int | None = None
+    graphs: bool = False
+    overrides: tuple[tuple[str, Value], ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, found: dict[str, Any]) -> LayerSpec:
+        """The inverse of `as_dict`, from JSON."""
+        shared = found["shared"]
+        return cls(**{
+            **found, "options": Options(**found["options"]),
+            "shared": None if shared is None else SharedSpec(**shared),
+            "overrides": tuple((name, value) for name, value in found["overrides"]),
+            "machine": tuple(found["machine"]),
+        })  # fmt: skip
+
+    @property
+    def hardware(self) -> Hardware:
+        """The machine that is compiled for."""
+        return of_gpu(*self.machine)
+
+    @property
+    def num_local(self) -> int:
+        """Experts of a rank."""
+        return self.num_experts // self.num_ranks
+
+    def plan(self, num_tokens: int) -> Plan:
+        """Of a call with BF16 tokens."""
+        problem = Problem(
+            num_tokens, self.hidden, self.intermediate, self.num_experts, self.top_k,
+            self.num_ranks, self.recipe,
+        )  # fmt: skip
+        call = CallSpec(
+            problem, combine=self.options.combine, fits_e4m3=self.fits_e4m3,
+            shared=self.shared,
+            max_tokens=self.max_tokens if self.num_ranks > 1 else None,
+        )  # fmt: skip
+        return plan_call(call, self.hardware, checked(dict(self.overrides)))
+
+
+def spec_of(layer: MoE) -> LayerSpec:
+    """A layer that is there."""
+    weights, call = layer.weights, layer.plan(1).call
+    images = [w for w in (weights.w13, weights.w2) if isinstance(w, PackedMatrix)]
+    device = torch.cuda.get_device_properties(weights.device)
+    machine = planning.hardware_of(weights.device)
+    return LayerSpec(
+        weights.recipe, weights.hidden, weights.intermediate, call.problem.num_experts,
+        layer.top_k, (device.name, machine.num_sms, machine.arch, device.total_memory),
+        num_ranks=call.problem.num_ranks, options=layer.options, fits_e4m3=call.fits_e4m3,
+        can_be_placed=all(w.kind != "mx_image" for w in images),
+        has_bias=weights.b13 is not None, shared=call.shared,
+        max_tokens=layer.max_tokens_per_rank, graphs=layer._graphs is not None,
+        overrides=layer._overrides(layer.mode),
+    )  # fmt: skip
+
+
+class Cubin(NamedTuple):
+    """One compilation: the kernel, and the name that Triton's disk cache has for it."""
+
+    kernel: str
+    hash: str
+    file: str  # its metadata
+    compile: Callable[[], CompiledKernel]
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the disk cache has it."""
+        return get_cache_manager(self.hash).get_group(self.file) is not None
+
+
+def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
+    """Everything that calls of a layer with these numbers of tokens compile, slow ones first."""
+    plan = layer.plan(max(token_counts, default=1))
+    require(
+        plan.backend in ("hopper", "portable"),
+        "only GPU backends compile kernels",
+        got=f"backend {plan.backend} on {layer.hardware.name}",
+        kind=NotAvailable,
+    )
+    with recorded(target_of(layer.hardware)) as found:
+        for num in sorted(set(token_counts) - {0}):
+            make_calls(layer, num)
+    order = {name: at for at, name in enumerate(SLOW)}
+    return sorted(found.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
+
+
+def target_of(machine: Hardware) -> GPUTarget:
+    """What Triton calls this machine's architecture."""
+    return GPUTarget("cuda", int(machine.arch.removeprefix("sm_").rstrip("a")), 32)
+
+
+# -- where Triton compiles -------------------------------------------------------------------------
+
+
+class _Driver:
+    """As much of a driver as a launch asks before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return DEVICE
+
+    def get_current_stream(self, device: object) -> int:
+        return 0
+
+
+@contextmanager
+def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
+    """Launches inside are bound as on a GPU of this target and kept, by hash; none is compiled.
+
+    Not beside launches of other threads: Triton has one driver.
+    """
+    found: dict[str, Cubin] = {}
+    kernels: list[JITFunction[Any]] = []
+    real_run, real_compile, real_driver = JITFunction.run, triton.compiler.compile, driver._active
+
+    def run(kernel: JITFunction[Any], *args: Any, **options: Any) -> object:
+        kernels.append(kernel)
+        return real_run(kernel, *args, **{**options, "warmup": True})
+
+    def keep(src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> object:
+        one = _cubin(src, target, dict(options or {}), real_compile)
+        return found.setdefault(one.hash, one)
+
+    driver.set_active(_Driver(target))
+    JITFunction.run, triton.compiler.compile = run, keep
+    try:
+        yield found
+    finally:
+        JITFunction.run = real_run
+        triton.compiler.compile = real_compile
+        driver._active = real_driver
+        for kernel in kernels:
+            kernel.device_caches.pop(DEVICE, None)
+            kernel.compile = real_compile
+
+
+def _cubin(src: Any, target: Any, options: dict[str, Any], compile_it: Any) -> Cubin:
+    """The key is made as `triton.compile` makes it."""
+    backend = make_backend(target)
+    parsed = backend.parse_options({**options, **src.parse_options()})
+    env = triton.compiler.compiler.get_cache_invalidating_env_vars()
+    key = get_cache_key(src, backend, parsed, env_vars=env)
+    is_ours = getattr(src.fn, "is_ours", False)
+
+    def make() -> CompiledKernel:
+        before = driver._active
+        driver.set_active(_Driver(target))
+        try:
+            with compiler_hooks.applied() if is_ours else nullcontext():
+                made: CompiledKernel = compile_it(src, target=target, options=options)
+                return made
+        finally:
+            driver._active = before
+
+    name = src.name[:150]
+    return Cubin(src.fn.__name__, hashlib.sha256(key.encode()).hexdigest(), f"{name}.json", make)
+
+
+# -- calls on tensors without memory ---------------------------------------------------------------
+
+
+def make_calls(layer: LayerSpec, num_tokens: int) -> None:
+    """The launches of a call with so many tokens, in all ways that the layer makes it."""
+    plan = layer.plan(num_tokens)
+    weights, shared = experts_of(layer)
+    stats = torch.empty(layer.num_local, dtype=torch.int64, device=META)
+    if layer.num_ranks > 1:
+        _over_group(layer, plan, weights, shared, stats, num_tokens)
+        return
+    for dtype in IDS:
+        call = Call(
+            *_tokens(layer, num_tokens, dtype), weights, layer.options, shared, _status(), stats
+        )
+        launch(call, plan)
+    if layer.graphs and num_tokens <= graphs.MAX_TOKENS:
+        _captured(layer, weights, shared, stats, graphs.bucket_of(num_tokens))
+
+
+def _captured(
+    layer: LayerSpec, weights: ExpertWeights, shared: ExpertWeights | None, stats: Tensor,
+    bucket: int,
+) -> None:  # fmt: skip
+    """What a graph holds: the call on its own inputs, and the kernels around it."""
+    from megamoe.kernels.portable.graph_io import (
+        Inputs,
+        ReplayArgs,
+        copy_inputs,
+        copy_output,
+        read_args,
+    )
+
+    mail = ReplayArgs.empty(1, META)
+    inputs = Inputs.empty(bucket, layer.hidden, layer.top_k, META)
+    read_args(mail)
+    copy_inputs(mail.now, inputs)
+    call = Call(
+        inputs.x, inputs.topk_idx, inputs.topk_weights, weights, layer.options, shared, _status(),
+        stats, inputs.count,
+    )  # fmt: skip
+    copy_output(mail.now, launch(call, layer.plan(bucket)))
+
+
+def _over_group(
+    layer: LayerSpec, plan: Plan, weights: ExpertWeights, shared: ExpertWeights | None,
+    stats: Tensor, num_tokens: int,
+) -> None:  # fmt: skip
+    """One rank's launches: fused over symmetric memory, or staged around the exchange of rows."""
+    if plan.mode == "fused":
+        assert plan.mega is not None
+        passes, each = passes_of(plan.call)
+        where = symm_buffer.layout(passes * each, layer.hidden, layer.top_k, passes)
+        memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
+        room = symm_buffer.symm_buffer_in(memory, where)
+        peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
+        world = World(layer.num_ranks, 1, 0, peers, room.signals)
+        for number in range(passes):
+            fused.over(
+                room, each, weights, layer.options, world, stats, step=plan.mega,
+                status=_status(), timeout_s=1.0, number=number,
+            )  # fmt: skip
+        return
+
+    def planned(num: int, is_quantized: bool) -> Plan:
+        return layer.plan(num_tokens)
+
+    make = parallel.COMPUTE[plan.backend]
+    compute = make(weights, shared, layer.options, layer.num_experts, stats, planned, _status())
+    for dtype in IDS:
+        x, idx, gates = _tokens(layer, num_tokens, dtype)
+        sent = compute.tokens(x)
+        slots = num_tokens * layer.top_k
+        for rows in row_counts(slots, layer.num_ranks):
+            received = _like(sent, rows)
+            expert = torch.empty(rows, dtype=torch.int64, device=META)
+            made = compute.rows(received, expert, torch.empty(rows, device=META))
+            if rows == slots:
+                at = torch.empty(rows, dtype=torch.int64, device=META)
+                compute.combine(made, at, x, idx, gates)
+
+
+def _like(tokens: Quantized, rows: int) -> Quantized:
+    """As many rows in the same format."""
+    made = empty((rows, tokens.shape[1]), tokens.spec, META)
+    if made.global_scale is None:
+        return made
+    ones = torch.empty(rows, device=META)
+    return Quantized(made.data, made.scale, made.format, made.shape, ones)
+
+
+def _tokens(layer: LayerSpec, num: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    x = torch.empty(num, layer.hidden, dtype=torch.bfloat16, device=META)
+    idx = torch.empty(num, layer.top_k, dtype=dtype, device=META)
+    return x, idx, torch.empty(num, layer.top_k, device=META)
+
+
+def _status() -> DeviceStatus:
+    """Words without memory, as long as a layer's."""
+    from megamoe.engine.status import FIRST_COUNTER
+
+    num = FIRST_COUNTER + COUNTERS
+    return DeviceStatus.around(torch.empty(num, dtype=torch.int32, device=META))
+
+
+def experts_of(layer: LayerSpec) -> tuple[ExpertWeights, ExpertWeights | None]:
+    """A rank's experts, and the shared ones, without memory."""
+    plan = layer.plan(1)
+    num, recipe = layer.num_local, layer.recipe
+    joined = plan.call.joined if plan.backend == "hopper" else 0
+    both = _experts(layer, recipe, layer.intermediate, num + joined, plan.backend)
+    if layer.shared is None:
+        return both, None
+    if joined:
+        return both[:num], both[num:]
+    one = layer.shared
+    return both, _experts(layer, one.recipe, one.intermediate, one.num, plan.backend)
+
+
+def _experts(
+    layer: LayerSpec, recipe: str, intermediate: int, num: int, backend: str
+) -> ExpertWeights:
+    fmt, hidden = recipe_named(recipe).weights, layer.hidden
+    shapes = {"w13": (num, 2, intermediate, hidden), "w2": (num, hidden, intermediate)}
+    facts = pack.Facts(layer.fits_e4m3, True, layer.can_be_placed and fmt.name == "mxfp4")
+    parts: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        plain = empty(shape, format_named(fmt.name), META)
+        if backend != "hopper" or fmt.element.bits != 4:
+            parts[name] = plain
+            continue
+        to_e4m3 = recipe == "w4a8_block" and facts.fits_e4m3
+        is_placed = not to_e4m3 and facts.can_be_placed
+        kind = pack.kind_of(plain, to_e4m3=to_e4m3, is_placed=is_placed)
+        image = pack.room(kind, shape, META)
+        parts[name] = PackedMatrix(image, fmt.name, Aside(num, facts))
+    if fmt.has_global:
+        parts |= {"x_global": torch.empty((), device=META), "acts_global": _floats(num)}
+    if layer.has_bias:
+        parts |= {"b13": _floats(num, 2, intermediate), "b2": _floats(num, hidden)}
+    return ExpertWeights(recipe, **parts)
+
+
+def _floats(*shape: int) -> Tensor:
+    return torch.empty(*shape, device=META)

@@ -1,0 +1,220 @@
+"""Which of vLLM's layers we take, and what they are in our words. Imports nothing of vLLM.
+
+Read of a `RoutedExperts` layer: activation, top_k, local_num_experts, hidden_size, expert_map,
+apply_router_weight_on_input, swiglu_limit, swiglu_alpha, swiglu_beta, expert_map_manager, and the
+parameters that its method's row of METHODS names; of its `moe_config`: in_dtype, device, has_bias,
+is_lora_enabled, intermediate_size_per_partition, activation_situ_beta, activation_situ_linear_beta
+and moe_parallel_config (enable_eplb, use_all2all_kernels, all2all_backend, pcp_size).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megamoe.engine import backends
+from megamoe.engine.layer import MoE
+from megamoe.errors import DTypeError, RangeError, one_of, require
+from megamoe.formats.spec import RECIPES, recipe_named
+from megamoe.integrations.stacked import Stacked, drop_copied, experts_of, local_ids
+from megamoe.planner.numerics import not_on_hopper
+from megamoe.planner.tables.hopper import ACTIVATIONS
+from megamoe.problem import MAX_TOP_K, WIDTH_MULTIPLE
+
+# vLLM's methods by the names of their classes, and what they load.
+METHODS = {
+    "UnquantizedFusedMoEMethod": Stacked("bf16"),
+    "Fp8MoEMethod": Stacked("w8a8", scales="weight_scale_inv"),
+    "CompressedTensorsW8A8Fp8MoEMethod": Stacked("w8a8", scales="weight_scale"),
+    "Mxfp4MoEMethod": Stacked("w4a16", scales="weight_scale"),
+    "GptOssMxfp4MoEMethod": Stacked("w4a16", scales="weight_scale"),
+    "CompressedTensorsW4A4Mxfp4MoEMethod": Stacked("w4a16", "weight_packed", "weight_scale"),
+    "ModelOptNvFp4FusedMoE": Stacked(
+        "nvfp4", "weight", "weight_scale", "weight_scale_2", "input_scale"
+    ),
+    "CompressedTensorsW4A4Nvfp4MoEMethod": Stacked(
+        "nvfp4", "weight_packed", "weight_scale", "weight_global_scale", "input_global_scale",
+        "divide",
+    ),
+}  # fmt: skip
+A16 = {"nvfp4": "nvfp4a16"}  # where the method says that tokens stay BF16
+# vLLM gathers tokens and scatters sums itself under these; others hand rows to vLLM's own kernels.
+GATHERING = ("allgather_reducescatter", "naive")
+SITU = (4.0, 25.0)
+GPT_OSS = (1.702, 1.0)
+BLOCK = [128, 128]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The "megamoe" of vLLM's `additional_config`.
+
+    backend  "auto", "portable", "reference", "hopper": as for `mm.moe`; None: "auto", but only
+             layers that Hopper's kernels compute are taken
+    mxfp4    recipe of MXFP4 experts
+    """
+
+    backend: str | None = None
+    mxfp4: str = "w4a16"
+
+
+def settings_of(additional_config: Any) -> Settings | None:
+    """Out of vLLM's `additional_config`; None: `{"megamoe": false}`, the plugin is off."""
+    given = additional_config.get("megamoe") if isinstance(additional_config, Mapping) else None
+    if given is False:
+        return None
+    if given is None or given is True:
+        return Settings()
+    require(
+        isinstance(given, Mapping) and set(given) <= {"backend", "mxfp4"},
+        'additional_config["megamoe"] must be false or have backend and mxfp4 alone',
+        got=repr(given),
+        kind=RangeError,
+    )
+    found = Settings(**given)
+    if found.backend is not None:
+        one_of(found.backend, backends.NAMES, "backend")
+    one_of(found.mxfp4, _of_format("mxfp4"), "mxfp4")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """An activation of vLLM in our words."""
+
+    activation: str
+    clamp: float | None = None
+    gate_up: str = "split"
+
+
+def gate_of(layer: Any) -> Gate | None:
+    """What stands between the linears of a layer; None if it is none of ours."""
+    name = getattr(layer.activation, "value", layer.activation)
+    limit = layer.swiglu_limit
+    clamp = None if limit is None else float(limit)
+    shape = layer.swiglu_alpha, layer.swiglu_beta
+    is_oss = shape == GPT_OSS
+    is_plain = shape in ((None, None), (1.0, 0.0))
+    if name == "silu" and is_plain:
+        return Gate("swiglu", clamp)
+    if name == "swigluoai" and (is_oss or shape == (None, None)):
+        return Gate("gpt_oss", clamp, "interleaved")
+    if name == "swigluoai_uninterleave" and (is_oss or is_plain):
+        return Gate("gpt_oss" if is_oss else "swiglu", clamp)
+    if clamp is not None or not is_plain:
+        return None
+    config = layer.moe_config
+    situ = config.activation_situ_beta, config.activation_situ_linear_beta
+    if name == "situ" and situ == SITU:
+        return Gate("situ")
+    ours = {"gelu": "geglu", "gelu_tanh": "geglu_tanh"}.get(str(name))
+    return None if ours is None else Gate(ours)
+
+
+def recipe_of(method: Any, how: Stacked, settings: Settings) -> str:
+    """The recipe of a layer: that of its bytes, or the one that was asked for."""
+    if getattr(method, "use_a16", False):
+        return A16.get(how.recipe, how.recipe)
+    return settings.mxfp4 if recipe_named(how.recipe).weights.name == "mxfp4" else how.recipe
+
+
+def why_not(layer: Any, method: Any, settings: Settings) -> str:
+    """Why a layer stays vLLM's own; "" if we take it. `method` is the one that vLLM picked."""
+    name = type(method).__name__
+    if name not in METHODS:
+        return f"experts of {name}"
+    config, how, gate = layer.moe_config, METHODS[name], gate_of(layer)
+    if gate is None:
+        limits = layer.swiglu_limit, layer.swiglu_alpha, layer.swiglu_beta
+        return f"activation {getattr(layer.activation, 'value', layer.activation)} {limits}"
+    recipe = recipe_of(method, how, settings)
+    return (
+        _why_not_stored(method, how)
+        or _why_not_sizes(layer)
+        or _why_not_parallel(layer)
+        or _why_not_here(torch.device(config.device), recipe, gate.activation, settings)
+    )
+
+
+def _why_not_stored(method: Any, how: Stacked) -> str:
+    """Of one kind of checkpoint: what our formats do not hold."""
+    if how.recipe == "w8a8":
+        block = getattr(method, "weight_block_size", None)
+        if block is None or list(block) != BLOCK:
+            return f"FP8 scales of {'whole rows or matrices' if block is None else block}"
+        if getattr(method, "weight_scale_refine", None) is not None:
+            return "FP8 blocks that tensor parallelism cuts"
+    if how.recipe == "nvfp4" and getattr(method, "per_token_activation", False):
+        return "an NVFP4 factor for each token"
+    return ""
+
+
+def _why_not_sizes(layer: Any) -> str:
+    config = layer.moe_config
+    if config.in_dtype != torch.bfloat16:
+        return f"a model in {config.in_dtype}: we compute in bfloat16"
+    widths = layer.hidden_size, config.intermediate_size_per_partition
+    if any(width % WIDTH_MULTIPLE for width in widths):
+        return f"widths {widths}, no multiples of {WIDTH_MULTIPLE}"
+    if not 1 <= layer.top_k <= min(MAX_TOP_K, layer.local_num_experts):
+        return f"top_k {layer.top_k} with {layer.local_num_experts} experts on this rank"
+    if layer.apply_router_weight_on_input:
+        return "routing weights that multiply the tokens"
+    if getattr(layer.expert_map_manager, "num_fused_shared_experts", 0):
+        return "shared experts among the routed ones"
+    return "LoRA" if config.is_lora_enabled else ""
+
+
+def _why_not_parallel(layer: Any) -> str:
+    ranks = layer.moe_config.moe_parallel_config
+    if ranks.enable_eplb:
+        return "EPLB, which moves experts while we hold them packed"
+    if getattr(ranks, "pcp_size", 1) > 1:
+        return "prefill context parallelism"
+    if ranks.use_all2all_kernels and ranks.all2all_backend not in GATHERING:
+        return f"all2all_backend {ranks.all2all_backend}: use {GATHERING[0]}"
+    return ""
+
+
+def _why_not_here(device: torch.device, recipe: str, activation: str, settings: Settings) -> str:
+    """Without a backend that was asked for, only what Hopper's kernels compute is worth taking."""
+    if settings.backend is not None:
+        return ""
+    reason = backends.reasons_on(device)["hopper"]
+    reason = reason or not_on_hopper(recipe)
+    if not reason and activation not in ACTIVATIONS:
+        reason = f"no kernel for activation {activation}"
+    ask = '{"megamoe": {"backend": "auto"}}'
+    return f"Hopper's kernels: {reason}; additional_config {ask} takes it anyway" if reason else ""
+
+
+def make_layer(layer: Any, method: Any, settings: Settings) -> MoE:
+    """Our layer over the experts that vLLM loaded; what had to be copied is freed there."""
+    how, gate = METHODS[type(method).__name__], gate_of(layer)
+    assert gate is not None
+    recipe = recipe_of(method, how, settings)
+    weights = experts_of(layer, how, recipe=recipe, gate_up=gate.gate_up)
+    made = MoE(
+        weights, layer.local_num_experts, layer.top_k, activation=gate.activation,
+        clamp=gate.clamp, weight_at="combine", backend=settings.backend or "auto",
+    )  # fmt: skip
+    drop_copied(layer, how, weights)
+    return made
+
+
+def apply(layer: Any, made: MoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    """One call: nothing is read back, so vLLM may capture it."""
+    require(
+        x.dtype == torch.bfloat16, "tokens must be bfloat16", got=x.dtype, kind=DTypeError
+    )
+    ids = local_ids(topk_ids, layer.expert_map)
+    y: Tensor = made(x.contiguous(), ids, topk_weights.float().contiguous())
+    return y
+
+
+def _of_format(name: str) -> tuple[str, ...]:
+    return tuple(recipe.name for recipe in RECIPES.values() if recipe.weights.name == name)

@@ -1,0 +1,154 @@
+"""Launchers of Blackwell's GEMM. Configurations come from the plan; nothing is chosen here.
+
+What the compiler would take in silence is refused here by name (`formats.check_tile`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from megamoe.formats.spec import Scale, recipe_named
+from megamoe.kernels.blackwell.formats import FORMATS, check_tile, operand_layout
+from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
+from megamoe.kernels.blackwell.weights import BLOCK, Placed
+from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.pool import Pool
+from megamoe.kernels.portable.acts import CODES, PLACED, PLAIN
+from megamoe.layout.regions import align_up, ceil_div
+from megamoe.planner.blackwell import max_tiles, num_rows
+from megamoe.planner.launches import GemmTmem, Launch
+from megamoe.planner.numerics import numerics
+from megamoe.planner.tables.blackwell import WIDTH
+from megamoe.problem import Options
+
+SCALE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=5)
+BYTES = torch.uint8
+
+
+@dataclass(frozen=True, slots=True)
+class Arithmetic:
+    """How Blackwell computes one recipe: one arithmetic, whatever the tiles."""
+
+    kind: Kind  # what the MMA multiplies
+    acts: Kind
+    dtype: torch.dtype  # of pooled activations
+    scale_dtype: torch.dtype | None  # of their scales
+
+    @property
+    def pack(self) -> int:
+        """Activations in an element of the pool."""
+        return 2 if self.kind.X_BITS.value == 4 else 1
+
+
+def arithmetic(recipe: str) -> Arithmetic:
+    """The row of `planner.numerics` as the kernels take it."""
+    row, how = recipe_named(recipe), numerics("blackwell", recipe)
+    kind = FORMATS[recipe]
+    dtypes = {4: BYTES, 8: torch.float8_e4m3fn, 16: torch.bfloat16}
+    dtype = dtypes[row.acts.element.bits]
+    if how.acts == "plain":
+        return Arithmetic(kind, PLAIN, dtype, None)
+    if how.acts == "codes":
+        return Arithmetic(kind, CODES[row.acts.name], dtype, torch.float32)
+    scale = BYTES if row.acts.scale is Scale.E8M0 else torch.float8_e4m3fn
+    return Arithmetic(kind, PLACED[row.acts.name], dtype, scale)
+
+
+def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
+         tiles: Pool | None = None) -> Pool:  # fmt: skip
+    """Room for `slots` slots; the routing is that of `tiles` where it is given."""
+    wide, rows = align_up(width, WIDTH), num_rows(slots, experts, block)
+
+    def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(*shape, dtype=dtype, device=device)
+
+    data = new(rows, wide // how.pack, dtype=how.dtype)
+    if how.scale_dtype is None:
+        scale = new(1)
+    elif how.scale_dtype is torch.float32:
+        scale = new(wide // BLOCK, rows)
+    else:
+        groups = wide // how.kind.VEC.value
+        scale = new(1, rows // block, groups // 4, 2, 256, dtype=how.scale_dtype)
+    if tiles is not None:
+        return tiles._replace(data=data, scale=scale)
+    return Pool(
+        data, scale, new(rows, dtype=torch.int32), new(rows), new(rows),
+        new(max_tiles(slots, experts, block), 4, dtype=torch.int32), new(4, dtype=torch.int32),
+    )  # fmt: skip
+
+
+def gated(x: Pool, w: Placed, out: Pool, step: Launch, how: Arithmetic, options: Options,
+          *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
+          use_pdl: bool = False) -> None:  # fmt: skip
+    """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate]."""
+    data = out.data.view(BYTES) if out.data.dtype == torch.float8_e4m3fn else out.data
+    scale = out.scale.view(BYTES) if out.scale.element_size() == 1 else out.scale
+    _run(
+        x, w, step, how, bias, acts_factor, out=data, out_scale=scale,
+        num_outputs=out.data.shape[1] * how.pack, clamp=float(options.limit), ACTS=how.acts,
+        ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+    )  # fmt: skip
+
+
+def linear(x: Pool, w: Placed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
+           *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
+           use_pdl: bool = False) -> None:  # fmt: skip
+    """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
+    _run(
+        x, w, step, how, bias, acts_factor, out=out, out_scale=out, num_outputs=w.num_outputs,
+        clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
+        launch_pdl=use_pdl,
+    )  # fmt: skip
+
+
+def _run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
+         acts_factor: Tensor | None, **rest: Any) -> None:  # fmt: skip
+    tile = step.config
+    assert isinstance(tile, GemmTmem)
+    unused = x.num_tiles
+    descriptors = operands(x, w, tile, how)
+    gemm_tmem_kernel[step.grid](
+        **descriptors, factor=_or(w.factor, unused), bias=_or(bias, unused),
+        acts_factor=_or(acts_factor, unused), row_factor=x.factor, row_weight=x.weight,
+        row_dest=x.dest, tiles=x.tiles, num_tiles=x.num_tiles, pool_rows=x.data.shape[0],
+        steps=ceil_div(x.data.shape[1] * how.pack, tile.block_k), num_bias=w.num_outputs,
+        num_blocks=w.num_blocks,
+        factor_cols=1 if w.factor is None or w.factor.ndim < 2 else w.factor.shape[-1],
+        FORMAT=how.kind, GATED=w.is_gated, HAS_BIAS=bias is not None, **rest, **tile.constants(),
+    )  # fmt: skip
+
+
+def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic) -> dict[str, TensorDescriptor]:
+    """TMA over weights, tokens and their scales; refuses what the MMA would read otherwise."""
+    kind, k = how.kind, tile.block_k
+    w_layout = operand_layout(kind, BLOCK, k, kind.W_BITS.value)
+    check_tile(kind, tile, w_layout)
+    data = _tma(w.data, [BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)], w_layout)
+    x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value)
+    tokens = _tma(x.data, [tile.block_m, k // how.pack], x_layout)
+    box = [1, 1, k // (4 * kind.VEC.value), 2, 256]
+    w_scale, x_scale = data, tokens
+    if w.scale is not None:
+        w_scale = _tma(w.scale, box, SCALE_LAYOUT)
+    if kind.X_SCALED.value:
+        x_scale = _tma(x.scale, box, SCALE_LAYOUT)
+    elif kind.PROMOTED.value:
+        flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
+        x_scale = _tma(x.scale.view(-1), [max(tile.block_m, 32)], flat)
+    return {"w": data, "w_scale": w_scale, "x": tokens, "x_scale": x_scale}
+
+
+def _tma(t: Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
+    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+
+
+def _or(t: Tensor | None, unused: Tensor) -> Tensor:
+    """`t`, or any tensor where the kernel does not look."""
+    return unused if t is None else t

@@ -1,0 +1,82 @@
+"""Layers of the Blackwell backend on a CPU: the GEMM under a scheduler, other kernels freely."""
+
+import torch
+
+from megamoe.engine import blackwell
+from megamoe.engine.call import Call
+from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.blackwell import launch
+from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
+from megamoe.kernels.gluon import dispatch, permute
+from megamoe.kernels.portable import combine, sort
+from megamoe.kernels.portable import dispatch as portable_dispatch
+from megamoe.planner.overrides import checked
+from megamoe.problem import Options
+from tests.emulator import device, policies, tensor_memory
+from tests.emulator.running import Emulated
+from tests.emulator.scheduler import Scheduler
+from tests.pretending import pretend_b200
+
+CPU = torch.device("cpu")
+PLAIN = (
+    (dispatch, "_pool_kernel"), (permute, "_count_kernel"), (permute, "_place_kernel"),
+    (sort, "_scan_kernel"), (combine, "_combine_kernel"), (portable_dispatch, "_dispatch_kernel"),
+)  # fmt: skip
+
+
+class Step:
+    """A kernel whose every launch is a run of the scheduler under the seed's policy."""
+
+    def __init__(self, kernel):
+        tensor_memory.install()
+        self.kernel = device.Scheduled(kernel)
+        self.seed, self.launches = None, []  # no seed: nobody is preempted
+
+    def __getitem__(self, grid):
+        def run(**given):
+            def host():
+                self.kernel[grid](**{**given, "launch_pdl": False})
+                device.synchronize()
+
+            policy = policies.policy_of(self.seed) if self.seed is not None else policies.Calm()
+            Scheduler(policy, agents=600).run(host)
+            self.launches.append((grid, given))
+
+        return run
+
+
+_MADE = {}
+
+
+def gemm():
+    """The GEMM under a scheduler, translated once."""
+    if not _MADE:
+        _MADE["gemm"] = Step(gemm_tmem_kernel)
+    return _MADE["gemm"]
+
+
+def install(monkeypatch, num_sms=3):
+    """Let the Blackwell backend launch here; -> its GEMM, whose `seed` is that of the policy."""
+    made = gemm()
+    made.seed, made.launches = None, []
+    monkeypatch.setattr(launch, "gemm_tmem_kernel", made)
+    for module, name in PLAIN:
+        monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
+    pretend_b200(monkeypatch, num_sms)
+    return made
+
+
+def layer(inputs, w, options=None, shared=None, stats=None, **given):
+    """One call."""
+    x, idx, _ = inputs
+    options = options or Options()
+    plan = plan_for(
+        w, options, traits_of("blackwell", w, shared), num_tokens=len(x), top_k=idx.shape[1],
+        overrides=checked({"backend": "blackwell", **given}),
+        is_quantized=not isinstance(x, torch.Tensor),
+    )  # fmt: skip
+    found = DeviceStatus(CPU)
+    y = blackwell.run(Call(*inputs, w, options, shared, found, stats, None), plan)
+    found.check(idx.shape[1])
+    return y

@@ -1,0 +1,129 @@
+"""What `megamoe compile` makes is what a launch asks for: the same keys of Triton's disk cache."""
+
+import json
+
+import pytest
+import torch
+import triton
+
+import megamoe as mm
+from megamoe.engine import precompile
+from megamoe.engine.call import Call
+from megamoe.engine.functional import launch
+from megamoe.engine.recording import LayerSpec, cubins_of, recorded, target_of
+from megamoe.engine.status import DeviceStatus
+from megamoe.errors import NotAvailable
+from tests.kernels.support import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+E, I, H, K = 8, 128, 256, 2
+MACHINE = ("NVIDIA H200", 132, "sm_90a", 141 << 30)
+
+
+def spec(recipe="w4a8_block", mode="auto", **more):
+    overrides = (("backend", "hopper"), ("mode", mode))
+    return LayerSpec(recipe, H, I, E, K, MACHINE, overrides=overrides, **more)
+
+
+def experts(recipe):
+    rng = torch.Generator().manual_seed(0)
+    w13 = torch.randn(E, 2 * I, H, generator=rng)
+    return mm.ExpertWeights.quantize(w13, torch.randn(E, H, I, generator=rng), recipe)
+
+
+@pytest.mark.parametrize(("recipe", "mode"), [
+    ("w4a8_block", "fused"), ("w4a8_block", "staged"), ("w8a8", "staged"), ("nvfp4", "staged"),
+])  # fmt: skip
+@pytest.mark.parametrize("num", [1, 16, 77])
+def test_a_launch_on_real_memory_asks_for_the_keys_that_are_found_without(recipe, mode, num):
+    layer, w = spec(recipe, mode), experts(recipe)
+    found = {one.hash for one in cubins_of(layer, [num])}
+    x, idx = torch.zeros(num, H).bfloat16(), torch.zeros(num, K, dtype=torch.int64)
+    stats, cpu = torch.zeros(E, dtype=torch.int64), torch.device("cpu")
+    asked: set[str] = set()
+    for ids in (idx, idx.int()):
+        with recorded(target_of(layer.hardware)) as seen:
+            rest = w, layer.options, None, DeviceStatus(cpu), stats
+            launch(Call(x, ids, torch.ones(num, K), *rest), layer.plan(num))
+        asked |= set(seen)
+    assert asked == found and asked
+
+
+def test_a_compiled_kernel_is_found_under_the_key(tmp_path, monkeypatch):
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    (one,) = (c for c in cubins_of(spec("w8a8", "staged"), [8]) if c.kernel == "_combine_kernel")
+    assert not one.is_there
+    made = one.compile()
+    assert made.hash == one.hash and one.is_there  # by triton.compile itself
+    assert made.metadata.target.arch == 90 and made.asm["cubin"]
+    (again,) = (c for c in cubins_of(spec("w8a8", "staged"), [8]) if c.kernel == "_combine_kernel")
+    assert again.is_there
+
+
+def test_other_sizes_images_and_ways_are_other_kernels():
+    def hashes(*sizes, **more):
+        return {one.hash for one in cubins_of(spec(**more), sizes)}
+
+    assert hashes(1, 64) == hashes(1) | hashes(64)
+    assert hashes(64, recipe="w4a16") != hashes(64, recipe="w4a16", can_be_placed=False)
+    assert hashes(64) < hashes(64, graphs=True)  # beside calls that are not replayed
+    assert hashes(64, num_ranks=2, max_tokens=64).isdisjoint(hashes(64))
+    staged = cubins_of(spec(mode="staged", num_ranks=2, max_tokens=64), [64])
+    assert {"gemm_swap_ab_kernel", "_combine_kernel"} <= {one.kernel for one in staged}
+
+
+def test_nothing_of_it_stays():
+    from megamoe.kernels.hopper.mega.kernel import mega_kernel
+
+    before = triton.runtime.driver._active, triton.compiler.compile, triton.JITFunction.run
+    cubins_of(spec(mode="fused"), [4])
+    after = triton.runtime.driver._active, triton.compiler.compile, triton.JITFunction.run
+    assert after == before and mega_kernel.compile is triton.compiler.compile
+    assert not mega_kernel.device_caches
+
+
+def test_a_spec_travels_as_json():
+    one = spec(num_ranks=2, graphs=True, shared=None)
+    assert LayerSpec.from_dict(json.loads(json.dumps(one.as_dict()))) == one
+
+
+class Worker:
+    """A process that compiles nothing: the third kernel of four is there already."""
+
+    made, fails = (), False
+
+    def __init__(self, layer, sizes):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def read(self):
+        return {"cubins": [{"kernel": "k", "hash": h, "is_there": h == "c"} for h in "abcd"]}
+
+    def ask(self, one):
+        if one == "b" and self.fails:
+            raise NotAvailable("a compiling process must end its work; got ptxas")
+        self.made.append(one)
+        return {"cpu_s": 1.0}
+
+
+def test_processes_share_what_is_not_there_yet(monkeypatch):
+    Worker.made, Worker.fails, told = [], False, []
+    monkeypatch.setattr(precompile, "_Worker", Worker)
+    done = precompile.compile_layer(spec(), [1], processes=2, progress=lambda *at: told.append(at))
+    assert sorted(Worker.made) == ["a", "b", "d"] and (done.num, done.num_found) == (4, 1)
+    assert told[0] == (1, 4) and told[-1] == (4, 4)
+    Worker.fails = True
+    with pytest.raises(NotAvailable, match="ptxas"):
+        precompile.compile_layer(spec(), [1], processes=2)
+
+
+def test_a_process_that_cannot_says_why():
+    wrong = spec("w4a16", "fused", num_ranks=3)  # eight experts over three ranks
+    with pytest.raises(NotAvailable, match="multiple of num_ranks"):
+        precompile.compile_layer(wrong, [1], processes=1)

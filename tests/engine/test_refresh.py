@@ -1,0 +1,190 @@
+"""layer.refresh: other values at the same addresses, all of them or none."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.errors import NotAvailable, RangeError, ShapeError
+from megamoe.formats.quantized import Quantized
+from megamoe.problem import RECIPES
+from tests.engine.pretended import E, H, I, K, tokens, weights
+
+
+def floats(num=E, seed=7):
+    rng = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(num, 2 * I, H, generator=rng).bfloat16()
+    return w13, torch.randn(num, H, I, generator=rng).bfloat16()
+
+
+def layer_of(recipe="w4a8_block", backend="hopper", **extra):
+    w = mm.ExpertWeights.quantize(*floats(seed=0), recipe, **extra)
+    return mm.MoE(w, E, K, backend=backend)
+
+
+def addresses(layer):
+    return [t.data_ptr() for t in layer.experts.buffers()]
+
+
+def bits(w):
+    return {name: t.reshape(-1).view(torch.uint8).tolist() for name, t in w.state_dict().items()}
+
+
+@pytest.mark.parametrize("backend", ["hopper", "reference"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_expert_is_written_where_it_lies(gpu, recipe, backend):
+    layer = layer_of(recipe, backend)
+    held = addresses(layer)
+    layer.refresh(*floats())
+    assert addresses(layer) == held
+    assert bits(layer.weights) == bits(mm.ExpertWeights.quantize(*floats(), recipe))
+    assert layer.weights.is_packed == (backend == "hopper" and "4" in recipe)
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "nvfp4", "w8a8"])
+def test_some_experts_are_written_in_any_order_and_the_others_stay(gpu, recipe):
+    layer, (w13, w2) = layer_of(recipe), floats(2)
+    layer.refresh(w13, w2, experts=[5, 1])
+    wanted = [mm.ExpertWeights.quantize(*floats(seed=0), recipe)[e : e + 1] for e in range(E)]
+    new = mm.ExpertWeights.quantize(w13, w2, recipe)
+    wanted[5], wanted[1] = new[:1], new[1:]
+    assert bits(layer.weights) == bits(mm.ExpertWeights.cat(wanted))
+
+
+def test_quantised_tensors_keep_every_bit_and_one_matrix_may_stay(gpu):
+    layer, new = layer_of("w4a16"), mm.ExpertWeights.quantize(*floats(), "w4a16")
+    new.w2.data[:, 0, :16], new.w2.scale[:, 0, 0] = 0x80, 3  # a group of -0
+    layer.refresh(w2=new.w2)
+    old = mm.ExpertWeights.quantize(*floats(seed=0), "w4a16")
+    assert bits(layer.weights) == bits(mm.ExpertWeights("w4a16", old.w13, new.w2))
+
+
+def test_biases_and_interleaved_rows(gpu):
+    rng = torch.Generator().manual_seed(3)
+    b13, b2 = torch.randn(E, 2 * I, generator=rng), torch.randn(E, H, generator=rng)
+    extra = {"b13": b13, "b2": b2, "gate_up": "interleaved"}
+    layer = layer_of("w4a16", b13=b13 + 1, b2=b2 + 1)
+    held = addresses(layer)
+    layer.refresh(*floats(), **extra)
+    assert addresses(layer) == held
+    assert bits(layer.weights) == bits(mm.ExpertWeights.quantize(*floats(), "w4a16", **extra))
+
+
+def lowered(recipe, code):
+    """Quantised experts of which the last has a scale of this code."""
+    w = mm.ExpertWeights.quantize(*floats(), recipe)
+    w.w2.scale[-1, -1, -1] = code
+    return w
+
+
+REFUSED = {
+    "exponents": ("w4a8_block", lambda: {"w2": lowered("w4a8_block", 90).w2}, "12 octaves"),
+    "above 2": ("w4a16", lambda: {"w2": lowered("w4a16", 140).w2}, "at most 2"),
+    "nan": (
+        "w4a8",
+        lambda: {"w13": floats()[0].index_fill(0, torch.tensor([7]), torch.nan)},
+        "fin",
+    ),
+    "shape": ("w4a8", lambda: {"w13": floats()[0][:, :-2]}, r"w13 must be \(8, 128, 96\)"),
+    "number": ("w4a8", lambda: {"w2": floats()[1], "experts": [1]}, r"w13 must be \(1, 128, 96\)"),
+    "format": ("w4a8", lambda: {"w2": lowered("nvfp4", 1.0).w2}, "Quantized in mxfp4"),
+    "twice": ("w4a8", lambda: {"w2": floats(2)[1], "experts": [1, 1]}, "different local ones"),
+    "bias": ("w4a8", lambda: {"b2": torch.zeros(E, H)}, "where the layer has it"),
+    "shared": ("w4a8", lambda: {"w2": floats()[1], "shared": True}, "must have shared"),
+    "nothing": ("w4a8", lambda: {"w13": None}, "something to write"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_written_is_refused_before_anything_is(gpu, case):
+    recipe, given, why = REFUSED[case]
+    layer = layer_of(recipe)
+    before = bits(layer.weights)
+    with pytest.raises((NotAvailable, RangeError, ShapeError, TypeError), match=why):
+        layer.refresh(**{"w13": floats()[0]} | given())
+    assert bits(layer.weights) == before
+
+
+def test_what_it_was_packed_from_is_no_longer_looked_at(gpu):
+    w = mm.ExpertWeights.quantize(*floats(seed=0), "w4a16")
+    mine = w.w2.data
+    layer = mm.MoE(w, E, K, backend="hopper")
+    layer.refresh(*floats())
+    mine.zero_()
+    layer.plan(8)
+    assert bits(layer.weights) == bits(mm.ExpertWeights.quantize(*floats(), "w4a16"))
+
+
+def test_shared_experts_are_written_too(gpu):
+    w, shared = (mm.ExpertWeights.quantize(*floats(seed=s), "w4a16") for s in (0, 1))
+    layer = mm.MoE(w, E, K, backend="hopper", shared=shared[:1])
+    w13, w2 = floats(1)
+    layer.refresh(w13, w2, shared=True)
+    assert bits(layer.shared.weights) == bits(mm.ExpertWeights.quantize(w13, w2, "w4a16"))
+    assert bits(layer.weights) == bits(mm.ExpertWeights.quantize(*floats(seed=0), "w4a16"))
+
+
+def test_graphs_stay_and_read_the_new_values(cuda):
+    layer = mm.MoE(weights(), E, K, cuda_graphs=True)
+    before = layer(*tokens(4))
+    layer.refresh(*floats())
+    after = layer(*tokens(4))
+    assert sum(line.startswith("capture") for line in cuda.log) == 1
+    new = mm.ExpertWeights.quantize(*floats(), "w4a8")
+    assert torch.equal(after, mm.moe(*tokens(4), new, backend="reference"))
+    assert not torch.equal(after, before)
+
+
+def test_over_a_group_one_ranks_refusal_is_everyones(gpu):
+    layer = layer_of("w4a16")
+    before, steps = bits(layer.weights), []
+
+    def meet(step, make):
+        steps.append(step)
+        make()
+        raise RangeError("rank 1, step refresh: w2 must be finite")
+
+    layer._world = SimpleNamespace(meeting=SimpleNamespace(meet=meet))
+    with pytest.raises(RangeError, match="rank 1"):
+        layer.refresh(*floats())
+    assert steps == ["refresh"] and bits(layer.weights) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16", "nvfp4", "w8a8"])
+def test_on_a_gpu_a_captured_graph_gives_the_new_bits(recipe):
+    hidden, wide = 512, 256
+    rng = torch.Generator(device="cuda").manual_seed(0)
+
+    def some():
+        w13 = torch.randn(E, 2 * wide, hidden, generator=rng, device="cuda") / hidden**0.5
+        return w13, torch.randn(E, hidden, wide, generator=rng, device="cuda") / wide**0.5
+
+    layer = mm.MoE(mm.ExpertWeights.quantize(*some(), recipe), E, K)
+    x = torch.randn(16, hidden, generator=rng, device="cuda").bfloat16()
+    idx = torch.arange(32, device="cuda").remainder(E).view(16, K)
+    gates = torch.full((16, K), 0.5, device="cuda")
+    layer(x, idx, gates)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layer(x, idx, gates)
+    held, new = addresses(layer), some()
+    one = sum(t.nbytes for t in new) // E
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    layer.refresh(*new)
+    assert torch.cuda.max_memory_allocated() - before < 8 * one  # of FP32, temporaries among it
+    graph.replay()
+    torch.cuda.synchronize()
+    wanted = mm.MoE(mm.ExpertWeights.quantize(*new, recipe), E, K)(x, idx, gates)
+    assert torch.equal(y, wanted) and addresses(layer) == held
+    layer.check()
+
+
+def test_a_quantised_matrix_may_be_a_part_of_another(gpu):
+    layer, new = layer_of("w4a16"), mm.ExpertWeights.quantize(*floats(), "w4a16")
+    part = new.w2[2:4]
+    assert isinstance(part, Quantized)
+    layer.refresh(w2=part, experts=[2, 3])
+    assert torch.equal(layer.weights.w2[2].data, new.w2[2].data)

@@ -1,0 +1,152 @@
+"""Blackwell's launches compiled for sm_100a and sm_103a without a GPU: what is in them.
+
+A few configurations stand for all; `python -m tests.kernels.test_blackwell_compile` compiles every
+shipped one (78 of them in 70 s) and prints a line for each. Triton's own assembler makes the code;
+its `cuobjdump` cannot read that of sm_103a, of which the PTX is looked at.
+"""
+
+import re
+import sys
+
+import pytest
+from triton.experimental.gluon import language as gl
+
+from megamoe.errors import NotAvailable
+from megamoe.hardware import SMEM_PER_CTA
+from megamoe.kernels.blackwell.formats import FORMATS, SCALED_MMAS, check_tile, operand_layout
+from megamoe.kernels.common.numbers import Kind
+from megamoe.planner.blackwell import shared_memory, shipped, tile_of, tmem_columns
+from megamoe.planner.launches import GemmTmem, next_power_of_2
+from megamoe.planner.tables.blackwell import TMEM_COLUMNS, Shape
+from megamoe.problem import RECIPES, Options
+from tests.kernels.blackwell import compiled, tile_name
+from tests.kernels.compiling import resources
+from tests.kernels.descriptors import decoded, faults
+from tests.kernels.support import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
+
+ALL = [(r, tile, gated) for r in RECIPES for tile in shipped(r) for gated in (True, False)]
+# The widest tile of each recipe has most registers and scratch, the narrowest most stages.
+SOME = [(r, shipped(r)[-1], True) for r in RECIPES]
+SOME += [("w4a8", shipped("w4a8")[0], False), ("w4a8_block", shipped("w4a8_block")[0], True)]
+PLAIN = {"bf16": "f16", "w4a16": "f16", "w8a8": "f8f6f4"}
+
+
+def mma_of(recipe):
+    """The MMA of a recipe as PTX names it."""
+    kind = FORMATS[recipe]
+    if not kind.SCALED.value:
+        return PLAIN[recipe]
+    return SCALED_MMAS[kind.W.value, kind.X.value, kind.VEC.value]
+
+
+def assert_is_as_planned(recipe, tile, kernel):
+    """Instructions, descriptors, tensor memory and shared memory."""
+    ptx, kind = kernel.asm["ptx"], FORMATS[recipe]
+    assert set(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::(\S+)", ptx)) == {mma_of(recipe)}
+    assert ("tcgen05.cp.cta_group::1.warpx4.32x128b" in ptx) == kind.SCALED.value
+    assert "cp.async.bulk.tensor.2d" in ptx and "tcgen05.commit" in ptx
+    rows = decoded(ptx)
+    depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
+    assert rows and len(rows) % (2 * tile.block_k // depth) == 0  # the first stage may be peeled
+    assert not [fault for row in rows for fault in faults(row)]
+    assert {(row["m"], row["n"]) for row in rows} == {(128, tile.block_m)}
+    assert {(row["a_type"], row["b_type"]) for row in rows} == {(kind.W.value, kind.X.value)}
+    columns = tmem_columns(recipe, tile)
+    assert columns <= TMEM_COLUMNS and kernel.metadata.tmem_size == next_power_of_2(columns, 32)
+    assert kernel.metadata.shared <= shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tile", "gated"), SOME, ids=[f"{r}-{tile_name(t)}-{g}" for r, t, g in SOME]
+)
+def test_launches_are_legal_fit_and_do_not_spill(recipe, tile, gated):
+    kernel = compiled(recipe, tile, gated)
+    assert_is_as_planned(recipe, tile, kernel)
+    assert resources(kernel)["stack"] == 0
+
+
+def test_biases_and_the_other_activation_do_not_spill():
+    tile = shipped("w4a16")[-1]
+    options = Options("gpt_oss", 7.0)
+    kernel = compiled("w4a16", tile, True, options=options, has_bias=True)
+    assert resources(kernel)["stack"] == 0
+
+
+@pytest.mark.parametrize("recipe", ["w4a8", "nvfp4"])
+def test_sm_103a_has_the_same_instructions(recipe):
+    tile = shipped(recipe)[1]
+    kernel = compiled(recipe, tile, True, arch=103)
+    assert ".target sm_103a" in kernel.asm["ptx"]
+    assert_is_as_planned(recipe, tile, kernel)
+
+
+def test_every_shipped_tile_fits_by_its_sums():
+    for recipe, tile, _ in ALL:
+        assert shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
+        assert tmem_columns(recipe, tile) <= TMEM_COLUMNS and tile.num_stages >= 3
+
+
+# -- what the compiler takes in silence ---------------------------------------------------------
+
+
+def test_the_decoder_sees_an_mma_that_the_hardware_does_not_have():
+    """M = 64 with block scales, as Gluon compiles it: bits 24 to 28 of the descriptor."""
+    ptx = compiled("w4a8", shipped("w4a8")[0], True).asm["ptx"]
+    (word,) = {int(w) for w in re.findall(r"mov\.b32\s+%r\d+,\s*(\d{8,});", ptx)
+               if int(w) >> 24 & 31 == 8 and int(w) >> 29 == 0} & _descriptors(ptx)  # fmt: skip
+    other = ptx.replace(f" {word};", f" {word - (4 << 24)};")
+    assert ["M=64"] in [faults(row) for row in decoded(other)]
+
+
+def _descriptors(ptx):
+    constants = dict(re.findall(r"mov\.b32\s+(%r\d+),\s*(-?\d+);", ptx))
+    names = re.findall(r"tcgen05\.mma\.\S+\s+\[[^\]]+\],\s*%rd\d+,\s*%rd\d+,\s*(%r\d+)", ptx)
+    return {int(constants[name]) for name in names}
+
+
+TILE = GemmTmem(16, 128, 4, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tile", "changes", "match"),
+    [
+        ("w4a8", GemmTmem(16, 128, 4, 2, 16, block_rows=64), {}, "M = 128 in one CTA; got M = 64"),
+        ("w4a8", TILE, {"VEC": 16}, "scales of so many values; got e2m1 x e4m3, 16 values"),
+        ("w4a8", TILE, {"num_ctas": 2}, "pair of CTAs needs Triton 3.8; got 2 CTAs"),
+        ("w4a8", TILE, {"padded": False}, "padded to a byte a value, .* got e2m1 x e4m3"),
+        ("w4a4", TILE, {"padded": True}, "FP4 beside FP4 packed; got e2m1 x e2m1"),
+        ("w4a8", GemmTmem(24, 128, 4, 2, 8), {}, "one of 8, 16, 32, 64, 128; got block_m 24"),
+        ("w8a8", GemmTmem(8, 128, 4, 2, 8), {}, "one of 16, 32, 64; got block_m 8"),
+        ("w8a8", GemmTmem(16, 256, 4, 2, 16), {}, "128 columns of an activation scale; got .* 256"),
+        ("w4a8", GemmTmem(16, 64, 4, 2, 16), {}, "multiple of 128 columns: four scales a word"),
+    ],
+)
+def test_the_launcher_refuses_by_name_what_the_compiler_takes(recipe, tile, changes, match):
+    kind = FORMATS[recipe]
+    num_ctas, padded = changes.pop("num_ctas", 1), changes.pop("padded", None)
+    layout = operand_layout(kind, 128, tile.block_k, kind.W_BITS.value)
+    if padded is not None:
+        layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.uint8, fp4_padded=padded)
+    kind = Kind(recipe, **{**kind._members, **changes})
+    with pytest.raises(NotAvailable, match=match):
+        check_tile(kind, tile, layout, num_ctas)
+
+
+def test_a_wider_shape_than_tensor_memory_has_no_stages():
+    assert tile_of("w4a8", Shape(128, 128, 2)).num_stages == 0  # sums alone are 512 columns
+
+
+def main():
+    for recipe, tile, gated in ALL:
+        kernel = compiled(recipe, tile, gated)
+        assert_is_as_planned(recipe, tile, kernel)
+        used = resources(kernel)
+        assert used["stack"] == 0, (recipe, tile)
+        linear, columns = "L1" if gated else "L2", kernel.metadata.tmem_size
+        print(f"{recipe} {linear} {tile}: {used}, {columns} columns", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,136 @@
+"""Launches of Blackwell's GEMM under the scheduler, and the bugs that are planted in it."""
+
+import functools
+
+import torch
+
+from megamoe.engine import blackwell
+from megamoe.engine.call import Call
+from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.blackwell import decode, epilogue, gemm
+from megamoe.planner.launches import GemmTmem
+from megamoe.planner.overrides import checked
+from megamoe.problem import Options
+from tests.emulator import mutate, policies
+from tests.emulator.exploring import is_found
+from tests.pretending import pretend_b200, with_tmem_tile
+from tests.proof import targets
+
+MODULES = (gemm, epilogue, decode)
+
+
+def case_of(recipe, tile, counts=(9, 3), num_sms=2, hidden=384, intermediate=256, has_bias=False):
+    """L1 and L2 of a staged call whose ring and sums go round, experts with so many rows each."""
+    kept = []
+    w = targets.weights_of(recipe, len(counts), hidden, intermediate, has_bias)
+    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    x, _, gates = targets.tokens_of(len(slots), len(counts), hidden, 1)
+    inputs, options = (x, slots.view(-1, 1), gates), Options()
+    with targets.installed(num_sms, {"tmem": targets.Recorder("tmem", kept)}) as patch:
+        pretend_b200(patch, num_sms)
+        plan = plan_for(
+            w, options, traits_of("blackwell", w, None), num_tokens=len(x), top_k=1,
+            overrides=checked({"backend": "blackwell", "block_m": tile.block_m}),
+        )  # fmt: skip
+        call = Call(*inputs, w, options, None, DeviceStatus(targets.CPU))
+        blackwell.run(call, with_tmem_tile(plan, tile))
+    return targets.Case("tmem", kept, is_early=True)
+
+
+CASES = {
+    "scaled": lambda: case_of("w4a8", GemmTmem(8, 128, 2, 2, 8)),
+    "promoted": lambda: case_of("w8a8", GemmTmem(16, 128, 2, 2, 16), (17, 3)),
+    "promoted-fp4": lambda: case_of("w4a8_block", GemmTmem(8, 128, 2, 2, 8)),
+    "decoded": lambda: case_of("w4a16", GemmTmem(16, 128, 4, 2, 16), (17, 3), hidden=640),
+    "chunks": lambda: case_of("nvfp4", GemmTmem(16, 128, 2, 1, 8), (17, 3), has_bias=True),
+}
+
+
+@functools.cache
+def case(name):
+    made = CASES[name]()
+    made.name = name
+    made.learn()
+    return made
+
+
+@functools.cache
+def reached(name):
+    """(module, function) that a case runs."""
+    one = case(name)
+    with mutate.reached(()) as seen:
+        one.run(policies.Calm())
+    return frozenset(seen)
+
+
+# Bugs of arithmetic and of place, by hand: (module, function, part of its source, instead of it).
+BY_HAND = (
+    (gemm, "issue_mma", "use_acc = True", "use_acc = False"),
+    (gemm, "issue_mma", "use_acc = False", "use_acc = True"),
+    (gemm, "issue_mma", "turn = first_stage(1)", "turn = first_stage(0)"),
+    (gemm, "issue_mma", "stage = first_stage(0)", "stage = first_stage(1)"),
+    (gemm, "store", "turn = first_stage(0)", "turn = first_stage(1)"),
+    (gemm, "_scale_columns", "stage.idx * (HALVES + 1) + WHICH", "WHICH"),
+    (gemm, "_scale_columns", "stage.idx * (HALVES + 1) + WHICH", "stage.idx * (HALVES + 1)"),
+    (gemm, "scale_block", "(0, 3, 2, 1, 4)", "(0, 2, 3, 1, 4)"),
+    (gemm, "weight_block", "(tile.expert * 2 + HALF)", "(tile.expert + HALF)"),
+    (gemm, "weight_block", "tile.n_tile_idx * 2 + HALF", "tile.n_tile_idx + HALF"),
+    (gemm, "load_weights", "HALVES * (gemm.w.block_type.nbytes", "(gemm.w.block_type.nbytes"),
+    (gemm, "load_weights", "k * WIDTH]", "0 * WIDTH]"),
+    (gemm, "load_tokens", "gemm.x.block_type.nbytes + SCALE_BYTES", "gemm.x.block_type.nbytes"),
+    (gemm, "load_tokens", "row // gemm.TOKENS", "0 * row"),
+    (gemm, "load_tokens", "k * gemm.pool_rows + row", "row"),
+    (gemm, "_multiply_scaled", "gemm.sums.index(turn.idx * HALVES + half)",
+     "gemm.sums.index(turn.idx * HALVES)"),
+    (gemm, "_multiply_plain", "gemm.decoded.index(ready.idx * HALVES + half)",
+     "gemm.decoded.index(half)"),
+    (gemm, "_allocate_tmem", "[SUMS * HALVES, 128, TOKENS]", "[SUMS * HALVES * 16, 128, TOKENS]"),
+    (gemm, "gemm_tmem_kernel", "full = barriers(STAGES, 2)", "full = barriers(STAGES, 1)"),
+    (gemm, "_add_stages", "scale * low_factor", "scale * high_factor"),
+    (gemm, "_block_factor", "block * gemm.factor_cols + k", "block * gemm.factor_cols"),
+    (gemm, "store", "start + gemm.CHUNK == gemm.TOKENS", "start == 0"),
+    (epilogue, "_store_scales", "tile.n_tile_idx * NUM + group", "group"),
+    (epilogue, "_store_scales", "tile.row_begin // gemm.TOKENS", "tile.row_begin // 16"),
+    (epilogue, "_store_rows", "used = row < tile.row_end", "used = row >= 0"),
+    (epilogue, "_store_rows", "col < width", "col >= 0"),
+    (epilogue, "_group_scales", "254 - gl.minimum(stored, 254)", "253 - gl.minimum(stored, 253)"),
+    (epilogue, "_activated", "gemm.factor + tile.expert * 2 + 1", "gemm.factor + tile.expert"),
+    (epilogue, "_biased", "matrix * gemm.num_bias + output", "output"),
+    (epilogue, "finish_linear", "HALF * 128", "0"),
+    (decode, "_decode_part", "byte >> 4 & 15", "byte & 15"),
+)  # fmt: skip
+
+# {mutant: why no run can tell it from the kernel}
+EXCUSED = {
+    "blackwell.gemm.decode: mbarrier.arrive(gemm.empty.index(stage.idx), count=1) before "
+    "fence_async_shared()":
+        "decoded_full follows the fence, and issue_mma's commit, which empty needs too, brings it",
+    "blackwell.gemm.decode: mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1) before "
+    "mbarrier.arrive(gemm.empty.index(stage.idx), count=1)": "two arrivals after the same fence",
+    "blackwell.gemm.gemm_tmem_kernel: no allow_next_launch()": "speed alone",
+    "blackwell.gemm.store: no wait_for_launch()":
+        "its first sums come from tokens that load_tokens loaded, which has waited",
+}  # fmt: skip
+
+
+@functools.cache
+def planted_bugs():
+    targets.kernels()
+    found = mutate.mutants(MODULES, ())
+    for module, function, old, new in BY_HAND:
+        mutant = mutate.edited(module, function, old, new)
+        found[mutant.name] = mutant
+    return found
+
+
+def hunt(mutant, seeds=6):
+    """(case, seed, error) of who finds a planted bug first, or None."""
+    names = [name for name in CASES if (mutant.module, mutant.function) in reached(name)]
+    with mutate.planted(mutant):
+        for seed in range(seeds):
+            for name in names:
+                found, error = is_found(case(name), (seed,))
+                if found is not None:
+                    return name, found, error
+    return None

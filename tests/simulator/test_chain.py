@@ -1,0 +1,47 @@
+"""The chain as the simulator plays it: communication under the GEMMs, SMs that pull first."""
+
+import pytest
+
+import megamoe as mm
+from megamoe.planner.plan import plan
+from megamoe.simulator.constants import TABLE, Constants
+from megamoe.simulator.schedule import Schedule
+
+FLASH = (4096, 2048, 256, 6)
+
+
+def predicted(tokens, mode, recipe="w8a8", ranks=8, **how):
+    made = plan(mm.Problem(tokens, *FLASH, ranks, recipe), "h200", mode=mode)
+    return mm.simulate(made, **how)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
+def test_a_chain_hides_most_of_what_staged_calls_expose(recipe):
+    chain, staged = predicted(2048, "chain", recipe), predicted(2048, "staged", recipe)
+    alone = mm.simulate(plan(mm.Problem(2048, 4096, 2048, 32, 6, 1, recipe), "h200"))
+    assert chain.exposed_us < 0.15 * staged.exposed_us
+    assert alone.time_us < chain.time_us < 1.12 * alone.time_us
+    assert staged.time_us > 1.3 * chain.time_us
+
+
+def test_what_crosses_the_links_is_what_the_floor_says():
+    found = predicted(512, "chain")
+    moved = found.usage.nvlink * found.time_us
+    assert moved == pytest.approx(found.floor.nvlink_us, rel=0.06)  # that of the fullest rank
+
+
+def test_sms_that_pull_compute_once_the_pull_is_over():
+    found = predicted(512, "chain")
+    schedule = Schedule.of_plan(plan(mm.Problem(512, *FLASH, 8, "w8a8"), "h200", mode="chain"))
+    late = schedule.num_sms - schedule.pull_sms
+    spans = [s for s in found.timeline.spans if s.rank == 0 and s.role == "math"]
+    first = {sm: min(s.start_us for s in spans if s.sm == sm) for sm in {s.sm for s in spans}}
+    pulled = max(s.end_us for s in found.timeline.spans if s.rank == 0 and s.role == "pull")
+    assert all(at >= pulled for sm, at in first.items() if sm >= late)
+    assert min(first.values()) < pulled
+
+
+def test_slow_pulls_are_felt():
+    table = dict(TABLE, pull_gbs=TABLE["pull_gbs"]._replace(value=2.0))
+    slow = predicted(2048, "chain", constants=Constants.of(table))
+    assert slow.time_us > 1.3 * predicted(2048, "chain").time_us
