@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from megamoe.engine import chain, hopper
+from megamoe.engine import chain, images, packed
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Ranks, Traits, plan_for
 from megamoe.engine.status import DeviceStatus
@@ -50,12 +50,10 @@ def compiled(monkeypatch, recipe, num, wanted, **given):
         monkeypatch.setattr(module, name, stand)
     for module, name in OTHERS:
         monkeypatch.setattr(module, name, Ignored())
-    for name in ("fits_e4m3", "can_be_placed"):
-        monkeypatch.setattr(pack, name, lambda w: True)
-    monkeypatch.setattr(hopper, "can_be_e4m3", lambda w: w.recipe == "w4a8_block")
-    monkeypatch.setattr(hopper, "why_not", lambda w: "")
-    monkeypatch.setattr(hopper, "can_be_placed", lambda w: True)
-    monkeypatch.setattr(hopper, "_known", lambda w, what, find, *other: find(w))
+    facts = pack.Facts(True, True, True)
+    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
+    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
+    monkeypatch.setattr(images, "_facts", lambda w: facts)
     w, options = experts(recipe), Options()
     plan = plan_for(
         w, options, Traits(), num_tokens=num, top_k=K,
