@@ -8,6 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.errors import NotAvailable, RangeError, ShapeError
 from megamoe.formats.quantized import Quantized
+from megamoe.planner.numerics import HOPPER_RECIPES
 from megamoe.problem import RECIPES
 from tests.engine.pretended import E, H, I, K, tokens, weights
 
@@ -31,8 +32,10 @@ def bits(w):
     return {name: t.reshape(-1).view(torch.uint8).tolist() for name, t in w.state_dict().items()}
 
 
-@pytest.mark.parametrize("backend", ["hopper", "reference"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe, backend",
+    [*((recipe, "hopper") for recipe in HOPPER_RECIPES), *((r, "reference") for r in RECIPES)],
+)
 def test_every_expert_is_written_where_it_lies(gpu, recipe, backend):
     layer = layer_of(recipe, backend)
     held = addresses(layer)
@@ -104,6 +107,22 @@ def test_what_cannot_be_written_is_refused_before_anything_is(gpu, case):
     with pytest.raises((NotAvailable, RangeError, ShapeError, TypeError), match=why):
         layer.refresh(**{"w13": floats()[0]} | given())
     assert bits(layer.weights) == before
+
+
+def test_a_refusal_that_is_kept_leaves_gradients_on(gpu):
+    layer = layer_of("w4a8")
+    with pytest.raises(RangeError) as kept:  # with its frames
+        layer.refresh(floats()[0].index_fill(0, torch.tensor([3]), torch.nan))
+    assert torch.is_grad_enabled() and kept.value is not None
+
+
+@pytest.mark.parametrize("backend", ["hopper", "reference"])
+def test_biases_that_were_made_under_inference_mode_are_written(gpu, backend):
+    with torch.inference_mode():
+        layer = layer_of("w4a16", backend, b13=torch.zeros(E, 2 * I), b2=torch.zeros(E, H))
+    extra = {"b13": torch.ones(E, 2 * I), "b2": torch.ones(E, H)}
+    layer.refresh(*floats(), **extra)
+    assert bits(layer.weights) == bits(mm.ExpertWeights.quantize(*floats(), "w4a16", **extra))
 
 
 def test_what_it_was_packed_from_is_no_longer_looked_at(gpu):
