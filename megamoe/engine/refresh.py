@@ -136,6 +136,8 @@ class Refresh:
             kind=ShapeError,
         )
 
+        _check_global(name, given, held)
+
     def _check_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
         if given is None:
             return
@@ -174,6 +176,26 @@ class Refresh:
             if name == "w13":
                 source = checkpoint.gate_then_up(source, self.gate_up)
             yield expert, _quantized(source[None], held)
+
+
+def _check_global(name: str, given: object, held: Quantized) -> None:
+    """NVFP4: one factor per expert, or as many as are held; none of them NaN or Inf."""
+    if not held.spec.has_global:
+        return
+    g = given.global_scale if isinstance(given, Quantized) else None
+    mine = held.global_scale
+    assert mine is not None
+    require(
+        1 <= (1 if g is None else g.ndim) <= mine.ndim,
+        f"{name} must have one global scale per expert, and the layer as many or more",
+        got=f"{'one per expert' if g is None else tuple(g.shape)} for {tuple(mine.shape)}",
+        fix="build the layer anew",
+        kind=ShapeError,
+    )
+    require(
+        g is None or bool(g.isfinite().all()), f"global scales of {name} must be finite",
+        got="NaN or Inf", kind=RangeError,
+    )  # fmt: skip
 
 
 def check_image(kind: str, facts: Facts, what: str) -> None:

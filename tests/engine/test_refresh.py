@@ -1,5 +1,6 @@
 """layer.refresh: other values at the same addresses, all of them or none."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +82,11 @@ def lowered(recipe, code):
     return w
 
 
+def scaled(factors):
+    """NVFP4's w13 with other global scales."""
+    return replace(mm.ExpertWeights.quantize(*floats(), "nvfp4").w13, global_scale=factors)
+
+
 REFUSED = {
     "exponents": ("w4a8_block", lambda: {"w2": lowered("w4a8_block", 90).w2}, "12 octaves"),
     "above 2": ("w4a16", lambda: {"w2": lowered("w4a16", 140).w2}, "at most 2"),
@@ -92,6 +98,9 @@ REFUSED = {
     "shape": ("w4a8", lambda: {"w13": floats()[0][:, :-2]}, r"w13 must be \(8, 128, 96\)"),
     "number": ("w4a8", lambda: {"w2": floats()[1], "experts": [1]}, r"w13 must be \(1, 128, 96\)"),
     "format": ("w4a8", lambda: {"w2": lowered("nvfp4", 1.0).w2}, "Quantized in mxfp4"),
+    "gate and up": ("nvfp4", lambda: {"w13": scaled(torch.ones(E, 2))}, r"got \(8, 2\)"),
+    "one for all": ("nvfp4", lambda: {"w13": scaled(torch.ones(()))}, r"got \(\) for"),
+    "global nan": ("nvfp4", lambda: {"w13": scaled(torch.full((E,), torch.nan))}, "finite"),
     "twice": ("w4a8", lambda: {"w2": floats(2)[1], "experts": [1, 1]}, "different local ones"),
     "bias": ("w4a8", lambda: {"b2": torch.zeros(E, H)}, "where the layer has it"),
     "shared": ("w4a8", lambda: {"w2": floats()[1], "shared": True}, "must have shared"),
@@ -102,11 +111,12 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_written_is_refused_before_anything_is(gpu, case):
     recipe, given, why = REFUSED[case]
-    layer = layer_of(recipe)
-    before = bits(layer.weights)
-    with pytest.raises((NotAvailable, RangeError, ShapeError, TypeError), match=why):
-        layer.refresh(**{"w13": floats()[0]} | given())
-    assert bits(layer.weights) == before
+    for backend in ("hopper", "reference") if recipe == "nvfp4" else ("hopper",):
+        layer = layer_of(recipe, backend)
+        before = bits(layer.weights)
+        with pytest.raises((NotAvailable, RangeError, ShapeError, TypeError), match=why):
+            layer.refresh(**{"w13": floats()[0]} | given())
+        assert bits(layer.weights) == before
 
 
 def test_a_refusal_that_is_kept_leaves_gradients_on(gpu):
