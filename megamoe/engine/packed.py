@@ -6,7 +6,7 @@ unpacked then and there, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -166,6 +166,11 @@ class Aside:
             each = [self._known.facts[i] for i in self._at]
             self._facts = self._known.writes, Facts(*map(all, zip(*each, strict=True)))
         return self._facts[1]
+
+    def facts_after(self, writes: Mapping[int, Facts]) -> Facts:
+        """The same once some experts are others, of which these are the facts."""
+        each = [writes.get(i, self._known.facts[at]) for i, at in enumerate(self._at)]
+        return Facts(*map(all, zip(*each, strict=True)))
 
     def lend(self, t: Tensor) -> Tensor:
         """A copy that a caller gets: a write to it is refused by the next call, not lost."""

@@ -79,8 +79,9 @@ class Refresh:
 
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
+        found: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
         with torch.no_grad(), torch.inference_mode(False):
-            for name in ("w13", "w2"):
+            for name, facts in found.items():
                 given, held = getattr(self, name), getattr(weights, name)
                 if given is None:
                     continue
@@ -88,7 +89,9 @@ class Refresh:
                 for expert, one in self._each(given, held, name):
                     checkpoint.refuse_nan(one, name, first_expert=expert)
                     if isinstance(held, PackedMatrix):
-                        check_image(held.kind, facts_of(one), f"{name} of expert {expert}")
+                        facts[expert] = facts_of(one)
+                        check_image(held.kind, facts[expert], f"{name} of expert {expert}")
+            _check_arithmetic(weights, found)
             for name in ("b13", "b2"):
                 self._check_bias(name, getattr(self, name), getattr(weights, name))
 
@@ -205,6 +208,23 @@ def check_image(kind: str, facts: Facts, what: str) -> None:
         not fact or bool(getattr(facts, fact)),
         f"{what} must have {wanted}",
         got="others",
+        fix=REBUILD,
+        kind=NotAvailable,
+    )
+
+
+def _check_arithmetic(weights: ExpertWeights, writes: dict[str, dict[int, Facts]]) -> None:
+    """Refuse values that would let BF16's images be E4M3's: which it is depends on values alone, so
+    the next call would pack others, and graphs would go on with these."""
+    both = [(getattr(weights, name), facts) for name, facts in writes.items()]
+    if weights.recipe != "w4a8_block" or not all(isinstance(w, PackedMatrix) for w, _ in both):
+        return
+    if any(w.kind == "e4m3_image" for w, _ in both):
+        return
+    require(
+        not all(w.aside.facts_after(facts).fits_e4m3 for w, facts in both),
+        "a layer that multiplies in BF16 must keep exponents that E4M3 does not hold",
+        got="values that all fit",
         fix=REBUILD,
         kind=NotAvailable,
     )

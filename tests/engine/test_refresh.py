@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine import images
 from megamoe.errors import NotAvailable, RangeError, ShapeError
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.numerics import HOPPER_RECIPES
@@ -117,6 +118,18 @@ def test_what_cannot_be_written_is_refused_before_anything_is(gpu, case):
         with pytest.raises((NotAvailable, RangeError, ShapeError, TypeError), match=why):
             layer.refresh(**{"w13": floats()[0]} | given())
         assert bits(layer.weights) == before
+
+
+def test_values_with_which_the_next_call_would_pack_other_images_are_refused(gpu):
+    wide = lowered("w4a8_block", 90)
+    layer = mm.MoE(wide, E, K, backend="hopper")
+    before, held = bits(layer.weights), addresses(layer)
+    with pytest.raises(NotAvailable, match="build the layer anew"):
+        layer.refresh(*floats())
+    assert bits(layer.weights) == before
+    layer.refresh(floats(seed=8)[0], lowered("w4a8_block", 80).w2)  # the last expert is wide still
+    images.prepared(layer.weights)
+    assert addresses(layer) == held == [t.data_ptr() for t in layer.weights.held().values()]
 
 
 def test_a_refusal_that_is_kept_leaves_gradients_on(gpu):
