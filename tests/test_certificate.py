@@ -69,9 +69,18 @@ def test_a_damaged_file_is_no_certificate_and_no_crash(text):
         certificate.read(path)
 
 
-def test_the_digest_is_of_the_bytes_that_compute():
+def test_the_digest_is_of_the_bytes_that_compute(monkeypatch, tmp_path):
     assert len(certificate.code_digest()) == 12
     assert certified.machine_of(CPU).code == certificate.code_digest()
+    monkeypatch.setattr(certificate, "__file__", str(tmp_path / "certificate.py"))
+    seen = set()
+    for name in ("problem.py", "kernels/gemm.py", "engine/call.py"):  # problem.py: clamps
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("LIMIT = 7.0")
+        seen.add(certificate.code_digest.__wrapped__())
+        (tmp_path / name).write_text("LIMIT = 8.0")
+        seen.add(certificate.code_digest.__wrapped__())
+    assert len(seen) == 6
 
 
 THERE = {"blackwell": "", "portable": "", "reference": ""}
