@@ -212,7 +212,7 @@ class MoE(nn.Module):
             persistent=False,
         )
         self._refresh()
-        self.register_load_state_dict_post_hook(_after_load)
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
         return placement
 
     @property
