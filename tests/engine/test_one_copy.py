@@ -89,6 +89,15 @@ def test_biases_made_under_inference_mode_are_loaded_into(gpu):
     assert torch.equal(layer.weights.b2, torch.ones(E, H))
 
 
+@pytest.mark.parametrize("recipe", ["w4a8_block", "nvfp4", "w8a8"])
+def test_experts_picked_with_a_step_lie_densely_as_kernels_read_them(gpu, recipe):
+    w = weights(recipe)
+    wanted = mm.ExpertWeights.cat([w[e : e + 1] for e in range(1, E, 3)]).state_dict()
+    for one in (w[1::3], moe(w).weights[1::3]):  # packed only then
+        assert all(t.is_contiguous() for t in one.held().values())
+        assert same(one.state_dict(), wanted)
+
+
 def test_a_load_leaves_other_layers_of_the_same_experts_alone(gpu):
     w = weights()
     one, other = moe(w), moe(w)
