@@ -40,6 +40,7 @@ class Check(NamedTuple):
 STAGES = {
     "oracle":   "the oracle of this installation against the rules in float64",
     "formats":  "every number format, bit for bit",
+    "hardware": "what only this architecture has: its copies and products alone (Blackwell)",
     "products": "layers of small integers, whose results are known without an oracle",
     "sums":     "long sums that climb and cancel: how the tensor cores round",
     "gemms":    "from one row an expert to many: every tile of the tables",
@@ -60,6 +61,10 @@ def all_checks(target: Target) -> Iterator[Check]:
     for name in FORMATS:
         yield Check("formats", name, partial(_format, target, name))
     sizes = target.sizes
+    if target.is_gpu and target.backend == "blackwell":
+        from megamoe.certify import blackwell_checks
+
+        yield from blackwell_checks.all_checks(target)
     for recipe in target.recipes:
         for num in sizes.products:
             yield Check(

@@ -43,6 +43,9 @@ GPU_QUICK = Sizes(512, 256, 8, 2, 2048, (8, 64), (8, 64, 512), (7, 64), 200)
 SMALL = Sizes(96, 64, 4, 2, 256, (3,), (2, 9), (5,), 8)
 
 
+ONE_RANK_MODES = ("staged", "fused")  # others need a group, which a certificate says nothing of
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """What is certified.
@@ -79,8 +82,10 @@ class Target:
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The backend's own; the oracle computes what any mode would."""
-        return ("staged",) if self.backend == "reference" else BACKEND_MODES[self.backend]
+        """The backend's own that one rank has; the oracle computes what any mode would."""
+        if self.backend == "reference":
+            return ("staged",)
+        return tuple(mode for mode in BACKEND_MODES[self.backend] if mode in ONE_RANK_MODES)
 
     def bound(self, recipe: str) -> float:
         """The recipe's tolerance; the interpreter's is wider. The oracle has none."""

@@ -136,8 +136,8 @@ def rows(
     block_m = l1.config.block_m
     pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
     if isinstance(x, Quantized):
-        scales = (None if t is None else t.contiguous() for t in (x.scale, x.global_scale))
-        tokens = Tokens(x.data, *scales, is_ready=True, hidden=weights.hidden)
+        scale, g = (None if t is None else t.contiguous() for t in (x.scale, x.global_scale))
+        tokens = Tokens(x.data, scale, g, is_ready=True, hidden=weights.hidden)
     else:
         tokens = Tokens(x, g=weights.x_global, hidden=weights.hidden)
     route(

@@ -160,15 +160,14 @@ def _push(here: _Ranked, steps: Pass) -> Routing:
 def _quantize(here: _Ranked, step: Launch) -> None:
     """Tokens into this rank's records."""
     call, how = here.call, here.made.how
-    if isinstance(call.x, Quantized):
-        given = hopper._ready(call.x, how)
-    else:
-        given = Tokens(call.x, g=call.weights.x_global)
+    x, g = call.x, call.weights.x_global
+    given = hopper._ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=g)
     tokens = here.me.buffer.tokens
     element = torch.uint8 if how.is_fp8 else torch.bfloat16
     exchange.quantize_tokens(
         given.x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
-        x_scale=given.scale, g=given.g, is_ready=given.is_ready, by_group=how.to_e4m3, pdl=here.pdl,
+        x_scale=given.scale, g=given.g, is_ready=given.is_ready, by_group=how.to_e4m3,
+        pdl=here.pdl,
     )  # fmt: skip
 
 

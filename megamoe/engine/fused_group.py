@@ -1,8 +1,8 @@
 """FusedGroup: fused calls of a layer whose ranks are processes, over symmetric memory.
 
-Every rank puts its tokens and routing where its peers read them, then launches; the launches meet
-on the GPU. The host never waits. A rank that refuses its own input takes part with no tokens, so
-that nobody waits for it, and raises afterwards.
+Every rank puts its tokens and routing into its buffer, then launches; the launch pushes them to the
+ranks that own their experts, and the launches meet on the GPU. The host never waits. A rank that
+refuses its own input takes part with no tokens, so that nobody waits for it, and raises afterwards.
 
 A launch holds all SMs until its peers have come. So the launches of all layers of a process and
 device follow each other in the order in which the host made them, whatever their streams: with two
@@ -32,7 +32,7 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
-from megamoe.planner.hopper import check_grid, passes_of
+from megamoe.planner.hopper import check_grid, exchange_of, passes_of
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -93,12 +93,13 @@ class FusedGroup:
         plan = layer._plan_in("fused")
         self.num_tokens = most
         self.num_passes, self._each = passes_of(plan.call)
-        num_rows = self.num_passes * self._each
-        where = symm_buffer.layout(num_rows, weights.hidden, layer.top_k, self.num_passes)
+        where = exchange_of(plan.call)
         self._shared = share(meeting, where.num_bytes, weights.device)
         self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
-        self._world = World(meeting.num_ranks, 1, meeting.rank, peers, self.buffer.signals)
+        self._world = World(
+            meeting.num_ranks, 1, meeting.rank, peers, self.buffer.signals, self.buffer.inbox
+        )
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
         num_sms = plan.hardware.num_sms
         kept = dict(plan.overrides).get("reserve_sms") or 0

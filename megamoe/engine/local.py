@@ -21,7 +21,7 @@ from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, ShapeError, one_of, require
-from megamoe.planner.hopper import check_grid
+from megamoe.planner.hopper import check_grid, exchange_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import MAX_RANKS
@@ -110,7 +110,8 @@ class LocalRanks:
                 buffer.put(*one)
             y = fused.over(
                 self._buffers[0], most, self.weights, self.options,
-                World(num, num, 0, self._peers), self.stats, step=step, status=self._status,
+                World(num, num, 0, self._peers, self._buffers[0].signals, self._buffers[0].inbox),
+                self.stats, step=step, status=self._status,
                 timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
             )  # fmt: skip
             self._status.copy_to_host_async(self._top_k)
@@ -141,12 +142,12 @@ class LocalRanks:
 
     def _make_buffers(self, num_tokens: int) -> None:
         """A buffer for every rank, as large as the largest call so far, each an allocation."""
-        device, hidden = self.weights.device, self.weights.hidden
+        device = self.weights.device
         if self._buffers:
             had, top_k = self._buffers[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
-        where = symm_buffer.layout(num_tokens, hidden, self._top_k)
+        where = exchange_of(self.plan(num_tokens, self._top_k).call)
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)

@@ -16,7 +16,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.spec import Scale
 from megamoe.hardware import CPU, Hardware, of_gpu
 from megamoe.planner.call import CallSpec, SharedSpec
-from megamoe.planner.numerics import not_on_hopper
+from megamoe.planner.numerics import not_on
 from megamoe.planner.overrides import Overrides
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import ACTIVATIONS
@@ -64,8 +64,8 @@ def traits_of(
     if activation not in ACTIVATIONS:
         return Traits(not_hopper=f"activation {activation}", shared=_shared_spec(shared))
     for one in (weights, shared):
-        if one is not None and not_on_hopper(one.recipe):
-            return Traits(not_hopper=not_on_hopper(one.recipe), shared=_shared_spec(shared))
+        if one is not None and not_on("hopper", one.recipe):
+            return Traits(not_hopper=not_on("hopper", one.recipe), shared=_shared_spec(shared))
     fits = images.fits_e4m3(weights)
     if shared is None:
         return Traits(fits, images.why_not(weights))

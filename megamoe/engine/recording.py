@@ -36,12 +36,12 @@ from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.hardware import Hardware, of_gpu
-from megamoe.kernels.hopper import compiler_hooks
+from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.hopper.mega.launch import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import passes_of
+from megamoe.planner.hopper import exchange_of, passes_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS
@@ -297,14 +297,21 @@ def _over_group(
     stats: Tensor, num_tokens: int,
 ) -> None:  # fmt: skip
     """One rank's launches: fused over symmetric memory, or staged around the exchange of rows."""
+    require(
+        plan.mode in ("fused", "staged"),
+        "kernels are found without a GPU for fused and staged calls",
+        got=f"mode {plan.mode}",
+        fix="mm.warmup compiles them on the GPU",
+        kind=NotAvailable,
+    )
     if plan.mode == "fused":
         assert plan.mega is not None
         passes, each = passes_of(plan.call)
-        where = symm_buffer.layout(passes * each, layer.hidden, layer.top_k, passes)
+        where = exchange_of(plan.call)
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
         room = symm_buffer.symm_buffer_in(memory, where)
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
-        world = World(layer.num_ranks, 1, 0, peers, room.signals)
+        world = World(layer.num_ranks, 1, 0, peers, room.signals, room.inbox)
         for number in range(passes):
             fused.over(
                 room, each, weights, layer.options, world, stats, step=plan.mega,

@@ -32,6 +32,8 @@ BARRIERS = {
     4: "all tiles to be dealt",
     5: "rank {where} to begin the call",
     6: "wave {where} of the pool",
+    7: "rank {where}, which gave the call up",
+    8: "rank {where} to end the call",
     16: "rank {where} to push its tokens' slots",
     17: "rows that rank {where} computes",
     18: "its peers: rank {where} gave up and said so",

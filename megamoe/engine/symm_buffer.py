@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import Workspace
-from megamoe.planner.tables.hopper import COUNTERS
 
-DTYPES = {"i32": torch.int32, "i64": torch.int64, "f32": torch.float32, "bf16": torch.bfloat16}
+if TYPE_CHECKING:
+    from megamoe.kernels.hopper.mega.launch import Inbox
+
+DTYPES = {
+    "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "f32": torch.float32,
+    "bf16": torch.bfloat16,
+}  # fmt: skip
 
 
 class SymmBuffer(NamedTuple):
@@ -24,6 +28,18 @@ class SymmBuffer(NamedTuple):
     topk_weights: Tensor
     tokens: Tensor
     rows: Tensor
+    inbox_tokens: Tensor
+    inbox_scale: Tensor
+    inbox_slots: Tensor
+    inbox_weights: Tensor
+    inbox_counts: Tensor
+
+    @property
+    def inbox(self) -> Inbox:
+        """What peers push."""
+        from megamoe.kernels.hopper.mega.launch import Inbox
+
+        return Inbox(*self[-len(Inbox._fields) :])
 
     def put(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
         """The tokens of a call, on the current stream. Its launches take equally many each."""
@@ -38,11 +54,6 @@ class SymmBuffer(NamedTuple):
         each = len(self.tokens) // passes
         first = torch.arange(0, passes * each, each, dtype=torch.int32, device=x.device)
         self.num_valid.copy_((num - first).clamp_(0, each))
-
-
-def layout(num_tokens: int, hidden: int, top_k: int, num_passes: int = 1) -> Workspace:
-    """Where everything lies in a symmetric buffer for so many tokens."""
-    return exchange(num_tokens, hidden, top_k, COUNTERS, num_passes)
 
 
 def symm_buffer_in(memory: Tensor, of: Workspace) -> SymmBuffer:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megamoe.engine.layer import MoE
 from megamoe.errors import NotAvailable, require
-from megamoe.integrations.stacked import Stacked, drop_copied, experts_of
+from megamoe.integrations.stacked import Stacked, drop, experts_of
 
 NAME = "megamoe_layer"
 AT = "sglang.srt.layers.quantization"
@@ -207,7 +207,7 @@ def why_not(method: Any, how: Stacked, config: Any) -> str:
 
 
 def make_layer(method: Any, layer: Any, how: Stacked, config: Any) -> MoE:
-    """Our layer over the experts that SGLang loaded; what had to be copied is freed there."""
+    """Our layer over the experts that SGLang loaded; it holds them alone from now on."""
     how, gate = stacked_of(method, how), gate_of(config)
     assert gate is not None
     weights = experts_of(layer, how, gate_up=gate.gate_up)
@@ -215,7 +215,7 @@ def make_layer(method: Any, layer: Any, how: Stacked, config: Any) -> MoE:
         weights, config.num_local_experts, config.top_k, activation=gate.activation,
         clamp=gate.clamp, weight_at="combine",
     )  # fmt: skip
-    drop_copied(layer, how, weights)
+    drop(layer, how)
     return made
 
 

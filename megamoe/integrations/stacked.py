@@ -83,19 +83,12 @@ def experts_of(
     )  # fmt: skip
 
 
-def drop_copied(layer: Any, how: Stacked, weights: ExpertWeights) -> int:
-    """Free the parameters that were copied, so that experts are held once; the bytes freed.
-
-    Those that `weights` shares stay: they are the same memory.
-    """
-    held = {t.untyped_storage().data_ptr() for t in weights.state_dict().values()}
-    freed = 0
+def drop(layer: Any, how: Stacked) -> None:
+    """Take the experts' memory from a layer: ours holds it now, and may repack it (one copy)."""
     for name in how.names:
         t = getattr(layer, name, None)
-        if isinstance(t, Tensor) and t.untyped_storage().data_ptr() not in held:
-            freed += t.nbytes
+        if isinstance(t, Tensor):
             t.data = torch.empty(0, dtype=t.dtype, device=t.device)
-    return freed
 
 
 def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
-from megamoe.layout.regions import Segment, Workspace, chain
+from typing import NamedTuple
 
-SIGNALS = 32  # words: by rank, the call that it has begun; the last one is the rank's own count
+from megamoe.layout.regions import Segment, Workspace, ceil_div, chain
+
+SIGNALS = 32  # words: by rank, the calls begun and ended; the last one is the rank's own count
+
+
+class InboxSizes(NamedTuple):
+    """What peers push to a rank in one launch (`kernels/gluon/mega/push.py`)."""
+
+    num_ranks: int
+    num_tokens: int  # of a rank in a launch
+    width: int  # of a pooled token
+    element_bytes: int
+    has_scales: bool
+    max_top_k: int  # a power of two
+    max_experts: int  # of a rank, a power of two
 
 
 def exchange(
-    num_tokens: int, hidden: int, top_k: int, num_counters: int, num_passes: int = 1
+    num_tokens: int,
+    hidden: int,
+    top_k: int,
+    num_counters: int,
+    num_passes: int,
+    inbox: InboxSizes,
 ) -> Workspace:
-    """Room for calls of up to `num_tokens` tokens a rank, in so many launches.
+    """Memory for calls of up to `num_tokens` tokens a rank, in so many launches.
 
-    Owners of experts read tokens and routing where they lie, and write each row to the combine slot
-    of its (token, slot). Pools of rows are no part of it: each rank has its own.
+    A rank pushes its tokens and their slots to the inboxes of the owners of their experts, who
+    write each row to the combine slot of its (token, slot). Pools of rows are no part of it: each
+    rank has its own.
     """
+    per_token = (inbox.num_ranks, inbox.num_tokens)
+    scales = (*per_token, 4 * ceil_div(inbox.width, 512)) if inbox.has_scales else (4,)
     slots = (num_tokens, top_k)
     return chain(
         (
-            Segment("signals", "i32", (SIGNALS,), "control", "who has begun which call"),
+            Segment("signals", "i32", (SIGNALS,), "control", "who has begun and ended which call"),
             Segment("counters", "i32", (num_counters,), "control", "of the launch", True),
             Segment(
                 "num_valid", "i32", (num_passes,), "control", "tokens of each launch; then padding"
@@ -27,5 +49,28 @@ def exchange(
             Segment("topk_weights", "f32", slots, "data"),
             Segment("tokens", "bf16", (num_tokens, hidden), "data", "as they come"),
             Segment("rows", "bf16", (num_tokens * top_k, hidden), "data", "what combine adds"),
+            Segment(
+                "inbox_tokens",
+                "u8",
+                (*per_token, inbox.width * inbox.element_bytes),
+                "data",
+                "by source, in the format of the pool",
+            ),
+            Segment("inbox_scale", "f32", scales, "data"),
+            Segment(
+                "inbox_slots",
+                "i32",
+                (*per_token, inbox.max_top_k),
+                "data",
+                "local expert, and earlier slots of it",
+            ),
+            Segment("inbox_weights", "f32", (*per_token, inbox.max_top_k), "data"),
+            Segment(
+                "inbox_counts",
+                "i32",
+                (inbox.num_ranks, inbox.max_experts + 4),
+                "data",
+                "slots of each expert, then tokens",
+            ),
         )
     )

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from megamoe.errors import CapacityError, DTypeError, MegaMoEError, NotAvailable, require
 from megamoe.formats.spec import recipe_named
-from megamoe.layout.regions import align_up, ceil_div
+from megamoe.layout.exchange import InboxSizes, exchange
+from megamoe.layout.regions import Workspace, align_up, ceil_div
 from megamoe.planner import smem
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import SharedMemory, Value
@@ -253,9 +254,13 @@ def slot_size(num_slots: int) -> int:
     return next(size for size in tables.SLOT_SIZES if num_slots <= size)
 
 
-def routing_bytes(num_slots: int, num_experts: int) -> int:
-    """Shared memory of the experts of all slots and the counts of one rank's experts."""
-    return 2 * slot_size(num_slots) + 4 * next_power_of_2(num_experts, 32)
+def routing_bytes(num_slots: int, num_experts: int, num_ranks: int = 1) -> int:
+    """Shared memory of the experts of all slots and the counts of one rank's experts.
+
+    Over several ranks sources count slots themselves: the counts of each.
+    """
+    counts = 4 * next_power_of_2(num_experts, 32)
+    return 2 * slot_size(num_slots) + counts if num_ranks == 1 else tables.MAX_RANKS * counts
 
 
 def passes(
@@ -275,7 +280,7 @@ def passes(
         rows = tokens * slots_per_token / num_experts
         return as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
 
-    most = min(num_tokens, tables.MAX_SLOTS // slots_per_token)
+    most = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
     each = bisect(range(1, most + 1), False, key=is_too_many)
     num = ceil_div(num_tokens, max(each, 1))
     return num, ceil_div(num_tokens, num)
@@ -316,8 +321,9 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
             return Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
     _, each = passes_of(call)
     slots = p.num_ranks * each * (p.top_k + call.joined)
-    if slots > tables.MAX_SLOTS:
-        why = f"a fused launch takes {tables.MAX_SLOTS} slots at most; got {slots}"
+    limit = tables.MAX_SLOTS if p.num_ranks == 1 else tables.MAX_GROUP_SLOTS
+    if slots > limit:
+        why = f"a fused launch takes {limit} slots at most; got {slots}"
         return Refusal(why, CapacityError)
     load = each * p.num_ranks * p.top_k / p.num_experts
     tile, _ = tile_for(call, load, given)
@@ -449,6 +455,23 @@ def check_grid(num_sms: int, reserve_sms: int, ranks: int) -> None:
     )
 
 
+def exchange_of(call: CallSpec) -> Workspace:
+    """The memory that a rank shares with its peers in fused calls."""
+    p = call.problem
+    num_passes, each = passes_of(call)
+    how = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3)
+    inbox = InboxSizes(
+        num_ranks=p.num_ranks,
+        num_tokens=each,
+        width=align_up(p.hidden, tables.WIDTH),
+        element_bytes=1 if how.mma == "fp8" else 2,
+        has_scales=how.promotion > 0,
+        max_top_k=next_power_of_2(p.top_k),
+        max_experts=next_power_of_2(p.num_experts // p.num_ranks, 32),
+    )
+    return exchange(num_passes * each, p.hidden, p.top_k, tables.COUNTERS, num_passes, inbox)
+
+
 def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:
     """The launch of a fused call, or of each of its passes over a group."""
     p = call.problem
@@ -458,7 +481,7 @@ def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> La
     slots = p.num_ranks * each * top_k
     experts = p.num_experts // p.num_ranks + call.joined
     wide, why = tile_for(call, load, given)
-    tile = as_fused(wide, routing_bytes(slots, experts))
+    tile = as_fused(wide, routing_bytes(slots, experts, p.num_ranks))
     assert tile is not None, "why_not_fused would have refused it"
     reserve, pool_rows = _int(given, "reserve_sms", 0), given.get("pool_rows")
     check_grid(num_sms, reserve, call.local_ranks)
@@ -466,7 +489,7 @@ def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> La
     rows, wave_rows = ring(num_rows(slots, experts), pool_rows, tile.block_m)
     config = Mega(
         tile=tile,
-        max_slots=slot_size(slots),
+        max_slots=slot_size(slots) if p.num_ranks == 1 else 0,
         max_experts=next_power_of_2(experts, 32),
         max_top_k=next_power_of_2(top_k),
         weights_ahead=weights_ahead(tile),

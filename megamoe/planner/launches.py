@@ -165,7 +165,7 @@ class Mega:
     """The fused launch: dispatch, both GEMMs and combine."""
 
     tile: GemmSwapAb
-    max_slots: int  # of all ranks that the kernel is compiled for
+    max_slots: int  # of one rank that the kernel is compiled for; 0 over several ranks
     max_experts: int  # of one rank, a power of two
     max_top_k: int  # a power of two
     weights_ahead: int  # stages of a CTA's first weights that come before all tokens are in
@@ -189,7 +189,8 @@ class Mega:
 
     def __str__(self) -> str:
         ring = f", ring of {self.pool_rows} rows" if self.is_ring else ""
-        return f"{self.tile}, up to {self.max_slots} slots{ring}"
+        slots = f", up to {self.max_slots} slots" if self.max_slots else ""
+        return f"{self.tile}{slots}{ring}"
 
 
 @dataclass(frozen=True, slots=True)

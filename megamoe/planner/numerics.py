@@ -63,11 +63,13 @@ UPCAST = Numerics("bf16", 128, "codes", "no FP8 tensor cores before sm_89: E4M3 
 ORACLE = Numerics("float64", 0, "codes", "float64 sums of exactly quantised operands")
 # fmt: on
 HOPPER_RECIPES = tuple(recipe for backend, recipe in TABLE if backend == "hopper")
+BLACKWELL_RECIPES = tuple(recipe for backend, recipe in TABLE if backend == "blackwell")
 
 
-def not_on_hopper(recipe: str) -> str:
-    """Why Hopper's kernels do not compute a recipe; "" where they do."""
-    return "" if recipe in HOPPER_RECIPES else f"no kernel for recipe {recipe}"
+def not_on(backend: str, recipe: str) -> str:
+    """Why a backend does not compute a recipe; "" where it does."""
+    has_it = backend == "reference" or (backend, recipe) in TABLE
+    return "" if has_it else f"no kernel for recipe {recipe}"
 
 
 def numerics(

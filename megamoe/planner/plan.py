@@ -14,7 +14,6 @@ from functools import lru_cache
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.exchange import exchange
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
 from megamoe.planner import blackwell, chain, hopper, portable
@@ -31,10 +30,10 @@ from megamoe.planner.launches import (
     PortableGemm,
     Tile,
 )
-from megamoe.planner.numerics import Numerics, not_on_hopper, numerics
+from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
-from megamoe.planner.tables.hopper import COUNTERS, WIDTH
+from megamoe.planner.tables.hopper import WIDTH
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
@@ -280,11 +279,12 @@ def choose_backend(
         )
     else:
         name = working[0]
+        proven = [one for one in working if one not in OPT_IN or not not_certified]
         if name == "hopper" and not_hopper:
-            name, passed = working[1], f"hopper cannot compute this layer exactly: {not_hopper}"
+            passed = f"hopper cannot compute this layer exactly: {not_hopper}"
+            name = next(one for one in proven if one != "hopper")
         elif name in OPT_IN and not_certified:
-            passed = f"{name} is opt-in: {not_certified}"
-            name = next(one for one in working if one not in OPT_IN)
+            name, passed = proven[0], f"{name} is opt-in: {not_certified}"
     modes = BACKEND_MODES[name]
     because = f" ({passed})" if passed else ""
     require(
@@ -334,11 +334,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
-    not_hopper = call.not_hopper or not_on_hopper(call.problem.recipe)
-    if call.shared is not None:
-        not_hopper = not_hopper or not_on_hopper(call.shared.recipe)
+    recipes = [call.problem.recipe, *([] if call.shared is None else [call.shared.recipe])]
+    for name in reasons:
+        reasons[name] = next(filter(None, (reasons[name], *(not_on(name, r) for r in recipes))), "")
     not_certified = "" if call.is_certified else NO_CERTIFICATE
-    backend, passed = choose_backend(asked, wanted, reasons, not_hopper, not_certified)
+    backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     why = f"{passed}; {why}" if passed else why
@@ -439,9 +439,9 @@ def _buffers(made: Plan) -> list[Buffer]:
         found += _pools(made, rows)
         _, each = hopper.passes_of(call)
         if call.is_group:
-            where = exchange(made.num_passes * each, p.hidden, p.top_k, COUNTERS, made.num_passes)
-            about = f"tokens and combine rows, {made.num_passes} x {each} tokens a rank"
-            found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+            about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
+            num = hopper.exchange_of(call).num_bytes
+            found.append(Buffer("exchange", num, "symmetric", about))
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))

@@ -96,7 +96,7 @@ def fused_other(*inputs, mode, **rest):
 def rarely_wrong(*inputs, **rest):
     Launches.num += 1
     y = right(*inputs, **rest)
-    if Launches.num % 37 == 0 and len(y) == 2:  # a batch of the soak
+    if Launches.num % 5 == 0 and len(y) == 2:  # a batch of the soak
         y[0, 0] = (y[0, :1].view(torch.int16) ^ 1).view(torch.bfloat16)
     return y
 

@@ -31,7 +31,7 @@ STUDY = "study: not a launch of this library (deep_gemm)"
          ("chain", "fused launches, and read all weights", "exchange_kernel", "pull_kernel",
           "finish_kernel", "symmetric", "pull_sms")),
         (("--tokens", "64", "--hardware", "b200"), ("portable", "sm_100a", "gated_kernel")),
-        (("--tokens", "200", "--set", "mode=fused"), ("3 x 132", "num_passes")),
+        (("--tokens", "200", "--set", "mode=fused"), ("2 x 132", "num_passes")),
     ],
     ids=["fused", "staged", "chain", "portable", "passes"],
 )  # fmt: skip

@@ -88,51 +88,57 @@ def _divide(a, b):
     return Value(torch.as_tensor(a.t).float() / torch.as_tensor(b.t).float())
 
 
-def _wait_for(address, want, report, bound_ns, is_over=int.__eq__):
+def _wait_for(compare):
     """As `pipeline.wait_text` says, but that its bound is the emulator's if that is shorter."""
-    launch, begin = HERE.launch, time.monotonic()
-    bound = min(int(bound_ns) / 1e9, running.WAIT_S)
-    both = torch.stack((address.t, report.t))
+
+    def wait(address, want, report, bound_ns):
+        launch, begin = HERE.launch, time.monotonic()
+        bound = min(int(bound_ns) / 1e9, running.WAIT_S)
+        words, wanted = torch.broadcast_tensors(address.t, torch.as_tensor(want.t))
+        both = torch.cat((words.reshape(-1), report.t.reshape(1)))
+        with launch.changed:
+            while True:
+                found = launch.memory.load(both, torch.int32)
+                seen, is_reported = found[:-1].view(words.shape), int(found[-1])
+                is_late = time.monotonic() - begin > bound or launch.error is not None
+                if bool(compare(seen, wanted).all()) or is_reported or is_late:
+                    return Value(seen)
+                launch.changed.wait(0.02)
+
+    return wait
+
+
+def _signal_ranks(address, value, mask):
+    """As `sync.signal_text`."""
+    launch = HERE.launch
+    address, value, mask = torch.broadcast_tensors(address.t, value.t, mask.t)
+    keep = mask != 0
     with launch.changed:
-        while True:
-            seen, is_reported = launch.memory.load(both, torch.int32).tolist()
-            is_late = time.monotonic() - begin > bound or launch.error is not None
-            if is_over(seen, int(want)) or is_reported or is_late:
-                return Value(seen)
-            launch.changed.wait(0.02)
+        if bool(keep.any()):
+            launch.memory.store(address[keep], value[keep].to(torch.int32))
+        launch.changed.notify_all()
+    return Value(0)
 
 
 def _report(report, seen, want, rank, cta, what, where):
     """As `sync.REPORT`: the first who did not see what it wanted."""
     launch = HERE.launch
     at = int(report.t) + 4 * torch.arange(7)
+    told = [torch.as_tensor(v.t) for v in (rank, cta, what, where, want, seen)]
+    told = [v.reshape(-1) for v in torch.broadcast_tensors(*told)]
+    wrong = (told[-1] != told[-2]).nonzero().flatten().tolist()
     with launch.changed:
-        if int(seen.t) != int(want.t) and not launch.memory.load(at[:1], torch.int32).any():
-            words = [1, *(int(v.t) for v in (rank, cta, what, where, want, seen))]
+        if wrong and not launch.memory.load(at[:1], torch.int32).any():
+            words = [1, *(int(v[wrong[0]]) for v in told)]
             launch.memory.store(at, torch.tensor(words, dtype=torch.int32))
             launch.changed.notify_all()
     return Value(0)
 
 
-def _wait_until_reached(address, value, given_up, bound_ns):
-    """Until words have reached a value; one that never does is an error of the emulator's."""
-    launch = HERE.launch
-    at, wanted = (t.reshape(-1) for t in torch.broadcast_tensors(address.t, value.t))
-    launch.wait(
-        lambda: bool((launch.memory.load(at, torch.int32) >= wanted).all()),
-        f"words to reach {wanted.tolist()}",
-    )
-    return Value(launch.memory.load(at, torch.int32).view(address.t.shape))
-
-
 def _give_up(seen, value, given_up, error):
-    """As `decode_per_wave.GIVE_UP`; waits here end with what they waited for."""
+    """As `decode_per_wave.GIVE_UP`; waits of staged launches end here with what they waited for."""
     assert bool((seen.t >= value.t).all())
     return Value(0)
-
-
-def _wait_for_peer(address, want, report, bound_ns):
-    return _wait_for(address, want, report, bound_ns, int.__ge__)
 
 
 def _signal(address, call):
@@ -155,10 +161,10 @@ def _store_word(address, word):
 
 
 ASSEMBLY = {
-    pipeline.wait_text("sys", "ge"): _wait_for_peer,
+    **{pipeline.wait_text(scope, "ge"): _wait_for(torch.ge) for scope in ("gpu", "sys")},
+    **{sync.signal_text(scope): _signal_ranks for scope in ("gpu", "sys")},
     exchange.SIGNAL.value: _signal,
     exchange.TELL.value: _tell,
-    pipeline.wait_text("gpu", "ge"): _wait_until_reached,
     decode_per_wave.GIVE_UP.value: _give_up,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
     decode.TO_E4M3.value: _to_e4m3,
@@ -166,7 +172,7 @@ ASSEMBLY = {
     decode.PLACED_TO_BF16.value: _placed_to_bf16,
     decode.MX_TO_BF16.value: _mx_to_bf16,
     decode.NV_TO_BF16.value: _nv_to_bf16,
-    **{pipeline.wait_text(scope, "eq"): _wait_for for scope in ("gpu", "sys")},
+    pipeline.wait_text("gpu", "eq"): _wait_for(torch.eq),
     sync.REPORT.value: _report,
     l2_policy.MARK.value: lambda policy: Value(0),
     "": lambda x: x,

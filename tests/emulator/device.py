@@ -601,6 +601,24 @@ def _wait_for_words(text, address, want, report, bound_ns):
     return Value(np.vectorize(value, otypes=[np.int32])(raw(address)))
 
 
+def _signal(text, address, value, mask):
+    """Words that become values; what this thread knows of comes before, by the fence's scope."""
+    scheduler, role = _now()
+    scheduler.step("signal")
+    fence = re.search(r"fence\.acq_rel\.(\w+)", text)
+    scope = re.search(r"st\.relaxed\.(\w+)", text)[1]
+    parts = np.broadcast_arrays(*(np.asarray(raw(v)) for v in (address, value, mask)))
+    words = {int(at): int(v) for at, v, keep in zip(*(p.reshape(-1) for p in parts), strict=True)
+             if keep}  # fmt: skip
+    for at, new in words.items():
+        view, place, word = _strong(scheduler, role, at, arrays.I32, True, scope)
+        if fence is not None and fence[1] != "cta":  # nobody outside the CTA is meant
+            _release(role, word, fence[1])
+        view[place] = new
+        scheduler.wake(at)
+    return Value(0)
+
+
 def _push_word(text, address, *args):
     """`exchange.SIGNAL`, which releases; or `exchange.TELL`, where something was not seen."""
     scheduler, role = _now()
@@ -637,13 +655,16 @@ def _give_up(seen, value, given_up, error):
 def _report(report, seen, want, *what):
     """The first who did not see what it wanted writes it."""
     scheduler, role = _now()
-    at, seen, want = (int(raw(v)) for v in (report, seen, want))
-    if seen == want:
+    at = int(raw(report))
+    told = np.broadcast_arrays(*(np.asarray(raw(v)) for v in (*what, want, seen)))
+    *what, want, seen = (v.reshape(-1) for v in told)
+    wrong = np.flatnonzero(seen != want)
+    if len(wrong) == 0:
         return Value(0)
     scheduler.step("report")
     view, first, _ = _strong(scheduler, role, at, arrays.I32, True, "gpu")
     if view[first] == 0:
-        view[first : first + 7] = [1, *(int(raw(v)) for v in what), want, seen]
+        view[first : first + 7] = [1, *(int(v[wrong[0]]) for v in (*what, want, seen))]
         scheduler.wake(at)
     return Value(0)
 
@@ -702,6 +723,7 @@ MEANINGS = (
     ("prmt.b32", lambda text, *args: _four_to_e4m3(*args)),
     (GIVE_UP.value, lambda text, *args: _give_up(*args)),
     ("cas.b32", lambda text, *args: _report(*args)),
+    ("@p st.relaxed", _signal),
     ("@p bra done;\nst.release.", _push_word),
     ("@p bra done;\nst.relaxed.sys.", _push_word),
     ("mov.u64 $0, %globaltimer", lambda text: Value(0)),

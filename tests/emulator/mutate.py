@@ -22,6 +22,9 @@ TEXTS = (
     ("acquires nothing", r"ld\.acquire\.", "ld.relaxed."),
     ("acquires at a narrower scope", r"ld\.acquire\.sys", "ld.acquire.gpu"),
     ("acquires at a narrower scope", r"ld\.acquire\.gpu", "ld.acquire.cta"),
+    ("releases nothing", r"fence\.acq_rel\.\w+;", ""),
+    ("releases at a narrower scope", r"fence\.acq_rel\.sys", "fence.acq_rel.gpu"),
+    ("releases at a narrower scope", r"fence\.acq_rel\.gpu", "fence.acq_rel.cta"),
     ("has no proxy fence", r"fence\.proxy\.async\.global;", ""),
 )
 

@@ -20,6 +20,8 @@ from megamoe.errors import (
     RankError,
     ShapeError,
 )
+from megamoe.layout.exchange import InboxSizes, exchange
+from megamoe.planner.hopper import exchange_of
 from tests.engine.pretended import E, H, K, make, tokens, wanted
 
 MOST = 6  # tokens of a rank
@@ -89,8 +91,10 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
 def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     layers = [join(gpu, peers, rank, most=100) for rank in range(2)]
     num = layers[0]._fused_group.num_passes
-    buffer = symm_buffer.layout(num * -(-100 // num), H, K, num)
-    assert num > 1 and layers[0]._fused_group.num_bytes == buffer.num_bytes
+    where = exchange_of(layers[0]._fused_group.plan.call)
+    assert num > 1 and layers[0]._fused_group.num_bytes == where.num_bytes
+    assert where["tokens"].shape == (num * -(-100 // num), H)
+    assert where["inbox_slots"].shape == (2, -(-100 // num), K)  # of one launch
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):
@@ -153,7 +157,7 @@ def test_warming_up_compiles_then_meets_then_makes_a_call_without_tokens(gpu, pe
         make()
         steps.append([call["is_compiled_only"] for call in gpu.calls])
 
-    one._world = SimpleNamespace(meeting=SimpleNamespace(follow=follow, meet=follow))
+    one._world = SimpleNamespace(rank=1, meeting=SimpleNamespace(follow=follow, meet=follow))
     mm.warmup(one, [MOST])
     assert steps == [[True], [True, False]]
     launched = gpu.calls[1]
@@ -260,7 +264,8 @@ def test_ranks_on_other_hosts_are_named():
 
 
 def test_a_room_holds_what_its_layout_says():
-    where = symm_buffer.layout(5, 64, 3)
+    inbox = InboxSizes(2, 5, 256, 1, True, 4, 32)
+    where = exchange(5, 64, 3, 4096, 1, inbox)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
     buffer = symm_buffer.symm_buffer_in(memory, where)
     x, idx, gates = torch.ones(2, 64).bfloat16(), torch.full((2, 3), 9), torch.full((2, 3), 0.5)
@@ -273,4 +278,7 @@ def test_a_room_holds_what_its_layout_says():
     assert (buffer.topk_idx[:2] == 9).all() and not buffer.topk_idx[2:].any()
     starts = [t.data_ptr() - memory.data_ptr() for t in buffer]
     assert starts == sorted(starts) and all(start % 128 == 0 for start in starts)
-    assert starts[-1] + buffer.rows.nbytes <= where.num_bytes
+    assert starts[-1] + buffer.inbox_counts.nbytes <= where.num_bytes
+    assert [tuple(t.shape) for t in buffer.inbox] == [
+        (2, 5, 256), (2, 5, 4), (2, 5, 4), (2, 5, 4), (2, 36),
+    ]  # fmt: skip

@@ -68,9 +68,15 @@ def test_other_sizes_images_and_ways_are_other_kernels():
     assert hashes(1, 64) == hashes(1) | hashes(64)
     assert hashes(64, recipe="w4a16") != hashes(64, recipe="w4a16", can_be_placed=False)
     assert hashes(64) < hashes(64, graphs=True)  # beside calls that are not replayed
-    assert hashes(64, num_ranks=2, max_tokens=64).isdisjoint(hashes(64))
+    over = hashes(64, mode="fused", num_ranks=2, max_tokens=64)
+    assert over and over.isdisjoint(hashes(64, mode="fused"))
     staged = cubins_of(spec(mode="staged", num_ranks=2, max_tokens=64), [64])
     assert {"gemm_swap_ab_kernel", "_combine_kernel"} <= {one.kernel for one in staged}
+
+
+def test_chained_calls_are_refused_by_name():
+    with pytest.raises(NotAvailable, match=r"mode chain; mm\.warmup"):
+        cubins_of(spec(mode="chain", num_ranks=2, max_tokens=64), [64])
 
 
 def test_nothing_of_it_stays():

@@ -76,6 +76,11 @@ def _dump(kernel, what):
         ).stdout
 
 
+def sass(kernel):
+    """The machine code in words."""
+    return _dump(kernel, "--dump-sass")
+
+
 def resources(kernel):
     """Registers, stack (spills) and shared memory of a compiled kernel, in bytes where bytes."""
     text = _dump(kernel, "--dump-resource-usage")

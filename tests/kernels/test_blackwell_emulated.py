@@ -10,8 +10,9 @@ import torch
 import megamoe as mm
 from megamoe.errors import MegaMoEError
 from megamoe.planner.blackwell import shipped
+from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.tables import hopper as permute_tables
-from megamoe.problem import RECIPES, Options
+from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
 from tests.emulator import blackwell
 from tests.kernels.blackwell import tile_name
@@ -24,7 +25,7 @@ K = 2
 EXACT = ("w4a8", "w4a4", "nvfp4")
 TILED = [
     pytest.param(recipe, tile, id=f"{recipe}-{tile_name(tile)}")
-    for recipe in RECIPES
+    for recipe in BLACKWELL_RECIPES
     for tile in shipped(recipe)
 ]
 
@@ -88,7 +89,7 @@ def test_every_tile_takes_experts_with_no_one_almost_a_tile_a_tile_and_more_rows
     assert_agrees(run(inputs, w, block_m=m), inputs, w)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 def test_all_tiles_and_all_depths_have_the_same_bits(recipe, run):
     """And of seeds: each gives other interleavings (a slow role in most)."""
     w, inputs = weights_of(recipe, 3), tokens(20, 3, skew="zipf")
@@ -101,7 +102,7 @@ def test_all_tiles_and_all_depths_have_the_same_bits(recipe, run):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 def test_masks_repeats_biases_and_the_other_activation(recipe, run):
     w, options = weights_of(recipe, has_bias=True), Options("gpt_oss", 7.0)
     x, idx, gates = tokens(17, masked_ratio=0.3, skew="zipf")

@@ -15,7 +15,9 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
+from megamoe.kernels.gluon.mega import sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables import hopper as tables
@@ -243,11 +245,24 @@ def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypat
     assert torch.equal(y, wanted) and torch.equal(again, stats) and not status.counters.any()
 
 
+def replaced_passes(call, passes):
+    """The exchange of such a call, in so many launches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner_hopper, "passes_of", lambda call: (passes, call.max_tokens))
+        return planner_hopper.exchange_of(call)
+
+
 class Processes:
     """Ranks as launches of their own, at the same time."""
 
     def __init__(self, kernels, w, num_ranks, most, timeout_s=30.0, passes=1):
-        where = symm_buffer.layout(passes * most, H, K, passes)
+        ranks = planning.Ranks(num_ranks, w.num_experts, max_tokens=most)
+        some = tokens(most, w.num_experts)
+        part = w[: w.num_experts // num_ranks]
+        plan = plan_of(some, part, mode="fused", reserve_sms=2, ranks=ranks)
+        assert plan.num_passes == 1
+        self.step = plan.mega
+        where = replaced_passes(plan.call, passes)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
         self.buffers = [symm_buffer.symm_buffer_in(m, where) for m in self.memory]
         self.status = [DeviceStatus(CPU) for _ in range(num_ranks)]
@@ -260,15 +275,10 @@ class Processes:
         w, buffer, status = self.weights[rank], self.buffers[rank], self.status[rank]
         buffer.put(*part)
         peers = torch.tensor([m.data_ptr() - self.memory[rank].data_ptr() for m in self.memory])
-        world = mega_launch.World(self.num, 1, rank, peers, buffer.signals)
+        world = mega_launch.World(self.num, 1, rank, peers, buffer.signals, buffer.inbox)
         stats = torch.zeros(w.num_experts, dtype=torch.int64)
-        all_of_them = w.num_experts * self.num
-        ranks = planning.Ranks(self.num, all_of_them, max_tokens=self.most)
-        some = part[0][:0].new_empty(self.most, H), part[1], part[2]
-        plan = plan_of(some, w, mode="fused", reserve_sms=2, ranks=ranks)
-        assert plan.num_passes == 1
         y = fused.over(
-            buffer, self.most, w, Options(), world, stats, step=plan.mega, status=status,
+            buffer, self.most, w, Options(), world, stats, step=self.step, status=status,
             timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
@@ -310,7 +320,39 @@ def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(k
     ranks.launch(1, inputs)
     with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to begin the call"):
         ranks.status[1].check(K)
-    assert not ranks.buffers[0].counters.any() and int(ranks.buffers[0].signals[1]) == 1
+    assert not ranks.buffers[0].counters.any() and ranks.buffers[0].signals.tolist()[:2] == [0, 1]
+    assert not ranks.buffers[0].rows.any() and not ranks.buffers[0].signals[2:].any()
+
+
+def test_a_peer_that_gave_up_is_named_at_once_and_a_later_number_is_no_fault(kernels):
+    w, inputs = weights_of("w4a8_block"), tokens(3)
+    for begun, ended, is_late in ((1, sync.GAVE_UP.value, True), (7, 7, False)):
+        ranks = Processes(kernels, w, 2, 5, timeout_s=30.0)  # nobody waits so long
+        signals = ranks.buffers[1].signals
+        signals[sync.BEGUN.value], signals[sync.ENDED.value] = begun, ended
+        ranks.launch(1, inputs)
+        if is_late:
+            with pytest.raises(MegaMoETimeout, match="rank 0, which gave the call up"):
+                ranks.status[1].check(K)
+        else:
+            ranks.status[1].check(K)
+        assert ranks.buffers[0].signals.tolist()[:16] == [0, 1] + [0] * 7 + [1] + [0] * 6
+
+
+def test_owners_and_sources_touch_only_the_tokens_that_there_are(kernels):
+    """Padding, NaN here, is neither read nor pushed; a source says how many tokens it has."""
+    w, (x, idx, gates) = weights_of("w4a8_block"), tokens(3)
+    ranks = Processes(kernels, w, 2, 5)
+    for buffer in ranks.buffers:
+        buffer.tokens.fill_(float("nan"))
+        buffer.inbox_tokens.fill_(0xFF)
+    parts = [(x, idx, gates), (x[:0], idx[:0], gates[:0])]
+    got = ranks.call(parts)
+    assert torch.equal(got[0][0], fuse((x, idx, gates), w)[0])
+    for buffer in ranks.buffers:
+        assert buffer.inbox_counts[:, 32].tolist() == [3, 0]
+        untouched = buffer.inbox_tokens[0, 3:], buffer.inbox_tokens[1]
+        assert all(bool((t == 0xFF).all()) for t in untouched)
 
 
 # -- faults --------------------------------------------------------------------------------------

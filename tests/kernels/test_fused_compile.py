@@ -14,7 +14,7 @@ from megamoe.planner.launches import Launch, Mega, next_power_of_2
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES
 from megamoe.problem import Options
-from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources
+from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources, sass
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler, assert_streamed, matrix
@@ -88,9 +88,9 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     monkeypatch.setattr(mega_launch, "mega_kernel", compiler)
     slots, experts, ranks = more["slots"], more["experts"], more.get("ranks", 1)
     local = more.get("local", ranks)
-    tile = as_fused(tile, routing_bytes(slots, experts))
+    tile = as_fused(tile, routing_bytes(slots, experts, ranks))
     config = Mega(
-        tile, slot_size(slots), next_power_of_2(experts, 32),
+        tile, slot_size(slots) if ranks == 1 else 0, next_power_of_2(experts, 32),
         next_power_of_2(K + more.get("shared", 0)), weights_ahead(tile), slots,
         more.get("wave_rows", 0),
     )  # fmt: skip
@@ -120,7 +120,12 @@ def compiled(monkeypatch, recipe, fits, tile, more):
     world = mega_launch.World()
     if ranks > 1:
         peers, signals = new(ranks, dtype=torch.int64), new(32, dtype=torch.int32)
-        world = mega_launch.World(ranks, local, 0, peers, signals)
+        inbox = mega_launch.Inbox(
+            new(ranks, num, H, dtype=torch.uint8 if how.is_fp8 else torch.bfloat16),
+            new(ranks, num, H // 128), new(ranks, num, 8, dtype=torch.int32), new(ranks, num, 8),
+            new(ranks, config.max_experts + 4, dtype=torch.int32),
+        )  # fmt: skip
+        world = mega_launch.World(ranks, local, 0, peers, signals, inbox)
     biases = (new(E, 2, I), new(E, H)) if "bias" in more else (None, None)
     mega_launch.fused(
         tokens, pool, acts, mega_launch.Experts(w13, w2, experts, shared, *biases, g), step, how,
@@ -144,11 +149,24 @@ def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeyp
     assert_arrivals_follow_barriers(ptx)
     assert list(addresses(kernel)) == [(FUNCTION, 0)]  # the launch fetches its own code
     used = resources(kernel)
-    routing = routing_bytes(case[3]["slots"], case[3]["experts"])
+    routing = routing_bytes(case[3]["slots"], case[3]["experts"], case[3].get("ranks", 1))
     assert used["shared"] + max(ROUTING_BYTES - routing, 0) <= SHARED_LIMIT
     assert used["stack"] == 0
-    if case[3]["slots"] <= 1024 and not {"wave_rows", "ranks"} & set(case[3]):  # decode
+    if case[3]["slots"] <= 1024 and "wave_rows" not in case[3]:  # decode
         assert code_bytes(kernel) <= CODE
+
+
+@pytest.mark.parametrize("more", [RANKS, APART], ids=["ranks", "apart"])
+def test_ranks_exchange_by_wide_stores_one_fence_a_site_and_no_atomics(more, monkeypatch):
+    """Compiled: tokens, scales, slots, counts and rows travel in 16 bytes a thread."""
+    kernel = compiled(monkeypatch, "w4a8_block", True, shipped_fused("w4a8_block")[-1], more)
+    ptx, code = kernel.asm["ptx"], sass(kernel)
+    assert not re.search(r"(ld|st)\.global\.\w*b16", ptx)
+    assert len(re.findall(r"st\.global\.v4\.b32", ptx)) >= 5  # tokens, scales, slots, counts
+    is_apart = more is APART
+    assert len(re.findall(r"MEMBAR\S*\.SYS", code)) == (2 if is_apart else 0)  # begun and ended
+    assert len(re.findall(r"fence\.acq_rel\.sys", ptx)) == (2 if is_apart else 0)
+    assert not re.search(r"(atom|red)\S*\.sys", ptx)  # PCIe has no atomics between GPUs
 
 
 def test_a_large_routing_costs_a_stage():

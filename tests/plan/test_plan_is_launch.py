@@ -20,7 +20,7 @@ from megamoe.formats.spec import format_named, recipe_named
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner import chain as planned
-from megamoe.planner.hopper import passes_of
+from megamoe.planner.hopper import exchange_of, passes_of
 from megamoe.planner.launches import Launch
 from megamoe.planner.numerics import TABLE
 from megamoe.problem import RECIPES, Options
@@ -179,12 +179,12 @@ def test_a_chain_in_passes_with_shared_experts_and_fp8_rows(launched, num):
 def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
     passes, each = passes_of(plan.call)
-    where = symm_buffer.layout(passes * each, H, K, passes)
+    where = exchange_of(plan.call)
     buffer = symm_buffer.symm_buffer_in(
         torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
     )
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = mega_launch.World(8, 1, 0, peers, buffer.signals)
+    world = mega_launch.World(8, 1, 0, peers, buffer.signals, buffer.inbox)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(

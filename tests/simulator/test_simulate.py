@@ -292,9 +292,9 @@ def test_a_call_in_several_fused_launches_plays_each():
     problem = Problem(200, 4096, 2048, 256, 6, 8, "w4a8_block")
     how = plan(problem, H200, mode="fused")
     found = simulate(how)
-    assert how.num_passes == 3 and names(found).count("blocks") == 3
+    assert how.num_passes == 2 and names(found).count("blocks") == 2
     one = simulate(plan(replace(problem, num_tokens=64), H200))
-    assert found.time_us > 2.5 * one.time_us
+    assert found.time_us > 1.8 * one.time_us
 
 
 @pytest.mark.parametrize("tokens", [8, 512])

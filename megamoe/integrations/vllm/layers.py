@@ -20,8 +20,8 @@ from megamoe.engine import backends
 from megamoe.engine.layer import MoE
 from megamoe.errors import DTypeError, RangeError, one_of, require
 from megamoe.formats.spec import RECIPES, recipe_named
-from megamoe.integrations.stacked import Stacked, drop_copied, experts_of, local_ids
-from megamoe.planner.numerics import not_on_hopper
+from megamoe.integrations.stacked import Stacked, drop, experts_of, local_ids
+from megamoe.planner.numerics import not_on
 from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import MAX_TOP_K, WIDTH_MULTIPLE
 
@@ -185,7 +185,7 @@ def _why_not_here(device: torch.device, recipe: str, activation: str, settings: 
     if settings.backend is not None:
         return ""
     reason = backends.reasons_on(device)["hopper"]
-    reason = reason or not_on_hopper(recipe)
+    reason = reason or not_on("hopper", recipe)
     if not reason and activation not in ACTIVATIONS:
         reason = f"no kernel for activation {activation}"
     ask = '{"megamoe": {"backend": "auto"}}'
@@ -193,7 +193,7 @@ def _why_not_here(device: torch.device, recipe: str, activation: str, settings: 
 
 
 def make_layer(layer: Any, method: Any, settings: Settings) -> MoE:
-    """Our layer over the experts that vLLM loaded; what had to be copied is freed there."""
+    """Our layer over the experts that vLLM loaded; it holds them alone from now on."""
     how, gate = METHODS[type(method).__name__], gate_of(layer)
     assert gate is not None
     recipe = recipe_of(method, how, settings)
@@ -202,15 +202,13 @@ def make_layer(layer: Any, method: Any, settings: Settings) -> MoE:
         weights, layer.local_num_experts, layer.top_k, activation=gate.activation,
         clamp=gate.clamp, weight_at="combine", backend=settings.backend or "auto",
     )  # fmt: skip
-    drop_copied(layer, how, weights)
+    drop(layer, how)
     return made
 
 
 def apply(layer: Any, made: MoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
     """One call: nothing is read back, so vLLM may capture it."""
-    require(
-        x.dtype == torch.bfloat16, "tokens must be bfloat16", got=x.dtype, kind=DTypeError
-    )
+    require(x.dtype == torch.bfloat16, "tokens must be bfloat16", got=x.dtype, kind=DTypeError)
     ids = local_ids(topk_ids, layer.expert_map)
     y: Tensor = made(x.contiguous(), ids, topk_weights.float().contiguous())
     return y

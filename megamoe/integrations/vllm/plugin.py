@@ -182,7 +182,8 @@ class _Method:
 @functools.cache
 def _ours(theirs: type) -> type:
     """A subclass of a method of vLLM, under the same name: vLLM's loaders compare names."""
-    own = {key: value for key, value in vars(_Method).items() if key not in ("__dict__", "__weakref__")}
+    kept = ("__dict__", "__weakref__")
+    own = {key: value for key, value in vars(_Method).items() if key not in kept}
     return type(theirs.__name__, (theirs,), own)  # one base: an instance can change to it
 
 

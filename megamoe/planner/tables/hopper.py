@@ -19,7 +19,10 @@ ACTIVATIONS = ("swiglu", "gpt_oss")  # that the epilogues compute
 MAX_CTAS = (1 << 10) - 1  # of work items
 
 # The fused launch.
-MAX_SLOTS = 4096  # of all ranks: every CTA reads the whole routing
+MAX_SLOTS = 4096  # of one rank: every CTA reads the whole routing
+# Of all ranks: 15 bits number a rank's slots of an expert, and every tile of 8 rows or more has a
+# word among the counters. Up to 728 experts the rows an expert (TILES) are the lower limit.
+MAX_GROUP_SLOTS = 16384
 SLOT_SIZES = (128, 512, 1024, 2048, MAX_SLOTS)  # that the kernel is compiled for
 MAX_RANKS = 8  # of one call
 COUNTERS = 192 + MAX_SLOTS  # words of a rank: six lines, and one for each tile of tokens

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.gluon.arithmetic import times
 from megamoe.kernels.gluon.mega.dispatch import read_slots
-from megamoe.kernels.gluon.mega.sync import on_rank
+from megamoe.kernels.gluon.mega.sync import num_own_tokens, own
 from megamoe.kernels.gluon.pipeline import GROUPS, fast_div
 
 COMBINE_COLS = gl.constexpr(1024)  # columns of a token that a warpgroup adds up at a time
@@ -26,8 +26,11 @@ def _used_slots(cta, item, parts):
     LANES: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     local = fast_div(item, parts)
     number = gl.arange(0, args.K_SLOTS, LANES)
-    token = cta.rank * args.tokens_per_rank + local + 0 * number
-    expert, _, bad = read_slots(args, token * args.TOP_K + number, token, number < args.TOP_K)
+    token = local + 0 * number
+    if args.RANKS == 1:  # rank 0
+        token = cta.rank * args.tokens_per_rank + token
+    slots = token * args.TOP_K + number
+    expert, _, bad = read_slots(args, cta.rank, slots, token, number < args.TOP_K)
     bits = gl.sum(gl.where(expert >= 0, 1, 0) << number, 0)
     first_bad = gl.min(gl.where(bad, number, args.TOP_K), 0)
     if first_bad < args.TOP_K:
@@ -50,10 +53,13 @@ def combine(cta, WG: gl.constexpr):
     args = cta.args
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     parts = (args.hidden + COMBINE_COLS - 1) // COMBINE_COLS
-    rows = on_rank(args, args.rows, cta.rank)
-    weights = on_rank(args, args.topk_weights, cta.rank)
+    rows = own(args, args.rows, cta.rank)
+    weights = own(args, args.topk_weights, cta.rank)
+    num_tokens = args.tokens_per_rank
+    if args.RANKS > 1:
+        num_tokens = num_own_tokens(args, cta.rank)
     begin, step = _share(cta, WG)
-    for item in range(begin, args.tokens_per_rank * parts, step):
+    for item in range(begin, num_tokens * parts, step):
         bits = _used_slots(cta, item, parts)
         mbarrier.wait(cta.all_done, 0)  # now all rows are in memory
         token = fast_div(item, parts)

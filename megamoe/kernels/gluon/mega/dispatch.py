@@ -1,10 +1,11 @@
 """The start of a fused launch: routing, and tokens into the pool.
 
 Each CTA reads the whole routing for itself, so none waits for another's counts: the expert of every
-slot and the first row of every expert stay in shared memory, its tile list in global memory. Slots
-are those of all ranks; a rank takes the ones of its own experts. Shared experts, of one rank alone,
-are the last ones, and have the last slots of every token. One warpgroup reads the routing while the
-other loads tokens and computes their scales, which do not depend on it.
+slot and the first row of every expert stay in shared memory, its tile list in global memory. Shared
+experts are the last ones, and have the last slots of every token. One warpgroup reads the routing
+while the other loads tokens and computes their scales, which do not depend on it.
+
+Over several ranks tokens come quantised and their slots counted, from the inbox (`push`, `inbox`).
 
 Nothing is in a cache when a launch begins, not even its instructions: short code is fast code here.
 """
@@ -17,6 +18,16 @@ from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
 from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.gluon.arithmetic import divide
+from megamoe.kernels.gluon.mega.inbox import (
+    inbox_counts,
+    inbox_rows,
+    read_g,
+    read_scales,
+    read_slot_words,
+    source_of,
+    store_row_begins,
+    token_ends,
+)
 from megamoe.kernels.gluon.mega.scheduler import (
     WAVES,
     ring_row,
@@ -24,13 +35,13 @@ from megamoe.kernels.gluon.mega.scheduler import (
     wave_of,
     write_wave_table,
 )
-from megamoe.kernels.gluon.mega.state import PART_COLS, num_parts
+from megamoe.kernels.gluon.mega.state import FLAT, PAIR_SLOTS, PAIRS, PART_COLS, num_parts
 from megamoe.kernels.gluon.mega.sync import (
     FILLED,
     POOL,
     WAIT_POOL,
     WAIT_WAVE,
-    on_rank,
+    own,
     publish_count,
     wait_for,
 )
@@ -44,57 +55,55 @@ from megamoe.kernels.gluon.pool import (
     TILE_WORDS,
 )
 
-PAIR_SLOTS = gl.constexpr(128)  # slots that a token's slots are compared with at a time
-FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-# [slots of a token, other slots]: every warp compares its own slots with all others, so that no sum
-# leaves the warp, and code is short.
-PAIRS = gl.constexpr(gl.BlockedLayout([1, PAIR_SLOTS.value // 32], [1, 32], [4, 1], [1, 0]))
-
-
 # -- routing -------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _token_source(args, token):
-    """(rank of a token, its number there); any token's for one beyond the last."""
-    if args.RANKS == 1:
-        return 0 * token, token
-    else:
-        source = gl.minimum(fast_div(token, args.tokens_per_rank), args.RANKS - 1)
-        return source, token - source * args.tokens_per_rank
+def read_slots(args, rank, slot, token, used):
+    """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked) [N].
 
-
-@gluon.jit
-def read_slots(args, slot, token, used):
-    """(expert over all ranks or -1, topk weight, whether it was neither legal nor masked) [N]."""
-    source, token = _token_source(args, token)
+    Of slots of a rank's own tokens.
+    """
     ROUTED: gl.constexpr = args.TOP_K - args.SHARED
     at = slot
     is_routed = used
-    if args.RANKS > 1:
-        at = token * args.TOP_K + slot % args.TOP_K
     if args.SHARED > 0:
         number = slot - token * args.TOP_K
         is_routed = used & (number < ROUTED)
         at = token * ROUTED + number
-    idx = gl.load(on_rank(args, args.topk_idx, source) + at, mask=is_routed, other=-1)
+    idx = gl.load(own(args, args.topk_idx, rank) + at, mask=is_routed, other=-1)
     names_none = (idx < -1) | (idx >= args.num_experts * args.RANKS - args.SHARED)
     expert = gl.where(names_none, -2, idx).to(gl.int32)  # int64 ids must not wrap round
-    weight = gl.load(on_rank(args, args.topk_weights, source) + at, mask=is_routed, other=1.0)
+    weight = gl.load(own(args, args.topk_weights, rank) + at, mask=is_routed, other=1.0)
     if args.SHARED > 0:
         expert = gl.where(number < ROUTED, expert, args.num_experts - args.TOP_K + number)
     if args.HAS_COUNT:  # the rest is padding
-        used = used & (token < gl.load(on_rank(args, args.num_valid, source)))
+        used = used & (token < gl.load(own(args, args.num_valid, rank)))
     expert = gl.where(used, expert, -1)
     legal = (expert >= 0) & (gl.abs(weight) < float("inf"))
     return gl.where(legal, expert, -1), weight, (legal == 0) & (expert != -1)
 
 
 @gluon.jit
-def _local_expert(args, rank, expert):
-    """The expert's number on this rank, or -1."""
+def local_expert(args, rank, expert):
+    """The expert's number on a rank, or -1."""
     local = expert - rank * args.num_experts
     return gl.where((expert >= 0) & (local >= 0) & (local < args.num_experts), local, -1)
+
+
+@gluon.jit
+def _count_slots(cta):
+    """One rank: [EXPERTS] slots of each expert; fills `slot_expert`."""
+    args = cta.args
+    E: gl.constexpr = args.EXPERTS
+    count = gl.zeros([E], gl.int32, FLAT)
+    for chunk in gl.static_range(args.SLOTS // args.CHUNK):
+        slot = chunk * args.CHUNK + gl.arange(0, args.CHUNK, FLAT)
+        expert, _, _ = read_slots(args, cta.rank, slot, slot // args.TOP_K, slot < args.num_slots)
+        mine = local_expert(args, cta.rank, expert)
+        cta.slot_expert.index(chunk).store(mine.to(gl.int16))
+        count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
+    return count
 
 
 @gluon.jit
@@ -108,16 +117,17 @@ def read_routing(cta):
     tile_list = cta.tile_list
     E: gl.constexpr = args.EXPERTS
     expert_idx = gl.arange(0, E, FLAT)
-    count = gl.zeros([E], gl.int32, FLAT)
-    for chunk in gl.static_range(args.SLOTS // args.CHUNK):
-        slot = chunk * args.CHUNK + gl.arange(0, args.CHUNK, FLAT)
-        expert, _, _ = read_slots(args, slot, slot // args.TOP_K, slot < args.num_slots)
-        mine = _local_expert(args, cta.rank, expert)
-        cta.slot_expert.index(chunk).store(mine.to(gl.int16))
-        count += gl.histogram(gl.maximum(mine, 0), E, mask=mine >= 0, layout=FLAT)
+    if args.RANKS == 1:
+        count = _count_slots(cta)
+    else:
+        counts = inbox_counts(cta)
+        count = gl.convert_layout(gl.sum(counts, 0), FLAT)
     rows = (count + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
     row_begin = running_sum(rows) - rows
-    cta.expert_row_begin.store(row_begin)
+    if args.RANKS == 1:
+        cta.expert_row_begin.store(row_begin)
+    else:
+        store_row_begins(cta, counts, row_begin)
     blocks = (count + args.TOKENS - 1) // args.TOKENS
     first_tile = running_sum(blocks) - blocks
     wave_tiles = gl.zeros([WAVES], gl.int32, FLAT)
@@ -152,17 +162,17 @@ def _token_slots(cta, token):
     args = cta.args
     number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
     slot = token * args.TOP_K + number
-    expert, weight, _ = read_slots(args, slot, token + 0 * number, number < args.TOP_K)
-    return _local_expert(args, cta.rank, expert), weight
+    expert, weight, _ = read_slots(args, cta.rank, slot, token + 0 * number, number < args.TOP_K)
+    return local_expert(args, cta.rank, expert), weight
 
 
 @gluon.jit
 def _pool_rows(cta, token, mine, wave_begin, wave_end):
-    """Pool row [K_SLOTS] of each slot of a token, whose local experts are `mine` [K_SLOTS].
+    """One rank: pool row [K_SLOTS] of each slot of a token, whose experts are `mine` [K_SLOTS].
 
     The row is the expert's first one plus the number of earlier slots of that expert, which are
     counted by comparing with all of them, PAIR_SLOTS at a time: K_SLOTS x earlier slots compares.
-    -1 where the slot is not this rank's, or of a pool wave outside [wave_begin, wave_end).
+    -1 where the slot is masked, or of a pool wave outside [wave_begin, wave_end).
     """
     args = cta.args
     SHAPE: gl.constexpr = [args.SLOTS // PAIR_SLOTS, PAIR_SLOTS]
@@ -179,7 +189,13 @@ def _pool_rows(cta, token, mine, wave_begin, wave_end):
             gl.expand_dims(other, 0) < gl.expand_dims(slot, 1)
         )
         row += gl.sum(same.to(gl.int32), 1)
-    is_here = mine >= 0
+    return _in_waves(cta, begin, row, mine >= 0, wave_begin, wave_end)
+
+
+@gluon.jit
+def _in_waves(cta, begin, row, is_here, wave_begin, wave_end):
+    """Rows in the pool of rows in the long pool, of experts that begin at `begin`; -1: not here."""
+    args = cta.args
     if args.RING:
         row, wave = ring_row(args, row, begin + (row - begin) // args.TOKENS * args.TOKENS)
         is_here = is_here & (wave >= wave_begin) & (wave < wave_end)
@@ -196,7 +212,7 @@ def prefetch_inputs(args, cta_idx, num_ctas):
     Where a token is no whole number of parts, other parts come; a division would cost more.
     """
     thread = gl.arange(0, 128, FLAT)
-    item = cta_idx * _parts_per_cta(args, num_ctas)
+    item = cta_idx * _parts_per_cta(args, args.num_slots, num_ctas)
     last = (0 * thread + args.tokens_per_rank).to(gl.int64) * args.x_stride - 1
     x = args.x + gl.minimum(item.to(gl.int64) * PART_COLS + thread * 64, last)
     slot = gl.minimum(thread * 16, args.num_slots - 1)  # a cache line has 16 or 32
@@ -248,7 +264,7 @@ def _divided(x, bits, args, token):
 
 
 @gluon.jit
-def _quantise_part(args, source, token):
+def quantise_part(args, source, token):
     """Columns [PART_COLS] as the pool holds them, and FP32 scales per group where it has any."""
     A: gl.constexpr = args.ACTS
     scale = 1.0
@@ -294,26 +310,41 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
     parts = (args.width + PART_COLS - 1) // PART_COLS
     before = -1
     row = gl.zeros([args.K_SLOTS], gl.int32, gl.SliceLayout(1, PAIRS))
+    if args.RANKS > 1:
+        ends = token_ends(cta)
     for item in range(begin, end):
         token = fast_div(item, parts)
         part = item - token * parts
         col = part * PART_COLS + gl.arange(0, PART_COLS, gl.SliceLayout(0, WIDE))
-        source, here = _token_source(args, token)
-        source_col = col
-        if args.WEIGHTS.BY_GROUP:
-            inside = token_column(gl.arange(0, PART_COLS, gl.SliceLayout(0, WIDE)))
-            source_col = part * PART_COLS + inside
-        x = on_rank(args, args.x, source) + here.to(gl.int64) * args.x_stride + source_col
-        values = gl.load(x, mask=source_col < args.hidden, other=0.0)
-        mine, weight = _token_slots(cta, token)
-        values, scale = _quantise_part(args, values, token)
-        values = gl.convert_layout(values, gl.SliceLayout(0, WIDE))
-        values = gl.expand_dims(_computed(values), 0)
-        if args.PROMOTED:
-            scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SMALL)), 0)
+        if args.RANKS == 1:
+            source_col = col
+            if args.WEIGHTS.BY_GROUP:
+                inside = token_column(gl.arange(0, PART_COLS, gl.SliceLayout(0, WIDE)))
+                source_col = part * PART_COLS + inside
+            x = args.x + token.to(gl.int64) * args.x_stride + source_col
+            values = gl.load(x, mask=source_col < args.hidden, other=0.0)
+            mine, weight = _token_slots(cta, token)
+            values, scale = quantise_part(args, values, token)
+            values = gl.convert_layout(values, gl.SliceLayout(0, WIDE))
+            values = gl.expand_dims(_computed(values), 0)
+            if args.PROMOTED:
+                scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, SMALL)), 0)
+        else:
+            source, here = source_of(ends, token)
+            inbox_row = source * args.tokens_per_rank + here
+            x = own(args, args.inbox, cta.rank) + inbox_row.to(gl.int64) * args.width + col
+            values = gl.expand_dims(gl.load(x, mask=col < args.width, other=0.0), 0)
+            word, weight = read_slot_words(args, cta.rank, inbox_row)
+            if args.PROMOTED:
+                scale = read_scales(args, cta.rank, inbox_row, part, gl.SliceLayout(0, SMALL))
+                scale = gl.expand_dims(scale, 0)
         if token != before:
             mbarrier.wait(cta.routed, 0)
-            row = _pool_rows(cta, token, mine, wave_begin, wave_end)
+            if args.RANKS == 1:
+                row = _pool_rows(cta, token, mine, wave_begin, wave_end)
+            else:
+                first, row = inbox_rows(cta, source, word)
+                row = _in_waves(cta, first, row, word >= 0, wave_begin, wave_end)
             before = token
         wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
         at = gl.expand_dims(wide_row * args.width, 1) + gl.expand_dims(col, 0)
@@ -338,24 +369,27 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
             gl.store(args.row_dest + row, dest, mask=used)
             gl.store(args.row_weight + row, weight, mask=used)
             if args.FACTOR == "expert":
-                factor = gl.load(args.g + token * args.g_stride) + 0.0 * weight
+                if args.RANKS == 1:
+                    factor = gl.load(args.g + token * args.g_stride) + 0.0 * weight
+                else:
+                    factor = read_g(args, cta.rank, source) + 0.0 * weight
                 gl.store(args.row_factor + row, factor, mask=used)
     if begin < end:
         publish_count(counter, end - begin)
 
 
 @gluon.jit
-def _parts_per_cta(args, num_ctas):
+def _parts_per_cta(args, num_tokens, num_ctas):
     """Consecutive parts that a CTA puts into the pool."""
-    return fast_div(num_parts(args) + num_ctas - 1, num_ctas)
+    return fast_div(num_parts(args, num_tokens) + num_ctas - 1, num_ctas)
 
 
 @gluon.jit
 def fill_pool(cta):
     """One warpgroup: this CTA's parts of tokens, for the first two pool waves of a ring."""
-    size = _parts_per_cta(cta.args, cta.num_ctas)
+    size = _parts_per_cta(cta.args, cta.num_tokens, cta.num_ctas)
     begin = cta.cta_idx * size
-    end = gl.minimum(begin + size, num_parts(cta.args))
+    end = gl.minimum(begin + size, num_parts(cta.args, cta.num_tokens))
     _fill_parts(cta, begin, end, 0, 2, cta.counters + POOL)
     mbarrier.arrive(cta.own_filled, count=1)
 
@@ -364,14 +398,15 @@ def fill_pool(cta):
 def fill_wave(cta, wave, item, WG: gl.constexpr):
     """One warpgroup's part of the tokens of a later pool wave."""
     begin = item * GROUPS + WG
-    end = gl.minimum(begin + 1, num_parts(cta.args))
+    end = gl.minimum(begin + 1, num_parts(cta.args, cta.num_tokens))
     _fill_parts(cta, begin, end, wave, wave + 1, cta.counters + FILLED + wave)
 
 
 @gluon.jit
 def wait_for_pool(cta):
     """One warp: until all tokens are in the pool; the CTA's other roles wait for `pool_filled`."""
-    wait_for(cta, cta.counters + POOL, num_parts(cta.args), WAIT_POOL, cta.rank)
+    want = num_parts(cta.args, cta.num_tokens)
+    wait_for(cta, cta.counters + POOL, want, WAIT_POOL, cta.rank)
     mbarrier.arrive(cta.pool_filled, count=1)
 
 
@@ -381,4 +416,5 @@ def wait_for_wave(cta, tile_idx):
     if cta.args.RING:
         wave = wave_of(cta, tile_idx)
         if wave >= 2:
-            wait_for(cta, cta.counters + FILLED + wave, num_parts(cta.args), WAIT_WAVE, wave)
+            want = num_parts(cta.args, cta.num_tokens)
+            wait_for(cta, cta.counters + FILLED + wave, want, WAIT_WAVE, wave)

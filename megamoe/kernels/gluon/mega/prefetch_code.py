@@ -17,6 +17,7 @@ from megamoe.kernels.gluon.compiler_hooks import change
 
 LINE = gl.constexpr(128)
 PARTS = gl.constexpr(6)  # CTAs that fetch 128 lines each: 96 KB; decode has 75 to 98
+LONG_PARTS = gl.constexpr(8)  # 128 KB: over several ranks
 _FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 _NAME = "megamoe_begin"  # of the variable
 _BEGIN = gl.constexpr(f"{{ .global .align 8 .b64 {_NAME}; mov.u64 $0, {_NAME}; }}")
@@ -31,12 +32,13 @@ def code_address():
 
 
 @gluon.jit
-def prefetch_code():
+def prefetch_code(IS_LONG: gl.constexpr):
     """The launch's first warpgroup: bring the kernel's code into the L2 cache.
 
     Shorter code is fetched with what follows it: a branch here would cost code everywhere.
     """
-    at = (gl.program_id(0) % PARTS * 128 + gl.arange(0, 128, _FLAT)) * LINE
+    NUM: gl.constexpr = LONG_PARTS if IS_LONG else PARTS
+    at = (gl.program_id(0) % NUM * 128 + gl.arange(0, 128, _FLAT)) * LINE
     gl.inline_asm_elementwise(
         _FETCH, "=r,l", [code_address() + at], dtype=gl.int32, is_pure=False, pack=1
     )

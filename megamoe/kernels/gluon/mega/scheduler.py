@@ -33,6 +33,7 @@ from megamoe.kernels.gluon.mega.sync import (
     TICKET,
     WAIT_TICKETS,
     expect_equal,
+    own,
     signal_done,
     wait_for_done,
 )
@@ -167,7 +168,7 @@ def _segment(cta, number, num_fills, l1_n_tiles, l2_n_tiles):
 @gluon.jit
 def _num_fills(cta):
     """Tickets of one wave's fill: a part of a token for every warpgroup."""
-    return (num_parts(cta.args) + GROUPS - 1) // GROUPS
+    return (num_parts(cta.args, cta.num_tokens) + GROUPS - 1) // GROUPS
 
 
 @gluon.jit
@@ -223,8 +224,9 @@ def _finish(cta, num_own, num_tickets):
         zero = gl.zeros([32], gl.int32, LAYOUT)
         for start in range(0, L1_DONE + _num_tiles(cta), 32):
             gl.store(cta.counters + start + word, zero, mask=start + word < args.num_counters)
-        if args.RANKS > args.LOCAL:
-            gl.store(args.signals + CALL, gl.load(args.signals + CALL) + 1)
+        if args.RANKS > 1:
+            signals = own(args, args.signals, cta.rank)
+            gl.store(signals + CALL, gl.load(signals + CALL) + 1)
 
 
 @gluon.jit

@@ -7,6 +7,11 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from megamoe.kernels.gluon.pipeline import record
 
 PART_COLS = gl.constexpr(2048)  # columns of a part of a token: what is quantised at a time
+PAIR_SLOTS = gl.constexpr(128)  # slots that a token's slots are compared with at a time
+FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+# [slots of a token, other slots]: every warp compares its own slots with all others, so that no sum
+# leaves the warp, and code is short.
+PAIRS = gl.constexpr(gl.BlockedLayout([1, PAIR_SLOTS.value // 32], [1, 32], [4, 1], [1, 0]))
 QUEUE_WORDS = gl.constexpr(7)  # of a work item: kind, ticket, tile, n tile, expert, begin, end
 
 
@@ -32,8 +37,13 @@ class KernelArgs:
     rows: gl.tensor  # BF16 [slots, hidden]: what combine adds
     tile_lists: gl.tensor  # int32 [CTAs, tile_list_stride]: of each CTA
     counters: gl.tensor
-    signals: gl.tensor  # of ranks of other launches
+    signals: gl.tensor  # int32 [32], several ranks: `sync`
     peers: gl.tensor  # int64 [ranks]: bytes from a pointer of this launch to the same of a rank
+    inbox: gl.tensor  # several ranks, what peers push (`push`): tokens [RANKS, tokens, width],
+    inbox_scale: gl.tensor  # their scales,
+    inbox_slots: gl.tensor  # int32 [RANKS, tokens, K_SLOTS],
+    inbox_weights: gl.tensor  # topk weights, likewise,
+    inbox_counts: gl.tensor  # int32 [RANKS, EXPERTS + 4]
     report: gl.tensor
     trace: gl.tensor
     bound_ns: gl.tensor
@@ -41,7 +51,7 @@ class KernelArgs:
     absent_rank: gl.tensor  # a rank that never signals its end, for tests of the bound; -1: none
     first_rank: gl.tensor  # of this launch
     first_slot: gl.tensor  # of the call: where this launch's slots begin, on each rank
-    num_slots: gl.tensor  # of all ranks
+    num_slots: gl.tensor  # one rank: of the call
     tokens_per_rank: gl.tensor
     num_experts: gl.tensor  # of one rank
     rows_per_rank: gl.tensor
@@ -81,9 +91,11 @@ class KernelArgs:
 
 
 @gluon.jit
-def num_parts(args):
-    """Parts of tokens, of all ranks."""
-    return args.num_slots // args.TOP_K * ((args.width + PART_COLS - 1) // PART_COLS)
+def num_parts(args, num_tokens):
+    """Parts of tokens, of all ranks; `num_tokens`: of several ranks."""
+    if args.RANKS == 1:
+        num_tokens = args.num_slots // args.TOP_K
+    return num_tokens * ((args.width + PART_COLS - 1) // PART_COLS)
 
 
 @record
@@ -117,10 +129,13 @@ class CtaState:
     local_rank: gl.tensor  # among the ranks of this launch
     cta_idx: gl.tensor  # within the rank
     num_ctas: gl.tensor  # of the rank
+    num_tokens: gl.tensor  # several ranks: of all; 0 where this CTA did not see all of them
     tile_list: gl.tensor  # this CTA's
     counters: gl.tensor  # this rank's
-    slot_expert: gl.shared_memory_descriptor  # int16 [SLOTS / CHUNK, CHUNK]: local expert, or -1
-    expert_row_begin: gl.shared_memory_descriptor  # int32 [EXPERTS]
+    # One rank: int16 [SLOTS / CHUNK, CHUNK], each slot's expert or -1; int32 [EXPERTS].
+    # Several: no slots; int32 [sources, EXPERTS], the first row of each source's slots.
+    slot_expert: gl.shared_memory_descriptor
+    expert_row_begin: gl.shared_memory_descriptor
     num_tiles: gl.shared_memory_descriptor  # int32 [1]: length of the tile list
     routed: gl.shared_memory_descriptor
     own_filled: gl.shared_memory_descriptor

@@ -13,14 +13,19 @@ from megamoe.kernels.gluon.pipeline import bounded_wait, fence_stores
 # Words of a rank's counters, each hot one in a cache line of its own.
 POOL = gl.constexpr(0)  # parts of tokens that are in the pool
 TICKET = gl.constexpr(32)  # tickets taken, beyond the two that every CTA has
-DONE = gl.constexpr(64)  # CTAs, of any rank, that have no tile left
+DONE = gl.constexpr(64)  # CTAs that have no tile left
 EXIT = gl.constexpr(96)  # CTAs that no longer need the counters; * 1024: tickets they had
+PUSHED = gl.constexpr(112)  # several ranks: CTAs that have pushed their tokens; before EXIT counts
 FILLED = gl.constexpr(128)  # of each pool wave: parts of tokens that are in the pool
 L2_DONE = gl.constexpr(160)  # of each pool wave: finished L2 tiles
 L1_DONE = gl.constexpr(192)  # and on, of each tile of tokens: finished L1 tiles
 
-# Words of a rank's signals: by rank, the number of the call that it has begun; then
+# Words of a rank's signals. Calls are numbered; nothing is counted or cleared here, so a number is
+# stored, not added, and a wait is for this one or any later one.
+BEGUN = gl.constexpr(0)  # by rank, the last call whose tokens it has pushed here
+ENDED = gl.constexpr(8)  # by rank, the last call in which it has no tile left
 CALL = gl.constexpr(31)  # the number of this rank's last call
+GAVE_UP = gl.constexpr(2**31 - 1)  # as a number of a call: that rank has a report
 
 # What a report names.
 WAIT_POOL = gl.constexpr(1)
@@ -29,6 +34,8 @@ WAIT_DONE = gl.constexpr(3)
 WAIT_TICKETS = gl.constexpr(4)
 WAIT_RANK = gl.constexpr(5)
 WAIT_WAVE = gl.constexpr(6)
+WAIT_PEER = gl.constexpr(7)
+WAIT_END = gl.constexpr(8)
 
 # Unless $2 == $3: the words at $1 become 1, $4 to $7, $3 and $2, if they are not taken. Every
 # thread by itself: warps of a role may see different values, so none may wait for another.
@@ -58,30 +65,49 @@ def _log2_bytes(dtype):
 
 @gluon.jit
 def on_rank(args, pointer, rank):
-    """The same address in a rank's memory."""
+    """The same address in a rank's memory, as well aligned: buffers lie whole cache lines apart."""
     if args.RANKS > 1:
-        pointer += gl.load(args.peers + rank) >> _log2_bytes(pointer.dtype)
+        LOG2: gl.constexpr = _log2_bytes(pointer.dtype)
+        pointer += gl.multiple_of(gl.load(args.peers + rank) >> LOG2, 128 >> LOG2)
     return pointer
+
+
+@gluon.jit
+def own(args, pointer, rank):
+    """The same address in the memory of a rank of this launch."""
+    if args.LOCAL > 1:
+        pointer = on_rank(args, pointer, rank)
+    return pointer
+
+
+@gluon.jit
+def num_own_tokens(args, rank):
+    """Tokens of a rank of this launch; the rest of its buffer is padding."""
+    num_tokens = args.tokens_per_rank
+    if args.HAS_COUNT:
+        num_tokens = gl.minimum(gl.load(own(args, args.num_valid, rank)), num_tokens)
+    return num_tokens
 
 
 @gluon.jit
 def wait_for(cta, counter, want, WHAT: gl.constexpr, where):
     """Wait until `counter` is `want`; report it otherwise."""
-    _wait(cta.args, cta.rank, counter, want, WHAT, where, "gpu")
-
-
-@gluon.jit
-def _wait(args, rank, counter, want, WHAT: gl.constexpr, where, SCOPE: gl.constexpr):
-    seen = bounded_wait(counter, want, args.report, args.bound_ns, SCOPE, "eq")
-    expect_equal(args, rank, seen, want, WHAT, where)
+    args = cta.args
+    seen = bounded_wait(counter, want, args.report, args.bound_ns, "gpu", "eq")
+    expect_equal(args, cta.rank, seen, want, WHAT, where)
 
 
 @gluon.jit
 def expect_equal(args, rank, seen, want, WHAT: gl.constexpr, where):
     """Report it where what was seen is not what was wanted."""
+    _expect(args, rank, seen, want, gl.to_tensor(WHAT), where)
+
+
+@gluon.jit
+def _expect(args, rank, seen, want, what, where):
     gl.inline_asm_elementwise(
         REPORT, "=r,l,r,r,r,r,r,r",
-        [args.report.to(gl.int64), seen, want, rank, gl.program_id(0), gl.to_tensor(WHAT), where],
+        [args.report.to(gl.int64), seen, want, rank, gl.program_id(0), what, where],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -95,44 +121,121 @@ def read_report(args):
     return gl.atomic_add(args.report, 0, sem="relaxed", scope="gpu")
 
 
+# -- between ranks -------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def signal_text(scope):
+    """PTX: the words at $1 become $2 where $3 is not 0, after all that this thread knows of.
+
+    One fence for all of a warp's words, then plain stores: PCIe has no atomics.
+    """
+    return f"""{{
+.reg .pred p;
+setp.ne.s32 p, $3, 0;
+fence.acq_rel.{scope};
+@p st.relaxed.{scope}.global.b32 [$1], $2;
+mov.b32 $0, 0;
+}}"""
+
+
+@gluon.constexpr_function
+def _scope(args):
+    """Of words that ranks share."""
+    return "sys" if args.RANKS > args.LOCAL else "gpu"
+
+
 @gluon.jit
-def wait_for_ranks(args, rank, cta_idx):
-    """Signal to other launches' ranks that this one's tokens are there, and wait for theirs."""
-    if args.RANKS > args.LOCAL:
-        call = gl.load(args.signals + CALL) + 1
-        if cta_idx == 0:
-            for other in gl.static_range(args.RANKS):
-                signal = on_rank(args, args.signals, other) + rank
-                gl.atomic_xchg(signal, call, sem="release", scope="sys")
-        for other in gl.static_range(args.RANKS):
-            number = gl.to_tensor(other)
-            _wait(args, rank, args.signals + other, call, WAIT_RANK, number, "sys")
+def _lanes():
+    """[32]: a word for every thread of a warp; every warp has all of them."""
+    return gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def _call(args, rank):
+    """The number of this call."""
+    return gl.load(own(args, args.signals, rank) + CALL) + 1
+
+
+@gluon.jit
+def _see_ranks(args, rank, WORD: gl.constexpr, call, bound_ns):
+    """[32]: what each rank's word says, once all say this call; then the last rank's again."""
+    number = gl.minimum(_lanes(), args.RANKS - 1)
+    words = own(args, args.signals, rank) + WORD + number
+    return bounded_wait(words, call + 0 * number, args.report, bound_ns, _scope(args), "ge")
+
+
+@gluon.jit
+def _tell_ranks(args, rank, WORD: gl.constexpr, value, to):
+    """This rank's word in the signals of all ranks, where `to` [32] is not 0."""
+    number = gl.minimum(_lanes(), args.RANKS - 1)
+    words = on_rank(args, args.signals + (WORD + rank), number)
+    TEXT: gl.constexpr = signal_text(_scope(args))
+    to = gl.where(_lanes() < args.RANKS, to, 0)
+    gl.inline_asm_elementwise(
+        TEXT, "=r,l,r,r", [words.to(gl.int64), value + 0 * number, to], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _expect_ranks(args, rank, seen, call, WHAT: gl.constexpr):
+    """Report the ranks that do not say this call; -> whether all do."""
+    number = gl.minimum(_lanes(), args.RANKS - 1)
+    gave_up = seen == GAVE_UP
+    what = gl.where(gave_up, WAIT_PEER, WHAT)
+    seen = gl.where(gave_up, seen, gl.minimum(seen, call))
+    _expect(args, rank, seen, call + 0 * number, what, number)
+    return gl.min((seen == call).to(gl.int32), 0) != 0
+
+
+@gluon.jit
+def wait_for_ranks(args, rank, num_ctas):
+    """After this CTA's pushes: the rank's last CTA signals them to all ranks; wait for theirs.
+
+    -> whether this CTA saw all ranks; if not, what lies in the inbox is no call's.
+    """
+    call = _call(args, rank)
+    gl.thread_barrier()
+    pushed = own(args, args.counters, rank) + PUSHED
+    num = gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu")
+    if num == num_ctas - 1:
+        _tell_ranks(args, rank, BEGUN, call, 1 + 0 * _lanes())
+    seen = _see_ranks(args, rank, BEGUN, call, args.bound_ns)
+    return _expect_ranks(args, rank, seen, call, WAIT_RANK)
 
 
 @gluon.jit
 def signal_done(cta):
-    """Signal to all ranks that this CTA has no tile left.
+    """Signal that this CTA has no tile left; the rank's last one signals it to all ranks.
 
-    Not to other launches after a report: the rows are worthless.
+    After a report the rows are worthless, and peers need not wait for them: they are told so. Only
+    those that have begun this call: nothing is known of the others' memory.
     """
     args = cta.args
-    SCOPE: gl.constexpr = "sys" if args.RANKS > args.LOCAL else "gpu"
-    signals = cta.rank != args.absent_rank
-    if args.RANKS > args.LOCAL:
-        signals = signals & (read_report(args) == 0)
-    if signals:
-        for other in gl.static_range(args.RANKS):
-            done = on_rank(args, args.counters, other) + DONE
-            gl.atomic_add(done, 1, sem="release", scope=SCOPE)
+    if args.RANKS == 1:
+        if cta.rank != args.absent_rank:
+            gl.atomic_add(args.counters + DONE, 1, sem="release", scope="gpu")
+    else:
+        num = gl.atomic_add(cta.counters + DONE, 1, sem="acq_rel", scope="gpu")
+        if (num == cta.num_ctas - 1) & (cta.rank != args.absent_rank):
+            call = _call(args, cta.rank)
+            begun = _see_ranks(args, cta.rank, BEGUN, call, 0 * args.bound_ns)
+            value = gl.where(read_report(args) == 0, call, GAVE_UP)
+            _tell_ranks(args, cta.rank, ENDED, value, (begun >= call).to(gl.int32))
 
 
 @gluon.jit
 def wait_for_done(cta):
     """Wait until no CTA of any rank has a tile left."""
     args = cta.args
-    want = args.RANKS * cta.num_ctas
-    SCOPE: gl.constexpr = "sys" if args.RANKS > args.LOCAL else "gpu"
-    _wait(args, cta.rank, cta.counters + DONE, want, WAIT_DONE, cta.rank, SCOPE)
+    if args.RANKS == 1:
+        want = args.RANKS * cta.num_ctas
+        wait_for(cta, cta.counters + DONE, want, WAIT_DONE, cta.rank)
+    else:
+        call = _call(args, cta.rank)
+        seen = _see_ranks(args, cta.rank, ENDED, call, args.bound_ns)
+        _expect_ranks(args, cta.rank, seen, call, WAIT_END)
 
 
 @gluon.jit

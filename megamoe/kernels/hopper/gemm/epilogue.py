@@ -212,6 +212,8 @@ def _store_rows(gemm, v, tile, first_col, width, WG: gl.constexpr):
         store_transposed(gemm, v1.permute((1, 0)), tile, N // 2, first_col, width, BY_GROUP, WG)
     elif N >= 64:
         store_transposed(gemm, v.permute((1, 0)), tile, 0, first_col, width, BY_GROUP, WG)
+    elif gemm.IS_FAR and not gemm.GATED:
+        _store_far(gemm, v, tile, first_col, width)
     else:
         LAYOUT: gl.constexpr = v.type.layout
         row, used = rows_of(gemm, tile, 0, N, gl.SliceLayout(0, LAYOUT))
@@ -221,6 +223,23 @@ def _store_rows(gemm, v, tile, first_col, width, WG: gl.constexpr):
         at = gl.expand_dims(row.to(gl.int64) * gemm.out_width, 0) + gl.expand_dims(col, 1)
         mask = gl.expand_dims(used, 0) & gl.expand_dims(col < width, 1)
         gl.store(gemm.out + at, v, mask=mask)
+
+
+@gluon.jit
+def _store_far(gemm, v, tile, first_col, width):
+    """BF16 [64 columns, N] to rows that may be other ranks', 16 bytes a thread.
+
+    A warp has 16 columns of every token: they are transposed by shuffles, and stored 32 bytes
+    together, as a link takes them. Rows begin at multiples of 16 bytes: so many are a `hidden`.
+    """
+    N: gl.constexpr = v.shape[1]
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 4], [1, 0])
+    v = gl.convert_layout(v.permute((1, 0)), WIDE)
+    row, used = rows_of(gemm, tile, 0, N, gl.SliceLayout(1, WIDE))
+    col = first_col + gl.arange(0, v.shape[1], gl.SliceLayout(0, WIDE))
+    at = gl.expand_dims((row >> 3) * 8, 1) + gl.expand_dims(col, 0)  # the compiler sees multiples
+    mask = gl.expand_dims(used, 1) & gl.expand_dims(col < width, 0)
+    gl.store(gemm.out + at, v, mask=mask)
 
 
 @gluon.jit

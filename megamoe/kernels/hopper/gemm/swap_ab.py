@@ -145,6 +145,7 @@ class SwapAbGemm:
     STAGES: gl.constexpr
     SPAN: gl.constexpr  # tiles of tokens that share a sweep over the n tiles
     WINDOW: gl.constexpr  # stages in flight once the L2 cache is warm; 0: as many as there are
+    IS_FAR: gl.constexpr  # rows may be other ranks': `row_dest` has offsets, `out_width` is 1
     FOLLOWS: gl.constexpr  # tiles wait for their tokens, not for the launch before
     PUBLISHES: gl.constexpr
 
@@ -599,7 +600,7 @@ def gemm_swap_ab_kernel(
         factor_cols=factor_cols, clamp=clamp, WEIGHTS=WEIGHTS, ACTS=ACTS, GATED=GATED,
         PROMOTED=PROMOTED, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED,
         ACTIVATION=ACTIVATION, TOKENS=TOKENS, IS_STREAM=IS_STREAM, SLABS=SLABS, DEPTH=DEPTH,
-        STAGES=STAGES, SPAN=SPAN, WINDOW=0, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
+        STAGES=STAGES, SPAN=SPAN, WINDOW=0, IS_FAR=False, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
         follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
         l1_n_tiles=l1_n_tiles if FOLLOWS else steps, error=error if FOLLOWS else tiles,
     )  # fmt: skip

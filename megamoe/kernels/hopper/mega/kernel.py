@@ -84,7 +84,9 @@ from megamoe.kernels.gluon.mega.events import (
     now,
     stamp,
 )
+from megamoe.kernels.gluon.mega.inbox import SOURCES, num_inbox_tokens
 from megamoe.kernels.gluon.mega.prefetch_code import prefetch_code
+from megamoe.kernels.gluon.mega.push import push_tokens
 from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
@@ -97,7 +99,7 @@ from megamoe.kernels.gluon.mega.sync import (
     L2_DONE,
     WAIT_L1,
     WAIT_WAVE,
-    on_rank,
+    own,
     read_report,
     wait_for,
     wait_for_ranks,
@@ -324,7 +326,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
 def mega_kernel(
     x, x_stride, g, g_stride, topk_idx, topk_weights, num_valid, error, stats, y, pool, pool_scale,
     row_dest, row_weight, row_factor, acts, acts_scale, rows, tile_lists, counters, signals, peers,
-    report, trace,
+    inbox, inbox_scale, inbox_slots, inbox_weights, inbox_counts, report, trace,
     bound_ns: gl.int64,
     early_steps, absent_rank, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
     rows_per_rank, pool_rows, wave_rows, tile_list_stride, num_counters, hidden, width, clamp,
@@ -343,12 +345,20 @@ def mega_kernel(
     ROWS_AS: gl.constexpr,
 ):  # fmt: skip
     """The launch: persistent CTAs, all resident. Arguments as in `KernelArgs` and `Linear`."""
+    if RANKS == 1:  # None: no arguments at all
+        inbox = report
+        inbox_scale = report
+        inbox_slots = report
+        inbox_weights = report
+        inbox_counts = report
     args = KernelArgs(
         x=x, x_stride=x_stride, g=g, g_stride=g_stride, topk_idx=topk_idx,
         topk_weights=topk_weights, num_valid=num_valid, error=error, stats=stats, y=y, pool=pool,
         pool_scale=pool_scale, row_dest=row_dest, row_weight=row_weight, row_factor=row_factor,
         rows=rows, tile_lists=tile_lists, counters=counters, signals=signals, peers=peers,
-        report=report, trace=trace, bound_ns=bound_ns, early_steps=early_steps,
+        inbox=inbox, inbox_scale=inbox_scale, inbox_slots=inbox_slots,
+        inbox_weights=inbox_weights, inbox_counts=inbox_counts, report=report, trace=trace,
+        bound_ns=bound_ns, early_steps=early_steps,
         absent_rank=absent_rank, first_rank=first_rank, first_slot=first_slot,
         num_slots=num_slots, tokens_per_rank=tokens_per_rank, num_experts=num_experts,
         rows_per_rank=rows_per_rank, pool_rows=pool_rows, wave_rows=wave_rows,
@@ -380,7 +390,7 @@ def mega_kernel(
     rank = first_rank + local_rank
     cta_idx = pid - local_rank * num_ctas
     tile_list = tile_lists + pid * tile_list_stride
-    prefetch_code()
+    prefetch_code(RANKS > 1)
     if RANKS == 1:
         prefetch_inputs(args, cta_idx, num_ctas)
     shared = allocate_shared(args, linear1, linear2)  # while the routing comes
@@ -391,19 +401,29 @@ def mega_kernel(
     tile_counted = barriers(2, 1)
     own_done = barriers(1, GROUPS).index(0)
     all_done = barriers(1, 1).index(0)
-    chunk_shape: gl.constexpr = [SLOTS // args.CHUNK, args.CHUNK]
-    slot_expert = gl.allocate_shared_memory(gl.int16, chunk_shape, FLAT_SHARED)
-    expert_row_begin = gl.allocate_shared_memory(gl.int32, [EXPERTS], FLAT_SHARED)
+    if RANKS == 1:
+        chunk_shape: gl.constexpr = [SLOTS // args.CHUNK, args.CHUNK]
+        slot_expert = gl.allocate_shared_memory(gl.int16, chunk_shape, FLAT_SHARED)
+        expert_row_begin = gl.allocate_shared_memory(gl.int32, [EXPERTS], FLAT_SHARED)
+    else:
+        expert_row_begin = gl.allocate_shared_memory(gl.int32, [SOURCES, EXPERTS], FLAT_SHARED)
+        slot_expert = expert_row_begin
     num_tiles = gl.allocate_shared_memory(gl.int32, [1], FLAT_SHARED)
     routed = barriers(1, 1).index(0)
     own_filled = barriers(1, 1).index(0)
     pool_filled = barriers(1, 1).index(0)
-    wait_for_ranks(args, rank, cta_idx)
+    num_tokens = num_slots
+    if RANKS > 1:
+        push_tokens(args, rank, cta_idx, num_ctas)
+        num_tokens = 0 * num_slots
+        if wait_for_ranks(args, rank, num_ctas):
+            num_tokens = num_inbox_tokens(args, rank)
     cta = CtaState(
         args=args, rank=rank, local_rank=local_rank, cta_idx=cta_idx, num_ctas=num_ctas,
-        tile_list=tile_list, counters=on_rank(args, counters, rank), slot_expert=slot_expert,
-        expert_row_begin=expert_row_begin, num_tiles=num_tiles, routed=routed,
-        own_filled=own_filled, pool_filled=pool_filled, queue=queue, item_full=item_full,
+        num_tokens=num_tokens, tile_list=tile_list, counters=own(args, counters, rank),
+        slot_expert=slot_expert, expert_row_begin=expert_row_begin, num_tiles=num_tiles,
+        routed=routed, own_filled=own_filled,
+        pool_filled=pool_filled, queue=queue, item_full=item_full,
         item_empty=item_empty, tile_stored=tile_stored, tile_counted=tile_counted,
         own_done=own_done, all_done=all_done,
     )  # fmt: skip

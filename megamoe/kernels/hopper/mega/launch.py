@@ -32,16 +32,27 @@ class State(NamedTuple):
     report: Tensor  # int32 [8]: zero, or what a wait past its bound left
 
 
+class Inbox(NamedTuple):
+    """What peers push into a rank's memory, by source (`kernels/gluon/mega/push.py`)."""
+
+    tokens: Tensor  # [ranks, tokens, width] in the pool's format
+    scale: Tensor  # FP32, where the pool has scales
+    slots: Tensor  # int32 [ranks, tokens, top_k to the next power of two]
+    weights: Tensor  # FP32, likewise
+    counts: Tensor  # int32 [ranks, experts to the next power of two + 4]
+
+
 class World(NamedTuple):
-    """The ranks. Pointers (x, idx, weights, num_valid, rows, counters) are those of rank `first`;
-    rank r has the same tensors peers[r] bytes away. Every rank has the same number of tokens, of
-    which its num_valid are real."""
+    """The ranks. Pointers (x, idx, weights, num_valid, rows, counters, signals, inbox) are those of
+    rank `first`; rank r has the same tensors peers[r] bytes away. Every rank has memory for as many
+    tokens, of which its num_valid are real."""
 
     num: int = 1
     local: int = 1  # ranks of this launch, from `first` on; CTAs are split over them in equal parts
     first: int = 0
     peers: Tensor | None = None  # int64 [num]
     signals: Tensor | None = None  # int32 [32]: zero in the beginning
+    inbox: Inbox | None = None
     absent: int = -1  # a rank that never says it is done, for tests of the bound
 
 
@@ -115,7 +126,8 @@ def fused(
         pool_scale=pool.scale, row_dest=pool.dest, row_weight=pool.weight, row_factor=pool.factor,
         acts=acts.data, acts_scale=acts.scale, rows=tokens.rows, tile_lists=state.private,
         counters=state.counters, signals=or_unused(world.signals, unused),
-        peers=or_unused(world.peers, unused), report=state.report, trace=or_unused(trace, unused),
+        peers=or_unused(world.peers, unused), **_inbox(world, pool), report=state.report,
+        trace=or_unused(trace, unused),
         bound_ns=int(timeout_s * 1e9), early_steps=config.weights_ahead, absent_rank=world.absent,
         first_rank=world.first, first_slot=tokens.first * tokens.idx.shape[1], num_slots=slots,
         tokens_per_rank=num_tokens, num_experts=num_experts,
@@ -132,3 +144,13 @@ def fused(
         ROWS_AS=CODES["fp8_combine"] if options.combine == "fp8" else PLAIN,
         **config.constants(),
     )  # fmt: skip
+
+
+def _inbox(world: World, pool: Pool) -> dict[str, Tensor | None]:
+    """Its arguments; one rank has none."""
+    if world.num == 1:
+        return dict.fromkeys(("inbox", *(f"inbox_{name}" for name in Inbox._fields[1:])))
+    assert world.inbox is not None
+    tokens, *rest = world.inbox
+    given = zip(Inbox._fields[1:], rest, strict=True)
+    return {"inbox": tokens.view(pool.data.dtype)} | {f"inbox_{name}": t for name, t in given}

@@ -69,6 +69,7 @@ def gemm_of(args, linear, w_bufs, shared, tile_list):
         GATED=linear.GATED, PROMOTED=args.PROMOTED, FACTOR=args.FACTOR, HAS_BIAS=args.HAS_BIAS,
         WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION, TOKENS=args.TOKENS, IS_STREAM=True,
         SLABS=args.SLABS, DEPTH=args.DEPTH, STAGES=args.STAGES, SPAN=1, WINDOW=args.WINDOW,
+        IS_FAR=args.RANKS > 1,
         FOLLOWS=False, PUBLISHES=False, follows=tile_list, publishes=tile_list,
         l1_n_tiles=linear.steps, error=tile_list,
     )  # fmt: skip

@@ -1,0 +1,89 @@
+"""Plans of the Blackwell backend: opt-in, made anywhere, every launch with its configuration."""
+
+import pytest
+import torch
+
+import megamoe as mm
+from megamoe.errors import CapacityError, NotAvailable
+from megamoe.hardware import SMEM_PER_CTA
+from megamoe.kernels.blackwell.weights import place_scales, taken_back
+from megamoe.layout.tiles import placed_scales
+from megamoe.planner.blackwell import num_rows, pick
+from megamoe.planner.call import CallSpec
+from megamoe.planner.launches import GemmTmem
+from megamoe.planner.numerics import BLACKWELL_RECIPES
+from megamoe.planner.plan import choose_backend
+
+PROBLEM = mm.Problem(512, 4096, 2048, 32, 6, 1, "w4a8")
+
+
+def test_auto_takes_it_only_where_the_machine_has_proven_it():
+    assert mm.plan(PROBLEM, "b200").backend == "portable"
+    assert mm.plan(CallSpec(PROBLEM, is_certified=True), "b200").backend == "blackwell"
+    assert mm.plan(CallSpec(PROBLEM, is_certified=True), "h200").backend == "hopper"
+    there = dict.fromkeys(("blackwell", "portable", "reference"), "")
+    assert choose_backend("auto", "auto", there)[0] == "portable"
+    assert choose_backend("auto", "auto", there, not_certified="")[0] == "blackwell"
+
+
+def test_it_is_refused_by_name_where_it_cannot_run():
+    with pytest.raises(NotAvailable, match="needs sm_100a, this is sm_90a"):
+        mm.plan(PROBLEM, "h200", backend="blackwell")
+    w = mm.ExpertWeights.quantize(
+        torch.zeros(2, 64, 64).bfloat16(), torch.zeros(2, 64, 32).bfloat16(), "w4a8"
+    )
+    x, idx = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.int32)
+    with pytest.raises(NotAvailable, match="needs a B200, B300 or GB200"):
+        mm.moe(x, idx, torch.ones(1, 1), w, backend="blackwell")
+    with pytest.raises(NotAvailable, match="has mode auto or staged"):
+        mm.plan(PROBLEM, "b200", backend="blackwell", mode="fused")
+
+
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
+def test_every_launch_is_planned(recipe):
+    for tokens in (1, 64, 2048, 32768):
+        plan = mm.plan(mm.Problem(tokens, 4096, 2048, 32, 6, 1, recipe), "b200",
+                       backend="blackwell")  # fmt: skip
+        names = [one.name for one in plan.launches]
+        assert names[-4:] == ["permute", "l1", "l2", "combine"] and plan.mode == "staged"
+        tile = plan.tile
+        assert isinstance(tile, GemmTmem) and plan["tmem_columns"] <= 512
+        assert plan.shared_memory.num_bytes <= SMEM_PER_CTA and tile.num_stages >= 3
+        assert plan.launch("permute").config.row_align == tile.block_m
+        assert "tmem" in str(plan)
+
+
+def test_tiles_follow_the_rows_of_an_expert():
+    widths = [pick("w4a8", rows)[0].block_m for rows in (1, 8, 20, 40, 400)]
+    assert widths == [8, 16, 32, 64, 128]
+    assert [pick("w4a4", rows)[0].block_k for rows in (1, 400)] == [256, 256]
+    assert pick("w4a8", 40)[0].num_sums == 2 and pick("w4a8", 400)[0].num_sums == 1
+    assert pick("w8a8", 400)[0].block_m == 64 and pick("bf16", 1)[0].block_m == 16
+    assert num_rows(10, 4, 16) == 80  # any of four experts may end with a tile of one row
+
+
+@pytest.mark.parametrize(
+    ("recipe", "given", "kind", "match"),
+    [
+        ("w4a8", {"block_m": 96}, NotAvailable, "8 or 16 or 32 or 64 or 128"),
+        ("w8a8", {"block_m": 128}, NotAvailable, "16 or 32 or 64"),
+        ("w8a8", {"block_k": 256}, NotAvailable, "block_k of w8a8 must be 128"),
+        ("w4a8", {"block_k": 64}, NotAvailable, "four scales or more"),
+        ("w4a8", {"block_n": 128}, NotAvailable, "is given by block_k, block_m"),
+        ("w4a8", {"num_stages": 9}, CapacityError, "between 2 and the"),
+    ],
+)
+def test_tiles_that_no_kernel_has_are_refused(recipe, given, kind, match):
+    problem = mm.Problem(512, 4096, 2048, 32, 6, 1, recipe)
+    with pytest.raises(kind, match=match):
+        mm.plan(problem, "b200", backend="blackwell", **given)
+
+
+def test_placed_scales_are_the_map_and_go_back():
+    scale = torch.arange(256 * 8).to(torch.int32).view(2, 128, 8)
+    low = (scale & 255).to(torch.uint8)
+    order = placed_scales(256, 8).order()
+    assert place_scales(low).flatten().tolist() == low.flatten()[order].tolist()
+    assert torch.equal(taken_back(place_scales(low), 8), low)
+    there = placed_scales(256, 8)
+    assert all(there.inverse(there.forward(i)) == i for i in range(there.size))
