@@ -20,6 +20,7 @@ from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import fused_group
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.planning import log_once
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, MegaMoEError, MegaMoETimeout, NotAvailable, require
 from megamoe.formats.quantized import Quantized
 from megamoe.planner import chain as planned
@@ -133,7 +134,23 @@ class ChainGroup:
         return y
 
     def compile(self, layer: MoE) -> None:
-        """Nothing: its kernels are compiled in `warm`, whose waits have the longest bound."""
+        """Compile what calls launch, on memory of its own: no rank waits for another's compiler.
+
+        Every peer is this rank itself, its signals are there already, and all slots are masked.
+        """
+        from megamoe.engine import chain
+
+        own = torch.zeros_like(self._shared.own)
+        alone = chain.buffer_in(own, planned.memory(layer._plan_in("chain").call))
+        alone.begun.fill_(1 << 30)
+        alone.done.fill_(1 << 30)
+        me = self._me._replace(buffer=alone, peers=torch.zeros_like(self._me.peers))
+        num, device = min(16, self.num_tokens), layer.weights.device
+        x = torch.zeros(num, layer.weights.hidden, dtype=torch.bfloat16, device=device)
+        idx = torch.full((num, layer.top_k), -1, device=device)
+        call = layer._call(x, idx, torch.zeros(num, layer.top_k, device=device))
+        call = call._replace(status=DeviceStatus(device), stats=torch.zeros_like(layer.stats))
+        chain.run(me, call, layer.plan(num))
 
     def warm(self, layer: MoE) -> None:
         """A call without tokens that all ranks make: nobody's first call is late."""
