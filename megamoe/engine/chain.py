@@ -106,7 +106,11 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
         _compute(here, steps, links)
     finish, *rest = plan.rest
     exchange.finish_kernel[finish.grid](
-        me.buffer.done, *here.control, **finish.config.constants(), **overlap(here.pdl)
+        me.buffer.done,
+        call.status.bad_slot,
+        *here.control,
+        **finish.config.constants(),
+        **overlap(here.pdl),
     )
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
     if num == 0:

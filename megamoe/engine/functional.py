@@ -26,6 +26,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.planner.choice import Value
 from megamoe.planner.overrides import TILE, checked
 from megamoe.planner.plan import Plan, choose_backend
+from megamoe.planner.tables.blackwell import ACTIVATIONS as BLACKWELL_ACTIVATIONS
 from megamoe.problem import Options, check_top_k
 from megamoe.routing.permute import check_expert_ids, expert_counts
 
@@ -155,7 +156,7 @@ def choose(
         log_once(BIASED)
     device = weights.device if device is None else device
     reasons = backends.reasons_on(device)
-    not_certified = backends.not_certified(reasons, device, weights.recipe)
+    not_certified = _not_opt_in(reasons, device, weights, shared, activation)
     name, why = choose_backend(backend, mode, reasons, not_certified=not_certified)
     if why:
         log_once(f"backend {name}: {why}")
@@ -165,6 +166,28 @@ def choose(
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
+
+
+def _not_opt_in(
+    reasons: Mapping[str, str],
+    device: torch.device,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: str,
+) -> str:
+    """Why `auto` may not take the opt-in backend for this layer: no certificate of what it would
+    compute, or no kernel for it; "" where it may."""
+    for one in (weights, *(() if shared is None else (shared,))):
+        reason = backends.not_certified(reasons, device, one.recipe)
+        if reason:
+            return reason
+    if reasons.get("blackwell", "not here"):
+        return ""
+    if activation not in BLACKWELL_ACTIVATIONS:
+        return f"no kernel for activation {activation}"
+    from megamoe.engine import blackwell
+
+    return blackwell.why_not(weights) or ("" if shared is None else blackwell.why_not(shared))
 
 
 def run(call: Call, plan: Plan) -> Tensor:
