@@ -207,7 +207,8 @@ def product(name: str, n: int, found: Case, device: torch.device, *, multiply: b
     out = torch.zeros(ROWS, n, device=device)
     steps = found.w.shape[1] * 2 // kind.block_k
     product_kernel[(1,)](
-        *descriptors(kind, n, there), out, steps, X=kind.x, VEC=kind.vec, N=n,
+        **dict(zip(("w", "ws", "x", "xs"), descriptors(kind, n, there), strict=True)),
+        out=out, steps=steps, X=kind.x, VEC=kind.vec, N=n,
         BLOCK_K=kind.block_k, X_PACK=8 // kind.x_bits, MULTIPLY=multiply, num_warps=4,
     )  # fmt: skip
     return out.cpu()
