@@ -27,8 +27,8 @@ STUDY = "study: not a launch of this library (deep_gemm)"
         (("--tokens", "512", "--recipe", "w8a8", "--set", "mode=staged"),
          ("staged", "quantize", "place", "permute", "l1", "l2", "combine",
           "rows cross the links")),
-        (("--tokens", "512", "--recipe", "w8a8"),
-         ("chain", "fused launches, and read all weights", "exchange_kernel", "pull_kernel",
+        (("--tokens", "512", "--recipe", "w8a8", "--set", "mode=chain"),
+         ("chain", "asked for", "exchange_kernel", "pull_kernel",
           "finish_kernel", "symmetric", "pull_sms")),
         (("--tokens", "64", "--hardware", "b200"),
          ("portable", "blackwell is opt-in", "gated_kernel")),
@@ -130,7 +130,7 @@ def test_simulate_json_is_for_machines(megamoe, mode):
     )
     found = json.loads(text)
     assert code == 0 and errors == "" and found["files"] == []
-    assert found["mode"] == (mode if mode != "auto" else "chain") and found["study"] == ""
+    assert found["mode"] == (mode if mode != "auto" else "staged") and found["study"] == ""
     assert found["time_us"] >= found["floor_us"] > 0
     again = megamoe(
         "simulate", "tiny", "--ranks", "2", "--mode", mode, "--skew", "zipf", "--json", "--no-files"

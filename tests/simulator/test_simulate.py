@@ -202,7 +202,7 @@ def test_the_overlap_rule_falls_out_of_the_model():
 def test_the_reference_system_hides_what_staged_launches_expose():
     problem = Problem(2048, 4096, 2048, 64, 6, 4, "w8a8")
     fused, staged = simulate(study(problem, H200)), simulate(plan(problem, H200, mode="staged"))
-    chain = simulate(plan(problem, H200))
+    chain = simulate(plan(problem, H200, mode="chain"))
     assert chain.schedule.mode == "chain" and chain.exposed_share < staged.exposed_share
     assert fused.time_us < chain.time_us < staged.time_us
     assert fused.exposed_share < 0.05 < staged.exposed_share

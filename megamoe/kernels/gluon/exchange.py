@@ -136,10 +136,11 @@ def quantize_tokens(
     num, hidden = x.shape
     per_word = 4 // raw.element_size()
     _quantize_kernel[step.grid](
-        x if x.element_size() > 1 else x.view(raw.dtype), x if x_scale is None else x_scale,
-        x.stride(0), x if g is None else g, 0 if g is None or g.ndim == 0 else 1, raw, tokens,
-        hidden, words.data * per_word, words.pitch * per_word, words.pitch, words.data,
-        words.data + words.scales,
+        x=x if x.element_size() > 1 else x.view(raw.dtype),
+        x_scale=x if x_scale is None else x_scale, x_stride=x.stride(0), g=x if g is None else g,
+        g_stride=0 if g is None or g.ndim == 0 else 1, data=raw, words=tokens, hidden=hidden,
+        width=words.data * per_word, data_pitch=words.pitch * per_word, pitch=words.pitch,
+        scales_at=words.data, factor_at=words.data + words.scales,
         ACTS=acts, READY=is_ready, HAS_G=g is not None, BY_GROUP=by_group,
         **step.config.constants(), **overlap(pdl),
     )  # fmt: skip
