@@ -206,8 +206,9 @@ def product(name: str, n: int, found: Case, device: torch.device, *, multiply: b
     there = Case(*(t.to(device) for t in found))
     out = torch.zeros(ROWS, n, device=device)
     steps = found.w.shape[1] * 2 // kind.block_k
+    w, ws, x, xs = descriptors(kind, n, there)
     product_kernel[(1,)](
-        *descriptors(kind, n, there), out, steps, X=kind.x, VEC=kind.vec, N=n,
+        w=w, ws=ws, x=x, xs=xs, out=out, steps=steps, X=kind.x, VEC=kind.vec, N=n,
         BLOCK_K=kind.block_k, X_PACK=8 // kind.x_bits, MULTIPLY=multiply, num_warps=4,
     )  # fmt: skip
     return out.cpu()

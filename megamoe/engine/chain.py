@@ -84,11 +84,13 @@ class _Ranked(NamedTuple):
     num_slots: int  # rows of a token: routed, then shared
 
     @property
-    def control(self) -> tuple[Tensor, Tensor, Tensor, int, int]:
-        """State, peers, report, rank and bound."""
-        bound_ns = int(bound_s(self.call.timeout_s) * 1e9)
-        state, report = self.me.buffer.state, self.call.status.report
-        return state, self.me.peers, report, self.me.rank, bound_ns
+    def control(self) -> dict[str, Tensor | int]:
+        """What kernels that signal and wait all take."""
+        return {
+            "state": self.me.buffer.state, "peers": self.me.peers,
+            "report": self.call.status.report, "rank": self.me.rank,
+            "bound_ns": int(bound_s(self.call.timeout_s) * 1e9),
+        }  # fmt: skip
 
 
 def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tensor:
@@ -106,8 +108,9 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
         _compute(here, steps, links)
     finish, *rest = plan.rest
     exchange.finish_kernel[finish.grid](
-        me.buffer.done, *here.control, **finish.config.constants(), **overlap(here.pdl)
-    )
+        done=me.buffer.done, error=call.status.bad_slot, **here.control,
+        **finish.config.constants(), **overlap(here.pdl),
+    )  # fmt: skip
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
     if num == 0:
         return y
@@ -139,8 +142,7 @@ def _push(here: _Ranked, steps: Pass) -> Routing:
     error = call.status.bad_slot
     routing = Routing(call.topk_idx, call.topk_weights, *checked, error, call.num_valid)
     counts = torch.empty(steps.num_experts, dtype=torch.int32, device=device)
-    words = counts
-    slots, weights = words, checked[1]
+    slots, weights = counts, checked[1]
     if num_slots:
         _quantize(here, steps["quantize"])
         slots, weights = _sort(here, steps, routing, counts)
@@ -150,9 +152,10 @@ def _push(here: _Ranked, steps: Pass) -> Routing:
     step = steps["exchange"]
     num_local = steps.num_experts // here.me.num_ranks
     exchange.exchange_kernel[step.grid](
-        counts, slots, weights, buffer.counts_in, buffer.list_in, buffer.weight_in, buffer.begun,
-        *here.control, num_local, buffer.counts_in.shape[1], buffer.list_in.shape[1],
-        **step.config.constants(), **overlap(here.pdl),
+        counts=counts, slots=slots, slot_weights=weights, counts_in=buffer.counts_in,
+        list_in=buffer.list_in, weight_in=buffer.weight_in, begun=buffer.begun, **here.control,
+        local_experts=num_local, pitch=buffer.counts_in.shape[1],
+        capacity=buffer.list_in.shape[1], **step.config.constants(), **overlap(here.pdl),
     )  # fmt: skip
     return routing
 
@@ -216,10 +219,11 @@ def _compute(here: _Ranked, steps: Pass, links: Links | None) -> None:
         acts_factor=weights.acts_global, error=error, use_pdl=pdl,
         chain=Chain(pulled.arrived, publishes),
     )  # fmt: skip
+    follows_l1 = pulled.l1_done if follows.l2 else None
     launch.linear(
-        acts, made.w2, here.me.buffer.rows, steps["l2"], how, options, after=made.w13,
-        items=second, bias=weights.b2, acts_factor=weights.acts_global, error=error, use_pdl=pdl,
-        chain=Chain(pulled.l1_done if follows.l2 else None, dest_unit=pull.DEST_UNIT),
+        acts, made.w2, here.me.buffer.rows, steps["l2"], how, options, items=second,
+        bias=weights.b2, acts_factor=weights.acts_global, error=error, use_pdl=pdl,
+        chain=Chain(follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13),
     )  # fmt: skip
 
 
@@ -245,20 +249,27 @@ def _rows(
 ) -> None:  # fmt: skip
     """Rows, tiles and items of a window."""
     call, buffer, unused = here.call, here.me.buffer, pool.num_tiles
-    items: tuple[Tensor | int, ...] = (unused, unused, 0, 0, 0, 0, 0, 0, 0, 0)
+    names = "n_tiles", "slabs", "ctas"
+    items: dict[str, Tensor | int] = {
+        "l1_items": unused, "l2_items": unused, "l1_waves": 0, "span": 0,
+        **{f"{linear}_{name}": 0 for linear in ("l1", "l2") for name in names},
+    }  # fmt: skip
     if work is not None:
-        l1, l2 = work
-        assert (l1.waves[0], l2.waves[0]) == own.waves
-        items = (
-            l1.items, l2.items, *l1.linears[0], *l2.linears[0], own.waves[0], l1.ctas, l2.ctas,
-            l1.span,
-        )  # fmt: skip
+        assert tuple(one.waves[0] for one in work) == own.waves
+        items |= {"l1_waves": own.waves[0], "span": work[0].span}
+        for linear, one in zip(("l1", "l2"), work, strict=True):
+            values = (*one.linears[0], one.ctas)
+            items |= {f"{linear}_{name}": v for name, v in zip(names, values, strict=True)}
+            items[f"{linear}_items"] = one.items
     pull._rows_kernel[step.grid](
-        buffer.counts_in, buffer.list_in, buffer.weight_in, buffer.state, here.me.peers,
-        unused if call.stats is None else call.stats, pool.dest, pulled.origin, pool.weight,
-        pulled.arrived, pulled.l1_done, pool.tiles, pool.num_tiles, call.weights.num_experts,
-        here.num_slots, call.weights.hidden, 4 * here.words.pitch, buffer.counts_in.shape[1],
-        buffer.list_in.shape[1], own.chunks, own.first_row, own.pool_rows, *items,
+        counts_in=buffer.counts_in, list_in=buffer.list_in, weight_in=buffer.weight_in,
+        state=buffer.state, peers=here.me.peers,
+        stats=unused if call.stats is None else call.stats, dest=pool.dest, origin=pulled.origin,
+        weight=pool.weight, arrived=pulled.arrived, l1_done=pulled.l1_done, tiles=pool.tiles,
+        num_tiles=pool.num_tiles, num_experts=call.weights.num_experts, num_dest=here.num_slots,
+        hidden=call.weights.hidden, record_bytes=4 * here.words.pitch,
+        pitch=buffer.counts_in.shape[1], capacity=buffer.list_in.shape[1], chunks=own.chunks,
+        first_row=own.first_row, pool_rows=own.pool_rows, **items,
         HAS_STATS=call.stats is not None, **step.config.constants(), **overlap(here.pdl),
     )  # fmt: skip
 

@@ -20,7 +20,14 @@ from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import fused_group
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.planning import log_once
-from megamoe.errors import CapacityError, MegaMoEError, MegaMoETimeout, NotAvailable, require
+from megamoe.errors import (
+    CapacityError,
+    MegaMoEError,
+    MegaMoETimeout,
+    NotAvailable,
+    RankError,
+    require,
+)
 from megamoe.formats.quantized import Quantized
 from megamoe.planner import chain as planned
 from megamoe.planner.plan import Plan
@@ -94,6 +101,7 @@ class ChainGroup:
         buffer = chain.buffer_in(self._shared.own, where)
         self._me = chain.Member(buffer, peers, meeting.rank, meeting.num_ranks)
         self._places = Places(placement, weights.device)
+        self._lost: Exception | None = None  # what ended a call between two of its launches
 
     @property
     def num_bytes(self) -> int:
@@ -115,7 +123,7 @@ class ChainGroup:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
         found = layer._status
         found.remedy = RESTART  # no rank knows how far its peers came
-        found.order_after_last()
+        fused_group.order_after_last(layer.weights.device)
         refusal: Exception | None = None
         try:
             found.raise_if_seen()
@@ -125,19 +133,32 @@ class ChainGroup:
             raise
         except Exception as error:
             refusal = error
-            x, topk_idx, topk_weights = self._nothing(layer)
-        y = self._launch(layer, (x, topk_idx, topk_weights), stats, layer._launch.timeout_s)
+            x, topk_idx, topk_weights = self._masked(layer, 0)
+        self._check_whole()
+        try:
+            y = self._launch(layer, (x, topk_idx, topk_weights), stats, layer._launch.timeout_s)
+        except Exception as error:  # out of memory, say: peers may have taken what it pushed
+            self._lost = error
+            raise
         found.copy_to_host_async(layer.top_k)
         if refusal is not None:
             raise refusal
         return y
 
     def compile(self, layer: MoE) -> None:
-        """Nothing: its kernels are compiled in `warm`, whose waits have the longest bound."""
+        """Compile what a call launches, and launch nothing: nobody waits for a peer's compiler."""
+        if layer.weights.device.type != "cuda":
+            return
+        from megamoe.engine.compile_only import compiled_only
+
+        with compiled_only():
+            stats = torch.zeros_like(layer.stats)
+            self._launch(layer, self._masked(layer, self.num_tokens), stats, MAX_S)
 
     def warm(self, layer: MoE) -> None:
-        """A call without tokens that all ranks make: nobody's first call is late."""
-        self._launch(layer, self._nothing(layer), torch.zeros_like(layer.stats), MAX_S)
+        """A call with a masked token that all ranks make once they have compiled it."""
+        fused_group.order_after_last(layer.weights.device)
+        self._launch(layer, self._masked(layer, 1), torch.zeros_like(layer.stats), MAX_S)
         layer._status.check(layer.top_k)
 
     def _launch(
@@ -162,11 +183,22 @@ class ChainGroup:
         plan = layer.plan(call.num_tokens, is_quantized=not isinstance(call.x, Tensor))
         return chain.run(self._me, call, plan)
 
-    def _nothing(self, layer: MoE) -> tuple[Tensor, Tensor, Tensor]:
+    def _masked(self, layer: MoE, num: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens that no expert sees."""
         device = layer.weights.device
-        x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
-        idx = torch.empty(0, layer.top_k, dtype=torch.int32, device=device)
-        return x, idx, torch.empty(0, layer.top_k, dtype=torch.float32, device=device)
+        x = torch.zeros(num, layer.weights.hidden, dtype=torch.bfloat16, device=device)
+        idx = torch.full((num, layer.top_k), -1, dtype=torch.int32, device=device)
+        return x, idx, torch.zeros(num, layer.top_k, dtype=torch.float32, device=device)
+
+    def _check_whole(self) -> None:
+        """Peers number calls by what this rank pushed: after half a call it cannot go on."""
+        require(
+            self._lost is None,
+            "a rank of a chain must make all launches of a call",
+            got=f"an earlier one that ended with {type(self._lost).__name__}: {self._lost}",
+            fix=RESTART,
+            kind=RankError,
+        )
 
     def _check(self, x: Tensor | Quantized) -> None:
         require(

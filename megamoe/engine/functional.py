@@ -264,6 +264,13 @@ def check_tokens(
             isinstance(t, Tensor), f"{name} must be a tensor", got=type(t).__name__, kind=DTypeError
         )
         require(t.ndim == 2, f"{name} must be [T, top_k]", got=tuple(t.shape), kind=ShapeError)
+    require(
+        topk_idx.shape[0] == x.shape[0] and topk_weights.shape == topk_idx.shape,
+        f"topk_idx and topk_weights must both be [{x.shape[0]}, top_k]",
+        got=f"{tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
+        kind=ShapeError,
+    )
+    for name, t in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         require(
             t.is_contiguous(),
             f"{name} must be contiguous",
@@ -291,12 +298,6 @@ def check_tokens(
         kind=DTypeError,
     )
     _check_no_grad("topk_weights", topk_weights)
-    require(
-        topk_idx.shape[0] == x.shape[0] and topk_weights.shape == topk_idx.shape,
-        f"topk_idx and topk_weights must both be [{x.shape[0]}, top_k]",
-        got=f"{tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
-        kind=ShapeError,
-    )
     check_top_k(topk_idx.shape[1], num_experts)
 
 
@@ -361,6 +362,7 @@ def _check_x(x: Tensor | Quantized, weights: ExpertWeights) -> None:
         len(x.shape) == 2 and x.shape[1] == weights.hidden,
         f"x must be [T, {weights.hidden}]",
         got=tuple(x.shape),
+        fix="call .flatten(0, -2)" if len(x.shape) > 2 and x.shape[-1] == weights.hidden else "",
         kind=ShapeError,
     )
     data = x.data if isinstance(x, Quantized) else x

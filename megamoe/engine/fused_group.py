@@ -134,7 +134,7 @@ class FusedGroup:
         """One call on this rank; all ranks make it. bf16 [T, H]."""
         status = layer._status
         status.remedy = RESTART  # no rank knows how far its peers came
-        _order_after_last(layer.weights.device)  # before the buffer is written to
+        order_after_last(layer.weights.device)  # before the buffer is written to
         refusal: Exception | None = None
         try:
             status.raise_if_seen()
@@ -159,7 +159,7 @@ class FusedGroup:
 
     def warm(self, layer: MoE) -> None:
         """A call without tokens that all ranks make once they have compiled it."""
-        _order_after_last(layer.weights.device)
+        order_after_last(layer.weights.device)
         self.buffer.num_valid.zero_()
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S)
         layer._status.check(layer.top_k)
@@ -205,11 +205,14 @@ class FusedGroup:
         )
 
 
-_LAST: dict[torch.device, torch.cuda.Stream] = {}  # of the last fused call over a group
+_LAST: dict[torch.device, torch.cuda.Stream] = {}  # of the last such call over a group
 
 
-def _order_after_last(device: torch.device) -> None:
-    """Let the current stream wait for the last fused call over a group on this device."""
+def order_after_last(device: torch.device) -> None:
+    """Let the current stream wait for the last call over a group on this device, fused or a chain.
+
+    A fused launch may not take the SMs on which the rows of a chain's peers are to be computed.
+    """
     if device.type != "cuda" or is_capturing(device):
         return  # who replays a graph keeps the order
     now, last = torch.cuda.current_stream(device), _LAST.get(device)

@@ -138,8 +138,9 @@ def run_pass(
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
     )  # fmt: skip
     launch.linear(
-        acts, made.w2, rows, l2, how, options, after=made.w13, items=second, bias=weights.b2,
+        acts, made.w2, rows, l2, how, options, items=second, bias=weights.b2,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
+        chain=launch.Chain(after=made.w13),
     )  # fmt: skip
 
 

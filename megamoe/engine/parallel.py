@@ -15,7 +15,7 @@ from megamoe import __version__
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.distributed.wire import Wire
-from megamoe.engine import fused_group
+from megamoe.engine import chain_group, fused_group
 from megamoe.engine.functional import check_values
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
@@ -339,6 +339,8 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
             what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
+        if mode == "chain" and layer.backend == "hopper":
+            what |= chain_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
         return placement, what
 
     return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 
 from megamoe.engine.functional import run
-from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.layer import MoE
 from megamoe.engine.planning import log_once
 from megamoe.engine.row_counts import row_counts
@@ -51,8 +50,7 @@ def warmup(
         def lead() -> None:
             if layer.weights.device.type == "cuda" and meeting.rank == 0:
                 compile_before(layer, [fused_group.num_tokens], processes)
-            if isinstance(fused_group, FusedGroup):
-                fused_group.compile(layer)
+            fused_group.compile(layer)
 
         meeting.follow("compile the launch", lead, timeout_s)
         meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)

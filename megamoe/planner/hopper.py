@@ -375,7 +375,10 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
 
 
 def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
-    """Over a group: one fused launch, else the chain, else staged; or the chain as asked for."""
+    """Over a group: one fused launch, else staged; the chain as asked for.
+
+    `tables.AUTO_TAKES_CHAIN`: or instead of staged.
+    """
     from megamoe.planner import chain
 
     refusal = chain.why_not(call)
@@ -394,9 +397,11 @@ def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[st
     why = not_fused.why if not_fused else (
         f"a call would take {num} fused launches, and read all weights in each"
     )  # fmt: skip
-    if refusal is None:
-        return "chain", f"no host between ranks, tokens come and rows go under the GEMMs; {why}"
-    return "staged", f"{why}; {refusal.why}"
+    if refusal is not None:
+        return "staged", f"{why}; {refusal.why}"
+    if not tables.AUTO_TAKES_CHAIN:
+        return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
+    return "chain", f"no host between ranks, tokens come and rows go under the GEMMs; {why}"
 
 
 # -- launches -------------------------------------------------------------------------------------

@@ -27,10 +27,11 @@ STUDY = "study: not a launch of this library (deep_gemm)"
         (("--tokens", "512", "--recipe", "w8a8", "--set", "mode=staged"),
          ("staged", "quantize", "place", "permute", "l1", "l2", "combine",
           "rows cross the links")),
-        (("--tokens", "512", "--recipe", "w8a8"),
-         ("chain", "fused launches, and read all weights", "exchange_kernel", "pull_kernel",
+        (("--tokens", "512", "--recipe", "w8a8", "--set", "mode=chain"),
+         ("chain", "asked for", "exchange_kernel", "pull_kernel",
           "finish_kernel", "symmetric", "pull_sms")),
-        (("--tokens", "64", "--hardware", "b200"), ("portable", "sm_100a", "gated_kernel")),
+        (("--tokens", "64", "--hardware", "b200"),
+         ("portable", "blackwell is opt-in", "gated_kernel")),
         (("--tokens", "200", "--set", "mode=fused"), ("2 x 132", "num_passes")),
     ],
     ids=["fused", "staged", "chain", "portable", "passes"],
@@ -129,7 +130,7 @@ def test_simulate_json_is_for_machines(megamoe, mode):
     )
     found = json.loads(text)
     assert code == 0 and errors == "" and found["files"] == []
-    assert found["mode"] == (mode if mode != "auto" else "chain") and found["study"] == ""
+    assert found["mode"] == (mode if mode != "auto" else "staged") and found["study"] == ""
     assert found["time_us"] >= found["floor_us"] > 0
     again = megamoe(
         "simulate", "tiny", "--ranks", "2", "--mode", mode, "--skew", "zipf", "--json", "--no-files"
@@ -192,7 +193,8 @@ def test_bad_input_says_what_got_and_fix(megamoe, command, args, words):
         (("simulate", "tiny", "--ranks", "2", "--counts", "/nowhere"), 2, "counts must be a JSON"),
         (("simulate", "--ranks", "16", "--mode", "fused"), 3, "fused calls take 8 ranks at most"),
         (("plan", "--compare", "h200,"), 2, "hardware must be one of"),
-        (("plan", "--set", "backend=blackwell"), 2, "backend must be one of auto, hopper"),
+        (("plan", "--set", "backend=blackwell"), 3, "needs sm_100a"),
+        (("plan", "--set", "backend=pallas"), 2, "backend must be one of auto, hopper"),
         (("plan", "--hardware", "b200", "--set", "backend=hopper"), 3, "needs sm_90a"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

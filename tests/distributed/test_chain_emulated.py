@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends
+from megamoe.engine import backends, chain
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.status import NONE
+from megamoe.engine.status import GIVEN_UP, NONE
 from megamoe.errors import MegaMoETimeout
+from megamoe.kernels.gluon import exchange
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from tests import emulator, pretending
@@ -156,6 +157,41 @@ def test_a_rank_that_never_comes_ends_the_call_by_name_and_reaches_who_comes_lat
     ranks.launch(0, parts[0])
     with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
         ranks.found[0].check(K)
+
+
+def test_a_peer_that_gives_up_meanwhile_splits_no_launch(kernels, monkeypatch):
+    """Lists are complete, then a peer's word comes: rows, tiles and items are still all made."""
+    w, inputs = weights_of("w8a8"), tokens(5)
+    ranks = ChainRanks(kernels, w, 1, 5, K)
+    rows = chain._rows
+
+    def told(here, *rest):
+        here.me.buffer.state[exchange.STOP.value] = 1
+        rows(here, *rest)
+
+    monkeypatch.setattr(chain, "_rows", told)
+    (y,) = ranks([inputs])
+    assert torch.equal(y, pretending.staged(inputs, w))
+    with pytest.raises(MegaMoETimeout, match="rank 0 gave up and said so"):
+        ranks.found[0].check(K)
+
+
+def test_a_rank_whose_own_gemms_gave_up_says_so_to_its_peers(kernels, monkeypatch):
+    """Its rows are worthless: nobody may take them for right."""
+    w, inputs = weights_of("w8a8"), tokens(6)
+    ranks = ChainRanks(kernels, w, 2, 3, K)
+    compute = chain._compute
+
+    def given_up(here, *rest):
+        compute(here, *rest)
+        if here.me.rank == 1:
+            here.call.status.bad_slot[:] = GIVEN_UP
+
+    monkeypatch.setattr(chain, "_compute", given_up)
+    ranks(ranks.split(inputs, (3, 3)))
+    for found in ranks.found:
+        with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
+            found.check(K)
 
 
 # -- ranks of one process ------------------------------------------------------------------------

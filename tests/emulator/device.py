@@ -25,7 +25,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe.kernels.common import compat
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.hopper.gemm.decode_per_wave import GIVE_UP
-from tests.emulator import arrays, running
+from megamoe.kernels.hopper.weights.decode import NV_TO_BF16
+from tests.emulator import arrays, assembly, running, values
 from tests.emulator.arrays import Pointer, Value, decoded, encoded, raw
 from tests.emulator.memory_model import GLOBAL, SEEN, SHARED, Cells, Violation, join
 from tests.emulator.scheduler import Scheduler
@@ -700,6 +701,15 @@ def _four_to_e4m3(w, s):
     return tuple(Value(v, arrays.FP8) for v in _DECODED[key])
 
 
+def _nv_to_bf16(text, *args):
+    """As values are emulated without a scheduler."""
+    given = [values.Value(torch.from_numpy(np.array(one.a))) for one in args]
+    return tuple(
+        Value(one.t.float().numpy(), arrays.BF16)
+        for one in assembly.ASSEMBLY[NV_TO_BF16.value](*given)
+    )
+
+
 def _f32(v):
     return np.asarray(raw(v), dtype=np.float32)
 
@@ -720,6 +730,7 @@ def _launch_control(text):
 
 # What a text is known by -> its meaning; the first that fits.
 MEANINGS = (
+    (NV_TO_BF16.value, _nv_to_bf16),
     ("prmt.b32", lambda text, *args: _four_to_e4m3(*args)),
     (GIVE_UP.value, lambda text, *args: _give_up(*args)),
     ("cas.b32", lambda text, *args: _report(*args)),

@@ -186,8 +186,8 @@ def test_launches_of_all_layers_of_a_device_follow_each_other_whatever_their_str
     streams, device = Streams(monkeypatch), torch.device("cuda", 1)
     for stream in (streams.a, streams.b, streams.b, streams.a):
         streams.now = stream
-        fused_group._order_after_last(device)
-    fused_group._order_after_last(torch.device("cuda", 0))  # another GPU
+        fused_group.order_after_last(device)
+    fused_group.order_after_last(torch.device("cuda", 0))  # another GPU
     assert streams.log == ["b waits for a", "a waits for b"]
 
 
@@ -195,7 +195,7 @@ def test_every_call_takes_its_place_in_the_order_before_the_room_is_written_to(
     gpu, peers, monkeypatch
 ):
     one, ordered = join(gpu, peers, 0), []
-    monkeypatch.setattr(fused_group, "_order_after_last", ordered.append)
+    monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
     monkeypatch.setattr(
         symm_buffer.SymmBuffer, "put", lambda room, *inputs: ordered.append("written")
     )

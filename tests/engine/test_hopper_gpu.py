@@ -394,9 +394,8 @@ def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
     rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
     launch.linear(
-        acts, made.w2, rows, steps["l2"], made.how, Options(), after=made.w13,
-        items=work.each()[1],
-        error=error_word,
+        acts, made.w2, rows, steps["l2"], made.how, Options(), items=work.each()[1],
+        error=error_word, chain=launch.Chain(after=made.w13),
     )  # fmt: skip
     assert int(error_word) == -1
     assert_agrees(moe(*inputs, w), inputs, w)

@@ -104,6 +104,7 @@ def test_tokens_are_pulled_sixteen_bytes_at_a_time(recipe, monkeypatch):
 GEMMS = {
     "swap_ab": ("w4a8_block", 64, {}),
     "swap_ab-bf16": ("bf16", 512, {}),
+    "swap_ab-nvfp4": ("nvfp4", 512, {}),
     "decoded-per-tile": ("w4a8_block", 512, {}),
     "decoded-per-wave": ("w4a8_block", 2048, {}),
     "dynamic": ("w8a8", 512, {}),

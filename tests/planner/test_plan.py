@@ -18,8 +18,9 @@ from megamoe.planner.floor import overlap_limit
 from megamoe.planner.launches import Gemm, Mega
 from megamoe.planner.load import even_rows, touched_experts
 from megamoe.planner.numerics import HOPPER_RECIPES
-from megamoe.planner.plan import choose_backend, plan
+from megamoe.planner.plan import choose_backend, plan, plan_call
 from megamoe.planner.portable import GRID_AXIS
+from megamoe.planner.tables import hopper as hopper_tables
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=120, database=None)
 FLASH = mm.Problem(512, 4096, 2048, 256, 6, 8, "w4a8")
@@ -116,8 +117,8 @@ def names(found):
         (replace(ONE, num_tokens=8192, recipe="w8a8"), "staged",
          ["count", "scan", "place", "permute", "l1", "l2", "combine"]),
         (replace(FLASH, num_tokens=120), "fused", ["mega"]),  # 22.5 rows an expert
-        (replace(FLASH, num_tokens=121), "chain", CHAIN),
-        (replace(FLASH, recipe="bf16"), "chain", CHAIN),
+        (replace(FLASH, num_tokens=121), "staged",
+         ["quantize", "permute", "l1", "l2", "combine"]),
         (replace(PRO, num_ranks=16, num_tokens=8), "staged",
          ["quantize", "permute", "l1", "l2", "combine"]),
     ],
@@ -159,8 +160,25 @@ def test_fused_runs_or_is_refused_and_auto_says_why(call, error, says):
     with pytest.raises(error, match=says):
         plan(call, "h200", mode="fused")
     auto = plan(call, "h200")
-    assert auto.mode == ("chain" if "shared" in says or "contiguous" in says else "staged")
-    assert says.split(";")[0] in auto.why
+    assert auto.mode == "staged" and says.split(";")[0] in auto.why
+    if "shared" in says or "contiguous" in says:
+        assert "mode='chain' takes it, but is opt-in: it has not run on a GPU" in auto.why
+
+
+def test_auto_takes_the_chain_once_it_has_run_on_gpus(monkeypatch):
+    """One word of the tables: until then what never ran is never taken without being asked for."""
+    calls = (
+        CallSpec(replace(FLASH, num_tokens=121), max_tokens=121),
+        CallSpec(replace(FLASH, recipe="bf16"), max_tokens=FLASH.num_tokens),
+        CallSpec(replace(FLASH, num_tokens=8), shared=SHARED, max_tokens=8),
+        CallSpec(replace(FLASH, num_tokens=8), is_placed=True, max_tokens=8),
+    )
+    assert [plan(call, "h200").mode for call in calls] == ["staged"] * 4
+    monkeypatch.setattr(hopper_tables, "AUTO_TAKES_CHAIN", True)
+    plan_call.cache_clear()
+    taken = [plan(call, "h200") for call in calls]
+    plan_call.cache_clear()
+    assert [one.mode for one in taken] == ["chain"] * 4 and names(taken[0]) == CHAIN
 
 
 def test_shared_experts_join_the_launches_or_have_their_own():
@@ -177,7 +195,7 @@ def test_a_layer_over_a_group_is_planned_for_its_largest_call():
     big = CallSpec(replace(FLASH, num_tokens=8), max_tokens=512)
     found = plan(big, "h200", mode="fused")
     assert found.num_passes == 5 and names(found) == ["mega"] * 5
-    assert plan(big, "h200").mode == "chain"
+    assert plan(big, "h200").mode == "staged"
     assert "5 fused launches" in plan(big, "h200").why
 
 
@@ -185,7 +203,7 @@ def test_the_limit_of_a_launch_over_ranks_is_rows_an_expert():
     flash = replace(FLASH, recipe="w4a8_block", num_tokens=8)
     most = int(22.5 * flash.num_experts / (flash.num_ranks * flash.top_k))
     assert most == 120  # 5760 slots of all ranks
-    for tokens, mode in ((most, "fused"), (most + 1, "chain")):
+    for tokens, mode in ((most, "fused"), (most + 1, "staged")):
         assert plan(CallSpec(flash, max_tokens=tokens), "h200").mode == mode
 
 
@@ -217,6 +235,7 @@ def test_a_chain_shares_less_than_the_bar_and_its_pool_can_be_bounded():
 
 def test_which_launches_of_a_chain_follow_tiles_is_said():
     def why(recipe, tokens, **given):
+        given |= {"mode": "chain"}
         found = plan(replace(FLASH, recipe=recipe, num_tokens=tokens), "h200", **given)
         return found.launch("l1"), found.launch("l2")
 

@@ -20,6 +20,7 @@ CASES = {
     "plain-idle": lambda: targets.staged_case("w8a8", DYNAMIC, (5,), num_sms=3),
     "plain-fp4": lambda: targets.staged_case("w4a8_block", PER_TILE),
     "chain": lambda: targets.chain_case("w8a8", WIDE),
+    "chain-nvfp4": lambda: targets.chain_case("nvfp4", WIDE),
     "chain-static": lambda: targets.chain_case("w8a8", STATIC),
     "chain-dynamic": lambda: targets.chain_case("w8a8", DYNAMIC, (5, 70, 3)),
     "chain-apart": lambda: targets.chain_apart_case(),

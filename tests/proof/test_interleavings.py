@@ -7,6 +7,7 @@ ui.perfetto.dev.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -29,7 +30,8 @@ NUM = {
     "swap-ab-wide": 100,
     "swap-ab-bf16": 100, "swap-ab-deep": 100, "plain": 100, "plain-static": 100,
     "plain-dynamic": 150, "plain-idle": 100, "plain-fp4": 100, "plain-per-wave": 50,
-    "plain-tail": 100, "chain": 100, "chain-static": 100, "chain-dynamic": 100, "chain-apart": 200,
+    "plain-tail": 100, "chain": 100, "chain-nvfp4": 50, "chain-static": 100, "chain-dynamic": 100,
+    "chain-apart": 200,
 }  # fmt: skip
 
 
@@ -48,6 +50,21 @@ def test_no_interleaving_breaks_an_order_or_changes_a_bit(name, first, num):
 
 def test_every_case_is_explored():
     assert set(NUM) == set(campaign.CASES)
+
+
+def test_the_page_has_these_numbers():
+    page = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
+    others = {name: num for name, num in NUM.items() if name != "fused-ranks"}
+    rows = [("fused launch over two ranks of two CTAs", NUM["fused-ranks"])]
+    for what, prefix in (
+        ("other fused launches", "fused"), ("swap-AB GEMM", "swap-ab"), ("plain GEMM", "plain"),
+        ("the chain", "chain"),
+    ):  # fmt: skip
+        of = [num for name, num in others.items() if name.startswith(prefix)]
+        rows.append((f"{what} ({len(of)} cases)", sum(of)))
+    for what, num in rows:
+        assert f"{what} | {num:,} |" in page
+    assert f"of each of {len(others)} other cases" in page
 
 
 def test_a_seed_gives_the_same_run_again():

@@ -202,11 +202,19 @@ def test_the_overlap_rule_falls_out_of_the_model():
 def test_the_reference_system_hides_what_staged_launches_expose():
     problem = Problem(2048, 4096, 2048, 64, 6, 4, "w8a8")
     fused, staged = simulate(study(problem, H200)), simulate(plan(problem, H200, mode="staged"))
-    chain = simulate(plan(problem, H200))
+    chain = simulate(plan(problem, H200, mode="chain"))
     assert chain.schedule.mode == "chain" and chain.exposed_share < staged.exposed_share
     assert fused.time_us < chain.time_us < staged.time_us
     assert fused.exposed_share < 0.05 < staged.exposed_share
     assert fused.time_us < staged.time_us
+
+
+def test_tokens_of_a_fused_call_cross_the_links_quantised_and_rows_in_bf16():
+    problem = Problem(16, 4096, 2048, 8, 2, 2, "w8a8")
+    found = simulate(plan(problem, H200, mode="fused"), [[4] * 8, [4] * 8])
+    link = H200.nvlink_gbs.reached.value * 1e3
+    crossed = found.usage.nvlink * found.time_us * link  # bytes into one rank
+    assert crossed == pytest.approx(4 * 4 * ((4096 + 128) + 2 * 4096), rel=1e-6)
 
 
 @pytest.mark.parametrize("tokens", [64, 256])

@@ -9,7 +9,8 @@ and sorts its own slots (`permute.place`). `exchange_kernel`, one CTA for each p
 into the owner's memory, 16 bytes a thread, and signals once: a store that releases at system scope.
 The same CTA waits for that peer's signal. `finish_kernel` does the same at the end of a call, when
 this rank's rows are home. Waits are bounded; one that is given up leaves the layer's report, and
-tells every peer in `state[STOP]`, which all waits of a call look at. Nobody adds to a peer's words.
+tells every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
+GEMMs gave up, whose rows are worthless. Nobody adds to a peer's words.
 
 A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
 exchange is written while somebody may still read it. Calls are numbered on the GPU: `state[CALL]`.
@@ -37,7 +38,8 @@ from megamoe.planner.launches import Launch
 
 # Words of `state`.
 CALL = gl.constexpr(0)  # number of the last call that this rank has planned
-STOP = gl.constexpr(1)  # 1 + the rank that gave up; 0: none
+STOP = gl.constexpr(1)  # 1 + the rank that gave up; 0: none. Peers write it, at any time
+MISSED = gl.constexpr(2)  # 1: this rank did not see every peer's lists; its own, for `pull`
 
 # What a report names, after those of fused launches.
 WAIT_BEGUN = gl.constexpr(16)
@@ -134,10 +136,11 @@ def quantize_tokens(
     num, hidden = x.shape
     per_word = 4 // raw.element_size()
     _quantize_kernel[step.grid](
-        x if x.element_size() > 1 else x.view(raw.dtype), x if x_scale is None else x_scale,
-        x.stride(0), x if g is None else g, 0 if g is None or g.ndim == 0 else 1, raw, tokens,
-        hidden, words.data * per_word, words.pitch * per_word, words.pitch, words.data,
-        words.data + words.scales,
+        x=x if x.element_size() > 1 else x.view(raw.dtype),
+        x_scale=x if x_scale is None else x_scale, x_stride=x.stride(0), g=x if g is None else g,
+        g_stride=0 if g is None or g.ndim == 0 else 1, data=raw, words=tokens, hidden=hidden,
+        width=words.data * per_word, data_pitch=words.pitch * per_word, pitch=words.pitch,
+        scales_at=words.data, factor_at=words.data + words.scales,
         ACTS=acts, READY=is_ready, HAS_G=g is not None, BY_GROUP=by_group,
         **step.config.constants(), **overlap(pdl),
     )  # fmt: skip
@@ -181,7 +184,10 @@ def _signal(pointer, call):
 
 @gluon.jit
 def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
-    """Wait until a peer's signal here is `call` or later; report it and tell all peers if not."""
+    """Wait until a peer's signal here is `call` or later; report it and tell all peers if not.
+
+    -> what was seen.
+    """
     stop = p.state + STOP
     seen = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
     told = gl.load(stop, volatile=True)
@@ -194,12 +200,23 @@ def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
          where],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+    _tell_peers(p, seen, call)
+    return seen
+
+
+@gluon.jit
+def _tell_peers(p, seen, want):
+    """Unless `seen` >= `want`: all ranks are told that this one gave up."""
     for other in range(p.RANKS):
-        gl.inline_asm_elementwise(
-            TELL, "=r,l,r,r,r",
-            [at_peer(p.peers, stop, other).to(gl.int64), seen, call, p.rank + 1],
-            dtype=gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
+        _tell(at_peer(p.peers, p.state + STOP, other), seen, want, p.rank + 1)
+
+
+@gluon.jit
+def _tell(pointer, seen, want, value):
+    gl.inline_asm_elementwise(
+        TELL, "=r,l,r,r,r", [pointer.to(gl.int64), seen, want, value], dtype=gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -245,21 +262,25 @@ def exchange_kernel(
         _copy(slots, at_peer(peers, list_in, peer) + rank * capacity, begin, num_eights)
         _copy(slot_weights, at_peer(peers, weight_in, peer) + rank * capacity, begin, num_eights)
         _signal(at_peer(peers, begun, peer) + rank, call)
-    _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
+    seen = _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
+    _tell(state + MISSED, seen, call, gl.to_tensor(1))
     allow_next_launch()
 
 
 @gluon.jit(do_not_specialize=["rank", "bound_ns"])
-def finish_kernel(done, state, peers, report, rank, bound_ns, RANKS: gl.constexpr):
+def finish_kernel(done, error, state, peers, report, rank, bound_ns, RANKS: gl.constexpr):
     """CTA: tell one peer that this rank's rows for it are home, and wait for its rows.
 
-    After a report nobody is told: the rows are worthless.
+    After a report nobody is told: the rows are worthless. Nor where `error` is negative, that is,
+    a wait of this rank's GEMMs was given up: then all are told that.
     """
     wait_for_launch()
     p = Peers(peers=peers, rank=rank, state=state, report=report, bound_ns=bound_ns, RANKS=RANKS)
     peer = (rank + gl.program_id(0)) % RANKS
     call = gl.load(state + CALL)
-    if gl.load(state + STOP, volatile=True) == 0:
+    found = gl.load(error)
+    _tell_peers(p, found, gl.to_tensor(0))
+    if (found >= 0) & (gl.load(state + STOP, volatile=True) == 0):
         _signal(at_peer(peers, done, peer) + rank, call)
     _await_peer(p, done + peer, call, peer, WAIT_HOME)
     allow_next_launch()

@@ -46,7 +46,7 @@ _DEST = tl.constexpr(DEST_UNIT)
 _UNIT = tl.constexpr(ORIGIN_UNIT)
 _ORIGIN_BYTES = tl.constexpr(4 * ORIGIN_UNIT)
 _CALL = tl.constexpr(0)  # words of `state`, as in `exchange`
-_STOP = tl.constexpr(1)
+_MISSED = tl.constexpr(2)
 
 
 class Pulled(NamedTuple):
@@ -83,14 +83,16 @@ def _rows_kernel(
 ):  # fmt: skip
     """A program each: chunks of every source's list; the tile list; waves of work items.
 
-    The pool holds the call's rows from `first_row` on. After a report there are none.
+    The pool holds the call's rows from `first_row` on. There are none where this rank did not see
+    every peer's lists. All programs must decide that alike, so they read a word that only this
+    rank's earlier launch writes, not the one that peers may write meanwhile.
     """
     after_previous()
     number = tl.program_id(0)
     source = tl.arange(0, R)[:, None]
     expert = tl.arange(0, E)
     is_there = (source < RANKS) & (expert < num_experts)[None, :]
-    is_there = is_there & (tl.load(state + _STOP) == 0)
+    is_there = is_there & (tl.load(state + _MISSED) == 0)
     by_source = tl.load(counts_in + source * pitch + expert[None, :], mask=is_there, other=0)
     count = tl.sum(by_source, 0)
     row_begin = expert_rows(count)

@@ -44,11 +44,12 @@ class Arithmetic:
 
 
 class Chain(NamedTuple):
-    """How a GEMM of the chain waits and writes."""
+    """How a GEMM follows the launch before it, and writes."""
 
     follows: Tensor | None = None  # words by tile that its tiles wait for; None: for the launch
     publishes: Tensor | None = None  # L1: words by tile that it counts in
     dest_unit: int = 0  # L2: values of a unit of `dest`; 0: a row
+    after: Packed | None = None  # L2: weights of the L1 that was launched before it
 
 
 NO_CHAIN = Chain()
@@ -121,24 +122,22 @@ def gated(x: Pool, w: Packed, out: Pool, step: Launch, how: Arithmetic, options:
 
 
 def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
-           *, after: Packed | None = None, items: Tensor | None = None,
-           bias: Tensor | None = None, acts_factor: Tensor | None = None,
-           error: Tensor | None = None, use_pdl: bool = False,
-           chain: Chain | None = None) -> None:  # fmt: skip
+           *, items: Tensor | None = None, bias: Tensor | None = None,
+           acts_factor: Tensor | None = None, error: Tensor | None = None,
+           use_pdl: bool = False, chain: Chain | None = None) -> None:  # fmt: skip
     """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination.
 
     With `use_pdl` it may begin before the launch before it ends: items must be older than that.
 
-    after  weights of the L1 that was launched before it
-    chain  rows go where `x.dest` says in its units, also to other ranks
+    chain  the L1 before it; of ranks, rows go where `x.dest` says in units, also to other ranks
     """
     chain = chain or NO_CHAIN
     _run(
         x, w, step, how, bias, acts_factor, items, error,
-        0 if after is None else -(-after.num_rows // _block_n(step)), out=out, out_scale=out,
-        num_outputs=w.num_outputs, out_width=chain.dest_unit or w.num_outputs, clamp=0.0,
-        ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
-        chain=chain,
+        0 if chain.after is None else -(-chain.after.num_rows // _block_n(step)), out=out,
+        out_scale=out, num_outputs=w.num_outputs, out_width=chain.dest_unit or w.num_outputs,
+        clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
+        launch_pdl=use_pdl, chain=chain,
     )  # fmt: skip
 
 

@@ -317,6 +317,8 @@ def load_epilogue_operands(gemm):
         wait_for_launch()
     for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
         tile = _tile_at(gemm, item)
+        if gemm.FOLLOWS and gemm.GATED and gemm.FACTOR == "expert":
+            wait_for_tile(gemm, tile, gemm.error)  # factors of tokens come with them
         fetch_operands(gemm, num_done, tile)
         if gemm.PUBLISHES:
             if num_done > 0:  # `fetch_operands` has waited until its epilogue was over

@@ -1,0 +1,94 @@
+"""Chained calls over a group around their launches, which are the test's here."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.jit import JITFunction
+
+import megamoe as mm
+from megamoe.balance.placement import Placement
+from megamoe.engine import chain, fused_group
+from megamoe.engine.chain_group import ChainGroup
+from megamoe.engine.compile_only import compiled_only
+from megamoe.engine.planning import Ranks
+from megamoe.errors import RankError
+from tests.engine.pretended import E, make, tokens
+from tests.engine.test_fused_group import MOST, call, peers  # noqa: F401  a fixture
+
+
+@pytest.fixture
+def one(gpu, peers, monkeypatch):  # noqa: F811
+    """Rank 0 of two; `made` has the calls that it launched."""
+    layer = make(gpu, max_tokens_per_rank=MOST, timeout_s=7)
+    layer.experts._weights = gpu.weights[: E // 2]
+    layer.stats = layer.stats[: E // 2].clone()
+    layer._ranks = Ranks(2, E, max_tokens=MOST)
+    layer._wanted = ("hopper", "chain")
+    meeting = SimpleNamespace(rank=0, num_ranks=2)
+    layer._fused_group = ChainGroup(layer, meeting, Placement.contiguous(E, 2))
+    layer.made = []
+
+    def run(me, call, plan):
+        layer.made.append(call)
+        return torch.zeros(call.num_tokens, call.weights.hidden)
+
+    monkeypatch.setattr(chain, "run", run)
+    return layer
+
+
+def test_every_call_takes_its_place_in_the_order_of_fused_ones(one, monkeypatch):
+    """A fused launch that waits for its peers holds the SMs that a chain of its peers needs."""
+    ordered = []
+    monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
+    call(one, *tokens(4))
+    one._fused_group.warm(one)
+    assert ordered == [one.weights.device] * 2
+
+
+def test_a_rank_that_made_half_a_call_makes_no_other(one, monkeypatch):
+    """Peers have what it pushed under the number that its next call would have again."""
+
+    def out_of_memory(me, call, plan):
+        raise torch.OutOfMemoryError("no room for a pool")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(chain, "run", out_of_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            call(one, *tokens(4))
+    with pytest.raises(RankError, match=r"OutOfMemoryError: no room for a pool; restart the ranks"):
+        call(one, *tokens(2))
+    assert not one.made
+
+
+def test_warming_up_compiles_then_meets_then_makes_a_call_of_all_launches(one, monkeypatch):
+    steps = []
+    group = one._fused_group
+    monkeypatch.setattr(group, "compile", lambda layer: steps.append("compile"), raising=False)
+
+    def follow(step, make, timeout_s):
+        make()
+        steps.append(step)
+
+    one._world = SimpleNamespace(
+        rank=1, meeting=SimpleNamespace(follow=follow, meet=follow, rank=1)
+    )
+    mm.warmup(one, [MOST])
+    assert steps == ["compile", "compile the launch", "warm up"]
+    (warm,) = one.made
+    assert warm.num_tokens == 1 and (warm.topk_idx == -1).all() and warm.timeout_s == 60
+    assert not one.stats.any()
+
+
+def test_launches_of_this_thread_alone_are_compiled_and_not_made(monkeypatch):
+    seen = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, **options: seen.append(options))
+    kernel = JITFunction.__new__(JITFunction)
+    with compiled_only():
+        JITFunction.run(kernel, grid=(1,), warmup=False)
+        other = threading.Thread(target=lambda: JITFunction.run(kernel, grid=(2,), warmup=False))
+        other.start()
+        other.join()
+    JITFunction.run(kernel, grid=(3,), warmup=False)
+    assert [(s["grid"], s["warmup"]) for s in seen] == [((1,), True), ((2,), False), ((3,), False)]
