@@ -20,7 +20,8 @@ from megamoe.errors import FileError
 from megamoe.files import write_atomic
 
 KIND, VERSION = "megamoe.certificate", 1
-# Rooms whose bytes decide what a call computes: a change in one of them ends a certificate.
+# Rooms whose bytes decide what a call computes, beside the files at the root (problem.py has limits
+# and clamps): a change in one of them ends a certificate.
 ROOMS = ("formats", "routing", "layout", "planner", "kernels", "engine")
 ANEW = "run `megamoe certify` again"
 
@@ -131,10 +132,12 @@ def find(
 
 @functools.cache
 def code_digest() -> str:
-    """Twelve digits that stand for the Python files of ROOMS, as they lie on disk."""
+    """Twelve digits that stand for the Python files of ROOMS and the root, as they lie on disk."""
     root, digest = Path(__file__).parent, hashlib.sha256()
+    paths = sorted(root.glob("*.py"))
     for room in ROOMS:
-        for path in sorted((root / room).rglob("*.py")):
-            digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
+        paths += sorted((root / room).rglob("*.py"))
+    for path in paths:
+        digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
+        digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

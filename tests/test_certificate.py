@@ -8,6 +8,8 @@ import torch
 from megamoe import certificate
 from megamoe.certificate import Certificate, Machine
 from megamoe.engine import backends, certified
+from megamoe.engine.functional import choose
+from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import FileError, NotAvailable
 from megamoe.hardware import Hardware
 from megamoe.planner import plan as planner
@@ -69,9 +71,18 @@ def test_a_damaged_file_is_no_certificate_and_no_crash(text):
         certificate.read(path)
 
 
-def test_the_digest_is_of_the_bytes_that_compute():
+def test_the_digest_is_of_the_bytes_that_compute(monkeypatch, tmp_path):
     assert len(certificate.code_digest()) == 12
     assert certified.machine_of(CPU).code == certificate.code_digest()
+    monkeypatch.setattr(certificate, "__file__", str(tmp_path / "certificate.py"))
+    seen = set()
+    for name in ("problem.py", "kernels/gemm.py", "engine/call.py"):  # problem.py: clamps
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("LIMIT = 7.0")
+        seen.add(certificate.code_digest.__wrapped__())
+        (tmp_path / name).write_text("LIMIT = 8.0")
+        seen.add(certificate.code_digest.__wrapped__())
+    assert len(seen) == 6
 
 
 THERE = {"blackwell": "", "portable": "", "reference": ""}
@@ -118,6 +129,29 @@ def test_the_engine_asks_for_the_certificate_of_its_device_and_recipe(blackwell)
     assert backends.resolve("auto", "auto", CPU, "bf16").name == "reference"
     certificate.write(a_certificate(replace(machine, driver="older")))
     assert backends.resolve("auto", "auto", CPU, "w4a8").name == "reference"
+
+
+def test_auto_passes_over_what_the_opt_in_backend_has_no_certificate_or_kernel_for(blackwell):
+    certificate.write(a_certificate(certified.machine_of(CPU), recipes=("w4a8", "w4a16")))
+
+    def chosen(recipe="w4a8", shared=None, activation="swiglu", code=None):
+        w, other = (
+            None if name is None else ExpertWeights.empty(name, 2, 64, 32)
+            for name in (recipe, shared)
+        )
+        if code is not None:
+            w.w2.data.fill_(0x11)
+            w.w2.scale.fill_(code)
+        return choose("auto", "auto", w, other, activation)[::2]
+
+    assert chosen() == chosen(shared="w4a8") == chosen("w4a16", code=1) == ("blackwell", "")
+    for given, reason in (
+        ({"shared": "bf16"}, "not of recipe bf16"),
+        ({"activation": "geglu"}, "no kernel for activation geglu"),
+        ({"recipe": "w4a16", "code": 0}, "a scale of 2**-127"),
+    ):
+        name, why = chosen(**given)
+        assert name == "reference" and reason in why
 
 
 def test_doctor_shows_certificates_and_why_one_does_not_hold(blackwell):

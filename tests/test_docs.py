@@ -30,3 +30,10 @@ def test_files_named_as_done_exist():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+def test_the_index_links_every_page():
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([^)#:]+\.md)", (docs / "index.md").read_text()))
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    assert {p for p in pages if not p.startswith("decisions/")} - linked == {"index.md"}

@@ -89,13 +89,21 @@ def _long(ups: Tensor, hidden: int, rng: torch.Generator) -> Tensor:
 
 
 def random_experts(
-    recipe: str, num: int, hidden: int, intermediate: int, *, seed: int = 0
+    recipe: str,
+    num: int,
+    hidden: int,
+    intermediate: int,
+    *,
+    seed: int = 0,
+    has_bias: bool = False,
 ) -> ExpertWeights:
     """Gaussian experts, on the CPU."""
     rng = torch.Generator().manual_seed(seed)
     w13 = torch.randn(num, 2 * intermediate, hidden, generator=rng) / hidden**0.5
     w2 = torch.randn(num, hidden, intermediate, generator=rng) / intermediate**0.5
-    return ExpertWeights.quantize(w13.bfloat16(), w2.bfloat16(), recipe)
+    b13 = torch.randn(num, 2 * intermediate, generator=rng) if has_bias else None
+    b2 = torch.randn(num, hidden, generator=rng) if has_bias else None
+    return ExpertWeights.quantize(w13.bfloat16(), w2.bfloat16(), recipe, b13=b13, b2=b2)
 
 
 # fmt: off

@@ -28,7 +28,7 @@ Slots = Annotated[
     int | None, typer.Option("--slots-per-rank", help="Experts a rank holds; default: as recorded.")
 ]
 Tokens = Annotated[int, typer.Option(help="Tokens per rank of the simulated call.")]
-Mode = Annotated[str, typer.Option(help="auto, fused or staged.")]
+Mode = Annotated[str, typer.Option(help="auto, fused, chain or staged.")]
 Out = Annotated[str | None, typer.Option("--out", help="Write the placement to this file.")]
 
 

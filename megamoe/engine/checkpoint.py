@@ -135,6 +135,13 @@ def check_source(w: object, name: str, rank: int) -> None:
         got=w.dtype,
         kind=DTypeError,
     )
+    require(
+        not w.is_meta,
+        f"{name} must have values",
+        got="a meta tensor",
+        fix='use MoE.empty(..., device="meta") for a layer that waits for a state_dict',
+        kind=DeviceError,
+    )
 
 
 def check_pair(w13: Tensor, w2: Tensor, shape: tuple[int, int] | None) -> None:

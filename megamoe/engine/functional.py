@@ -26,6 +26,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.planner.choice import Value
 from megamoe.planner.overrides import TILE, checked
 from megamoe.planner.plan import Plan, choose_backend
+from megamoe.planner.tables.blackwell import ACTIVATIONS as BLACKWELL_ACTIVATIONS
 from megamoe.problem import Options, check_top_k
 from megamoe.routing.permute import check_expert_ids, expert_counts
 
@@ -155,7 +156,7 @@ def choose(
         log_once(BIASED)
     device = weights.device if device is None else device
     reasons = backends.reasons_on(device)
-    not_certified = backends.not_certified(reasons, device, weights.recipe)
+    not_certified = _not_opt_in(reasons, device, weights, shared, activation)
     name, why = choose_backend(backend, mode, reasons, not_certified=not_certified)
     if why:
         log_once(f"backend {name}: {why}")
@@ -165,6 +166,28 @@ def choose(
         log_once(f"backend {name} instead of hopper: {why}")
         traits = traits_of(name, weights, shared, activation)
     return name, traits, why
+
+
+def _not_opt_in(
+    reasons: Mapping[str, str],
+    device: torch.device,
+    weights: ExpertWeights,
+    shared: ExpertWeights | None,
+    activation: str,
+) -> str:
+    """Why `auto` may not take the opt-in backend for this layer: no certificate of what it would
+    compute, or no kernel for it; "" where it may."""
+    for one in (weights, *(() if shared is None else (shared,))):
+        reason = backends.not_certified(reasons, device, one.recipe)
+        if reason:
+            return reason
+    if reasons.get("blackwell", "not here"):
+        return ""
+    if activation not in BLACKWELL_ACTIVATIONS:
+        return f"no kernel for activation {activation}"
+    from megamoe.engine import blackwell
+
+    return blackwell.why_not(weights) or ("" if shared is None else blackwell.why_not(shared))
 
 
 def run(call: Call, plan: Plan) -> Tensor:
@@ -241,6 +264,13 @@ def check_tokens(
             isinstance(t, Tensor), f"{name} must be a tensor", got=type(t).__name__, kind=DTypeError
         )
         require(t.ndim == 2, f"{name} must be [T, top_k]", got=tuple(t.shape), kind=ShapeError)
+    require(
+        topk_idx.shape[0] == x.shape[0] and topk_weights.shape == topk_idx.shape,
+        f"topk_idx and topk_weights must both be [{x.shape[0]}, top_k]",
+        got=f"{tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
+        kind=ShapeError,
+    )
+    for name, t in (("topk_idx", topk_idx), ("topk_weights", topk_weights)):
         require(
             t.is_contiguous(),
             f"{name} must be contiguous",
@@ -268,12 +298,6 @@ def check_tokens(
         kind=DTypeError,
     )
     _check_no_grad("topk_weights", topk_weights)
-    require(
-        topk_idx.shape[0] == x.shape[0] and topk_weights.shape == topk_idx.shape,
-        f"topk_idx and topk_weights must both be [{x.shape[0]}, top_k]",
-        got=f"{tuple(topk_idx.shape)} and {tuple(topk_weights.shape)}",
-        kind=ShapeError,
-    )
     check_top_k(topk_idx.shape[1], num_experts)
 
 
@@ -338,6 +362,7 @@ def _check_x(x: Tensor | Quantized, weights: ExpertWeights) -> None:
         len(x.shape) == 2 and x.shape[1] == weights.hidden,
         f"x must be [T, {weights.hidden}]",
         got=tuple(x.shape),
+        fix="call .flatten(0, -2)" if len(x.shape) > 2 and x.shape[-1] == weights.hidden else "",
         kind=ShapeError,
     )
     data = x.data if isinstance(x, Quantized) else x

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from megamoe.engine.fingerprint import Seal
+from megamoe.engine.fingerprint import Seal, counted
 from megamoe.engine.packed import PackedMatrix, Source, fill, packed_room, parts_of
 from megamoe.engine.planning import why_unlike
 from megamoe.engine.weights import ExpertWeights
@@ -173,11 +173,13 @@ def put(weights: ExpertWeights, other: ExpertWeights) -> ExpertWeights:
     for name in MATRICES:
         part = getattr(weights, name)
         fill(part, getattr(other, name))
+        part.aside.forget_lent()
         object.__setattr__(part, "source", None)
     for name in ("b13", "b2", "x_global", "acts_global"):
         mine, given = getattr(weights, name), getattr(other, name)
         if mine is not None:
-            mine.copy_(given)
+            with torch.no_grad(), torch.inference_mode(False):
+                counted(mine).copy_(given)
     return weights
 
 

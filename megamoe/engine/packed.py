@@ -6,7 +6,7 @@ unpacked then and there, exactly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy, deepcopy
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -137,7 +137,8 @@ class _Known:
 
     def __init__(self, num: int, facts: Facts) -> None:
         self.spares, self.facts, self.writes = [Spare()] * num, [facts] * num, 0
-        self.lent: list[tuple[StorageWeakRef, Tensor, int]] = []  # copies that callers have
+        # copies that callers have, and of which experts
+        self.lent: list[tuple[StorageWeakRef, Tensor, int, range]] = []
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "lent": []}
@@ -167,11 +168,16 @@ class Aside:
             self._facts = self._known.writes, Facts(*map(all, zip(*each, strict=True)))
         return self._facts[1]
 
+    def facts_after(self, writes: Mapping[int, Facts]) -> Facts:
+        """The same once some experts are others, of which these are the facts."""
+        each = [writes.get(i, self._known.facts[at]) for i, at in enumerate(self._at)]
+        return Facts(*map(all, zip(*each, strict=True)))
+
     def lend(self, t: Tensor) -> Tensor:
         """A copy that a caller gets: a write to it is refused by the next call, not lost."""
         counter = _counter(t)
         ref = StorageWeakRef(t.untyped_storage())
-        self._known.lent.append((ref, counter, counter._version))
+        self._known.lent.append((ref, counter, counter._version, self._at))
         return t
 
     def refuse_written(self) -> None:
@@ -180,13 +186,17 @@ class Aside:
         if not known.lent:
             return
         require(
-            all(counter._version == version for _, counter, version in known.lent),
+            all(counter._version == version for _, counter, version, _ in known.lent),
             "tensors of packed experts are copies, which nothing reads again",
             got="one that was written to",
             fix="write with layer.refresh(...), or before the experts are packed",
             kind=RangeError,
         )
         known.lent = [one for one in known.lent if not one[0].expired()]
+
+    def forget_lent(self) -> None:
+        """All of these experts were written anew: copies of what they were are the caller's own."""
+        self._known.lent = [one for one in self._known.lent if one[3] != self._at]
 
     def put(self, expert: int, spare: Spare, facts: Facts) -> None:
         """Say what an expert is now."""

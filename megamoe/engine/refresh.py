@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import checkpoint
+from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import PackedMatrix
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one_of, require
@@ -78,35 +79,44 @@ class Refresh:
 
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
-        for name in ("w13", "w2"):
-            given, held = getattr(self, name), getattr(weights, name)
-            if given is None:
-                continue
-            self._check_matrix(name, given, held)
-            for expert, one in self._each(given, held, name):
-                checkpoint.refuse_nan(one, name, first_expert=expert)
-                if isinstance(held, PackedMatrix):
-                    check_image(held.kind, facts_of(one), f"{name} of expert {expert}")
-        for name in ("b13", "b2"):
-            self._check_bias(name, getattr(self, name), getattr(weights, name))
+        found: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
+        with torch.no_grad(), torch.inference_mode(False):
+            for name, facts in found.items():
+                given, held = getattr(self, name), getattr(weights, name)
+                if given is None:
+                    continue
+                self._check_matrix(name, given, held)
+                for expert, one in self._each(given, held, name):
+                    checkpoint.refuse_nan(one, name, first_expert=expert)
+                    if isinstance(held, PackedMatrix):
+                        facts[expert] = facts_of(one)
+                        check_image(held.kind, facts[expert], f"{name} of expert {expert}")
+            _check_arithmetic(weights, found)
+            for name in ("b13", "b2"):
+                self._check_bias(name, getattr(self, name), getattr(weights, name))
 
     def write(self, weights: ExpertWeights) -> None:
         """Write, expert by expert; `check` passed."""
-        for name in ("w13", "w2"):
-            given, held = getattr(self, name), getattr(weights, name)
-            if given is None:
-                continue
-            for expert, one in self._each(given, held, name):
-                _put(held, expert, one)
-        num, at = len(self.experts), list(self.experts)
-        for name, given in (("b13", self.b13), ("b2", self.b2)):
-            held = getattr(weights, name)
-            if given is not None and held is not None:
-                rows = given.to(held.device).float()
-                if name == "b13":
-                    rows = checkpoint.gate_then_up(rows.view(num, -1, 1), self.gate_up)[..., 0]
-                for i, expert in enumerate(at):
-                    held[expert].copy_(rows[i])
+        with torch.no_grad(), torch.inference_mode(False):
+            for name in ("w13", "w2"):
+                given, held = getattr(self, name), getattr(weights, name)
+                if given is None:
+                    continue
+                for expert, one in self._each(given, held, name):
+                    _put(held, expert, one)
+            for name in ("b13", "b2"):
+                self._write_bias(name, getattr(self, name), getattr(weights, name))
+
+    def _write_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
+        if given is None or held is None:
+            return
+        rows = given.to(held.device).float()
+        if name == "b13":
+            rows = rows.reshape(len(self.experts), -1, 1)
+            rows = checkpoint.gate_then_up(rows, self.gate_up)[..., 0]
+        out = counted(held)  # one made under inference mode may not be written to
+        for i, expert in enumerate(self.experts):
+            out[expert].copy_(rows[i])
 
     def _check_matrix(self, name: str, given: object, held: Quantized) -> None:
         num, rest = len(self.experts), held.shape[1:]
@@ -128,6 +138,8 @@ class Refresh:
             got=tuple(given.shape),
             kind=ShapeError,
         )
+
+        _check_global(name, given, held)
 
     def _check_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
         if given is None:
@@ -154,16 +166,39 @@ class Refresh:
     def _each(
         self, given: Tensor | Quantized, held: Quantized, name: str
     ) -> Iterator[tuple[int, Quantized]]:
-        """(expert, its canonical matrix [1, ...] where the layer lies), one at a time."""
-        with torch.no_grad(), torch.inference_mode(False):
-            for i, expert in enumerate(self.experts):
-                if isinstance(given, Quantized):
-                    yield expert, given[i : i + 1].to(held.device)
-                    continue
-                source = given[i].detach().to(held.device)
-                if name == "w13":
-                    source = checkpoint.gate_then_up(source, self.gate_up)
-                yield expert, _quantized(source[None], held)
+        """(expert, its canonical matrix [1, ...] where the layer lies), one at a time.
+
+        The caller turns gradients off: a generator that did would leave them off where its loop
+        raises.
+        """
+        for i, expert in enumerate(self.experts):
+            if isinstance(given, Quantized):
+                yield expert, given[i : i + 1].to(held.device)
+                continue
+            source = given[i].detach().to(held.device)
+            if name == "w13":
+                source = checkpoint.gate_then_up(source, self.gate_up)
+            yield expert, _quantized(source[None], held)
+
+
+def _check_global(name: str, given: object, held: Quantized) -> None:
+    """NVFP4: one factor per expert, or as many as are held; none of them NaN or Inf."""
+    if not held.spec.has_global:
+        return
+    g = given.global_scale if isinstance(given, Quantized) else None
+    mine = held.global_scale
+    assert mine is not None
+    require(
+        1 <= (1 if g is None else g.ndim) <= mine.ndim,
+        f"{name} must have one global scale per expert, and the layer as many or more",
+        got=f"{'one per expert' if g is None else tuple(g.shape)} for {tuple(mine.shape)}",
+        fix="build the layer anew",
+        kind=ShapeError,
+    )
+    require(
+        g is None or bool(g.isfinite().all()), f"global scales of {name} must be finite",
+        got="NaN or Inf", kind=RangeError,
+    )  # fmt: skip
 
 
 def check_image(kind: str, facts: Facts, what: str) -> None:
@@ -178,6 +213,23 @@ def check_image(kind: str, facts: Facts, what: str) -> None:
     )
 
 
+def _check_arithmetic(weights: ExpertWeights, writes: dict[str, dict[int, Facts]]) -> None:
+    """Refuse values that would let BF16's images be E4M3's: which it is depends on values alone, so
+    the next call would pack others, and graphs would go on with these."""
+    both = [(getattr(weights, name), facts) for name, facts in writes.items()]
+    if weights.recipe != "w4a8_block" or not all(isinstance(w, PackedMatrix) for w, _ in both):
+        return
+    if any(w.kind == "e4m3_image" for w, _ in both):
+        return
+    require(
+        not all(w.aside.facts_after(facts).fits_e4m3 for w, facts in both),
+        "a layer that multiplies in BF16 must keep exponents that E4M3 does not hold",
+        got="values that all fit",
+        fix=REBUILD,
+        kind=NotAvailable,
+    )
+
+
 def _quantized(source: Tensor, like: Quantized) -> Quantized:
     out = empty(tuple(source.shape), like.spec, source.device)
     if out.global_scale is not None:
@@ -187,13 +239,12 @@ def _quantized(source: Tensor, like: Quantized) -> Quantized:
 
 
 def _put(held: Quantized, expert: int, one: Quantized) -> None:
-    with torch.no_grad():
-        if isinstance(held, PackedMatrix):
-            held.write(expert, one)
-            object.__setattr__(held, "source", None)  # what it was packed from is no longer it
-            return
-        for name, t in held.tensors().items():
-            given = getattr(one, name)[0]
-            if held.spec.scale is Scale.E4M3 and name == "global_scale" and t.ndim == 2:
-                given = given.expand(t.shape[1:])
-            t[expert].copy_(given)
+    if isinstance(held, PackedMatrix):
+        held.write(expert, one)
+        object.__setattr__(held, "source", None)  # what it was packed from is no longer it
+        return
+    for name, t in held.tensors().items():
+        given = getattr(one, name)[0]
+        if held.spec.scale is Scale.E4M3 and name == "global_scale" and t.ndim == 2:
+            given = given.expand(t.shape[1:])
+        t[expert].copy_(given)

@@ -265,7 +265,7 @@ def choose_backend(
         require(
             asked in working,
             f"backend {asked} must be able to run here",
-            got=reasons[asked],
+            got=f"one that cannot ({reasons[asked]})",
             fix=f"use {' or '.join(working)}",
             kind=NotAvailable,
         )

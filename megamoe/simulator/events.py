@@ -233,7 +233,7 @@ class Machine:
             return
         rank.next_pull += 1
         block, costs = rank.pool[pool], self.costs
-        size, link = costs.rows.pulled, costs.link
+        size, link = costs.rows.tokens, costs.link
         remote = block.rows - block.by_rank[rank.idx]
         own = (block.rows - remote) * size  # others are read from their ranks' memory
         came = rank.through_hbm(now, block.rows * costs.rows.tokens + own, costs.hbm)

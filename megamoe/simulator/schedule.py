@@ -154,7 +154,6 @@ class Schedule:
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
     is_own_stream: bool = False  # HBM is read as by this library's launches on Hopper
     writes_gate_up: bool = False  # L1 leaves gate and up in BF16 for a launch of its own
-    pulls_bf16: bool = False  # fused, between ranks: tokens cross the links before quantisation
     pools_at_once: bool = False  # L1 waits for all rows of a wave, not for those of its tile
     peels: bool = False  # rows of an expert come from the ranks in turn, not rank after rank
     mma_rows: int | None = None  # rows that the tensor cores compute at once; None: the tile
@@ -227,7 +226,6 @@ def fused_schedule(
         num_joined=num_joined,
         num_passes=num_passes,
         is_own_stream=True,
-        pulls_bf16=problem.num_ranks > 1,
         pools_at_once=True,
     )
 

@@ -96,7 +96,6 @@ class RowBytes:
     tokens: int  # hidden wide, as the recipe stores activations
     acts: int  # intermediate wide, the same format
     results: int  # hidden wide, on its way home
-    pulled: int  # hidden wide, as a fused launch reads it from another rank
 
     @staticmethod
     def of(how: Schedule) -> RowBytes:
@@ -109,7 +108,6 @@ class RowBytes:
             tokens=tokens,
             acts=stored_bytes(p.intermediate, acts),
             results=stored_bytes(p.hidden, out),
-            pulled=2 * p.hidden if how.pulls_bf16 else tokens,
         )
 
 

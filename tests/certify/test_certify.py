@@ -83,6 +83,14 @@ def shared_forgotten(*inputs, shared=None, **rest):
     return right(*inputs, **rest)
 
 
+def one_activation(*inputs, **rest):
+    return right(*inputs, **{**rest, "activation": "swiglu"})
+
+
+def biases_forgotten(x, idx, gates, weights, **rest):
+    return right(x, idx, gates, replace(weights, b13=None, b2=None), **rest)
+
+
 def batch_seen(*inputs, **rest):
     y = right(*inputs, **rest)
     return y if len(y) == 1 else (y.view(torch.int16) ^ (y != 0)).view(torch.bfloat16)
@@ -114,6 +122,8 @@ def crashes(*inputs, **rest):
         (masks_ignored, "layers"),
         (repeats_once, "layers"),
         (shared_forgotten, "layers"),
+        (one_activation, "layers"),
+        (biases_forgotten, "layers"),
         (fused_other, "bits"),
         (crashes, "products"),
     ],

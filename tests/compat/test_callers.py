@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.compat import deep_gemm
+from megamoe.compat.deep_gemm import __main__ as runner
 
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "tests" / "data" / "deep_gemm_calls.json"
@@ -73,3 +74,21 @@ def test_the_table_is_what_the_wheels_say():
     command = [sys.executable, ROOT / "scripts" / "wheel_calls.py", os.environ["MEGAMOE_WHEELS"]]
     said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
     assert json.loads(said) == READ
+
+
+@pytest.mark.parametrize(
+    ("given", "code", "said"),
+    [
+        ([], 2, "give a Python file to run; got nothing"),
+        (["nowhere.py"], 2, "got nowhere.py"),
+        (["--help"], 0, ""),
+    ],
+)
+def test_the_runner_of_files_says_what_it_wants_and_how(given, code, said, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["deep_gemm", *given])
+    try:
+        ended = runner.main() or 0
+    except SystemExit as stop:
+        ended = stop.code
+    out, err = capsys.readouterr()
+    assert ended == code and said in err and runner.USAGE in out + err

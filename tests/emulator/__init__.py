@@ -7,15 +7,15 @@ not: layouts, fences, the memory model, registers, time. Kernels are taken as th
 Python functions run with `gl`, `mbarrier` and the like replaced by what is here.
 """
 
-from triton.experimental.gluon import language as gl
-
 from megamoe.kernels.gluon import dispatch, exchange, permute, pull, tile_scheduler
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.gemm import swap_ab
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.portable import combine, sort
 from megamoe.kernels.portable import dispatch as portable_dispatch
-from tests.emulator import language  # noqa: F401  what kernels get
+from tests.emulator import (
+    language,  # noqa: F401  what kernels get
+    running,
+)
 from tests.emulator.running import Emulated
 from tests.pretending import pretend_h200
 
@@ -37,8 +37,10 @@ def install(monkeypatch, num_sms=3):
 
     The L2 cache is always warm (`l2_policy`): where a tile has a window, all weights keep to it.
     """
-    monkeypatch.setattr(swap_ab, "L2_WARM_BYTES", gl.constexpr(0))
     found = {name: Emulated(kernel) for _, name, kernel in KERNELS}
+    for module in running._MODULES.values():  # of the emulated kernels: compiled ones keep theirs
+        if "L2_WARM_BYTES" in module:
+            module["L2_WARM_BYTES"] = 0
     for module, name, _ in KERNELS:
         monkeypatch.setattr(module, name, found[name])
     pretend_h200(monkeypatch, num_sms)

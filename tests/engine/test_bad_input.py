@@ -75,7 +75,7 @@ def poison(t):
 CASES = [
     # tokens
     ("x of rank 1", lambda: call(x=zeros(H)), ShapeError, "x must be [T, 96]"),
-    ("x of rank 3", lambda: call(x=zeros(1, 5, H)), ShapeError, "x must be [T, 96]"),
+    ("x of rank 3", lambda: call(x=zeros(1, 5, H)), ShapeError, "x must be [T, 96]; got (1, 5, 96); call .flatten(0, -2)"),
     ("x too wide", lambda: call(x=zeros(5, H + 32)), ShapeError, "x must be [T, 96]"),
     ("x float32", lambda: call(x=zeros(5, H, dtype=torch.float32)), DTypeError, "bfloat16; got torch.float32"),
     ("x a list", lambda: call(x=[[0.0] * H]), DTypeError, "tensor or Quantized; got list"),
@@ -99,6 +99,7 @@ CASES = [
     ("weights float64", lambda: call(weight=WT.double()), DTypeError, "float32; got torch.float64"),
     ("weights bf16", lambda: call(weight=WT.bfloat16()), DTypeError, "call .float()"),
     ("weights of another shape", lambda: call(weight=WT[:, :1].contiguous()), ShapeError, "(5, 2) and (5, 1)"),
+    ("ids of one slot less", lambda: call(idx=IDX[:, :1]), ShapeError, "both be [5, top_k]; got (5, 1) and (5, 2)"),
     ("weights strided", lambda: call(weight=WT.T.contiguous().T), ShapeError, "topk_weights must be contiguous"),
     ("NaN weight", lambda: call(weight=at(WT, 1, 1, math.nan)), RangeError, "nan at token 1, slot 1"),
     ("infinite weight", lambda: call(weight=at(WT, 4, 0, math.inf)), RangeError, "inf at token 4, slot 0"),
@@ -137,6 +138,7 @@ CASES = [
     ("gate_up", lambda: quantize(gate_up="mixed"), RangeError, "split, interleaved"),
     ("x_global without NVFP4", lambda: quantize(x_global=2.0), RangeError, "no x_global"),
     ("x_global 0", lambda: quantize(recipe="nvfp4", x_global=0.0), RangeError, "positive and finite"),
+    ("experts on meta", lambda: quantize(zeros(E, 2 * I, H).to("meta")), DeviceError, "must have values; got a meta tensor; use MoE.empty"),
     ("too few experts", lambda: mm.ExpertWeights.quantize_each([], 2, "bf16"), ShapeError, "got 0"),
     # checkpoints
     ("NaN scale in a checkpoint", lambda: take(w13_scale=poison), RangeError, "w13 must be finite; got NaN or Inf in expert 3"),

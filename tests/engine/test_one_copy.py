@@ -1,6 +1,7 @@
 """A layer on Hopper holds images and nothing else; the rest is unpacked on demand, exactly."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,6 +65,28 @@ def test_a_state_dict_is_loaded_into_images(gpu, assign):
     one.load_state_dict(mm.MoE(weights(seed=2), E, K, backend="reference").state_dict())
     one(*tokens())
     assert addresses(one) == before and same(one.weights.state_dict(), weights(seed=2).state_dict())
+
+
+def test_a_state_dict_that_was_written_to_can_be_loaded_again_and_again(gpu):
+    layer = moe(weights("w4a16"))
+    for value in (1, 2, 3):
+        state = layer.state_dict()
+        state[KEYS[2]].fill_(value)
+        layer.load_state_dict(state)
+        layer(*tokens())
+        assert bool((layer.weights.w2.plain().data == value).all())
+    layer.weights.w2.data.zero_()
+    with pytest.raises(RangeError, match="copies"):
+        layer(*tokens())
+
+
+def test_biases_made_under_inference_mode_are_loaded_into(gpu):
+    with torch.inference_mode():
+        bias = torch.zeros(E, H)
+    layer = moe(replace(weights("w4a16"), b2=bias))
+    layer.experts.owns = True  # as after a load: what is held is written to
+    layer.load_state_dict({**layer.state_dict(), "experts.b2": torch.ones(E, H)})
+    assert torch.equal(layer.weights.b2, torch.ones(E, H))
 
 
 def test_a_load_leaves_other_layers_of_the_same_experts_alone(gpu):

@@ -1,13 +1,16 @@
 """layer.refresh: other values at the same addresses, all of them or none."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine import images
 from megamoe.errors import NotAvailable, RangeError, ShapeError
 from megamoe.formats.quantized import Quantized
+from megamoe.planner.numerics import HOPPER_RECIPES
 from megamoe.problem import RECIPES
 from tests.engine.pretended import E, H, I, K, tokens, weights
 
@@ -31,8 +34,10 @@ def bits(w):
     return {name: t.reshape(-1).view(torch.uint8).tolist() for name, t in w.state_dict().items()}
 
 
-@pytest.mark.parametrize("backend", ["hopper", "reference"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    "recipe, backend",
+    [*((recipe, "hopper") for recipe in HOPPER_RECIPES), *((r, "reference") for r in RECIPES)],
+)
 def test_every_expert_is_written_where_it_lies(gpu, recipe, backend):
     layer = layer_of(recipe, backend)
     held = addresses(layer)
@@ -78,6 +83,11 @@ def lowered(recipe, code):
     return w
 
 
+def scaled(factors):
+    """NVFP4's w13 with other global scales."""
+    return replace(mm.ExpertWeights.quantize(*floats(), "nvfp4").w13, global_scale=factors)
+
+
 REFUSED = {
     "exponents": ("w4a8_block", lambda: {"w2": lowered("w4a8_block", 90).w2}, "12 octaves"),
     "above 2": ("w4a16", lambda: {"w2": lowered("w4a16", 140).w2}, "at most 2"),
@@ -89,6 +99,9 @@ REFUSED = {
     "shape": ("w4a8", lambda: {"w13": floats()[0][:, :-2]}, r"w13 must be \(8, 128, 96\)"),
     "number": ("w4a8", lambda: {"w2": floats()[1], "experts": [1]}, r"w13 must be \(1, 128, 96\)"),
     "format": ("w4a8", lambda: {"w2": lowered("nvfp4", 1.0).w2}, "Quantized in mxfp4"),
+    "gate and up": ("nvfp4", lambda: {"w13": scaled(torch.ones(E, 2))}, r"got \(8, 2\)"),
+    "one for all": ("nvfp4", lambda: {"w13": scaled(torch.ones(()))}, r"got \(\) for"),
+    "global nan": ("nvfp4", lambda: {"w13": scaled(torch.full((E,), torch.nan))}, "finite"),
     "twice": ("w4a8", lambda: {"w2": floats(2)[1], "experts": [1, 1]}, "different local ones"),
     "bias": ("w4a8", lambda: {"b2": torch.zeros(E, H)}, "where the layer has it"),
     "shared": ("w4a8", lambda: {"w2": floats()[1], "shared": True}, "must have shared"),
@@ -99,11 +112,40 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_written_is_refused_before_anything_is(gpu, case):
     recipe, given, why = REFUSED[case]
-    layer = layer_of(recipe)
-    before = bits(layer.weights)
-    with pytest.raises((NotAvailable, RangeError, ShapeError, TypeError), match=why):
-        layer.refresh(**{"w13": floats()[0]} | given())
+    for backend in ("hopper", "reference") if recipe == "nvfp4" else ("hopper",):
+        layer = layer_of(recipe, backend)
+        before = bits(layer.weights)
+        with pytest.raises((NotAvailable, RangeError, ShapeError, TypeError), match=why):
+            layer.refresh(**{"w13": floats()[0]} | given())
+        assert bits(layer.weights) == before
+
+
+def test_values_with_which_the_next_call_would_pack_other_images_are_refused(gpu):
+    wide = lowered("w4a8_block", 90)
+    layer = mm.MoE(wide, E, K, backend="hopper")
+    before, held = bits(layer.weights), addresses(layer)
+    with pytest.raises(NotAvailable, match="build the layer anew"):
+        layer.refresh(*floats())
     assert bits(layer.weights) == before
+    layer.refresh(floats(seed=8)[0], lowered("w4a8_block", 80).w2)  # the last expert is wide still
+    images.prepared(layer.weights)
+    assert addresses(layer) == held == [t.data_ptr() for t in layer.weights.held().values()]
+
+
+def test_a_refusal_that_is_kept_leaves_gradients_on(gpu):
+    layer = layer_of("w4a8")
+    with pytest.raises(RangeError) as kept:  # with its frames
+        layer.refresh(floats()[0].index_fill(0, torch.tensor([3]), torch.nan))
+    assert torch.is_grad_enabled() and kept.value is not None
+
+
+@pytest.mark.parametrize("backend", ["hopper", "reference"])
+def test_biases_that_were_made_under_inference_mode_are_written(gpu, backend):
+    with torch.inference_mode():
+        layer = layer_of("w4a16", backend, b13=torch.zeros(E, 2 * I), b2=torch.zeros(E, H))
+    extra = {"b13": torch.ones(E, 2 * I), "b2": torch.ones(E, H)}
+    layer.refresh(*floats(), **extra)
+    assert bits(layer.weights) == bits(mm.ExpertWeights.quantize(*floats(), "w4a16", **extra))
 
 
 def test_what_it_was_packed_from_is_no_longer_looked_at(gpu):

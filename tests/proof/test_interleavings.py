@@ -7,6 +7,7 @@ ui.perfetto.dev.
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,23 @@ def test_no_interleaving_breaks_an_order_or_changes_a_bit(name, first, num):
 
 def test_every_case_is_explored():
     assert set(NUM) == set(campaign.CASES)
+
+
+def test_the_page_has_these_numbers():
+    page = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
+    others = {name: num for name, num in NUM.items() if name != "fused-ranks"}
+    rows = [("fused launch over two ranks of two CTAs", NUM["fused-ranks"])]
+    for what, prefix in (
+        ("other fused launches", "fused"), ("swap-AB GEMM", "swap-ab"), ("plain GEMM", "plain"),
+        ("the chain", "chain"),
+    ):  # fmt: skip
+        of = [num for name, num in others.items() if name.startswith(prefix)]
+        rows.append((f"{what} ({len(of)} cases)", sum(of)))
+    for what, num in rows:
+        assert f"{what} | {num:,} |" in page
+    assert f"of each of {len(others)} other cases" in page
+    bugs = len(campaign.planted_bugs())
+    assert f"{bugs} mutants, found but for the {len(targets.EXCUSED)} in" in page
 
 
 def test_a_seed_gives_the_same_run_again():

@@ -209,6 +209,14 @@ def test_the_reference_system_hides_what_staged_launches_expose():
     assert fused.time_us < staged.time_us
 
 
+def test_tokens_of_a_fused_call_cross_the_links_quantised_and_rows_in_bf16():
+    problem = Problem(16, 4096, 2048, 8, 2, 2, "w8a8")
+    found = simulate(plan(problem, H200, mode="fused"), [[4] * 8, [4] * 8])
+    link = H200.nvlink_gbs.reached.value * 1e3
+    crossed = found.usage.nvlink * found.time_us * link  # bytes into one rank
+    assert crossed == pytest.approx(4 * 4 * ((4096 + 128) + 2 * 4096), rel=1e-6)
+
+
 @pytest.mark.parametrize("tokens", [64, 256])
 def test_one_rank_exposes_no_communication(tokens):
     found = simulate(plan(Problem(tokens, 4096, 2048, 32, 6, 1, "w8a8"), H200))

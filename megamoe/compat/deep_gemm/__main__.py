@@ -7,17 +7,19 @@ import sys
 from pathlib import Path
 
 from megamoe.compat.deep_gemm import install
-from megamoe.errors import FileError, require
+
+USAGE = "python -m megamoe.compat.deep_gemm FILE [ARGUMENT...]"
 
 
 def main() -> None:
     """Put the script in our place: its folder first on sys.path, its arguments in sys.argv."""
-    require(
-        len(sys.argv) > 1 and Path(sys.argv[1]).is_file(),
-        "give a Python file to run",
-        got=sys.argv[1:2] or "nothing",
-        kind=FileError,
-    )
+    given = sys.argv[1] if len(sys.argv) > 1 else ""
+    if given in ("-h", "--help"):
+        print(f"{USAGE}\n\nRun a Python file in which `import deep_gemm` means megamoe.")
+        return
+    if not Path(given).is_file():
+        print(f"give a Python file to run; got {given or 'nothing'}; {USAGE}", file=sys.stderr)
+        sys.exit(2)
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))
     install()

@@ -32,7 +32,7 @@ def code_address():
 
 
 @gluon.jit
-def prefetch_code(IS_LONG: gl.constexpr):
+def prefetch_code(IS_LONG: gl.constexpr = False):
     """The launch's first warpgroup: bring the kernel's code into the L2 cache.
 
     Shorter code is fetched with what follows it: a branch here would cost code everywhere.
