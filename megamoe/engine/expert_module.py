@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.engine.fingerprint import counted
-from megamoe.engine.packed import TENSORS
+from megamoe.engine.packed import TENSORS, PackedMatrix
 from megamoe.engine.weights import ExpertWeights
 
 
@@ -37,6 +37,11 @@ class ExpertModule(nn.Module):
             is_image = name.partition(".")[2] in TENSORS
             self.register_buffer(name.replace(".", "_"), t, persistent=not is_image)
         self._weights: ExpertWeights | None = weights
+        # The experts may come to hold others; compiled models pass the buffers, whose matrices know
+        # what they were packed from.
+        self._of_buffers: tuple[PackedMatrix, ...] = tuple(
+            part for part in (weights.w13, weights.w2) if isinstance(part, PackedMatrix)
+        )
 
     @property
     def weights(self) -> ExpertWeights:
@@ -60,7 +65,7 @@ class ExpertModule(nn.Module):
             if device != weights.device:
                 self.take(weights.to(device))
             return self
-        self._weights = None
+        self._weights, self._of_buffers = None, ()
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -83,7 +88,7 @@ class ExpertModule(nn.Module):
             for key in self._names:
                 self._buffers[key] = self.get_buffer(key).clone()
             self.owns = True
-        self._weights = None  # load_state_dict(assign=True) replaces the tensors
+        self._weights, self._of_buffers = None, ()  # load_state_dict(assign=True) replaces tensors
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _load_packed(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:

@@ -354,14 +354,16 @@ def renew(weights: ExpertWeights) -> None:
         return
     image = _image_of(now.recipe, facts(now))
     for name, part in parts.items():
+        source = part.source
         if image.suits(part):
             fill(part, plain[name])
         else:
             made = _pack(image, [plain[name]], weights.device, is_watched=False)[0]
-            object.__setattr__(made, "source", part.source)
+            source = copy(source)  # who still has the old image must see that it is old
+            object.__setattr__(made, "source", source)
             weights._hold(**{name: made})
-        if part.source is not None:
-            part.source.accept()
+        if source is not None:
+            source.accept()
 
 
 def _images(*all_of_them: ExpertWeights | None) -> list[PackedMatrix]:

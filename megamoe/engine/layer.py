@@ -212,6 +212,7 @@ class MoE(nn.Module):
             persistent=False,
         )
         self._refresh()
+        self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
         return placement
 
     @property
@@ -627,3 +628,9 @@ class MoE(nn.Module):
             f"backend={self.backend}, mode={self.mode}, {megabytes(w.nbytes)}"
             + (", CUDA graphs" if self._wants_graphs else "")
         )
+
+
+def _after_load(layer: MoE, _: object) -> None:
+    """Compiled models pass images and what they are; a load may bring images of another kind."""
+    if layer.backend == "hopper":
+        layer._renew()

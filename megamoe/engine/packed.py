@@ -205,8 +205,9 @@ class Aside:
         known.writes += 1
 
 
-# By the address of an image: compiled models pass tensors, and what is watched is found again.
-_BY_IMAGE: WeakValueDictionary[int, PackedMatrix] = WeakValueDictionary()
+# By address, experts and kind of an image: compiled models pass tensors, and what is watched is
+# found again. The last one made stays: a matrix is made as the whole of a room that goes.
+_BY_IMAGE: WeakValueDictionary[tuple[int, int, str], PackedMatrix] = WeakValueDictionary()
 
 
 class PackedMatrix(Quantized):
@@ -241,7 +242,7 @@ class PackedMatrix(Quantized):
         ):  # fmt: skip
             object.__setattr__(self, name, value)
         if packed.data.device.type != "meta":
-            _BY_IMAGE.setdefault(packed.data.data_ptr(), self)
+            _BY_IMAGE[packed.data.data_ptr(), len(packed.data), packed.kind] = self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PackedMatrix, (self.packed, self.format, self.aside, self.global_ndim)
@@ -404,12 +405,12 @@ def pictured(matrix: Quantized) -> list[Any] | None:
 def from_picture(picture: list[Any], tensors: dict[str, Tensor]) -> PackedMatrix:
     """The matrix of an image's tensors: the one that has them, or another to compute with."""
     kind, *how, format, global_ndim, facts = picture
-    known = _BY_IMAGE.get(tensors["image"].data_ptr())
-    if known is not None and known.packed.data is tensors["image"]:
+    data = tensors["image"]
+    known = _BY_IMAGE.get((data.data_ptr(), len(data), kind))
+    if known is not None and known.device == data.device:
         return known
     image = Packed(kind, *(tensors.get(name) for name in TENSORS), *how)  # type: ignore[arg-type]
-    aside = Aside(len(image.data), Facts(*facts))
-    return PackedMatrix(image, format, aside, global_ndim, known.source if known else None)
+    return PackedMatrix(image, format, Aside(len(image.data), Facts(*facts)), global_ndim)
 
 
 def _part(image: Packed, idx: slice) -> Packed:

@@ -301,12 +301,14 @@ class ExpertWeights:
         return self._each(plain) if self.is_packed or device is not None else self
 
     def __getitem__(self, idx: slice) -> ExpertWeights:
-        """A run of experts, as views."""
+        """A run of experts, as views; with a step as a copy, since kernels read dense tensors."""
         require(isinstance(idx, slice), "experts are picked by a slice", got=idx, kind=RangeError)
         picked = range(*idx.indices(self.num_experts))
         require(
             len(picked) >= 1, "the slice must hold at least one expert", got=idx, kind=RangeError
         )
+        if picked.step > 1:
+            return self.take(picked)
         parts: dict[str, Any] = {"w13": self.w13[idx], "w2": self.w2[idx]}
         for name in ("b13", "b2", "acts_global"):
             if getattr(self, name) is not None:

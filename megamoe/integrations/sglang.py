@@ -176,8 +176,8 @@ def gate_of(config: Any) -> Gate | None:
         return None
     alpha, beta, limit = config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit
     if alpha is None and beta is None:
-        limit = config.swiglu_limit if limit is None else limit
-        return Gate("swiglu", limit, "split")
+        # Without alpha, gemm1_clamp_limit is of silu(gate) (Step-3.5); swiglu_limit of the gate.
+        return None if limit is not None else Gate("swiglu", config.swiglu_limit, "split")
     if alpha == GPT_OSS and beta in (None, 1.0) and config.swiglu_limit is None:
         return Gate("gpt_oss", limit, "interleaved" if config.gate_up_interleaved else "split")
     return None
@@ -196,7 +196,8 @@ def why_not(method: Any, how: Stacked, config: Any) -> str:
         if block is None or list(block) != BLOCK or getattr(method, "use_mxfp8", False):
             return f"FP8 scales per {block}"
     if gate_of(config) is None:
-        return f"activation {config.activation} with {config.gemm1_alpha}, {config.gemm1_beta}"
+        given = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit)
+        return f"activation {config.activation} with alpha, beta and limit {given}"
     if config.apply_router_weight_on_input or config.no_combine:
         return "routing weights on tokens, or rows that are not summed"
     if config.num_fused_shared_experts:

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe as mm
-from megamoe.engine import images
+from megamoe.engine import images, op
 from megamoe.engine.expert_module import megabytes
 from megamoe.errors import RangeError
 from tests.engine.pretended import E, H, I, K, tokens, wanted, weights
@@ -87,6 +87,15 @@ def test_biases_made_under_inference_mode_are_loaded_into(gpu):
     layer.experts.owns = True  # as after a load: what is held is written to
     layer.load_state_dict({**layer.state_dict(), "experts.b2": torch.ones(E, H)})
     assert torch.equal(layer.weights.b2, torch.ones(E, H))
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "nvfp4", "w8a8"])
+def test_experts_picked_with_a_step_lie_densely_as_kernels_read_them(gpu, recipe):
+    w = weights(recipe)
+    wanted = mm.ExpertWeights.cat([w[e : e + 1] for e in range(1, E, 3)]).state_dict()
+    for one in (w[1::3], moe(w).weights[1::3]):  # packed only then
+        assert all(t.is_contiguous() for t in one.held().values())
+        assert same(one.state_dict(), wanted)
 
 
 def test_a_load_leaves_other_layers_of_the_same_experts_alone(gpu):
@@ -204,3 +213,47 @@ def test_a_plan_and_a_repr_tell_the_bytes_that_are_held(gpu, recipe):
     extras = 0 if recipe != "nvfp4" else 4 + 4 * E  # x_global, acts_global
     assert told["experts"] == layer.weights.nbytes - extras and "images" not in told
     assert megabytes(layer.weights.nbytes) in repr(layer) and ", packed" in repr(layer)
+
+
+# -- compiled models, which pass the images ------------------------------------------------------
+
+
+@pytest.fixture
+def compiled(gpu, monkeypatch):
+    """A w4a8_block layer as a compiled function, a scale that its caller holds, and the kinds and
+    scales of w2 that its calls compute with."""
+    torch._dynamo.reset()
+    seen = []
+
+    def run(call, plan):
+        seen.append((call.weights.w2.kind, call.weights.w2.plain().scale))
+        return call.x.clone()
+
+    monkeypatch.setattr(op, "run", run)
+    w = weights("w4a8_block")
+    mine = w.w2.scale
+    layer = moe(w)
+    call = torch.compile(layer, backend="eager", fullgraph=True)
+    call(*tokens())
+    assert seen[-1][0] == "e4m3_image" and torch.equal(seen[-1][1], mine)
+    return layer, call, mine, seen
+
+
+@pytest.mark.parametrize("code, kind", [(125, "e4m3_image"), (90, "placed_image")])
+def test_a_compiled_model_sees_writes_to_what_was_packed(compiled, code, kind):
+    layer, call, mine, seen = compiled
+    mine[-1, -1, -1] = code  # 90: other exponents than E4M3 holds, so another image
+    for eager in (False, True, False):
+        (layer if eager else call)(*tokens())
+        assert seen[-1][0] == kind and torch.equal(seen[-1][1], mine)
+    assert torch.equal(layer.weights.w2.plain().scale, mine)
+
+
+def test_a_compiled_model_takes_images_of_another_kind_after_a_load(compiled):
+    layer, call, _, seen = compiled
+    state = layer.state_dict()
+    state[KEYS[3]] = state[KEYS[3]].index_fill(0, torch.tensor([E - 1]), 90)
+    state[KEYS[3]][-1, -1, -1] = 125
+    layer.load_state_dict(state)
+    call(*tokens())
+    assert seen[-1][0] == "placed_image" and torch.equal(seen[-1][1], state[KEYS[3]])

@@ -176,6 +176,7 @@ REFUSED = {
     "gelu": (BLOCKS, FP8, {"activation": "gelu"}, "activation gelu"),
     "no gate": (BLOCKS, FP8, {"is_gated": False}, "activation silu"),
     "another alpha": (BLOCKS, FP8, {"gemm1_alpha": 1.5}, "1.5"),
+    "a clamp after silu": (BLOCKS, FP8, {"gemm1_clamp_limit": 7.0}, "7.0"),
     "weights on tokens": (BLOCKS, FP8, {"apply_router_weight_on_input": True}, "on tokens"),
     "rows apart": (BLOCKS, FP8, {"no_combine": True}, "not summed"),
     "shared": (BLOCKS, FP8, {"num_fused_shared_experts": 1}, "--disable-shared-experts-fusion"),
