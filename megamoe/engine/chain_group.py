@@ -151,7 +151,7 @@ class ChainGroup:
             return
         from megamoe.engine.compile_only import compiled_only
 
-        with compiled_only():
+        with compiled_only():  # weights are packed by torch, which goes on
             stats = torch.zeros_like(layer.stats)
             self._launch(layer, self._masked(layer, self.num_tokens), stats, MAX_S)
 
