@@ -72,7 +72,9 @@ def read_matrix(
     g = _global(global_scale, fmt, name, shape)
     if g is not None and scales == "divide":
         g = g.reciprocal()
-    matrix = Quantized(data, scale, fmt.name, shape, g)
+    if scale is not None:
+        scale = scale.contiguous()  # kernels read it densely; other libraries keep it transposed
+    matrix = Quantized(data, scale, fmt.name, shape, None if g is None else g.contiguous())
     refuse_nan(matrix, name)
     if scales is None:
         refuse_reciprocal(matrix, name)
@@ -194,7 +196,7 @@ def extras(
         require(
             bool(bias.isfinite().all()), f"{name} must be finite", got="NaN or Inf", kind=RangeError
         )
-        parts[name] = bias.to(torch.float32)
+        parts[name] = bias.to(torch.float32).contiguous()
     if "b13" in parts:
         require(
             parts["b13"].shape[1] % 2 == 0,

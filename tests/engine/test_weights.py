@@ -249,3 +249,22 @@ def test_quantising_needs_less_than_one_and_a_half_experts_beside_input_and_outp
         [sys.executable, "-c", MEMORY, recipe], capture_output=True, text=True, check=True
     )
     assert float(done.stdout) < 1.5
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "nvfp4"])
+def test_scales_and_biases_that_are_stored_transposed_are_held_densely(recipe):
+    rng = torch.Generator().manual_seed(0)
+    w13, w2 = torch.randn(2, 512, 256, generator=rng), torch.randn(2, 256, 256, generator=rng)
+    b2 = torch.randn(2, 256, generator=rng)
+    w = mm.ExpertWeights.quantize(w13.bfloat16(), w2.bfloat16(), recipe, b2=b2)
+
+    def turned(t):
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    found = mm.ExpertWeights.from_quantized(
+        w.w13.data.flatten(1, 2), turned(w.w13.scale.flatten(1, 2)), w.w2.data, turned(w.w2.scale),
+        w13_global=w.w13.global_scale, w2_global=w.w2.global_scale, b2=turned(b2), recipe=recipe,
+    )  # fmt: skip
+    assert all(t.is_contiguous() for t in found.held().values())
+    for name, t in found.held().items():
+        assert torch.equal(t.float(), w.held()[name].float())

@@ -131,6 +131,14 @@ def test_e4m3_images_are_the_weights(linear):
     assert_same(unpacked(packed), dequantize(w))
 
 
+def test_a_row_of_nan_scales_is_no_e4m3_image():
+    """It would be 2**128 there, and a result near it finite."""
+    w = mx(SHAPES[next(iter(SHAPES))], 20, 11)
+    w.data.view(-1)[0] |= 0x11
+    w.scale.flatten(0, -2)[0] = 255
+    assert not pack.fits_e4m3(w)
+
+
 @pytest.mark.parametrize("linear", SHAPES)
 def test_bf16_images_hold_every_scale(linear):
     w = mx(SHAPES[linear], 1, 253)

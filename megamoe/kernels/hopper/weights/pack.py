@@ -244,7 +244,7 @@ def fits_e4m3(w: Quantized) -> bool:
     high = scale.masked_fill(zero, 0).amax(-1)
     low = scale.masked_fill(zero, 255).amin(-1)
     spread = high.int() - low.int()
-    return bool((spread <= MAX_RELATIVE - MIN_RELATIVE).all())
+    return bool(((spread <= MAX_RELATIVE - MIN_RELATIVE) & (high < 255)).all())  # 255 is NaN
 
 
 def fits_bf16(w: Quantized) -> bool:
