@@ -39,7 +39,7 @@ class Ignored:
         return lambda *args, **constants: None
 
 
-def compiled(monkeypatch, recipe, num, wanted, **given):
+def compiled(monkeypatch, recipe, num, wanted, links=None, **given):
     """The kernels `wanted` of a call, compiled as `chain.run` launches them: by name, in order."""
     pretend_h200(monkeypatch)
     found = {}
@@ -69,7 +69,7 @@ def compiled(monkeypatch, recipe, num, wanted, **given):
     idx = torch.empty(num, K, dtype=torch.int64, device=META)
     stats = torch.empty(LOCAL, dtype=torch.int64, device=META)
     call = Call(x, idx, torch.empty(num, K, device=META), w, options, None, status, stats)
-    chain.run(me, call, plan)
+    chain.run(me, call, plan, links)
     return found
 
 
@@ -91,9 +91,11 @@ def test_the_exchange_pushes_sixteen_bytes_at_a_time_behind_one_fence(monkeypatc
     assert set(accesses(found["exchange_kernel"][0], "st")) == {16}
 
 
-@pytest.mark.parametrize("recipe", ["w8a8", "nvfp4"])
-def test_tokens_are_pulled_sixteen_bytes_at_a_time(recipe, monkeypatch):
-    (made,) = compiled(monkeypatch, recipe, 512, ("pull_kernel",))["pull_kernel"]
+@pytest.mark.parametrize(
+    ("recipe", "links"), [("w8a8", None), ("nvfp4", None), ("w8a8", chain.Links(1e11))]
+)
+def test_tokens_are_pulled_sixteen_bytes_at_a_time(recipe, links, monkeypatch):
+    (made,) = compiled(monkeypatch, recipe, 512, ("pull_kernel",), links)["pull_kernel"]
     assert resources(made)["stack"] == 0
     # Tiles, and where each row's record lies, are this rank's; all that is left is records.
     loads = accesses(made, "ld")

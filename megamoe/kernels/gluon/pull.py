@@ -208,7 +208,7 @@ def pull_kernel(
             if PACE:
                 is_far = used & ((units < 0) | (units >= own_units))
                 num_far += gl.sum(is_far.to(gl.int32), 0)
-                until = begin_ns + (num_far * ns_per_row).to(gl.int64)
+                until = begin_ns + num_far.to(gl.int64) * ns_per_row
                 while _now() < until:
                     pass
             fence_stores()
