@@ -30,26 +30,30 @@ def run_ranks(
 ) -> tuple[list[Tensor], Tensor]:
     """(every rank's result, rows that each expert received): `MoE(group=...)` on a CPU.
 
-    Forked, so that weights are not copied; a rank that fails ends all of them.
+    Forked, so that weights are not copied; a rank that fails ends all of them. The store comes
+    after the forks: its thread may hold a lock of libc (of name look-ups), which a process that is
+    forked then would wait for in vain.
     """
     num = len(tokens)
     outputs = [torch.zeros_like(x).share_memory_() for x, _, _ in tokens]
     received = torch.zeros(weights.num_experts, dtype=torch.int64).share_memory_()
-    store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_S), False)
     context = multiprocessing.get_context("fork")
     processes, pipes = [], []
     for rank in range(num):
-        mine, theirs = context.Pipe(duplex=False)
+        mine, theirs = context.Pipe()
         parts = weights.for_rank(rank, num), shared, options, tokens[rank]
         local = received.chunk(num)[rank]
         process = context.Process(
-            target=_rank, args=(rank, num, store.port, parts, (outputs[rank], local), theirs)
+            target=_rank, args=(rank, num, parts, (outputs[rank], local), theirs)
         )
         process.start()
         theirs.close()
         processes.append(process)
         pipes.append(mine)
     try:
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=TIMEOUT_S), False)
+        for pipe in pipes:
+            pipe.send(store.port)
         _collect(pipes, progress)
     finally:
         for process in processes:
@@ -82,7 +86,6 @@ def _collect(pipes: list[Connection], progress: Callable[[int, int], None]) -> N
 def _rank(
     rank: int,
     num: int,
-    port: int,
     parts: tuple[ExpertWeights, ExpertWeights | None, Options, Tokens],
     results: tuple[Tensor, Tensor],
     pipe: Connection,
@@ -91,8 +94,9 @@ def _rank(
     try:
         weights, shared, o, tokens = parts
         store = dist.TCPStore(
-            "127.0.0.1", port, None, False, timedelta(seconds=TIMEOUT_S), wait_for_workers=False
-        )
+            "127.0.0.1", pipe.recv(), None, False, timedelta(seconds=TIMEOUT_S),
+            wait_for_workers=False,
+        )  # fmt: skip
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num)
         layer = MoE(
             weights, weights.num_experts * num, tokens[1].shape[1], group=dist.group.WORLD,
