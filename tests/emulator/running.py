@@ -191,7 +191,7 @@ def _record(cls):
 
 def kind(value):
     """A compile-time type with its constants and functions."""
-    if value.name not in _KINDS:
+    if value not in _KINDS:  # by itself: architectures have kinds of one name
         members = {key: _convert(member) for key, member in vars(value).items()}
-        _KINDS[value.name] = SimpleNamespace(**members)
-    return _KINDS[value.name]
+        _KINDS[value] = SimpleNamespace(**members)
+    return _KINDS[value]

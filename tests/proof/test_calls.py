@@ -115,7 +115,8 @@ class Calls(RuleBasedStateMachine):
         """As a trainer does: new values in the layer's own buffers."""
         self.weights = self._weights(seed)
         other = mm.MoE(self.weights, EXPERTS, TOP_K, backend="reference", **self.options)
-        self.layer.load_state_dict(other.state_dict(), assign=True)
+        with targets.installed(self.sms, targets.kernels()):
+            self.layer.load_state_dict(other.state_dict(), assign=True)
 
 
 Calls.TestCase.settings = settings(
