@@ -105,10 +105,10 @@ def _waits(target: Target, recipe: str) -> str:
     fused.run(call, plan.mega, absent=0)
     try:
         status.check(sizes.top_k)
-    except MegaMoETimeout as told:
-        found = str(told)
+    except MegaMoETimeout as error:
+        found = str(error)
     else:
-        raise Failed("the launch ended and told nothing")
+        raise Failed("the launch ended without a report")
     status.reset()
     again = fused.run(call, plan.mega)
     status.check(sizes.top_k)

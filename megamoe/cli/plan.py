@@ -240,8 +240,8 @@ def print_floor(console: Console, floor: Floor) -> None:
         ("hbm", floor.hbm_us, floor.hbm),
         ("nvlink", floor.nvlink_us, floor.nvlink),
     ):
-        told = " + ".join(f"{what} {size / 1e6:,.1f}" for what, size in terms)
-        rows.append((name, f"{us:,.1f}", f"MB: {told}" if terms else "nothing"))
+        counts = " + ".join(f"{what} {size / 1e6:,.1f}" for what, size in terms)
+        rows.append((name, f"{us:,.1f}", f"MB: {counts}" if terms else "nothing"))
     rows.append(("floor", f"{floor.time_us:,.1f}", f"set by {floor.bound}"))
     title = "Floor of the call, at what the machine reached"
     columns = ("resource", "us", "what passes")

@@ -6,7 +6,7 @@ import platform
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 
 import torch
 
@@ -37,26 +37,24 @@ def _portable(device: torch.device) -> str:
     return "" if major >= 8 else f"needs sm_80 or newer, this is sm_{major}{minor}"
 
 
-def _hopper(device: torch.device) -> str:
+def _gluon(device: torch.device, language: str, gpus: str, wanted: int, arch: str) -> str:
+    """Why Gluon's kernels of one architecture cannot run on a device; "" where they can."""
     try:
-        import triton.experimental.gluon.language.nvidia.hopper  # noqa: F401
+        import_module(f"triton.experimental.gluon.language.nvidia.{language}")
     except ImportError:
         return "needs triton 3.6 with Gluon"
     if device.type != "cuda":
-        return "needs an H100, H200 or H20"
+        return f"needs {gpus}"
     major, minor = torch.cuda.get_device_capability(device)
-    return "" if major == 9 else f"needs sm_90a, this is sm_{major}{minor}"
+    return "" if major == wanted else f"needs {arch}, this is sm_{major}{minor}"
+
+
+def _hopper(device: torch.device) -> str:
+    return _gluon(device, "hopper", "an H100, H200 or H20", 9, "sm_90a")
 
 
 def _blackwell(device: torch.device) -> str:
-    try:
-        import triton.experimental.gluon.language.nvidia.blackwell  # noqa: F401
-    except ImportError:
-        return "needs triton 3.6 with Gluon"
-    if device.type != "cuda":
-        return "needs a B200, B300 or GB200"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major == 10 else f"needs sm_100a, this is sm_{major}{minor}"
+    return _gluon(device, "blackwell", "a B200, B300 or GB200", 10, "sm_100a")
 
 
 # Best first: `auto` takes the first one that works on the layer's device.

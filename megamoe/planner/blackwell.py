@@ -119,11 +119,11 @@ def shipped(recipe: str) -> list[GemmTmem]:
 
 def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:
     """The tile with what was given in place of the table's, or a refusal with the reason."""
-    told = {name: given[name] for name in TILE if name in given}
-    if not told:
+    asked = {name: given[name] for name in TILE if name in given}
+    if not asked:
         return tile, ""
     legal = {"block_m", "block_k", "num_stages", "group_m"}
-    unknown = sorted(told.keys() - legal)
+    unknown = sorted(asked.keys() - legal)
     require(
         not unknown,
         f"a tile of the blackwell backend is given by {', '.join(sorted(legal))}",
@@ -132,7 +132,7 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
     )
     how = numerics("blackwell", recipe)
     widths = tables.block_ms(recipe, how.promotion > 0)
-    m = told.get("block_m", tile.block_m)
+    m = asked.get("block_m", tile.block_m)
     require(
         m in widths,
         f"block_m must be {' or '.join(map(str, widths))}: the MMA's N",
@@ -143,7 +143,7 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
     base = next(
         shape for recipes, _, shape, _ in tables.TILES if recipe in recipes and shape.block_m >= m
     )
-    k = told.get("block_k", base.block_k)
+    k = asked.get("block_k", base.block_k)
     legal_k = (128,) if how.promotion or recipe == "w4a16" else (64, 128, 256)
     vec = scale_vector(recipe)
     require(
@@ -154,15 +154,15 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
     )
     assert isinstance(k, int)
     made = tile_of(recipe, base._replace(block_m=m, block_k=k))
-    made = replace(made, group_m=int(told.get("group_m", base.group_m) or 1))
-    stages = int(told.get("num_stages", made.num_stages) or 0)
+    made = replace(made, group_m=int(asked.get("group_m", base.group_m) or 1))
+    stages = int(asked.get("num_stages", made.num_stages) or 0)
     require(
         2 <= stages <= made.num_stages,
         f"num_stages must lie between 2 and the {made.num_stages} that fit",
         got=stages,
         kind=CapacityError,
     )
-    why = "given: " + ", ".join(f"{name} {value}" for name, value in told.items())
+    why = "given: " + ", ".join(f"{name} {value}" for name, value in asked.items())
     return replace(made, num_stages=stages), why
 
 
@@ -212,9 +212,9 @@ def staged_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> t
     """The routed experts' pass, and the shared ones'."""
     p = call.problem
     tile, why = pick(p.recipe, p.num_tokens * p.top_k / p.num_experts)
-    made, told = overridden(p.recipe, tile, given)
+    made, asked = overridden(p.recipe, tile, given)
     sizes = Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
-    found = [staged_pass(sizes, made, num_sms, told or why, "routed")]
+    found = [staged_pass(sizes, made, num_sms, asked or why, "routed")]
     if call.shared is not None:
         found.append(shared_pass(call, num_sms))
     return tuple(found)
@@ -233,9 +233,9 @@ def rows_pass(call: CallSpec, rows: int, num_sms: int, given: Mapping[str, Value
     """The rows that a rank received for its experts, one slot each."""
     p = call.problem
     tile, why = pick(p.recipe, rows / p.num_local_experts)
-    made, told = overridden(p.recipe, tile, given)
+    made, asked = overridden(p.recipe, tile, given)
     sizes = Sizes(rows, 1, p.num_local_experts, 0, p.hidden, p.intermediate)
-    return staged_pass(sizes, made, num_sms, told or why, "routed")
+    return staged_pass(sizes, made, num_sms, asked or why, "routed")
 
 
 __all__ = ["finish", "max_tiles", "num_rows", "pick", "rows_pass", "shared_pass", "staged_passes"]
