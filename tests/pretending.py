@@ -48,7 +48,12 @@ def plan_of(inputs, w, options=None, shared=None, tile=None, **given):
     options = options or Options()
     mode = given.pop("mode", "auto")
     if tile is not None and mode == "fused":
-        given |= {"block_m": tile.block_m, "block_n": tile.block_n, "block_k": tile.block_k}
+        given |= {
+            "block_m": tile.block_m,
+            "block_n": tile.block_n,
+            "block_k": tile.block_k,
+            "group_m": tile.group_m,
+        }
     ranks = given.pop("ranks", Ranks())
     plan = plan_for(
         w, options, traits_of("hopper", w, shared), num_tokens=len(x), top_k=idx.shape[1],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import gc
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -10,7 +10,7 @@ from multiprocessing.connection import Connection, wait
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, multiprocessing
 
 from megamoe.engine.layer import MoE
 from megamoe.engine.weights import ExpertWeights
@@ -28,16 +28,18 @@ def run_ranks(
     options: Options,
     progress: Callable[[int, int], None],
 ) -> tuple[list[Tensor], Tensor]:
-    """(every rank's result, rows that each expert received): `MoE(group=...)` on a CPU.
+    """(every rank's result, rows that each expert received): `MoE(group=...)` over processes.
 
-    Forked, so that weights are not copied; a rank that fails ends all of them. The store comes
-    after the forks: its thread may hold a lock of libc (of name look-ups), which a process that is
-    forked then would wait for in vain.
+    On a CPU they are forked, so that weights are not copied; CUDA does not survive a fork, so on a
+    GPU they are new processes that map this one's memory. A rank that fails ends all of them. The
+    store comes after the forks: its thread may hold a lock of libc (of name look-ups), which a
+    process that is forked then would wait for in vain.
     """
     num = len(tokens)
+    on_gpu = weights.device.type == "cuda"
     outputs = [torch.zeros_like(x).share_memory_() for x, _, _ in tokens]
     received = torch.zeros(weights.num_experts, dtype=torch.int64).share_memory_()
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn" if on_gpu else "fork")
     processes, pipes = [], []
     for rank in range(num):
         mine, theirs = context.Pipe()
@@ -106,7 +108,11 @@ def _rank(
         y, received = results
         y.copy_(layer(*tokens))
         received.copy_(layer.stats)
+        if y.is_cuda:
+            torch.cuda.synchronize(y.device)
         dist.barrier()
+        del layer, weights, shared, tokens, parts, y, results
+        gc.collect()  # what this process maps, its owner may free
         pipe.send("")
     except BaseException as error:
         pipe.send(f"{type(error).__name__}: {error}")

@@ -110,6 +110,9 @@ def hold_on(
     )
     found: list[ExpertWeights] = []
     for group in groups:
+        if not is_image(group[0]):
+            found.append(group[0].to(device))
+            continue
         known = [facts(w) for w in group]
         image = _image_of(group[0].recipe, known[0] & known[-1])
         parts = {

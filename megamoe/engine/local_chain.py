@@ -107,10 +107,14 @@ class LocalChain:
             with ThreadPoolExecutor(self.num_ranks) as pool:
                 return list(pool.map(launch, ranks))
         now, found = torch.cuda.current_stream(device), []
-        for rank, stream in zip(ranks, self._streams, strict=True):
-            stream.wait_stream(now)
-            with torch.cuda.stream(stream):
-                found.append(launch(rank))
+        try:
+            for rank, stream in zip(ranks, self._streams, strict=True):
+                stream.wait_stream(now)
+                with torch.cuda.stream(stream):
+                    found.append(launch(rank))
+        except BaseException:
+            torch.cuda.synchronize(device)  # ranks that were launched still read what is let go
+            raise
         for y, stream in zip(found, self._streams, strict=True):
             now.wait_stream(stream)
             if not is_capturing(device):

@@ -124,3 +124,13 @@ def test_gemms_that_follow_tiles_compile_without_spills_and_write_rows_home_wide
         assert used["stack"] == 0 and used["shared"] <= SHARED_LIMIT
     narrow = [size for size in accesses(l2, "st") if size < 16]
     assert len(narrow) <= 2 * (case == "dynamic")  # the counter of items, which is this rank's
+
+
+@pytest.mark.parametrize("case", GEMMS)
+def test_rows_and_records_compile_for_every_tile(case, monkeypatch):
+    """With statistics, with and without work items."""
+    recipe, num, given = GEMMS[case]
+    found = compiled(monkeypatch, recipe, num, ("_rows_kernel", "_quantize_kernel"), **given)
+    for name in ("_rows_kernel", "_quantize_kernel"):
+        (made,) = found[name]
+        assert resources(made)["stack"] == 0

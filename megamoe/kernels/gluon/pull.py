@@ -121,9 +121,9 @@ def _rows_kernel(
         if IS_FIRST:
             tl.store(state + _CALL, tl.load(state + _CALL) + 1)
             if HAS_STATS:
-                inside = expert < num_experts
-                total = tl.load(stats + expert, mask=inside)
-                tl.store(stats + expert, total + count, mask=inside)
+                is_expert = expert < num_experts
+                total = tl.load(stats + expert, mask=is_expert)
+                tl.store(stats + expert, total + count, mask=is_expert)
     else:
         mine = number // chunks
         own = tl.sum(tl.where(source == mine, by_source, 0), 0)
