@@ -24,6 +24,7 @@ from megamoe.cli import bench_more
 from megamoe.cli import certify as certify_command
 from megamoe.cli import compile as compile_command
 from megamoe.cli import headline as headline_command
+from megamoe.cli import overlap as overlap_command
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
 from megamoe.cli import trace as trace_command
@@ -41,6 +42,7 @@ bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its prov
 bench_commands.add_to(bench)
 bench_more.add_to(bench)
 headline_command.add_to(bench)
+overlap_command.add_to(bench)
 app.add_typer(bench, name="bench")
 plan_command.add_to(app)
 simulate_command.add_to(app)

@@ -68,9 +68,17 @@ class Member(NamedTuple):
 
 
 class Links(NamedTuple):
-    """Links that are no faster than these, for ranks that share a GPU."""
+    """Links that are no faster than these, for ranks that share a GPU.
+
+    is_alone  without the GEMMs: what links take alone, with rows that nobody computed
+    """
 
     bytes_per_s: float
+    is_alone: bool = False
+
+    def ns_of(self, num_bytes: int) -> int:
+        """Nanoseconds that they take for so many bytes."""
+        return round(1e9 * num_bytes / self.bytes_per_s)
 
 
 class _Ranked(NamedTuple):
@@ -82,6 +90,8 @@ class _Ranked(NamedTuple):
     made: images.Prepared
     pdl: bool
     num_slots: int  # rows of a token: routed, then shared
+    links: Links | None
+    l2_begun: Tensor | None  # int64 [1], with `links`: when L2 began
 
     @property
     def control(self) -> dict[str, Tensor | int]:
@@ -97,18 +107,23 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
     """The launches of a plan on this rank: bf16 [T, H] -> bf16 [T, H]."""
     hopper.check_activation(call.options)
     extra = hopper.num_of(call.shared)
+    begun = None
+    if links is not None:
+        begun = torch.zeros(1, dtype=torch.int64, device=call.weights.device)
     here = _Ranked(
         me, call, planned.words_of(plan.call), images.prepared(call.weights), plan.overlaps,
-        call.top_k + extra,
+        call.top_k + extra, links, begun,
     )  # fmt: skip
     num, hidden = call.num_tokens, call.weights.hidden
     source, *owner = plan.passes
     routing = _push(here, source)
     for steps in owner:
-        _compute(here, steps, links)
+        _compute(here, steps)
     finish, *rest = plan.rest
     exchange.finish_kernel[finish.grid](
         done=me.buffer.done, error=call.status.bad_slot, **here.control,
+        counts_in=me.buffer.counts_in, pitch=me.buffer.counts_in.shape[1], l2_begun=begun,
+        ns_per_row=0 if links is None else links.ns_of(2 * hidden),
         **finish.config.constants(), **overlap(here.pdl),
     )  # fmt: skip
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
@@ -189,7 +204,7 @@ def _sort(here: _Ranked, steps: Pass, routing: Routing, counts: Tensor) -> tuple
     return slots, weights
 
 
-def _compute(here: _Ranked, steps: Pass, links: Links | None) -> None:
+def _compute(here: _Ranked, steps: Pass) -> None:
     """One window of this rank's rows, from what sources pushed to rows at their homes."""
     call, made, pdl = here.call, here.made, here.pdl
     weights, how, options = call.weights, made.how, call.options
@@ -205,7 +220,9 @@ def _compute(here: _Ranked, steps: Pass, links: Links | None) -> None:
     pulled = pull.Pulled(origin, *counters)
     work = _items(here, steps, pool)
     _rows(here, steps["rows"], own, pool, pulled, work)
-    _pull(here, steps["pull"], pool, pulled, links)
+    _pull(here, steps["pull"], pool, pulled)
+    if here.links is not None and here.links.is_alone:
+        return
     acts = launch.pool(
         how, steps.num_slots, weights.intermediate, steps.num_experts, tile.block_m,
         weights.device, pool, rows=own.pool_rows,
@@ -223,7 +240,9 @@ def _compute(here: _Ranked, steps: Pass, links: Links | None) -> None:
     launch.linear(
         acts, made.w2, here.me.buffer.rows, steps["l2"], how, options, items=second,
         bias=weights.b2, acts_factor=weights.acts_global, error=error, use_pdl=pdl,
-        chain=Chain(follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13),
+        chain=Chain(
+            follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13, begun=here.l2_begun
+        ),
     )  # fmt: skip
 
 
@@ -274,14 +293,12 @@ def _rows(
     )  # fmt: skip
 
 
-def _pull(
-    here: _Ranked, step: Launch, pool: Pool, pulled: pull.Pulled, links: Links | None
-) -> None:
+def _pull(here: _Ranked, step: Launch, pool: Pool, pulled: pull.Pulled) -> None:
     """Tokens of a window into the pool."""
-    words, tokens = here.words, here.me.buffer.tokens
+    words, tokens, links = here.words, here.me.buffer.tokens, here.links
     ns_per_row = 0
     if links is not None:  # every CTA is one of the link's lanes
-        ns_per_row = round(4e9 * words.pitch / links.bytes_per_s * step.num_ctas)
+        ns_per_row = links.ns_of(4 * words.pitch * step.num_ctas)
     pull.pull_kernel[step.grid](
         tokens=tokens, data=pool.data.view(torch.int32), scale=pool.scale, factor=pool.factor,
         origin=pulled.origin, tiles=pool.tiles, num_tiles=pool.num_tiles, arrived=pulled.arrived,

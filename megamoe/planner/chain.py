@@ -127,10 +127,11 @@ class Finish:
     """Signals that rows are home."""
 
     num_ranks: int
+    max_local: int  # experts of one rank, to a power of two
 
     def constants(self) -> Constants:
         """Of `finish_kernel`."""
-        return {"RANKS": self.num_ranks, "num_warps": 4}
+        return {"RANKS": self.num_ranks, "LOCAL": self.max_local, "num_warps": 4}
 
     def __str__(self) -> str:
         return f"{self.num_ranks} ranks"
@@ -319,9 +320,8 @@ def _how_l2(tile: Tile) -> str:
 def rest(call: CallSpec, num_sms: int) -> tuple[Launch, ...]:
     """What follows the passes."""
     p = call.problem
-    found = [
-        Launch("finish", "finish_kernel", (p.num_ranks,), Finish(p.num_ranks), "rows are home"),
-    ]
+    config = Finish(p.num_ranks, next_power_of_2(p.num_local_experts, 128))
+    found = [Launch("finish", "finish_kernel", (p.num_ranks,), config, "rows are home")]
     if p.num_tokens == 0:
         return tuple(found)
     slots = p.top_k + call.num_shared

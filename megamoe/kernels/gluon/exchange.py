@@ -29,8 +29,10 @@ from megamoe.kernels.gluon.mega.sync import REPORT
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
     bounded_wait,
+    now_ns,
     record,
     wait_for_launch,
+    wait_until,
 )
 from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.layout.pushed import LIST_ALIGN, TokenWords
@@ -267,14 +269,36 @@ def exchange_kernel(
     allow_next_launch()
 
 
-@gluon.jit(do_not_specialize=["rank", "bound_ns"])
-def finish_kernel(done, error, state, peers, report, rank, bound_ns, RANKS: gl.constexpr):
+@gluon.jit
+def _rows_for_others(counts_in, rank, pitch, RANKS: gl.constexpr, LOCAL: gl.constexpr):
+    """Rows that this rank computes for other ranks."""
+    local = gl.arange(0, LOCAL, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    num = gl.to_tensor(0)
+    for source in range(RANKS):
+        count = gl.load(counts_in + source * pitch + local, mask=local < pitch, other=0)
+        num += gl.where(source == rank, 0, gl.sum(count, 0))
+    return num
+
+
+@gluon.jit(do_not_specialize=["rank", "bound_ns", "ns_per_row"])
+def finish_kernel(
+    done, error, state, peers, report, rank, bound_ns, counts_in, pitch, l2_begun, ns_per_row,
+    RANKS: gl.constexpr, LOCAL: gl.constexpr,
+):  # fmt: skip
     """CTA: tell one peer that this rank's rows for it are home, and wait for its rows.
 
     After a report nobody is told: the rows are worthless. Nor where `error` is negative, that is,
     a wait of this rank's GEMMs was given up: then all are told that.
+
+    l2_begun  None, or int64 [1]: rows are not home before a link of 1 / ns_per_row rows that was
+              free when L2 began (0: when this launch did) could have brought them
     """
     wait_for_launch()
+    if l2_begun is not None:
+        begin = gl.load(l2_begun)
+        begin = gl.where(begin > 0, begin, now_ns())
+        num = _rows_for_others(counts_in, rank, pitch, RANKS, LOCAL)
+        wait_until(begin + num.to(gl.int64) * ns_per_row)
     p = Peers(peers=peers, rank=rank, state=state, report=report, bound_ns=bound_ns, RANKS=RANKS)
     peer = (rank + gl.program_id(0)) % RANKS
     call = gl.load(state + CALL)

@@ -131,6 +131,28 @@ def allow_next_launch():
 
 
 @gluon.jit
+def now_ns():
+    """Nanoseconds of a clock that all SMs share; it may tick coarsely."""
+    return gl.inline_asm_elementwise(
+        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def stamp_begin(begun):
+    """CTA 0: when it began, to int64 [1]."""
+    if gl.program_id(0) == 0:
+        gl.store(begun, now_ns())
+
+
+@gluon.jit
+def wait_until(time_ns):
+    """Wait until `now_ns` has reached a time."""
+    while now_ns() < time_ns:
+        pass
+
+
+@gluon.jit
 def fence_stores():
     """In every thread that stored, before its stores are published: TMA may then read them."""
     gl.inline_asm_elementwise(

@@ -24,7 +24,13 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.common.compat import after_previous
 from megamoe.kernels.gluon.permute import write_tiles
-from megamoe.kernels.gluon.pipeline import allow_next_launch, fence_stores, wait_for_launch
+from megamoe.kernels.gluon.pipeline import (
+    allow_next_launch,
+    fence_stores,
+    now_ns,
+    wait_for_launch,
+    wait_until,
+)
 from megamoe.kernels.gluon.pool import (
     ROW_ALIGN,
     TILE_ROW_BEGIN,
@@ -153,13 +159,6 @@ def _rows_kernel(
 # -- pull ----------------------------------------------------------------------------------------
 
 
-@gluon.jit
-def _now():
-    return gl.inline_asm_elementwise(
-        "mov.u64 $0, %globaltimer;", "=l", [], dtype=gl.int64, is_pure=False, pack=1
-    )
-
-
 @gluon.jit(do_not_specialize=["rank", "pool_rows", "own_units", "ns_per_row"])
 def pull_kernel(
     tokens, data, scale, factor, origin, tiles, num_tiles, arrived, rank, pool_rows, pitch,
@@ -182,7 +181,7 @@ def pull_kernel(
     allow_next_launch()  # L1 does not wait for this launch; what it reads first is older
     part_row = gl.arange(0, GROUP, gl.SliceLayout(1, WIDE))
     col = gl.expand_dims(gl.arange(0, COLS, gl.SliceLayout(0, WIDE)), 0)
-    begin_ns = _now()
+    begin_ns = now_ns()
     num_far = 0
     turn = rank * PARTS // RANKS  # ranks begin a tile at different sources
     for number in range(gl.program_id(0), gl.load(num_tiles) * PARTS, gl.num_programs(0)):
@@ -208,9 +207,7 @@ def pull_kernel(
             if PACE:
                 is_far = used & ((units < 0) | (units >= own_units))
                 num_far += gl.sum(is_far.to(gl.int32), 0)
-                until = begin_ns + num_far.to(gl.int64) * ns_per_row
-                while _now() < until:
-                    pass
+                wait_until(begin_ns + num_far.to(gl.int64) * ns_per_row)
             fence_stores()
             gl.thread_barrier()
             gl.atomic_add(arrived + row_begin // GROUP, num_rows, sem="release", scope="gpu")

@@ -50,6 +50,7 @@ class Chain(NamedTuple):
     publishes: Tensor | None = None  # L1: words by tile that it counts in
     dest_unit: int = 0  # L2: values of a unit of `dest`; 0: a row
     after: Packed | None = None  # L2: weights of the L1 that was launched before it
+    begun: Tensor | None = None  # int64 [1]: when it began
 
 
 NO_CHAIN = Chain()
@@ -157,7 +158,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
         "row_weight": x.weight, "row_dest": x.dest, "tiles": x.tiles, "num_tiles": x.num_tiles,
         "pool_rows": x.data.shape[0], "factor_rows": factor_rows, "factor_cols": factor_cols,
         "num_bias": w.num_outputs, "GATED": w.is_gated, "HAS_BIAS": bias is not None,
-        "follows": chain.follows, "publishes": chain.publishes,
+        "follows": chain.follows, "publishes": chain.publishes, "begun": chain.begun,
     }  # fmt: skip
     if isinstance(step.config, Gemm):
         rest |= {

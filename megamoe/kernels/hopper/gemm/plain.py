@@ -78,6 +78,7 @@ from megamoe.kernels.gluon.pipeline import (
     first_stage,
     pin,
     record,
+    stamp_begin,
     wait_for_launch,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
@@ -584,7 +585,7 @@ def gemm_kernel(
     w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
     l1_n_tiles, items, fp4, fp4_scale, ring, error,
     pool_rows, steps, num_outputs, out_width, factor_rows, factor_cols, clamp, num_bias,
-    follows, publishes,
+    follows, publishes, begun,
     DECODED: gl.constexpr, HAS_ITEMS: gl.constexpr, DYNAMIC: gl.constexpr, DEPTH: gl.constexpr,
     CHUNK: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
@@ -593,8 +594,11 @@ def gemm_kernel(
     """The launch: one persistent CTA per SM. Arguments as the fields of `PlainGemm`.
 
     DEPTH > 0: FP4 weights (fp4, fp4_scale) are decoded per wave into `ring`, which w describes.
-    follows, publishes: None, or words by tile of the chain (`follow`).
+    follows, publishes: None, or words by tile of the chain (`follow`); begun: None, or where CTA 0
+    says when it began.
     """
+    if begun is not None:
+        stamp_begin(begun)
     IN_STAGE: gl.constexpr = DECODED and not DEPTH
     w_bufs, image, image_scale = _allocate_weights(w, w_scale, IN_STAGE, STAGES, IMAGES)
     x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, HALF, 128], x.layout)

@@ -78,6 +78,7 @@ from megamoe.kernels.gluon.pipeline import (
     first_stage,
     record,
     scale_width,
+    stamp_begin,
     wait_for_launch,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
@@ -560,7 +561,7 @@ def math(gemm, WG: gl.constexpr):
 def gemm_swap_ab_kernel(
     w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest, out,
     out_scale, tiles, num_tiles, pool_rows, steps, num_outputs, out_width, factor_rows,
-    factor_cols, clamp, num_bias, follows, publishes, l1_n_tiles, error,
+    factor_cols, clamp, num_bias, follows, publishes, l1_n_tiles, error, begun,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, IS_STREAM: gl.constexpr, SLABS: gl.constexpr,
@@ -570,7 +571,10 @@ def gemm_swap_ab_kernel(
     """The launch: one persistent CTA per SM. Arguments as the fields of `SwapAbGemm`.
 
     follows, publishes: None, or words by tile of the chain (`follow`); then with l1_n_tiles, error.
+    begun: None, or where CTA 0 says when it began.
     """
+    if begun is not None:
+        stamp_begin(begun)
     w_bufs, ws_bufs, x_bufs, xs_bufs = allocate_stages(
         w, w_scale, x, x_scale, WEIGHTS, PROMOTED, TOKENS, SLABS, DEPTH, STAGES
     )

@@ -1,0 +1,197 @@
+"""`megamoe bench overlap`: how much of a chain's communication hides under its arithmetic.
+
+Ranks share one GPU: each has its part of the SMs and links that are paced to the same part of
+NVLink, so that arithmetic and links stand to each other as on as many GPUs. Three graphs of the
+same call are timed, their replays shuffled:
+
+    compute  links as fast as the GPU's memory
+    links    paced links without the GEMMs: tokens come, rows go home, nobody computes
+    both     the call over paced links
+
+    hidden = (compute + links - both) / min(compute, links)
+
+Every call's bits are those of one rank first. What one GPU cannot show: a link's latency, its
+packets, and order between GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+import megamoe as mm
+from megamoe.bench.cells import Cell
+from megamoe.bench.inputs import Weights, make_job
+from megamoe.bench.layer import Progress
+from megamoe.bench.provenance import provenance
+from megamoe.bench.timer import Prepared, Timer
+from megamoe.engine import backends
+from megamoe.engine.chain import Links
+from megamoe.engine.local import LocalRanks
+from megamoe.engine.planning import hardware_of
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import NotAvailable, RangeError, require
+from megamoe.formats.spec import recipe_named
+from megamoe.planner.chain import num_pull_sms, sms_of
+
+DISTINCT = 8  # experts that are made; the others are copies of them
+BAR_HIDDEN, BAR_SLOWER = 0.85, 1.10
+SEED = 127
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """One cell: tokens are those of each rank, experts those of all."""
+
+    cell: str
+    recipe: str
+    num_ranks: int
+    sms: int  # of each rank
+    pull_sms: int
+    links_gbs: float
+    compute_us: float
+    links_us: float
+    both_us: float
+    same_bits: bool  # as one rank that has all tokens
+    provenance: str
+
+    @property
+    def hidden(self) -> float:
+        """The share of the shorter of compute and links that the call does not take longer by."""
+        least = min(self.compute_us, self.links_us)
+        return (self.compute_us + self.links_us - self.both_us) / least
+
+    @property
+    def slower(self) -> float:
+        """The call over paced links over that over unpaced ones."""
+        return self.both_us / self.compute_us
+
+
+def measure(
+    cells: Sequence[Cell],
+    recipes: Sequence[str],
+    *,
+    device: str,
+    num_ranks: int = 8,
+    links_gbs: float | None = None,
+    repeats: int = 9,
+    rounds: int = 2,
+    progress: Progress = lambda step, done, of: None,
+    on_row: Callable[[Overlap], None] = lambda row: None,
+) -> list[Overlap]:
+    """Check and time every cell in every recipe; links_gbs: of a rank, else its part of NVLink."""
+    where = torch.device(device)
+    for recipe in recipes:
+        recipe_named(recipe)
+    require(
+        links_gbs is None or links_gbs > 0, "links must have a bandwidth", got=links_gbs,
+        kind=RangeError,
+    )  # fmt: skip
+    backends.resolve("hopper", "chain", where)
+    speed = links_gbs or hardware_of(where).nvlink_gbs.reached / num_ranks
+    timer = Timer(where, flush="none", repeats=repeats, rounds=rounds)
+    found: list[Overlap] = []
+    jobs = [(cell, recipe) for recipe in recipes for cell in cells]
+    made: tuple[str, str, ExpertWeights] | None = None
+    for done, (cell, recipe) in enumerate(jobs):
+        progress("cells", done, len(jobs))
+        if made is None or made[:2] != (cell.shape.name, recipe):
+            made = None  # one shape's experts at a time
+            made = cell.shape.name, recipe, _experts(cell, recipe, num_ranks, where)
+        found.append(_row(cell, recipe, made[2], num_ranks, speed, timer))
+        on_row(found[-1])
+        torch.cuda.empty_cache()
+    progress("cells", len(jobs), len(jobs))
+    return found
+
+
+def _experts(cell: Cell, recipe: str, num_ranks: int, device: torch.device) -> ExpertWeights:
+    """The experts of all ranks: a few of their own, and copies."""
+    num = cell.shape.num_experts * num_ranks
+    shape = replace(cell.shape, num_experts=min(DISTINCT, num), num_shared=0)
+    few = Weights(shape, device, SEED)[recipe]
+    return few.take([expert % few.num_experts for expert in range(num)])
+
+
+def _row(
+    cell: Cell, recipe: str, weights: ExpertWeights, num_ranks: int, speed: float, timer: Timer
+) -> Overlap:
+    shape = replace(cell.shape, num_experts=weights.num_experts)
+    options = shape.options
+    all_tokens = replace(cell, shape=shape, num_tokens=cell.num_tokens * num_ranks)
+    job = make_job(all_tokens, Weights(shape, timer.device, SEED), SEED)
+    inputs = job.x, job.topk_idx, job.topk_weights
+    wanted = mm.moe(
+        *inputs, weights, backend="hopper", mode="staged", activation=options.activation,
+        clamp=options.clamp, weight_at=options.weight_at,
+    )  # fmt: skip
+    torch.cuda.synchronize(timer.device)
+    torch.cuda.empty_cache()
+    ranks = LocalRanks(weights, num_ranks, options, mode="chain")
+    parts = [list(t.split(cell.num_tokens)) for t in inputs]
+
+    def call() -> list[Tensor]:
+        return ranks(*parts)
+
+    links = {
+        "compute": None,
+        "links": Links(speed * 1e9, is_alone=True),
+        "both": Links(speed * 1e9),
+    }
+    same, graphs = True, {}
+    pool = torch.cuda.graph_pool_handle()
+    for name, one in links.items():
+        with _paced(ranks, one):
+            call()
+            graphs[name], y = _captured(call, pool)
+        graphs[name].replay()
+        ranks.check()
+        if name != "links":
+            same = same and torch.equal(torch.cat(y), wanted)
+        del y
+    times = timer.time({name: Prepared(_replay(g, job.x), "graph") for name, g in graphs.items()})
+    ranks.check()
+    us = {name: t.us for name, t in times.items()}
+    plan = ranks.plan(cell.num_tokens, shape.top_k)
+    sms = sms_of(plan.call, plan.hardware.num_sms, dict(plan.overrides))
+    return Overlap(
+        cell.name, recipe, num_ranks, sms, num_pull_sms(sms), speed, us["compute"], us["links"],
+        us["both"], same, provenance(timer.device),
+    )  # fmt: skip
+
+
+@contextmanager
+def _paced(ranks: LocalRanks, links: Links | None) -> Iterator[None]:
+    """The same ranks over other links: memory is the same."""
+    chain = ranks._chain
+    require(chain is not None, "ranks must be a chain", got=ranks.num_ranks, kind=NotAvailable)
+    assert chain is not None
+    had, chain.links = chain.links, links
+    try:
+        yield
+    finally:
+        chain.links = had
+
+
+def _captured(
+    call: Callable[[], list[Tensor]], pool: tuple[int, int]
+) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    """A graph of one call; graphs take turns in one pool of memory."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        y = call()
+    return graph, y
+
+
+def _replay(graph: torch.cuda.CUDAGraph, output: Tensor) -> Callable[[], Tensor]:
+    def run() -> Tensor:
+        graph.replay()
+        return output
+
+    return run

@@ -1,0 +1,100 @@
+"""`megamoe bench overlap`: parse, call, print."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from megamoe.bench.cells import cells_named
+from megamoe.cli.bench import (
+    ALL_SHARES,
+    Device,
+    Out,
+    Recipes,
+    Repeats,
+    Rounds,
+    Tokens,
+    Workloads,
+    counts_in,
+    names_in,
+    one_line_a_row,
+)
+from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
+
+if TYPE_CHECKING:
+    from megamoe.bench.overlap import Overlap
+
+
+def add_to(bench: typer.Typer) -> None:
+    """Register the command on the `bench` group."""
+    bench.command("overlap")(overlap)
+
+
+def overlap(
+    workloads: Workloads = ALL_SHARES,
+    tokens: Tokens = "512,2048,8192",
+    recipes: Recipes = "w4a8_block,w8a8",
+    ranks: Annotated[int, typer.Option(help="Ranks that share the GPU, 1 to 8.")] = 8,
+    links: Annotated[
+        float | None, typer.Option(help="GB/s of a rank's links; default: its part of NVLink.")
+    ] = None,
+    repeats: Repeats = 9,
+    rounds: Rounds = 2,
+    device: Device = "auto",
+    out: Out = None,
+    as_json: Json = False,
+) -> None:
+    """Time ranks of a chain on one GPU: arithmetic alone, links alone, both; what is hidden."""
+    cells = cells_named(names_in(workloads), counts_in(tokens) if tokens else None)
+    where = gpu_named(device)
+    folder = None if out is None else writable_folder(out)
+    from megamoe.bench.overlap import measure
+
+    rows: list[Overlap] = []
+
+    def keep(row: Overlap) -> None:
+        rows.append(row)
+        if folder is not None:
+            text = json.dumps([as_dict(one) for one in rows], indent=1)
+            write_atomic(folder / "overlap.json", text + "\n")
+
+    with Bars(quiet=as_json) as bars:
+        measure(
+            cells, names_in(recipes), device=where, num_ranks=ranks, links_gbs=links,
+            repeats=repeats, rounds=rounds, progress=bars, on_row=keep,
+        )  # fmt: skip
+    if as_json:
+        print(json.dumps([as_dict(row) for row in rows], indent=1))
+    else:
+        show(rows)
+    raise typer.Exit(0 if all(row.same_bits for row in rows) else 1)
+
+
+def as_dict(row: Overlap) -> dict[str, object]:
+    """A row with what follows from it."""
+    return {**asdict(row), "hidden": row.hidden, "slower": row.slower}
+
+
+def show(rows: list[Overlap]) -> None:
+    """The table, and where it was measured."""
+    wide = one_line_a_row(Console())
+    names = ("compute us", "links us", "both us", "hidden", "both / compute")
+    title = "ranks of a chain on one GPU, links paced"
+    table = Table("cell", "recipe", "ranks", "SMs", "GB/s", *names, "bits", title=title)
+    for column in table.columns[2:-1]:
+        column.justify = "right"
+    for r in rows:
+        us = (f"{v:,.0f}" for v in (r.compute_us, r.links_us, r.both_us))
+        shares = f"{100 * r.hidden:.0f}%", f"{r.slower:.3f}"
+        bits = "same" if r.same_bits else "[bold red]OTHER[/]"
+        sms = f"{r.sms - r.pull_sms} + {r.pull_sms}"
+        about = r.cell, r.recipe, str(r.num_ranks), sms, f"{r.links_gbs:.0f}"
+        table.add_row(*about, *us, *shares, bits)
+    wide.print(table)
+    if rows:
+        wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)
