@@ -92,7 +92,7 @@ def measure(
         kind=RangeError,
     )  # fmt: skip
     backends.resolve("hopper", "chain", where)
-    speed = links_gbs or hardware_of(where).nvlink_gbs.reached / num_ranks
+    speed = links_gbs or hardware_of(where).nvlink_gbs.reached.value / num_ranks
     timer = Timer(where, flush="none", repeats=repeats, rounds=rounds)
     found: list[Overlap] = []
     jobs = [(cell, recipe) for recipe in recipes for cell in cells]

@@ -6,6 +6,7 @@ again, is in `kernels/gluon/exchange.py`; who follows whom is in `kernels/gluon/
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -105,6 +106,20 @@ class _Ranked(NamedTuple):
 
 def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tensor:
     """The launches of a plan on this rank: bf16 [T, H] -> bf16 [T, H]."""
+    *_, y = stretches(me, call, plan, links)
+    assert y is not None
+    return y
+
+
+def stretches(
+    me: Member, call: Call, plan: Plan, links: Links | None = None
+) -> Iterator[Tensor | None]:
+    """`run` in stretches; the last gives the result.
+
+    No launch of a stretch waits for a later one of a peer. So ranks of one process that issue a
+    stretch for all ranks before the next do not wait for what the host has still to compile, load
+    or issue, in however few queues the driver puts their streams.
+    """
     hopper.check_activation(call.options)
     extra = hopper.num_of(call.shared)
     begun = None
@@ -116,9 +131,13 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
     )  # fmt: skip
     num, hidden = call.num_tokens, call.weights.hidden
     source, *owner = plan.passes
-    routing = _push(here, source)
+    routing, pushed = _source(here, source)
+    yield None
+    _exchange(here, source, pushed)
+    yield None
     for steps in owner:
         _compute(here, steps)
+    yield None
     finish, *rest = plan.rest
     exchange.finish_kernel[finish.grid](
         done=me.buffer.done, error=call.status.bad_slot, **here.control,
@@ -126,10 +145,17 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
         ns_per_row=0 if links is None else links.ns_of(2 * hidden),
         **finish.config.constants(), **overlap(here.pdl),
     )  # fmt: skip
+    yield None
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
-    if num == 0:
-        return y
-    rows = me.buffer.rows[: num * here.num_slots].view(num, here.num_slots, hidden)
+    if num > 0:
+        _combine(here, plan, rest, routing, y)
+    yield y
+
+
+def _combine(here: _Ranked, plan: Plan, rest: list[Launch], routing: Routing, y: Tensor) -> None:
+    """Rows that are home, and those of shared experts, to y [T, H]."""
+    call, num, hidden = here.call, *y.shape
+    rows = here.me.buffer.rows[: num * here.num_slots].view(num, here.num_slots, hidden)
     if call.shared is not None:
         hopper.shared_rows(
             call.x, call.shared, call.options, call.status.bad_slot, rows, shared_plan(plan),
@@ -143,12 +169,19 @@ def run(me: Member, call: Call, plan: Plan, links: Links | None = None) -> Tenso
         rows, row_scale, routing.idx, routing.weights, y, step=rest[-1], weighted=weighted,
         pdl=here.pdl,
     )  # fmt: skip
-    return y
 
 
-def _push(here: _Ranked, steps: Pass) -> Routing:
-    """This rank's tokens and slots, to their owners; and theirs here."""
-    call, buffer = here.call, here.me.buffer
+class _Pushed(NamedTuple):
+    """What a source has for owners."""
+
+    counts: Tensor  # int32 [experts of all ranks]
+    slots: Tensor
+    weights: Tensor
+
+
+def _source(here: _Ranked, steps: Pass) -> tuple[Routing, _Pushed]:
+    """This rank's tokens, quantised, and its slots by expert."""
+    call = here.call
     device, num_slots = call.weights.device, steps.num_slots
     checked = (
         torch.empty(call.topk_idx.shape, dtype=torch.int32, device=device),
@@ -164,15 +197,20 @@ def _push(here: _Ranked, steps: Pass) -> Routing:
     else:
         counts.zero_()
         weights = torch.empty(16, dtype=torch.float32, device=device)
-    step = steps["exchange"]
+    return routing, _Pushed(counts, slots, weights)
+
+
+def _exchange(here: _Ranked, steps: Pass, pushed: _Pushed) -> None:
+    """Counts, slots and weights to their owners; and theirs here."""
+    step, buffer = steps["exchange"], here.me.buffer
     num_local = steps.num_experts // here.me.num_ranks
     exchange.exchange_kernel[step.grid](
-        counts=counts, slots=slots, slot_weights=weights, counts_in=buffer.counts_in,
+        counts=pushed.counts, slots=pushed.slots, slot_weights=pushed.weights,
+        counts_in=buffer.counts_in,
         list_in=buffer.list_in, weight_in=buffer.weight_in, begun=buffer.begun, **here.control,
         local_experts=num_local, pitch=buffer.counts_in.shape[1],
         capacity=buffer.list_in.shape[1], **step.config.constants(), **overlap(here.pdl),
     )  # fmt: skip
-    return routing
 
 
 def _quantize(here: _Ranked, step: Launch) -> None:

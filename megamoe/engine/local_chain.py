@@ -7,7 +7,7 @@ to a bandwidth, so that arithmetic and links stand to each other as on several G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -64,17 +64,17 @@ class LocalChain:
         self._make(max(len(t) for t in x), top_k)
         parts = stats.chunk(self.num_ranks)
 
-        def launch(rank: int) -> Tensor:
+        def launches(rank: int) -> Iterator[Tensor | None]:
             one = x[rank]
             call = Call(
                 one, topk_idx[rank], topk_weights[rank], self._weights[rank], self.options, None,
                 self._status[rank], parts[rank], None, self._launch.timeout_s,
             )  # fmt: skip
             plan = self.plan(len(one), top_k, is_quantized=not isinstance(one, Tensor))
-            with torch.no_grad():
-                return chain.run(self._members[rank], call, plan, self.links)
+            return chain.stretches(self._members[rank], call, plan, self.links)
 
-        y = self._side_by_side(launch)
+        with torch.no_grad():
+            y = self._side_by_side(launches)
         for found in self._status:
             found.copy_to_host_async(top_k)
         return y
@@ -100,18 +100,24 @@ class LocalChain:
             found.reset()
         self._members, self._most = [], (0, 0)
 
-    def _side_by_side(self, launch: Callable[[int], Tensor]) -> list[Tensor]:
+    def _side_by_side(self, launches: Callable[[int], Iterator[Tensor | None]]) -> list[Tensor]:
         """Every rank on its own stream, or, where there is no GPU, in its own thread."""
         ranks, device = range(self.num_ranks), self._all.device
         if not self._streams:
             with ThreadPoolExecutor(self.num_ranks) as pool:
-                return list(pool.map(launch, ranks))
-        now, found = torch.cuda.current_stream(device), []
+                return list(pool.map(lambda rank: _last(launches(rank)), ranks))
+        now = torch.cuda.current_stream(device)
+        all_ranks = [launches(rank) for rank in ranks]
+        found: list[Tensor] = []
+        for stream in self._streams:
+            stream.wait_stream(now)
         try:
-            for rank, stream in zip(ranks, self._streams, strict=True):
-                stream.wait_stream(now)
-                with torch.cuda.stream(stream):
-                    found.append(launch(rank))
+            while not found:
+                for one, stream in zip(all_ranks, self._streams, strict=True):
+                    with torch.cuda.stream(stream):
+                        y = next(one)
+                    if y is not None:
+                        found.append(y)
         except BaseException:
             torch.cuda.synchronize(device)  # ranks that were launched still read what is let go
             raise
@@ -140,3 +146,11 @@ class LocalChain:
             chain.Member(chain.buffer_in(m, where), peers, rank, self.num_ranks)
             for rank, (m, peers) in enumerate(zip(memory, away, strict=True))
         ]
+
+
+def _last(stretches: Iterator[Tensor | None]) -> Tensor:
+    """All of a rank's launches; its result."""
+    with torch.no_grad():  # which is a thread's own
+        *_, y = stretches
+    assert y is not None
+    return y
