@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,7 +105,7 @@ def measure(
             made = cell.shape.name, recipe, _experts(cell, recipe, num_ranks, where)
         found.append(_row(cell, recipe, made[2], num_ranks, speed, timer))
         on_row(found[-1])
-        torch.cuda.empty_cache()
+        _let_go(where)
     progress("cells", len(jobs), len(jobs))
     return found
 
@@ -129,8 +130,7 @@ def _row(
         *inputs, weights, backend="hopper", mode="staged", activation=options.activation,
         clamp=options.clamp, weight_at=options.weight_at,
     )  # fmt: skip
-    torch.cuda.synchronize(timer.device)
-    torch.cuda.empty_cache()
+    _let_go(timer.device)
     ranks = LocalRanks(weights, num_ranks, options, mode="chain")
     parts = [list(t.split(cell.num_tokens)) for t in inputs]
 
@@ -142,18 +142,19 @@ def _row(
         "links": Links(speed * 1e9, is_alone=True),
         "both": Links(speed * 1e9),
     }
-    same, graphs = True, {}
-    pool = torch.cuda.graph_pool_handle()
+    same, prepared = True, {}
+    pool = torch.cuda.graph_pool_handle() if timer.on_gpu else None
     for name, one in links.items():
         with _paced(ranks, one):
             call()
-            graphs[name], y = _captured(call, pool)
-        graphs[name].replay()
+            replay, y = _captured(call, pool, timer.device)
+        replay()
         ranks.check()
         if name != "links":
             same = same and torch.equal(torch.cat(y), wanted)
         del y
-    times = timer.time({name: Prepared(_replay(g, job.x), "graph") for name, g in graphs.items()})
+        prepared[name] = Prepared(_returning(replay, job.x), "graph")
+    times = timer.time(prepared)
     ranks.check()
     us = {name: t.us for name, t in times.items()}
     plan = ranks.plan(cell.num_tokens, shape.top_k)
@@ -177,21 +178,29 @@ def _paced(ranks: LocalRanks, links: Links | None) -> Iterator[None]:
         chain.links = had
 
 
+def _let_go(device: torch.device) -> None:
+    """Memory that the next cell or graph may want."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
 def _captured(
-    call: Callable[[], list[Tensor]], pool: tuple[int, int]
-) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
-    """A graph of one call; graphs take turns in one pool of memory."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    call: Callable[[], list[Tensor]], pool: Any, device: torch.device
+) -> tuple[Callable[[], object], list[Tensor]]:
+    """(a call's replay from a graph, its results); graphs take turns in one pool of memory."""
+    _let_go(device)
+    if device.type != "cuda":
+        return call, call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         y = call()
-    return graph, y
+    return graph.replay, y
 
 
-def _replay(graph: torch.cuda.CUDAGraph, output: Tensor) -> Callable[[], Tensor]:
+def _returning(replay: Callable[[], object], output: Tensor) -> Callable[[], Tensor]:
     def run() -> Tensor:
-        graph.replay()
+        replay()
         return output
 
     return run

@@ -1,0 +1,61 @@
+"""bench overlap: its sums, and the whole measurement on the emulator, where times say nothing."""
+
+import json
+
+import pytest
+import torch
+
+from megamoe.bench import overlap
+from megamoe.bench.cells import cells_named
+from megamoe.cli import overlap as cli
+from megamoe.engine import backends
+from tests import emulator, pretending
+from tests.kernels.support import INTERPRETED
+
+
+def row(compute, links, both, same=True):
+    return overlap.Overlap(
+        "flash-ep8/512", "w8a8", 8, 16, 2, 50.0, compute, links, both, same, "here"
+    )
+
+
+def test_hidden_is_the_share_of_the_shorter_that_takes_no_time():
+    assert row(100.0, 40.0, 104.0).hidden == pytest.approx(0.9)
+    assert row(100.0, 40.0, 140.0).hidden == 0.0
+    assert row(40.0, 100.0, 100.0).hidden == 1.0
+    assert row(100.0, 40.0, 104.0).slower == pytest.approx(1.04)
+    assert cli.as_dict(row(100.0, 40.0, 104.0))["hidden"] == pytest.approx(0.9)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
+def test_a_cell_is_checked_and_timed_three_ways(monkeypatch, capsys):
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    kernels = emulator.install(monkeypatch, num_sms=8)
+    pretending.pretend_h200(monkeypatch, 8)
+    monkeypatch.setattr(overlap, "hardware_of", pretending.planning.hardware_of)
+    alone = lambda *inputs, **options: pretending.staged(inputs[:3], inputs[3])  # noqa: E731
+    monkeypatch.setattr(overlap.mm, "moe", alone)
+    made = overlap.LocalRanks
+
+    def ranks(*args, **options):
+        found = made(*args, **options)
+        found._chain._make(8, 2)
+        for name in ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_swap_ab_kernel",
+                     "gemm_kernel"):  # fmt: skip
+            kernels[name].hold = [m.buffer.tokens for m in found._chain._members]
+        return found
+
+    monkeypatch.setattr(overlap, "LocalRanks", ranks)
+    (cell,) = cells_named(["tiny/8"])
+    small = overlap.replace(cell.shape, hidden=256, intermediate=128, num_experts=2)
+    cells = [overlap.replace(cell, shape=small)]
+    seen = []
+    (found,) = overlap.measure(
+        cells, ["w8a8"], device="cpu", num_ranks=2, repeats=1, rounds=1, on_row=seen.append
+    )
+    assert found.same_bits and seen == [found] and torch.isfinite(torch.tensor(found.hidden))
+    assert (found.num_ranks, found.sms, found.pull_sms, found.links_gbs) == (2, 4, 1, 201.0)
+    cli.show([found, row(1.0, 1.0, 1.0, same=False)])
+    text = capsys.readouterr().out
+    assert "3 + 1" in text and "OTHER" in text
+    json.dumps(cli.as_dict(found))
