@@ -16,7 +16,7 @@ packets, and order between GPUs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,6 +38,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.chain import num_pull_sms, sms_of
+from megamoe.planner.choice import Value
 
 DISTINCT = 8  # experts that are made; the others are copies of them
 BAR_HIDDEN, BAR_SLOWER = 0.85, 1.10
@@ -53,6 +54,7 @@ class Overlap:
     num_ranks: int
     sms: int  # of each rank
     pull_sms: int
+    tile: str
     links_gbs: float
     compute_us: float
     links_us: float
@@ -79,12 +81,17 @@ def measure(
     device: str,
     num_ranks: int = 8,
     links_gbs: float | None = None,
+    overrides: Mapping[str, Value] | None = None,
     repeats: int = 9,
     rounds: int = 2,
     progress: Progress = lambda step, done, of: None,
     on_row: Callable[[Overlap], None] = lambda row: None,
 ) -> list[Overlap]:
-    """Check and time every cell in every recipe; links_gbs: of a rank, else its part of NVLink."""
+    """Check and time every cell in every recipe.
+
+    links_gbs  of a rank; None: its part of NVLink
+    overrides  of the plan's tile
+    """
     where = torch.device(device)
     for recipe in recipes:
         recipe_named(recipe)
@@ -103,7 +110,7 @@ def measure(
         if made is None or made[:2] != (cell.shape.name, recipe):
             made = None  # one shape's experts at a time
             made = cell.shape.name, recipe, _experts(cell, recipe, num_ranks, where)
-        found.append(_row(cell, recipe, made[2], num_ranks, speed, timer))
+        found.append(_row(cell, recipe, made[2], num_ranks, speed, timer, overrides))
         on_row(found[-1])
         _let_go(where)
     progress("cells", len(jobs), len(jobs))
@@ -119,8 +126,9 @@ def _experts(cell: Cell, recipe: str, num_ranks: int, device: torch.device) -> E
 
 
 def _row(
-    cell: Cell, recipe: str, weights: ExpertWeights, num_ranks: int, speed: float, timer: Timer
-) -> Overlap:
+    cell: Cell, recipe: str, weights: ExpertWeights, num_ranks: int, speed: float, timer: Timer,
+    overrides: Mapping[str, Value] | None,
+) -> Overlap:  # fmt: skip
     shape = replace(cell.shape, num_experts=weights.num_experts)
     options = shape.options
     all_tokens = replace(cell, shape=shape, num_tokens=cell.num_tokens * num_ranks)
@@ -131,7 +139,7 @@ def _row(
         clamp=options.clamp, weight_at=options.weight_at,
     )  # fmt: skip
     _let_go(timer.device)
-    ranks = LocalRanks(weights, num_ranks, options, mode="chain")
+    ranks = LocalRanks(weights, num_ranks, options, mode="chain", overrides=overrides)
     parts = [list(t.split(cell.num_tokens)) for t in inputs]
 
     def call() -> list[Tensor]:
@@ -160,8 +168,8 @@ def _row(
     plan = ranks.plan(cell.num_tokens, shape.top_k)
     sms = sms_of(plan.call, plan.hardware.num_sms, dict(plan.overrides))
     return Overlap(
-        cell.name, recipe, num_ranks, sms, num_pull_sms(sms), speed, us["compute"], us["links"],
-        us["both"], same, provenance(timer.device),
+        cell.name, recipe, num_ranks, sms, num_pull_sms(sms), str(plan.passes[-1]["l1"].config),
+        speed, us["compute"], us["links"], us["both"], same, provenance(timer.device),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ from megamoe.cli.bench import (
     names_in,
     one_line_a_row,
 )
+from megamoe.cli.problems import overrides_from
 from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ def overlap(
     ranks: Annotated[int, typer.Option(help="Ranks that share the GPU, 1 to 8.")] = 8,
     links: Annotated[
         float | None, typer.Option(help="GB/s of a rank's links; default: its part of NVLink.")
+    ] = None,
+    given: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Of the plan's tile, name=value; may be given again."),
     ] = None,
     repeats: Repeats = 9,
     rounds: Rounds = 2,
@@ -66,7 +71,8 @@ def overlap(
     with Bars(quiet=as_json) as bars:
         measure(
             cells, names_in(recipes), device=where, num_ranks=ranks, links_gbs=links,
-            repeats=repeats, rounds=rounds, progress=bars, on_row=keep,
+            overrides=overrides_from(given), repeats=repeats, rounds=rounds, progress=bars,
+            on_row=keep,
         )  # fmt: skip
     if as_json:
         print(json.dumps([as_dict(row) for row in rows], indent=1))

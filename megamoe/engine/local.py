@@ -7,7 +7,7 @@ of the experts and a symmetric buffer, through whose address all others reach it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,8 +21,9 @@ from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, ShapeError, one_of, require
+from megamoe.planner.choice import Value
 from megamoe.planner.hopper import check_grid, exchange_of
-from megamoe.planner.overrides import checked
+from megamoe.planner.overrides import TILE, checked
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import MAX_RANKS
 from megamoe.problem import Options
@@ -33,7 +34,7 @@ class LocalRanks:
 
     mode     "fused", or "chain" for calls of any size
     links_gbs  chain: GB/s at which a rank pulls tokens of others, at most; None: as fast as it can
-    timeout_s, reserve_sms, debug_poison, pool_rows   as in `MoE`
+    timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
     stats    int64 [E], added to by every call: tokens each expert received
     """
 
@@ -49,13 +50,18 @@ class LocalRanks:
         mode: str = "fused",
         pool_rows: int | None = None,
         links_gbs: float | None = None,
+        overrides: Mapping[str, Value] | None = None,
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
         self._launch = LaunchOptions(timeout_s, debug_poison)
         one_of(mode, ("fused", "chain"), "mode")
-        self._given = checked(
-            {"backend": "hopper", "mode": mode, "reserve_sms": reserve_sms, "pool_rows": pool_rows}
-        )
+        routes: dict[str, Value | None] = {
+            "mode": mode,
+            "reserve_sms": reserve_sms,
+            "pool_rows": pool_rows,
+        }
+        tile = dict(checked(overrides or {}, legal=TILE))
+        self._given = checked({"backend": "hopper", **routes, **tile})
         require(
             1 <= num_ranks <= MAX_RANKS,
             f"one launch runs 1 to {MAX_RANKS} ranks",

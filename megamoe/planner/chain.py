@@ -229,11 +229,17 @@ def sms_of(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> int:
     return (num_sms - reserve) // call.local_ranks
 
 
-def tile_for(call: CallSpec, given: Mapping[str, Value]) -> tuple[Tile, str]:
-    """The tile of both linears: of 64 tokens at least."""
+def tile_for(call: CallSpec, sms: int, given: Mapping[str, Value]) -> tuple[Tile, str]:
+    """The tile of both linears on so many SMs: of 64 tokens at least."""
     p = call.problem
     load = bound(call) * p.num_ranks * p.top_k / p.num_experts
-    return hopper.tile_for(call, max(load, LEAST_LOAD), given)
+    tile, why = hopper.tile_for(call, max(load, LEAST_LOAD), given)
+    if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in given:
+        l1 = hopper.decodes_per_wave(p.hidden, sms - num_pull_sms(sms))
+        if not (l1 and hopper.decodes_per_wave(p.intermediate, sms)):
+            tile, _ = hopper.pick(p.recipe, tables.PER_TILE_ROWS)
+            why = f"{sms} SMs of a rank are too few to decode weights once per wave"
+    return tile, why
 
 
 def source_pass(call: CallSpec) -> Pass:
@@ -266,9 +272,9 @@ def source_pass(call: CallSpec) -> Pass:
 def owner_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tuple[Pass, ...]:
     """Rows, pull, L1 and L2 of what this rank receives, window after window."""
     p = call.problem
-    tile, why = tile_for(call, given)
     rows, passes = windows(call, given)
     sms = sms_of(call, num_sms, given)
+    tile, why = tile_for(call, sms, given)
     pull_sms = num_pull_sms(sms)
     is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
     l1_sms = sms if is_dynamic else sms - pull_sms

@@ -571,15 +571,26 @@ def gemm_launch(name: str, tile: Tile, depth: int, num_sms: int, why: str) -> La
     if isinstance(tile, GemmSwapAb):
         return Launch(name, "gemm_swap_ab_kernel", (num_sms,), tile, why)
     if tile.decode_ahead:
-        wide = align_up(depth, tables.WIDTH)
         require(
-            wide // 256 < num_sms,
-            f"decode_ahead needs fewer than {num_sms * 256} columns of K",
-            got=depth,
+            decodes_per_wave(depth, num_sms),
+            f"decode_ahead needs K of fewer chunks of {128 * decode_chunk(depth)} columns than "
+            f"there are CTAs, {num_sms}",
+            got=f"{depth} columns",
+            fix="leave decode_ahead out",
             kind=CapacityError,
         )
-        tile = replace(tile, decode_chunk=2 if wide % 512 else 4)
+        tile = replace(tile, decode_chunk=decode_chunk(depth))
     return Launch(name, "gemm_kernel", (num_sms,), tile, why)
+
+
+def decode_chunk(depth: int) -> int:
+    """K blocks of a job of FP4 that is decoded per wave."""
+    return 2 if align_up(depth, tables.WIDTH) % 512 else 4
+
+
+def decodes_per_wave(depth: int, num_sms: int) -> bool:
+    """Whether so many CTAs have a counter for every chunk of K, and one for giving up."""
+    return align_up(depth, tables.WIDTH) // (128 * decode_chunk(depth)) < num_sms
 
 
 def waves_of(sizes: Sizes, tile: Tile, num_sms: int) -> tuple[int, int]:

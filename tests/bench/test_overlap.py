@@ -15,7 +15,7 @@ from tests.kernels.support import INTERPRETED
 
 def row(compute, links, both, same=True):
     return overlap.Overlap(
-        "flash-ep8/512", "w8a8", 8, 16, 2, 50.0, compute, links, both, same, "here"
+        "flash-ep8/512", "w8a8", 8, 16, 2, "a tile", 50.0, compute, links, both, same, "here"
     )
 
 

@@ -68,6 +68,7 @@ class Shape(NamedTuple):
     evict_first: int | None = None  # None: with fewer than 64 tokens
 
 
+PER_TILE_ROWS = 200.0  # rows an expert up to which `w4a8_block` is decoded per tile
 _FP8 = ("w4a8_block", "w8a8")
 _FP4 = ("w4a16", "w4a8", "w4a4", "nvfp4")  # decoded to BF16
 _BF16 = (*_FP4, "bf16")
@@ -80,7 +81,7 @@ TILES: tuple[tuple[tuple[str, ...], float, Shape | Gemm, str], ...] = (
     (("w4a8_block",), 13.0, Shape(16, 2, 2),       "fused flash at 64 tokens 118.7 us, 119.0 with four warpgroups of one slab, which took 127 with 32 tokens"),
     (("w4a8_block",), 22.5, Shape(32, 2, 2),       "v3 at 64 tokens: fused 191.3 us, 196.1 with four warpgroups of one slab; staged 205.5, 210.3 with one K block a stage"),
     (("w4a8_block",), 70.0, Shape(64, 2, 2, 1, 1), "43 rows an expert (48 of 6144 x 2048) 322.6 us, 328.6 where weights are no stream, 335.2 with four warpgroups; 64 rows (pro at 512 tokens) 820.3, 827.9, 852.4"),
-    (("w4a8_block",), 200.0, Gemm(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 274 us, 529 decoded ahead; v3 617 and 930"),
+    (("w4a8_block",), PER_TILE_ROWS, Gemm(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 274 us, 529 decoded ahead; v3 617 and 930"),
     (("w4a8_block",), 700.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=16), "decoded once per wave: flash at 2048 tokens 818-841 us, 878 per tile, 924 with a ring of 32; v3 1603-1648 and 1940; pro 2242-2286, 2312-2522"),
     (("w4a8_block",), 1200.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=32), "pro at 8192 tokens: 6603-6901 us, 6740-6880 and 7021 with rings of 16 and 64, 6976 with 16 tiles together"),
     (("w4a8_block",), INF,  Gemm(3, 3, 24, 216, 56, 24, decode_ahead=64), "flash at 8192 tokens: 2582 us, 2737 and 2816 with rings of 32 and 16; v3 5883 and 5923"),
