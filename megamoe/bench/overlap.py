@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megamoe.bench.cells import Cell
 from megamoe.bench.inputs import Weights, make_job
 from megamoe.bench.layer import Progress
 from megamoe.bench.provenance import provenance
+from megamoe.bench.spans import recorded
 from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.engine.chain import Links
@@ -39,6 +41,8 @@ from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.chain import num_pull_sms, sms_of
 from megamoe.planner.choice import Value
+
+Parts = list[list[Tensor]]
 
 DISTINCT = 8  # experts that are made; the others are copies of them
 BAR_HIDDEN, BAR_SLOWER = 0.85, 1.10
@@ -74,6 +78,9 @@ class Overlap:
         return self.both_us / self.compute_us
 
 
+OnTrace = Callable[[Overlap, dict[str, Any]], None]
+
+
 def measure(
     cells: Sequence[Cell],
     recipes: Sequence[str],
@@ -86,11 +93,13 @@ def measure(
     rounds: int = 2,
     progress: Progress = lambda step, done, of: None,
     on_row: Callable[[Overlap], None] = lambda row: None,
+    on_trace: OnTrace | None = None,
 ) -> list[Overlap]:
     """Check and time every cell in every recipe.
 
     links_gbs  of a rank; None: its part of NVLink
     overrides  of the plan's tile
+    on_trace   gets each cell and the profiler's trace of one call over paced links
     """
     where = torch.device(device)
     for recipe in recipes:
@@ -110,7 +119,12 @@ def measure(
         if made is None or made[:2] != (cell.shape.name, recipe):
             made = None  # one shape's experts at a time
             made = cell.shape.name, recipe, _experts(cell, recipe, num_ranks, where)
-        found.append(_row(cell, recipe, made[2], num_ranks, speed, timer, overrides))
+        ranks, parts, wanted = _call_of(cell, made[2], num_ranks, overrides)
+        found.append(_row(cell, recipe, ranks, parts, wanted, speed, timer))
+        if on_trace is not None:
+            with _paced(ranks, Links(speed * 1e9)):
+                on_trace(found[-1], recorded(partial(ranks, *parts)))
+        ranks = parts = wanted = None  # type: ignore[assignment]  # before the next one's
         on_row(found[-1])
         _let_go(where)
     progress("cells", len(jobs), len(jobs))
@@ -125,23 +139,28 @@ def _experts(cell: Cell, recipe: str, num_ranks: int, device: torch.device) -> E
     return few.take([expert % few.num_experts for expert in range(num)])
 
 
-def _row(
-    cell: Cell, recipe: str, weights: ExpertWeights, num_ranks: int, speed: float, timer: Timer,
-    overrides: Mapping[str, Value] | None,
-) -> Overlap:  # fmt: skip
+def _call_of(
+    cell: Cell, weights: ExpertWeights, num_ranks: int, overrides: Mapping[str, Value] | None
+) -> tuple[LocalRanks, Parts, Tensor]:
+    """(ranks, what each is called with, the result of one rank that has all tokens)."""
     shape = replace(cell.shape, num_experts=weights.num_experts)
     options = shape.options
     all_tokens = replace(cell, shape=shape, num_tokens=cell.num_tokens * num_ranks)
-    job = make_job(all_tokens, Weights(shape, timer.device, SEED), SEED)
+    job = make_job(all_tokens, Weights(shape, weights.device, SEED), SEED)
     inputs = job.x, job.topk_idx, job.topk_weights
     wanted = mm.moe(
         *inputs, weights, backend="hopper", mode="staged", activation=options.activation,
         clamp=options.clamp, weight_at=options.weight_at,
     )  # fmt: skip
-    _let_go(timer.device)
+    _let_go(weights.device)
     ranks = LocalRanks(weights, num_ranks, options, mode="chain", overrides=overrides)
-    parts = [list(t.split(cell.num_tokens)) for t in inputs]
+    return ranks, [list(t.split(cell.num_tokens)) for t in inputs], wanted
 
+
+def _row(
+    cell: Cell, recipe: str, ranks: LocalRanks, parts: Parts, wanted: Tensor, speed: float,
+    timer: Timer,
+) -> Overlap:  # fmt: skip
     def call() -> list[Tensor]:
         return ranks(*parts)
 
@@ -161,14 +180,15 @@ def _row(
         if name != "links":
             same = same and torch.equal(torch.cat(y), wanted)
         del y
-        prepared[name] = Prepared(_returning(replay, job.x), "graph")
+        prepared[name] = Prepared(_returning(replay, wanted), "graph")
     times = timer.time(prepared)
     ranks.check()
     us = {name: t.us for name, t in times.items()}
-    plan = ranks.plan(cell.num_tokens, shape.top_k)
+    plan = ranks.plan(cell.num_tokens, cell.shape.top_k)
+    tile = str(plan.passes[-1]["l1"].config)
     sms = sms_of(plan.call, plan.hardware.num_sms, dict(plan.overrides))
     return Overlap(
-        cell.name, recipe, num_ranks, sms, num_pull_sms(sms), str(plan.passes[-1]["l1"].config),
+        cell.name, recipe, ranks.num_ranks, sms, num_pull_sms(sms), tile,
         speed, us["compute"], us["links"], us["both"], same, provenance(timer.device),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -26,6 +26,7 @@ from megamoe.cli.bench import (
 )
 from megamoe.cli.problems import overrides_from
 from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
+from megamoe.errors import RangeError, require
 
 if TYPE_CHECKING:
     from megamoe.bench.overlap import Overlap
@@ -52,13 +53,22 @@ def overlap(
     rounds: Rounds = 2,
     device: Device = "auto",
     out: Out = None,
+    picture: Annotated[
+        bool,
+        typer.Option("--picture", help="With --out: a trace and a picture a cell.", metavar=""),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time ranks of a chain on one GPU: arithmetic alone, links alone, both; what is hidden."""
     cells = cells_named(names_in(workloads), counts_in(tokens) if tokens else None)
     where = gpu_named(device)
     folder = None if out is None else writable_folder(out)
+    require(
+        folder is not None or not picture, "--picture needs a folder", got="no --out",
+        kind=RangeError,
+    )  # fmt: skip
     from megamoe.bench.overlap import measure
+    from megamoe.bench.spans import draw, launches_of
 
     rows: list[Overlap] = []
 
@@ -68,11 +78,19 @@ def overlap(
             text = json.dumps([as_dict(one) for one in rows], indent=1)
             write_atomic(folder / "overlap.json", text + "\n")
 
+    def keep_trace(row: Overlap, trace: dict[str, Any]) -> None:
+        assert folder is not None
+        name = f"overlap-{row.cell.replace('/', '-')}-{row.recipe}"
+        write_atomic(folder / f"{name}.json", json.dumps(trace))
+        title = f"{row.cell}, {row.recipe}: {row.num_ranks} ranks of {row.sms} SMs on one GPU"
+        title += f", links of {row.links_gbs:.0f} GB/s; profiled"
+        draw(launches_of(trace), title, row.provenance, folder / f"{name}.png")
+
     with Bars(quiet=as_json) as bars:
         measure(
             cells, names_in(recipes), device=where, num_ranks=ranks, links_gbs=links,
             overrides=overrides_from(given), repeats=repeats, rounds=rounds, progress=bars,
-            on_row=keep,
+            on_row=keep, on_trace=keep_trace if picture else None,
         )  # fmt: skip
     if as_json:
         print(json.dumps([as_dict(row) for row in rows], indent=1))
