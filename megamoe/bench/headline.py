@@ -210,21 +210,31 @@ def measure(
     from megamoe.bench.layer import measure as layers
 
     names = {line: [f"{line.workload}/{n}" for n in line.tokens] for line in lines}
-    num_cells, done = sum(map(len, names.values())), 0
-    record = Record(MEASURED, "", "", ())
+    num_cells = sum(map(len, names.values()))
+    before = Record(MEASURED, "", "", ())
     for line in lines:
-        for name in names[line]:
-            one = replace(settings, backends=("auto", *RIVALS), recipes=(line.recipe,))
-            report = layers(cells_named([name]), one, peers=peers)
-            record = Record(
-                MEASURED, report.provenance, report.method,
-                (*record.cells, cell_of(line, report, peers)),
-                _worse(record.exit_code, report.exit_code),
-            )  # fmt: skip
-            done += 1
-            progress("cells", done, num_cells)
-            on_cell(record)
-    return record
+        one = replace(settings, backends=("auto", *RIVALS), recipes=(line.recipe,))
+
+        def keep(so_far: Report, line: Line = line, before: Record = before) -> None:
+            found = _with_line(before, line, so_far, peers)
+            progress("cells", len(found.cells), num_cells)
+            on_cell(found)
+
+        report = layers(cells_named(names[line]), one, peers=peers, on_cell=keep)
+        before = _with_line(before, line, report, peers)
+    return before
+
+
+def _with_line(before: Record, line: Line, report: Report, peers: Peers | None) -> Record:
+    """The record with the cells of a line that a report has."""
+    cells = []
+    for cell in dict.fromkeys(row.cell for row in report.rows):
+        rows = tuple(row for row in report.rows if row.cell == cell)
+        cells.append(cell_of(line, replace(report, rows=rows), peers))
+    return Record(
+        MEASURED, report.provenance, report.method, (*before.cells, *cells),
+        _worse(before.exit_code, report.exit_code),
+    )  # fmt: skip
 
 
 def _worse(one: int, other: int) -> int:
