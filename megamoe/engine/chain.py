@@ -91,6 +91,7 @@ class _Ranked(NamedTuple):
     made: images.Prepared
     pdl: bool
     num_slots: int  # rows of a token: routed, then shared
+    limit: int  # tokens of a rank that all ranks plan for
     links: Links | None
     l2_begun: Tensor | None  # int64 [1], with `links`: when L2 began
 
@@ -127,7 +128,7 @@ def stretches(
         begun = torch.zeros(1, dtype=torch.int64, device=call.weights.device)
     here = _Ranked(
         me, call, planned.words_of(plan.call), images.prepared(call.weights), plan.overlaps,
-        call.top_k + extra, links, begun,
+        call.top_k + extra, planned.bound(plan.call), links, begun,
     )  # fmt: skip
     num, hidden = call.num_tokens, call.weights.hidden
     source, *owner = plan.passes
@@ -209,7 +210,8 @@ def _exchange(here: _Ranked, steps: Pass, pushed: _Pushed) -> None:
         counts_in=buffer.counts_in,
         list_in=buffer.list_in, weight_in=buffer.weight_in, begun=buffer.begun, **here.control,
         local_experts=num_local, pitch=buffer.counts_in.shape[1],
-        capacity=buffer.list_in.shape[1], **step.config.constants(), **overlap(here.pdl),
+        capacity=buffer.list_in.shape[1], limit=here.limit, **step.config.constants(),
+        **overlap(here.pdl),
     )  # fmt: skip
 
 

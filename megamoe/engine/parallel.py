@@ -338,9 +338,9 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         placement = build(meeting.num_ranks)
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
-            what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
+            what |= fused_group.describe(layer._plan_in(mode))
         if mode == "chain" and layer.backend == "hopper":
-            what |= chain_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
+            what |= chain_group.describe(layer._plan_in(mode))
         return placement, what
 
     return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)

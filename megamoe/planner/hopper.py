@@ -276,14 +276,29 @@ def passes(
     slots_per_token  of all ranks, for each token of a rank
     """
 
+    each = tokens_of_a_launch(
+        recipe, num_tokens, slots_per_token, num_experts, fits_e4m3=fits_e4m3
+    )
+    num = ceil_div(num_tokens, max(each, 1))
+    return num, ceil_div(num_tokens, num)
+
+
+def tokens_of_a_launch(
+    recipe: str,
+    num_tokens: int,
+    slots_per_token: int,
+    num_experts: int,
+    *,
+    fits_e4m3: bool = True,
+) -> int:
+    """Tokens of a rank, up to `num_tokens`, that one fused launch takes; arguments as `passes`."""
+
     def is_too_many(tokens: int) -> bool:
         rows = tokens * slots_per_token / num_experts
         return as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
 
     most = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
-    each = bisect(range(1, most + 1), False, key=is_too_many)
-    num = ceil_div(num_tokens, max(each, 1))
-    return num, ceil_div(num_tokens, num)
+    return bisect(range(1, most + 1), False, key=is_too_many)
 
 
 def passes_of(call: CallSpec) -> tuple[int, int]:
@@ -375,10 +390,7 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
 
 
 def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
-    """Over a group: one fused launch, else staged; the chain as asked for.
-
-    `tables.AUTO_TAKES_CHAIN`: or instead of staged.
-    """
+    """Over a group: one fused launch, else the chain (`tables.AUTO_TAKES_CHAIN`), else staged."""
     from megamoe.planner import chain
 
     refusal = chain.why_not(call)
@@ -401,7 +413,37 @@ def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[st
         return "staged", f"{why}; {refusal.why}"
     if not tables.AUTO_TAKES_CHAIN:
         return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
-    return "chain", f"no host between ranks, tokens come and rows go under the GEMMs; {why}"
+    return "chain", f"no host between ranks; {tables.WHY_CHAIN}; {why}"
+
+
+class UpTo(NamedTuple):
+    """What `auto` takes over a group, for bounds up to a number of tokens of a rank."""
+
+    tokens: int
+    mode: str
+    why: str
+
+
+def group_modes(call: CallSpec, given: Mapping[str, Value]) -> tuple[UpTo, ...]:
+    """The modes of a layer over a group by the bound of a call, which all ranks know.
+
+    >>> from megamoe.problem import Problem
+    >>> flash = Problem(1, 4096, 2048, 256, 6, num_ranks=8, recipe="w4a8_block")
+    >>> [found[:2] for found in group_modes(CallSpec(flash, max_tokens=4096), {})]
+    [(120, 'fused'), (4096, 'chain')]
+    """
+    p, most = call.problem, call.max_tokens or 0
+    edge = tokens_of_a_launch(
+        p.recipe, most, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
+    )
+    found: list[UpTo] = []
+    for bound in sorted({min(edge, most) or most, most}):
+        here = replace(call, problem=replace(p, num_tokens=min(bound, 1)), max_tokens=bound)
+        mode, why = _chain_or(here, why_not_fused(here, given), "auto")
+        if found and found[-1].mode == mode:
+            found.pop()
+        found.append(UpTo(bound, mode, why))
+    return tuple(found)
 
 
 # -- launches -------------------------------------------------------------------------------------

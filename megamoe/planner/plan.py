@@ -8,7 +8,7 @@ on what they are given, and the simulator plays the same launches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megamoe.errors import NotAvailable, RangeError, one_of, require
@@ -420,8 +420,6 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
 
 
 def _with_buffers(made: Plan) -> Plan:
-    from dataclasses import replace
-
     return replace(made, buffers=tuple(_buffers(made)))
 
 
@@ -437,21 +435,16 @@ def _buffers(made: Plan) -> list[Buffer]:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
         found += _pools(made, rows)
-        _, each = hopper.passes_of(call)
-        if call.is_group:
-            about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
-            num = hopper.exchange_of(call).num_bytes
-            found.append(Buffer("exchange", num, "symmetric", about))
-        else:
+        if not call.is_group:
+            _, each = hopper.passes_of(call)
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     elif made.mode == "chain" and made.routed is not None:
         config = made.routed["rows"].config
         assert isinstance(config, chain.Rows)
         found += _pools(made, config.pool_rows)
-        where = chain.memory(call)
-        about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
-        found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+        if not call.is_group:
+            found.append(_exchange(call, "chain"))
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots
@@ -462,7 +455,38 @@ def _buffers(made: Plan) -> list[Buffer]:
         found += _pools(made, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    return found
+    return found + (_exchanges(made) if call.is_group else [])
+
+
+def _exchanges(made: Plan) -> list[Buffer]:
+    """What a layer shares with its peers: of every mode that its calls may have."""
+    call, given = made.call, dict(made.overrides)
+    if made.backend != "hopper" or given.get("mode") == "staged":
+        return []
+    small = replace(call.problem, num_tokens=min(call.problem.num_tokens, 1))
+    most = max(call.room or 0, call.max_tokens or 0, call.problem.num_tokens)
+    whole = replace(call, problem=small, max_tokens=most)
+    modes = ((whole.max_tokens or 0, made.mode),)
+    if given.get("mode", "auto") == "auto":
+        modes = tuple((one.tokens, one.mode) for one in hopper.group_modes(whole, given))
+    return [
+        _exchange(replace(whole, max_tokens=tokens), mode, "exchange" if mode == made.mode else "")
+        for tokens, mode in modes
+        if mode in ("fused", "chain")
+    ]
+
+
+def _exchange(call: CallSpec, mode: str, name: str = "exchange") -> Buffer:
+    """The memory of one mode."""
+    tokens = chain.bound(call)
+    if mode == "chain":
+        num, about = chain.memory(call).num_bytes, f"tokens, lists and combine rows, {tokens}"
+    else:
+        launches, each = hopper.passes_of(call)
+        num = hopper.exchange_of(call).num_bytes
+        about = f"tokens, inbox and combine rows, {launches} x {each}"
+    name = name or f"exchange, {mode}"
+    return Buffer(name, num, "symmetric", f"{mode}: {about} tokens a rank")
 
 
 def _image_bytes(call: CallSpec) -> int:

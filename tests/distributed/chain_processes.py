@@ -69,8 +69,8 @@ def calls_have_the_bits_of_one_rank(rank, folder, recipe, has_replicas):
     with pytest.MonkeyPatch.context() as patch:
         w, layer = _layer(rank, patch, folder, recipe, **options)
         assert layer.mode == "chain" and "no host between ranks" in layer.why
-        layer._fused_group.compile(layer)  # as `mm.warmup` does: alone, then together
-        layer._fused_group.warm(layer)
+        layer._fused_group.chain.compile(layer)  # as `mm.warmup` does: alone, then together
+        layer._fused_group.chain.warm(layer)
         assert not layer.stats.any()
         same = True
         for step, counts in enumerate([(5, 3), (0, 6), (2, 0)]):

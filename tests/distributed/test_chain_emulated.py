@@ -10,7 +10,7 @@ import megamoe as mm
 from megamoe.engine import backends, chain
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import GIVEN_UP, NONE
-from megamoe.errors import MegaMoETimeout
+from megamoe.errors import MegaMoETimeout, RankError
 from megamoe.kernels.gluon import exchange
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
@@ -157,6 +157,26 @@ def test_a_rank_that_never_comes_ends_the_call_by_name_and_reaches_who_comes_lat
     ranks.launch(0, parts[0])
     with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
         ranks.found[0].check(K)
+
+
+def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(kernels):
+    """Planned for more or fewer tokens in the same memory; other bounds end in an error by name."""
+    w = weights_of("w8a8")
+    ranks = ChainRanks(kernels, w, 2, 40, K, timeout_s=3600.0)
+    for bound, counts in ((3, (2, 3)), (40, (40, 0)), (9, (0, 9))):
+        ranks.bounds = [bound] * 2
+        inputs = tokens(sum(counts), seed=bound, masked_ratio=0.1)
+        assert_like_one_rank(ranks, inputs, counts, w)
+    rows = [b.rows.clone() for b in ranks.buffers]
+    ranks.bounds = [3, 40]
+    ranks(ranks.split(tokens(6), (3, 3)))
+    assert all(torch.equal(b.rows, before) for b, before in zip(ranks.buffers, rows, strict=True))
+    for found in ranks.found:
+        with pytest.raises(RankError, match="all ranks must pass the same max_tokens"):
+            found.check(K)
+    values = {3: 40, 40: 3}
+    (rank, own), *_ = [(r, b) for r, b in enumerate(ranks.bounds) if ranks.found[r].report[3] == 19]
+    assert ranks.found[rank].report[4:7].tolist() == [1 - rank, own, values[own]]
 
 
 def test_a_peer_that_gives_up_meanwhile_splits_no_launch(kernels, monkeypatch):

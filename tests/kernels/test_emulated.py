@@ -13,9 +13,9 @@ import megamoe as mm
 from megamoe.engine import backends, fused, planning, symm_buffer
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE, DeviceStatus
-from megamoe.errors import MegaMoETimeout
+from megamoe.errors import MegaMoETimeout, RankError
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
-from megamoe.kernels.gluon.mega import sync
+from megamoe.kernels.gluon.mega import inbox, sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
@@ -270,6 +270,7 @@ class Processes:
         kernels["mega_kernel"].hold = self.memory
         per_rank = w.num_experts // num_ranks
         self.weights = [w[r * per_rank : (r + 1) * per_rank] for r in range(num_ranks)]
+        self.bounds = [most] * num_ranks  # that each rank plans a call for
 
     def launch(self, rank, part, number=0):
         w, buffer, status = self.weights[rank], self.buffers[rank], self.status[rank]
@@ -278,7 +279,7 @@ class Processes:
         world = mega_launch.World(self.num, 1, rank, peers, buffer.signals, buffer.inbox)
         stats = torch.zeros(w.num_experts, dtype=torch.int64)
         y = fused.over(
-            buffer, self.most, w, Options(), world, stats, step=self.step, status=status,
+            buffer, self.bounds[rank], w, Options(), world, stats, step=self.step, status=status,
             timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
@@ -314,6 +315,26 @@ def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels
     assert ranks.status[0].bad_slot.item() == 3 * K + 1 and ranks.status[1].bad_slot.item() == NONE
 
 
+def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(kernels):
+    w = weights_of("w4a8_block")
+    ranks = Processes(kernels, w, 2, 5)
+    for bound, counts in ((2, (2, 1)), (5, (0, 5)), (3, (3, 2))):
+        ranks.bounds = [bound] * 2
+        inputs = tokens(sum(counts), seed=bound, masked_ratio=0.2)
+        got = ranks.call(list(zip(*(t.split(counts) for t in inputs), strict=True)))
+        for status in ranks.status:
+            status.check(K)
+        assert torch.equal(torch.cat([y for y, _ in got]), fuse(inputs, w)[0])
+    ranks = Processes(kernels, w, 2, 5, timeout_s=3600.0)
+    ranks.bounds = [2, 5]
+    ranks.call(list(zip(*(t.split((2, 2)) for t in tokens(4)), strict=True)))
+    assert not any(buffer.rows.any() for buffer in ranks.buffers)
+    for rank, own in enumerate(ranks.bounds):
+        text = f"same max_tokens.*got {own} on rank {rank}, {ranks.bounds[1 - rank]} on rank"
+        with pytest.raises(RankError, match=text):
+            ranks.status[rank].check(K)
+
+
 def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
     w, inputs = weights_of("w4a8_block"), tokens(3)
     ranks = Processes(kernels, w, 2, 5, timeout_s=LATER)
@@ -330,6 +351,7 @@ def test_a_peer_that_gave_up_is_named_at_once_and_a_later_number_is_no_fault(ker
         ranks = Processes(kernels, w, 2, 5, timeout_s=30.0)  # nobody waits so long
         signals = ranks.buffers[1].signals
         signals[sync.BEGUN.value], signals[sync.ENDED.value] = begun, ended
+        ranks.buffers[1].inbox_counts[0, -4 + inbox.LIMIT_WORD.value] = 5
         ranks.launch(1, inputs)
         if is_late:
             with pytest.raises(MegaMoETimeout, match="rank 0, which gave the call up"):

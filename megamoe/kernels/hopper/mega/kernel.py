@@ -84,7 +84,7 @@ from megamoe.kernels.gluon.mega.events import (
     now,
     stamp,
 )
-from megamoe.kernels.gluon.mega.inbox import SOURCES, num_inbox_tokens
+from megamoe.kernels.gluon.mega.inbox import SOURCES, limits_agree, num_inbox_tokens
 from megamoe.kernels.gluon.mega.prefetch_code import prefetch_code
 from megamoe.kernels.gluon.mega.push import push_tokens
 from megamoe.kernels.gluon.mega.scheduler import (
@@ -416,8 +416,9 @@ def mega_kernel(
     if RANKS > 1:
         push_tokens(args, rank, cta_idx, num_ctas)
         num_tokens = 0 * num_slots
-        if wait_for_ranks(args, rank, num_ctas):
-            num_tokens = num_inbox_tokens(args, rank)
+        if wait_for_ranks(args, rank, num_ctas):  # noqa: SIM102  Gluon evaluates both of an `and`
+            if limits_agree(args, rank):
+                num_tokens = num_inbox_tokens(args, rank)
     cta = CtaState(
         args=args, rank=rank, local_rank=local_rank, cta_idx=cta_idx, num_ctas=num_ctas,
         num_tokens=num_tokens, tile_list=tile_list, counters=own(args, counters, rank),
