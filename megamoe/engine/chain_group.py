@@ -93,7 +93,7 @@ class ChainGroup:
         """
         bound = self.num_tokens if bound is None else bound
         found = layer._status
-        found.remedy = RESTART  # no rank knows how far its peers came
+        found.remedy = fused_group.REMEDY  # no rank knows how far its peers came
         fused_group.order_after_last(layer.weights.device)
         refusal: Exception | None = None
         try:

@@ -108,7 +108,7 @@ class FusedGroup:
         bound  tokens of a rank that it is planned for, the same on all; None: `num_tokens`
         """
         status = layer._status
-        status.remedy = RESTART  # no rank knows how far its peers came
+        status.remedy = REMEDY  # no rank knows how far its peers came
         order_after_last(layer.weights.device)  # before the buffer is written to
         refusal: Exception | None = None
         try:
@@ -190,6 +190,7 @@ class FusedGroup:
         return parts[0] if self.num_passes == 1 else torch.cat(parts)
 
 
+REMEDY = f"{RESTART} (ranks that pass different max_tokens may wait for each other so)"
 _LAST: dict[torch.device, torch.cuda.Stream] = {}  # of the last such call over a group
 
 

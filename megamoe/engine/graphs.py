@@ -302,6 +302,6 @@ def _launch_all(parts: Any, bucket: Any, inputs: Inputs, args: ReplayArgs) -> Te
 
     read_args(args)
     copy_inputs(args.now, inputs)
-    y = parts.launch(bucket, inputs)
+    y: Tensor = parts.launch(bucket, inputs)
     copy_output(args.now, y)
     return y

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.distributed.rendezvous import RESTART
 from megamoe.engine import device_guard, fused_group, parallel
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.functional import Signature
@@ -91,9 +90,7 @@ def serves(layer: MoE, picked: Picked) -> bool:
 def replay(
     layer: MoE,
     looks: Signature | None,
-    x: Tensor | Quantized,
-    topk_idx: Tensor,
-    topk_weights: Tensor,
+    inputs: tuple[Tensor | Quantized, Tensor, Tensor],
     max_tokens: int | None,
     copy: bool,
 ) -> Tensor | None:
@@ -101,6 +98,7 @@ def replay(
 
     A rank that refuses its own input takes part without tokens, then raises, as in eager calls.
     """
+    x, topk_idx, topk_weights = inputs
     if layer._fused_group is None or not isinstance(x, Tensor):
         return None
     picked = layer._fused_group.pick(max_tokens)
@@ -108,7 +106,7 @@ def replay(
         return None
     status, graphs, device = layer._status, layer._graphs, layer.weights.device
     assert graphs is not None
-    status.remedy = RESTART
+    status.remedy = fused_group.REMEDY
     refusal: Exception | None = None
     try:
         status.raise_if_seen()

@@ -350,9 +350,11 @@ class MoE(nn.Module):
         self._renew()
         if self._world is not None:
             if graphs is not None:
-                y = group_graphs.replay(self, looks, x, topk_idx, topk_weights, max_tokens, copy)
-                if y is not None:
-                    return y
+                found = group_graphs.replay(
+                    self, looks, (x, topk_idx, topk_weights), max_tokens, copy
+                )
+                if found is not None:
+                    return found
             return self._across(x, topk_idx, topk_weights, self.stats, self._sent, max_tokens)
         graphs = self._graphs
         self._check_once(looks, x, topk_idx, topk_weights, max_tokens)

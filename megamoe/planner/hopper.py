@@ -276,9 +276,7 @@ def passes(
     slots_per_token  of all ranks, for each token of a rank
     """
 
-    each = tokens_of_a_launch(
-        recipe, num_tokens, slots_per_token, num_experts, fits_e4m3=fits_e4m3
-    )
+    each = tokens_of_a_launch(recipe, num_tokens, slots_per_token, num_experts, fits_e4m3=fits_e4m3)
     num = ceil_div(num_tokens, max(each, 1))
     return num, ceil_div(num_tokens, num)
 

@@ -466,7 +466,7 @@ def _exchanges(made: Plan) -> list[Buffer]:
     small = replace(call.problem, num_tokens=min(call.problem.num_tokens, 1))
     most = max(call.room or 0, call.max_tokens or 0, call.problem.num_tokens)
     whole = replace(call, problem=small, max_tokens=most)
-    modes = ((whole.max_tokens or 0, made.mode),)
+    modes: tuple[tuple[int, str], ...] = ((most, made.mode),)
     if given.get("mode", "auto") == "auto":
         modes = tuple((one.tokens, one.mode) for one in hopper.group_modes(whole, given))
     return [

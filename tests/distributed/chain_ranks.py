@@ -43,7 +43,8 @@ class ChainRanks:
         return plan_for(
             w, self.options, traits_of("hopper", w, self.shared), num_tokens=num, top_k=self.top_k,
             overrides=checked({"backend": "hopper", "mode": "chain", **self.given}),
-            ranks=Ranks(self.num, self.total, max_tokens=bound or self.most), is_quantized=is_quantized,
+            ranks=Ranks(self.num, self.total, max_tokens=bound or self.most),
+            is_quantized=is_quantized,
         )  # fmt: skip
 
     def member(self, rank):

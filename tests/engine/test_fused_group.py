@@ -90,7 +90,10 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
     for rank, (one, launched) in enumerate(zip(layers, gpu.calls, strict=True)):
         world = launched["world"]
         assert (world.num, world.local, world.first, world.peers[rank]) == (2, 1, rank, 0)
-        assert launched["kept"].counters.data_ptr() == one._fused_group.fused.buffer.counters.data_ptr()
+        assert (
+            launched["kept"].counters.data_ptr()
+            == one._fused_group.fused.buffer.counters.data_ptr()
+        )
         assert launched["timeout_s"] == 7 and launched["num_experts"] == E // 2
         assert launched["step"].grid == (66,)  # both ranks have half of the SMs
         assert launched["step"] == one.plan(3).mega  # what is planned is what runs

@@ -192,9 +192,7 @@ def test_one_layer_shares_memory_for_both_modes_and_its_calls_follow_their_bound
     many = CallSpec(replace(flash, num_tokens=8), max_tokens=4096)
     found = [plan(call, "h200") for call in (few, many)]
     assert [one.mode for one in found] == ["fused", "chain"]
-    shared = [
-        {b.about: b.num_bytes for b in one.buffers if b.kind == "symmetric"} for one in found
-    ]
+    shared = [{b.about: b.num_bytes for b in one.buffers if b.kind == "symmetric"} for one in found]
     assert shared[0] == shared[1] and [about.split(":")[0] for about in shared[0]] == [
         "fused", "chain",
     ]  # fmt: skip
