@@ -383,10 +383,9 @@ class MoE(nn.Module):
         max_tokens: int | None,
     ) -> None:
         """The checks at the door; a call that looks like one that passed is not checked again."""
+        if looks not in self._passed:
+            self._check(x, idx, weights)
         self._check_fits(x, max_tokens)
-        if looks in self._passed:
-            return
-        self._check(x, idx, weights)
         if looks is not None and len(self._passed) < MAX_PASSED:
             self._passed.add(looks)
 
