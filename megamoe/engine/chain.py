@@ -23,17 +23,18 @@ from megamoe.kernels.gluon.permute import place
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
 from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import fp8_rows
 from megamoe.kernels.hopper.launch import Chain
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.routing import Routing
 from megamoe.layout.pushed import TokenWords
-from megamoe.layout.regions import Workspace
+from megamoe.layout.regions import Workspace, align_up
 from megamoe.planner import chain as planned
 from megamoe.planner.hopper import max_tiles, num_rows
 from megamoe.planner.launches import Gemm, Launch, Pass
 from megamoe.planner.plan import Plan, shared_plan
 
-DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16, "u8": torch.uint8}
 
 
 class ChainBuffer(NamedTuple):
@@ -143,7 +144,7 @@ def stretches(
     exchange.finish_kernel[finish.grid](
         done=me.buffer.done, error=call.status.bad_slot, **here.control,
         counts_in=me.buffer.counts_in, pitch=me.buffer.counts_in.shape[1], l2_begun=begun,
-        ns_per_row=0 if links is None else links.ns_of(2 * hidden),
+        ns_per_row=0 if links is None else links.ns_of(planned.row_bytes(plan.call)),
         **finish.config.constants(), **overlap(here.pdl),
     )  # fmt: skip
     yield None
@@ -155,8 +156,11 @@ def stretches(
 
 def _combine(here: _Ranked, plan: Plan, rest: list[Launch], routing: Routing, y: Tensor) -> None:
     """Rows that are home, and those of shared experts, to y [T, H]."""
-    call, num, hidden = here.call, *y.shape
-    rows = here.me.buffer.rows[: num * here.num_slots].view(num, here.num_slots, hidden)
+    call, num = here.call, len(y)
+    rows = here.me.buffer.rows[: num * here.num_slots].view(num, here.num_slots, -1)
+    if rows.dtype == torch.uint8:
+        _combine_fp8(here, plan, rest, routing, rows, y)
+        return
     if call.shared is not None:
         hopper.shared_rows(
             call.x, call.shared, call.options, call.status.bad_slot, rows, shared_plan(plan),
@@ -168,6 +172,29 @@ def _combine(here: _Ranked, plan: Plan, rest: list[Launch], routing: Routing, y:
     weighted = call.options.weight_at == "combine"
     combine(
         rows, row_scale, routing.idx, routing.weights, y, step=rest[-1], weighted=weighted,
+        pdl=here.pdl,
+    )  # fmt: skip
+
+
+def _combine_fp8(
+    here: _Ranked, plan: Plan, rest: list[Launch], routing: Routing, rows: Tensor, y: Tensor
+) -> None:
+    """The same of rows that came as FP8, their scales after them."""
+    call, num, hidden = here.call, *y.shape
+    codes, row_scale = rows[:, :, :hidden], rows[:, :, hidden:]
+    if call.shared is not None:
+        extra = call.shared.num_experts
+        own = torch.empty(num, extra, hidden, dtype=torch.bfloat16, device=y.device)
+        hopper.shared_rows(
+            call.x, call.shared, call.options, call.status.bad_slot, own, shared_plan(plan), 0,
+            here.pdl,
+        )  # fmt: skip
+        own_codes, own_scale = hopper.as_fp8(own, rest[-2], here.pdl)
+        codes[:, call.top_k :].copy_(own_codes)
+        row_scale[:, call.top_k :, : own_scale.shape[2]].copy_(own_scale)
+    weighted = call.options.weight_at == "combine"
+    combine(
+        codes, row_scale, routing.idx, routing.weights, y, step=rest[-1], weighted=weighted,
         pdl=here.pdl,
     )  # fmt: skip
 
@@ -277,13 +304,25 @@ def _compute(here: _Ranked, steps: Pass) -> None:
         chain=Chain(pulled.arrived, publishes),
     )  # fmt: skip
     follows_l1 = pulled.l1_done if follows.l2 else None
+    send, rows, row_scale = steps.find("scales"), here.me.buffer.rows, None
+    if send is not None:
+        blocks = align_up(weights.hidden, launch.WIDTH) // 128
+        row_scale = torch.empty(blocks, own.pool_rows, dtype=torch.uint8, device=weights.device)
+        rows = rows.view(torch.float8_e4m3fn)
     launch.linear(
-        acts, made.w2, here.me.buffer.rows, steps["l2"], how, options, items=second,
+        acts, made.w2, rows, steps["l2"], how, options, items=second,
         bias=weights.b2, acts_factor=weights.acts_global, error=error, use_pdl=pdl,
         chain=Chain(
-            follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13, begun=here.l2_begun
+            follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13, begun=here.l2_begun,
+            row_scale=row_scale,
         ),
     )  # fmt: skip
+    if send is not None:
+        fp8_rows.scales_kernel[send.grid](
+            scale=row_scale, rows=here.me.buffer.rows, dest=pool.dest, tiles=pool.tiles,
+            num_tiles=pool.num_tiles, pool_rows=own.pool_rows, hidden=weights.hidden,
+            **send.config.constants(), **overlap(pdl),
+        )  # fmt: skip
 
 
 def _items(here: _Ranked, steps: Pass, pool: Pool) -> tuple[WorkItems, WorkItems] | None:
@@ -326,10 +365,12 @@ def _rows(
         stats=unused if call.stats is None else call.stats, dest=pool.dest, origin=pulled.origin,
         weight=pool.weight, arrived=pulled.arrived, l1_done=pulled.l1_done, tiles=pool.tiles,
         num_tiles=pool.num_tiles, num_experts=call.weights.num_experts, num_dest=here.num_slots,
-        hidden=call.weights.hidden, record_bytes=4 * here.words.pitch,
+        row_bytes=buffer.rows.shape[1] * buffer.rows.element_size(),
+        record_bytes=4 * here.words.pitch,
         pitch=buffer.counts_in.shape[1], capacity=buffer.list_in.shape[1], chunks=own.chunks,
         first_row=own.first_row, pool_rows=own.pool_rows, **items,
-        HAS_STATS=call.stats is not None, **step.config.constants(), **overlap(here.pdl),
+        HAS_STATS=call.stats is not None, DEST_BYTES=pull.DEST_UNIT * buffer.rows.element_size(),
+        **step.config.constants(), **overlap(here.pdl),
     )  # fmt: skip
 
 

@@ -16,7 +16,8 @@ from tests.emulator.values import Memory
 
 CPU = torch.device("cpu")
 HOST = threading.local()  # rank of the thread that launches
-REMOTE = ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_kernel", "gemm_swap_ab_kernel")
+REMOTE = ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_kernel", "gemm_swap_ab_kernel",
+          "scales_kernel")  # fmt: skip
 
 
 class ChainRanks:

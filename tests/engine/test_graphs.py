@@ -337,11 +337,11 @@ def test_without_a_gpu_and_over_a_group():
     one = mm.MoE(weights(), E, K, cuda_graphs=True)
     assert one._graphs is None and "CUDA graphs" in repr(one)
     assert torch.equal(one(*tokens()), wanted(tokens(), one))
-    with pytest.raises(NotAvailable, match="keeps no graphs of its own"):
+    with pytest.raises(NotAvailable, match="staged calls over a group wait for the GPU"):
         layer.MoE._build(
             types.SimpleNamespace(
                 top_k=K, num_experts=E, max_tokens_per_rank=None, _has_group=True,
-                _wants_graphs=True,
+                _wants_graphs=True, _wanted=("auto", "staged"),
             ),
             weights(), None, None, 1,
         )  # fmt: skip

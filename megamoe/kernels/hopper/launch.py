@@ -51,6 +51,7 @@ class Chain(NamedTuple):
     dest_unit: int = 0  # L2: values of a unit of `dest`; 0: a row
     after: Packed | None = None  # L2: weights of the L1 that was launched before it
     begun: Tensor | None = None  # int64 [1]: when it began
+    row_scale: Tensor | None = None  # L2 of FP8 rows: uint8 [blocks of 128, rows of the pool]
 
 
 NO_CHAIN = Chain()
@@ -136,9 +137,9 @@ def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, optio
     _run(
         x, w, step, how, bias, acts_factor, items, error,
         0 if chain.after is None else -(-chain.after.num_rows // _block_n(step)), out=out,
-        out_scale=out, num_outputs=w.num_outputs, out_width=chain.dest_unit or w.num_outputs,
-        clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
-        launch_pdl=use_pdl, chain=chain,
+        out_scale=or_unused(chain.row_scale, out), num_outputs=w.num_outputs,
+        out_width=chain.dest_unit or w.num_outputs, clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu",
+        WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl, chain=chain,
     )  # fmt: skip
 
 

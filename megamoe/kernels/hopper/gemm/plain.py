@@ -108,6 +108,13 @@ from megamoe.kernels.hopper.gemm.decode_per_wave import (
 )
 from megamoe.kernels.hopper.gemm.epilogue import store_transposed
 from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
+from megamoe.kernels.hopper.gemm.fp8_rows import (
+    is_fp8,
+    keep_scales,
+    row_bits,
+    row_codes,
+    row_step,
+)
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 
 
@@ -467,9 +474,11 @@ def _finish_gated(gemm, act, bits, tile, START: gl.constexpr, WG: gl.constexpr):
 
 @gluon.jit
 def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
-    """BF16 rows of sums [64 tokens, 128 outputs] at their destinations, in parts: registers."""
+    """Rows of sums [64 tokens, 128 outputs] at their destinations, in parts: registers."""
     left, right = sums.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-    if gemm.HAS_BIAS:
+    if is_fp8(gemm.out.dtype):
+        _finish_fp8(gemm, left, right, tile, START, WG)
+    elif gemm.HAS_BIAS:
         one, two = left.reshape([64, 2, 32]).permute((0, 2, 1)).split()
         _finish_columns(gemm, one, tile, 0, START, WG)
         _finish_columns(gemm, two, tile, 32, START, WG)
@@ -482,13 +491,43 @@ def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
+def _finish_fp8(gemm, left, right, tile, START: gl.constexpr, WG: gl.constexpr):
+    """E4M3 of sums [64 tokens, 64] of the two halves of 128 columns, which share a scale."""
+    col = tile.n_tile_idx * ROWS + WG * 128
+    left = _within(gemm, _linear_columns(gemm, left, tile, 0, START, WG), col)
+    right = _within(gemm, _linear_columns(gemm, right, tile, 64, START, WG), col + 64)
+    code, inverse = row_step(gl.maximum(row_bits(left, 1), row_bits(right, 1)))
+    keep_scales(gemm, code, tile, tile.n_tile_idx * 2 + WG, START)
+    wide = gl.expand_dims(inverse, 1)
+    codes = row_codes(left, wide)
+    store_transposed(gemm, codes, tile, START, col, gemm.num_outputs, False, WG)
+    codes = row_codes(right, wide)
+    store_transposed(gemm, codes, tile, START, col + 64, gemm.num_outputs, False, WG)
+
+
+@gluon.jit
+def _within(gemm, rows, first_col):
+    """BF16 [64 tokens, 64], zero from the last column of a row on."""
+    col = first_col + gl.arange(0, 64, gl.SliceLayout(0, rows.type.layout))
+    return gl.where(gl.expand_dims(col < gemm.num_outputs, 0), rows, 0.0)
+
+
+@gluon.jit
 def _finish_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
                     WG: gl.constexpr):  # fmt: skip
     """Sums [64 tokens, N] of the warpgroup's columns from COL_START on."""
+    rows = _linear_columns(gemm, sums, tile, COL_START, START, WG)
+    col = tile.n_tile_idx * ROWS + WG * 128 + COL_START
+    store_transposed(gemm, rows, tile, START, col, gemm.num_outputs, False, WG)
+
+
+@gluon.jit
+def _linear_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
+                    WG: gl.constexpr):  # fmt: skip
+    """Sums [64 tokens, N] with their factors and biases, as BF16."""
     LAYOUT: gl.constexpr = sums.type.layout
     COL: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     N: gl.constexpr = sums.shape[1]
-    col = tile.n_tile_idx * ROWS + WG * 128 + COL_START
     if gemm.DECODED:
         factor = gemm.epilogue.factor.slice(WG * 128 + COL_START, N, 0).load(COL)
         sums = times(sums, gl.expand_dims(factor, 0))
@@ -498,8 +537,7 @@ def _finish_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constex
             weight = gemm.epilogue.weight.slice(START, 64, 0).load(gl.SliceLayout(1, LAYOUT))
             extra = times(extra, gl.expand_dims(weight, 1))
         sums = sums + extra
-    rows = sums.to(gl.bfloat16)
-    store_transposed(gemm, rows, tile, START, col, gemm.num_outputs, False, WG)
+    return sums.to(gl.bfloat16)
 
 
 @gluon.jit

@@ -87,8 +87,9 @@ from megamoe.kernels.gluon.tile_scheduler import (
     read_tile_list,
     tile_in_list,
 )
-from megamoe.kernels.hopper.gemm.epilogue import finish_gated, finish_linear
+from megamoe.kernels.hopper.gemm.epilogue import finish_fp8, finish_gated, finish_linear
 from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
+from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8
 
 
 @record
@@ -512,6 +513,8 @@ def finish(gemm, low, high, tile, slab, num_done, num_l1_done, WG: gl.constexpr)
         if gemm.PUBLISHES:
             fence_stores()
             gl.thread_barrier()
+    elif is_fp8(gemm.out.dtype):
+        finish_fp8(gemm, low, high, tile, slab, WG)
     else:
         finish_linear(gemm, low, tile, slab, WG * gemm.SLABS, WG)
         if gemm.SLABS == 2:
