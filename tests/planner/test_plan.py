@@ -162,7 +162,7 @@ def test_fused_runs_or_is_refused_and_auto_says_why(call, error, says):
     auto = plan(call, "h200")
     assert auto.mode == "staged" and says.split(";")[0] in auto.why
     if "shared" in says or "contiguous" in says:
-        assert "mode='chain' takes it, but is opt-in: it has not run on a GPU" in auto.why
+        assert "mode='chain' takes it, but is opt-in: it has not run on several GPUs" in auto.why
 
 
 def test_auto_takes_the_chain_once_it_has_run_on_gpus(monkeypatch):

@@ -36,9 +36,9 @@ ROUTING_BYTES = 4096  # of routing that fit into shared memory beside all stages
 # ring: w4a16 flash at 8 tokens 109.1 and 106.6, 109.7 and 107.6 with two stages.
 MAX_IN_FLIGHT = 2
 
-# Whether `auto` takes the chain over a group: not before it has run on GPUs, as opt-in backends.
+# Whether `auto` takes the chain over a group: not before it has run on several GPUs.
 AUTO_TAKES_CHAIN = False
-WHY_OPT_IN = "it has not run on a GPU yet"
+WHY_OPT_IN = "it has not run on several GPUs yet"
 
 # The chain. SMs that pull tokens into the pool beside L1.
 PULL_SMS = 16
