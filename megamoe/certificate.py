@@ -22,7 +22,7 @@ from megamoe.files import write_atomic
 KIND, VERSION = "megamoe.certificate", 1
 # Rooms whose bytes decide what a call computes, beside the files at the root (problem.py has limits
 # and clamps): a change in one of them ends a certificate.
-ROOMS = ("formats", "routing", "layout", "planner", "kernels", "engine")
+PACKAGES = ("formats", "routing", "layout", "planner", "kernels", "engine")
 ANEW = "run `megamoe certify` again"
 
 
@@ -132,11 +132,11 @@ def find(
 
 @functools.cache
 def code_digest() -> str:
-    """Twelve digits that stand for the Python files of ROOMS and the root, as they lie on disk."""
+    """Twelve digits that stand for the Python files of PACKAGES and the root, as on disk."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     paths = sorted(root.glob("*.py"))
-    for room in ROOMS:
-        paths += sorted((root / room).rglob("*.py"))
+    for package in PACKAGES:
+        paths += sorted((root / package).rglob("*.py"))
     for path in paths:
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes())

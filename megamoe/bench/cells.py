@@ -34,7 +34,7 @@ class Shape:
     top_k: int
     options: Options = field(default_factory=Options)
     has_bias: bool = False
-    tokens: tuple[int, ...] = TOKENS  # of its cells unless told otherwise
+    tokens: tuple[int, ...] = TOKENS  # of its cells unless others are given
     num_shared: int = 0  # experts that see every token
 
 

@@ -101,7 +101,7 @@ def torch_fp8(inputs: GemmInputs) -> GemmEntry:
     )  # fmt: skip
 
 
-# Tiles dealt by number or drawn by ticket (C005), groups as they come or large ones first (C010).
+# Tiles by number or from a counter, groups as they come or large ones first.
 VARIANTS = {"": ("static", False), "-sorted": ("static", True),
             "-dynamic": ("dynamic", False), "-dynamic-sorted": ("dynamic", True)}  # fmt: skip
 for _recipe in RECIPES:

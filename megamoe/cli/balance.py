@@ -149,5 +149,5 @@ def _print(
     out.print(f"predicted gain: [bold]{gain:.2f}x[/]", highlight=False)
     hot = sorted(range(after.num_experts), key=lambda e: (-found.logical[e], e))[:5]
     counts = [len(ids) for ids in after.replicas()]
-    told = ", ".join(f"{e} ({found.logical[e]:,} rows, on {counts[e]})" for e in hot)
-    out.print(f"hottest experts, and on how many ranks: {told}", highlight=False)
+    names = ", ".join(f"{e} ({found.logical[e]:,} rows, on {counts[e]})" for e in hot)
+    out.print(f"hottest experts, and on how many ranks: {names}", highlight=False)

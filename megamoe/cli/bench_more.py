@@ -22,11 +22,11 @@ from megamoe.cli.bench import (
     Device,
     Eager,
     Flush,
-    Kept,
     Out,
     Recipes,
     Repeats,
     Rounds,
+    SavedReport,
     Tokens,
     Workloads,
     counts_in,
@@ -212,8 +212,8 @@ def fixed(
         backends=names_in(backends), recipes=names_in(recipes), device=where,
         repeats=repeats, rounds=rounds, flush=flush, eager=eager, chain=chain,
     )  # fmt: skip
-    with Kept(out, "fixed", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
-        report = measure([*points.values()], settings, progress=bars, on_cell=kept)
+    with SavedReport(out, "fixed", as_json, COLUMNS) as saved, Bars(quiet=as_json) as bars:
+        report = measure([*points.values()], settings, progress=bars, on_cell=saved)
     costs = report.fixed_costs()
     if costs and not as_json:
         _show_fixed(costs, bar)

@@ -81,7 +81,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
             "num_bytes": found.workspace.num_bytes,
             "control_bytes": found.workspace.control_bytes,
             "regions": [
-                {"name": r.name, "room": r.room, "num_bytes": r.num_bytes, "shape": r.shape}
+                {"name": r.name, "section": r.section, "num_bytes": r.num_bytes, "shape": r.shape}
                 for r in found.workspace.regions
             ],
         },

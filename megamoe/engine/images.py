@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.engine.fingerprint import Seal, counted
-from megamoe.engine.packed import PackedMatrix, Source, fill, packed_room, parts_of
+from megamoe.engine.packed import PackedMatrix, Source, empty_matrix, fill, parts_of
 from megamoe.engine.planning import why_unlike
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
@@ -155,7 +155,7 @@ class Packing:
             kind = kind_of(part, to_e4m3=image.to_e4m3, is_placed=image.is_placed)
             had = self._made.get(name)
             if had is None:
-                self._made[name] = packed_room(kind, part, self._num, self._device)
+                self._made[name] = empty_matrix(kind, part, self._num, self._device)
             elif had.kind != kind:
                 self._made[name] = had.as_kind(kind, expert)
             fill(self._made[name], part, expert)
@@ -299,7 +299,7 @@ def _pack(
     is_watched  writes to what they are packed from are seen, while somebody holds it
     """
     kind = kind_of(parts[0], to_e4m3=image.to_e4m3, is_placed=image.is_placed)
-    out = packed_room(kind, parts[0], sum(map(len, parts)), device)
+    out = empty_matrix(kind, parts[0], sum(map(len, parts)), device)
     first = 0
     for part in parts:
         fill(out, part, first)

@@ -67,7 +67,7 @@ class MoE(nn.Module):
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
     pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
-                         in waves or passes; None is room for all
+                         in waves or passes; None: enough rows for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received

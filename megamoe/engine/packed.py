@@ -23,8 +23,8 @@ from megamoe.kernels.hopper.weights.pack import (
     Facts,
     Packed,
     Spare,
+    empty_image,
     facts_of,
-    room,
     spare_of,
     unpack,
     write,
@@ -206,7 +206,7 @@ class Aside:
 
 
 # By address, experts and kind of an image: compiled models pass tensors, and what is watched is
-# found again. The last one made stays: a matrix is made as the whole of a room that goes.
+# found again. The last one made stays: a matrix is made as the whole of an image that goes.
 _BY_IMAGE: WeakValueDictionary[tuple[int, int, str], PackedMatrix] = WeakValueDictionary()
 
 
@@ -347,7 +347,7 @@ class PackedMatrix(Quantized):
 
     def as_kind(self, kind: str, num: int) -> PackedMatrix:
         """Another kind of image of the first `num` experts, in the same memory but for scales."""
-        image = room(kind, self.shape, self.device, self.packed.data)
+        image = empty_image(kind, self.shape, self.device, self.packed.data)
         made = PackedMatrix(image, self.format, Aside(len(self)), self.global_ndim)
         spares = self.aside.spares()
         for expert in range(num):
@@ -365,9 +365,9 @@ def plain(matrix: Quantized) -> Quantized:
     return matrix.plain() if isinstance(matrix, PackedMatrix) else matrix
 
 
-def packed_room(kind: str, like: Quantized, num: int, device: torch.device) -> PackedMatrix:
+def empty_matrix(kind: str, like: Quantized, num: int, device: torch.device) -> PackedMatrix:
     """An image for `num` experts like those of a matrix, to be written."""
-    image = room(kind, (num, *like.shape[1:]), device)
+    image = empty_image(kind, (num, *like.shape[1:]), device)
     g = like.global_scale
     ndim = 1 if g is None else g.ndim
     return PackedMatrix(image, like.format, Aside(num), ndim)

@@ -111,9 +111,9 @@ class _Worker:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stderr is not None
-        self._told: list[str] = []  # the end of what it said of errors
+        self._last_lines: list[str] = []  # the end of what it said of errors
         self._listener = threading.Thread(
-            target=_collect, args=(self._process.stderr, self._told), daemon=True
+            target=_collect, args=(self._process.stderr, self._last_lines), daemon=True
         )
         self._listener.start()
         self._write(json.dumps({"layer": layer.as_dict(), "tokens": list(token_counts)}))
@@ -142,7 +142,7 @@ class _Worker:
         require(
             bool(line),
             "a compiling process must end its work",
-            got="".join(self._told[-8:]).strip() or f"exit code {self._process.returncode}",
+            got="".join(self._last_lines[-8:]).strip() or f"exit code {self._process.returncode}",
             kind=NotAvailable,
         )
         found: dict[str, Any] = json.loads(line)
@@ -157,10 +157,10 @@ class _Worker:
             pass  # `read` says why it ended
 
 
-def _collect(stream: IO[str], told: list[str]) -> None:
+def _collect(stream: IO[str], lines: list[str]) -> None:
     for line in stream:
-        told.append(line)
-        del told[:-40]
+        lines.append(line)
+        del lines[:-40]
 
 
 def work() -> None:
@@ -170,10 +170,10 @@ def work() -> None:
     what = json.loads(sys.stdin.readline())
     cubins = cubins_of(LayerSpec.from_dict(what["layer"]), what["tokens"])
     by_hash = {one.hash: one for one in cubins}
-    told: list[dict[str, Any]] = [
+    kernels: list[dict[str, Any]] = [
         {"kernel": one.kernel, "hash": one.hash, "is_there": one.is_there} for one in cubins
     ]
-    _say(out, {"cubins": told})
+    _say(out, {"cubins": kernels})
     for line in sys.stdin:
         by_hash[line.strip()].compile()
         _say(out, {"cpu_s": _cpu_seconds()})

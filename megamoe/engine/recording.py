@@ -281,15 +281,15 @@ def _captured(
         read_args,
     )
 
-    mail = ReplayArgs.empty(1, META)
+    replay_args = ReplayArgs.empty(1, META)
     inputs = Inputs.empty(bucket, layer.hidden, layer.top_k, META)
-    read_args(mail)
-    copy_inputs(mail.now, inputs)
+    read_args(replay_args)
+    copy_inputs(replay_args.now, inputs)
     call = Call(
         inputs.x, inputs.topk_idx, inputs.topk_weights, weights, layer.options, shared, _status(),
         stats, inputs.count,
     )  # fmt: skip
-    copy_output(mail.now, launch(call, layer.plan(bucket)))
+    copy_output(replay_args.now, launch(call, layer.plan(bucket)))
 
 
 def _over_group(
@@ -309,12 +309,12 @@ def _over_group(
         passes, each = passes_of(plan.call)
         where = exchange_of(plan.call)
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
-        room = symm_buffer.symm_buffer_in(memory, where)
+        symm = symm_buffer.symm_buffer_in(memory, where)
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
-        world = World(layer.num_ranks, 1, 0, peers, room.signals, room.inbox)
+        world = World(layer.num_ranks, 1, 0, peers, symm.signals, symm.inbox)
         for number in range(passes):
             fused.over(
-                room, each, weights, layer.options, world, stats, step=plan.mega,
+                symm, each, weights, layer.options, world, stats, step=plan.mega,
                 status=_status(), timeout_s=1.0, number=number,
             )  # fmt: skip
         return
@@ -389,7 +389,7 @@ def _experts(
         to_e4m3 = recipe == "w4a8_block" and facts.fits_e4m3
         is_placed = not to_e4m3 and facts.can_be_placed
         kind = pack.kind_of(plain, to_e4m3=to_e4m3, is_placed=is_placed)
-        image = pack.room(kind, shape, META)
+        image = pack.empty_image(kind, shape, META)
         parts[name] = PackedMatrix(image, fmt.name, Aside(num, facts))
     if fmt.has_global:
         parts |= {"x_global": torch.empty((), device=META), "acts_global": _floats(num)}

@@ -25,7 +25,7 @@ from megamoe.kernels.hopper.weights.pack import Facts, facts_of
 # By kind of image: which fact it rests on, and what to say of values without it.
 NEEDS: dict[str, tuple[str, str]] = {
     "e4m3_image": ("fits_e4m3", "exponents of a row within 12 octaves, which E4M3 holds"),
-    "placed_image": ("can_be_placed", "scales of at most 2, for which the image has room"),
+    "placed_image": ("can_be_placed", "scales of at most 2, which the image can hold"),
     "mx_image": ("fits_bf16", "scales of 2**-126 or more"),
 }
 REBUILD = "these values need another kernel: build the layer anew"

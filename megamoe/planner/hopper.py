@@ -110,28 +110,28 @@ def overridden(
     recipe: str, how: Numerics, tile: Tile, given: Mapping[str, Value]
 ) -> tuple[Tile, str]:
     """The tile with what was given in place of the table's, or a refusal with the reason."""
-    told = {name: given[name] for name in TILE if name in given}
-    if not told:
+    overrides = {name: given[name] for name in TILE if name in given}
+    if not overrides:
         return tile, ""
-    _refuse("num_warps" in told, "Hopper kernels have fixed roles", "num_warps")
-    kernel = word(given, "kernel", KERNELS) or _kernel_for(how, tile, told)
+    _refuse("num_warps" in overrides, "Hopper kernels have fixed roles", "num_warps")
+    kernel = word(given, "kernel", KERNELS) or _kernel_for(how, tile, overrides)
     if kernel == "gemm":
-        made: Tile = _gemm(recipe, how, tile, told)
+        made: Tile = _gemm(recipe, how, tile, overrides)
     else:
-        made = _swap_ab(recipe, how, tile, told)
-    return made, "given: " + ", ".join(f"{name} {value}" for name, value in told.items())
+        made = _swap_ab(recipe, how, tile, overrides)
+    return made, "given: " + ", ".join(f"{name} {value}" for name, value in overrides.items())
 
 
-def _kernel_for(how: Numerics, tile: Tile, told: Mapping[str, Value]) -> str:
-    if "schedule" in told or "decode_ahead" in told:
+def _kernel_for(how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> str:
+    if "schedule" in overrides or "decode_ahead" in overrides:
         return "gemm"
-    if "block_m" in told and how.mma == "fp8":
-        return "gemm" if told["block_m"] == 128 else "swap_ab"
+    if "block_m" in overrides and how.mma == "fp8":
+        return "gemm" if overrides["block_m"] == 128 else "swap_ab"
     return "gemm" if isinstance(tile, Gemm) else "swap_ab"
 
 
-def _int(told: Mapping[str, Value], name: str, otherwise: int) -> int:
-    value = told.get(name, otherwise)
+def _int(overrides: Mapping[str, Value], name: str, otherwise: int) -> int:
+    value = overrides.get(name, otherwise)
     assert isinstance(value, int)
     return value
 
@@ -140,23 +140,23 @@ def _refuse(when: bool, why: str, got: object, fix: str = "") -> None:
     require(not when, why, got=got, fix=fix, kind=NotAvailable)
 
 
-def _one_of(told: Mapping[str, Value], name: str, legal: tuple[int, ...], why: str) -> None:
-    value = told.get(name)
+def _one_of(overrides: Mapping[str, Value], name: str, legal: tuple[int, ...], why: str) -> None:
+    value = overrides.get(name)
     ok = value is None or value in legal
     _refuse(not ok, f"{name} must be {' or '.join(map(str, legal))}: {why}", value)
 
 
-def _swap_ab(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> GemmSwapAb:
+def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> GemmSwapAb:
     """A swap-AB tile that a kernel can have."""
-    _one_of(told, "block_m", BLOCK_MS, "wgmma's N")
-    _one_of(told, "block_n", (128, 256), "one or two slabs of 64 rows for each of two warpgroups")
-    _one_of(told, "block_k", (128, 256), "one or two blocks of 128 a stage")
+    _one_of(overrides, "block_m", BLOCK_MS, "wgmma's N")
+    _one_of(overrides, "block_n", (128, 256), "one or two slabs of 64 rows a warpgroup")
+    _one_of(overrides, "block_k", (128, 256), "one or two blocks of 128 a stage")
     for name in ("schedule", "decode_ahead"):
-        _refuse(name in told, "the swap_ab kernel strides over its tiles", name, "kernel='gemm'")
+        _refuse(name in overrides, "swap_ab strides over its tiles", name, "kernel='gemm'")
     base = tile if isinstance(tile, GemmSwapAb) else None
-    m = _int(told, "block_m", base.block_m if base else 64)
+    m = _int(overrides, "block_m", base.block_m if base else 64)
     widest = 64 if how.promotion else 32
-    n = _int(told, "block_n", 256 if how.promotion or m <= widest else 128)
+    n = _int(overrides, "block_n", 256 if how.promotion or m <= widest else 128)
     _refuse(
         how.promotion > 0 and n != 256,
         "with activation scales per 128 columns block_n must be 256: 128 outputs share a scale",
@@ -167,33 +167,33 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) 
         f"with block_n 256 block_m must be at most {widest}: more accumulators spill",
         f"block_m {m}",
     )
-    k = _int(told, "block_k", base.block_k if base and base.block_m == m else 128)
-    shape = Shape(m, n // 128, k // 128, _int(told, "group_m", base.group_m if base else 1))
+    k = _int(overrides, "block_k", base.block_k if base and base.block_m == m else 128)
+    shape = Shape(m, n // 128, k // 128, _int(overrides, "group_m", base.group_m if base else 1))
     made = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
     assert isinstance(made, GemmSwapAb)
     if base is not None and base.block_m == m:
         made = replace(made, evict_first=base.evict_first)
-    return replace(made, num_stages=_stages(told, made.num_stages))
+    return replace(made, num_stages=_stages(overrides, made.num_stages))
 
 
-def _gemm(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> Gemm:
+def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> Gemm:
     """A tokens-first tile that a kernel can have."""
     _refuse(how.mma != "fp8", "the gemm kernel multiplies FP8", f"{how.mma} ({recipe})")
-    _one_of(told, "block_m", (128,), "two halves of 64 tokens")
-    _one_of(told, "block_n", (256,), "128 rows for each of two warpgroups")
-    _one_of(told, "block_k", (128,), "one activation scale a stage")
+    _one_of(overrides, "block_m", (128,), "two halves of 64 tokens")
+    _one_of(overrides, "block_n", (256,), "128 rows for each of two warpgroups")
+    _one_of(overrides, "block_k", (128,), "one activation scale a stage")
     is_fp4 = recipe == "w4a8_block"
     own = Gemm(3, 3, 8, 216, 56, 24) if is_fp4 else Gemm(4)
     base = tile if isinstance(tile, Gemm) else own
-    schedule = word(told, "schedule", SCHEDULES) or base.schedule
-    ahead = _int(told, "decode_ahead", base.decode_ahead)
+    schedule = word(overrides, "schedule", SCHEDULES) or base.schedule
+    ahead = _int(overrides, "decode_ahead", base.decode_ahead)
     _refuse(
-        "decode_ahead" in told and not is_fp4,
+        "decode_ahead" in overrides and not is_fp4,
         "only FP4 weights are decoded ahead",
         recipe,
     )
     _refuse(
-        "decode_ahead" in told and (ahead % 4 != 0 or ahead > 64),
+        "decode_ahead" in overrides and (ahead % 4 != 0 or ahead > 64),
         "decode_ahead must be a multiple of 4, at most 64",
         ahead,
     )
@@ -202,19 +202,19 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> 
         "CTAs draw their items only with FP8 weights",
         "schedule dynamic with w4a8_block",
     )
-    if "schedule" in told and "decode_ahead" not in told and schedule != base.schedule:
+    if "schedule" in overrides and "decode_ahead" not in overrides and schedule != base.schedule:
         ahead = 0
     return replace(
         base,
         schedule=schedule,
         decode_ahead=ahead,
-        group_m=_int(told, "group_m", base.group_m),
-        num_stages=_stages(told, own.num_stages),
+        group_m=_int(overrides, "group_m", base.group_m),
+        num_stages=_stages(overrides, own.num_stages),
     )
 
 
-def _stages(told: Mapping[str, Value], most: int) -> int:
-    stages = _int(told, "num_stages", most)
+def _stages(overrides: Mapping[str, Value], most: int) -> int:
+    stages = _int(overrides, "num_stages", most)
     require(
         2 <= stages <= most,
         f"num_stages must lie between 2 and the {most} that fit in shared memory",
@@ -347,8 +347,8 @@ def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[T
     recipe = call.problem.recipe
     how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
     tile, why = pick(recipe, load, fits_e4m3=call.fits_e4m3)
-    made, told = overridden(recipe, how, tile, given)
-    return (made, told) if told else (tile, why)
+    changed, overrides = overridden(recipe, how, tile, given)
+    return (changed, overrides) if overrides else (tile, why)
 
 
 def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str, str]:

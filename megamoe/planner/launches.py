@@ -228,7 +228,7 @@ class Place:
     look: int  # slots that are counted together
     is_counted: bool  # counts of all chunks are known from launches before
     max_experts: int
-    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    max_ctas: int  # CTAs that get work items, to a power of two; 0: there are no items
     is_dynamic: bool
     num_warps: int
     row_align: int  # rows of the pool at which an expert begins

@@ -75,7 +75,7 @@ def tiles_for(
 ) -> tuple[PortableGemm, PortableGemm, str]:
     """(tile of L1, tile of L2, why) with what was given in place of the table's, checked."""
     l1, l2, why = pick(recipe, load, is_native=how.acts == "codes" and how.promotion == 0)
-    told = {name: given[name] for name in TILE_OVERRIDES if name in given}
+    overrides = {name: given[name] for name in TILE_OVERRIDES if name in given}
     for name in ("kernel", "schedule", "decode_ahead"):
         require(
             name not in given,
@@ -83,9 +83,9 @@ def tiles_for(
             got=f"{name} {given.get(name)}",
             kind=NotAvailable,
         )
-    if told:
-        l1, l2 = (replace(tile, **told) for tile in (l1, l2))  # type: ignore[arg-type]
-        why = "given: " + ", ".join(f"{name} {value}" for name, value in told.items())
+    if overrides:
+        l1, l2 = (replace(tile, **overrides) for tile in (l1, l2))  # type: ignore[arg-type]
+        why = "given: " + ", ".join(f"{name} {value}" for name, value in overrides.items())
     for tile, is_l1 in ((l1, True), (l2, False)):
         check(recipe, how, tile, is_l1=is_l1)
     return l1, l2, why

@@ -141,8 +141,8 @@ class Pair(NamedTuple):
             row = rows.get(name)
             if row is None or row.measured is None:
                 return None
-            told = about or f"simulated {row.text(row.simulated)}"
-            return row.text(row.measured), label, told
+            text = about or f"simulated {row.text(row.simulated)}"
+            return row.text(row.measured), label, text
 
         wanted = (
             fact("call", "the call"),

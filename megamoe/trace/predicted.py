@@ -41,8 +41,8 @@ def note(found: Prediction) -> str:
             sums[kind] += span.time_us
     whole = found.time_us * found.timeline.num_ranks * found.timeline.num_sms
     shares = sorted(((us / whole, kind) for kind, us in sums.items()), reverse=True)
-    told = ", ".join(f"{share:.0%} {KINDS[kind].name}" for share, kind in shares if share >= 0.01)
-    text = f"Where the SMs' time goes: {told}."
+    parts = ", ".join(f"{share:.0%} {KINDS[kind].name}" for share, kind in shares if share >= 0.01)
+    text = f"Where the SMs' time goes: {parts}."
     how = found.schedule
     if how.problem.num_ranks > 1:
         hw, limit = how.hardware, overlap_limit(how.problem)

@@ -61,7 +61,7 @@ class Recording:
         checked(self.problem, self.counts)
         require(
             self.num_ctas >= ranks and self.num_ctas % ranks == 0,
-            "CTAs must be dealt to the ranks in equal parts",
+            "CTAs must divide evenly over the ranks",
             got=f"{self.num_ctas} CTAs, {ranks} ranks",
             kind=RangeError,
         )

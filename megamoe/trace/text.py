@@ -67,6 +67,6 @@ def gantt(timeline: Timeline, *, rank: int = 0, width: int = 72) -> str:
         used = dict.fromkeys("".join(line[MARGIN:] for line in lines[-timeline.num_ranks :]))
         letters = {KINDS[kind].letter: KINDS[kind].name for kind in reversed(SM_KINDS)}
         letters["."] = "waiting for others"
-        told = ", ".join(f"{letter} {letters[letter]}" for letter in used if letter in letters)
-        lines.append(f"{'':<{MARGIN}}what most SMs do: {told}")
+        legend = ", ".join(f"{letter} {letters[letter]}" for letter in used if letter in letters)
+        lines.append(f"{'':<{MARGIN}}what most SMs do: {legend}")
     return "\n".join(lines)
