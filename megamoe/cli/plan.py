@@ -61,9 +61,10 @@ def command(
     machines = [word.strip() for word in compare.split(",")] if compare else [hardware]
     fixed = of.overrides_from(given)
     p = problem
+    ranks_text = f" on each of {p.num_ranks} ranks" if p.num_ranks > 1 else " on one rank"
     head = (
-        f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')} on each of "
-        f"{of.counted(p.num_ranks, 'rank')}, top-{p.top_k} of {p.num_experts} experts, "
+        f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')}{ranks_text}, "
+        f"top-{p.top_k} of {p.num_experts} experts, "
         f"{p.hidden} x {p.intermediate}, {p.recipe}"
     )
     if study is not None:

@@ -315,7 +315,7 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
             return Refusal(why, CapacityError)
     if call.shared is not None:
         if call.shared.apart:
-            why = "shared experts of a fused launch must be like the others, in FP4 with E8M0 "
+            why = "shared experts of a fused launch must be like the routed ones, in FP4 with E8M0 "
             return Refusal(f"{why}scales, without bias; got {call.shared.apart}")
         if p.top_k + call.num_shared > MAX_TOP_K:
             return Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
@@ -328,7 +328,7 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
     load = each * p.num_ranks * p.top_k / p.num_experts
     tile, _ = tile_for(call, load, given)
     if as_fused(tile) is None:
-        why = f"a fused launch takes few rows an expert; {load:.1f} want {tile}"
+        why = f"{load:.1f} rows an expert need the tile {tile}, which a fused launch cannot hold"
         return Refusal(why, CapacityError)
     return None
 
@@ -395,13 +395,13 @@ def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[st
     if not_fused is None and num == 1:
         return "fused", "one launch, and no host between ranks"
     why = not_fused.why if not_fused else (
-        f"a call would take {num} fused launches, and read all weights in each"
+        f"a call would take {num} fused launches, each of which reads all weights"
     )  # fmt: skip
     if refusal is not None:
         return "staged", f"{why}; {refusal.why}"
     if not tables.AUTO_TAKES_CHAIN:
         return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
-    return "chain", f"no host between ranks, tokens come and rows go under the GEMMs; {why}"
+    return "chain", f"no host between ranks, and transfers overlap the GEMMs; {why}"
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -544,7 +544,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
             row_align=tables.ROW_ALIGN,
         )
         waves = sum(waves_of(sizes, tile, num_sms)) if has_items else 0
-        what = "counts of chunks are known" if is_counted else "every program counts for itself"
+        what = "uses the counts of each chunk" if is_counted else "every program counts all slots"
         launches.append(Launch("place", "_place_kernel", (chunks + 1 + waves,), place, what))
     cols, warps = tables.PERMUTE_COLS[is_small]
     permute = Permute(
@@ -559,7 +559,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
     )
     width = align_up(sizes.hidden, tables.WIDTH)
     grid = (sizes.num_tokens, ceil_div(width, cols))
-    small = f"up to {tables.SMALL_SLOTS} slots in one launch" if is_small else "rows are placed"
+    small = f"up to {tables.SMALL_SLOTS} slots in one launch" if is_small else "rows from place"
     launches.append(Launch("permute", "_pool_kernel", grid, permute, small))
     for name, depth in (("l1", sizes.hidden), ("l2", sizes.intermediate)):
         launches.append(gemm_launch(name, tile, depth, num_sms, why))

@@ -166,7 +166,9 @@ class Plan:
             Choice("backend", self.backend, self._why_backend()),
             Choice("mode", self.mode, self.why),
             Choice("mma", how.mma, how.why),
-            Choice("promotion", how.promotion or None, "columns of K between FP32 additions"),
+            Choice(
+                "promotion", how.promotion or None, "columns of K between additions in registers"
+            ),
         ]
         tile = self.tile
         if tile is not None:
@@ -185,7 +187,9 @@ class Plan:
             found.append(Choice("pull_sms", pull.num_ctas, pull.why))
             found.append(Choice("l2", str(tile), self.routed["l2"].why))
             num = len(self.passes) - 1
-            found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
+            found.append(
+                Choice("pool_passes", num, "times the pool is filled: once but for pool_rows")
+            )
         if isinstance(tile, GemmTmem):
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
@@ -413,7 +417,7 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
         mode = "staged" if wanted == "auto" else wanted
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
-        return "staged", "portable launches phase by phase"
+        return "staged", "portable has no fused launch"
     if backend == "blackwell":
         return "staged", "no fused launch on Blackwell yet"
     return hopper.mode_of(call, given, wanted)

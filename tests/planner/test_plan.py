@@ -152,7 +152,7 @@ SHARED = SharedSpec(1, "w4a8_block", 2048)
         (CallSpec(replace(FLASH, num_tokens=8)), CapacityError, "need max_tokens_per_rank"),
         (CallSpec(ONE, shared=replace(SHARED, apart="a bias")), NotAvailable, "got a bias"),
         (CallSpec(replace(ONE, num_tokens=1000)), CapacityError, "4096 slots at most; got 6000"),
-        (CallSpec(replace(ONE, num_tokens=600)), CapacityError, "few rows an expert; 112.5 want"),
+        (CallSpec(replace(ONE, num_tokens=600)), CapacityError, "112.5 rows an expert need"),
     ],
     ids=lambda value: "" if isinstance(value, CallSpec) else None,
 )  # fmt: skip
