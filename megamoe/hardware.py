@@ -54,7 +54,9 @@ class Hardware:
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """The machine of that name in any case, or an error that lists the names.
+        """The machine of that name, or an error that lists the names.
+
+        name  in any case: "h200", "b200", ...
 
         >>> Hardware.named("H200").num_sms
         132
@@ -70,7 +72,10 @@ class Hardware:
         return MACHINES[known]
 
     def tensor(self, mma: str) -> Rate:
-        """Peak of one MMA type, or an error that lists those the machine has."""
+        """Peak of one MMA type, or an error that lists those the machine has.
+
+        mma  "fp8", "bf16", ...
+        """
         found = dict(self.tensor_tflops)
         require(
             mma in found,

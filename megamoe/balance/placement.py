@@ -24,7 +24,7 @@ class Placement:
     """slots[rank][i] is the logical expert in place i of a rank; all ranks have as many places."""
 
     num_experts: int
-    slots: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[int, ...], ...]  # by rank: the logical expert of each place
 
     def __post_init__(self) -> None:
         widths = {len(row) for row in self.slots}
@@ -74,9 +74,12 @@ class Placement:
         )
 
     @classmethod
-    def from_dict(cls, found: Any) -> Placement:
-        """Out of the parts that JSON keeps."""
-        return cls(found["num_experts"], tuple(map(tuple, found["slots"])))
+    def from_dict(cls, parts: Any) -> Placement:
+        """Out of the parts that JSON keeps.
+
+        parts  a dictionary of num_experts and slots
+        """
+        return cls(parts["num_experts"], tuple(map(tuple, parts["slots"])))
 
     def save(self, path: str | Path) -> None:
         """Write JSON."""
@@ -132,6 +135,8 @@ class Placement:
     def spread(self, sent: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Rows per physical expert out of rows per logical one, [rank][expert] both.
 
+        sent  rows that each rank's tokens ask of each logical expert
+
         Copies share alike; what does not divide goes to the copies in turn, by rank and expert.
         """
         replicas = self.replicas()
@@ -155,9 +160,12 @@ def propose(
 ) -> Placement:
     """A placement that evens out `loads`, the rows of every logical expert. Deterministic.
 
+    slots_per_rank  places of a rank, each for a copy of one expert
+    current         a placement in use, or None
+
     Spare places go one by one to the expert whose copies are busiest; then the copies, busiest
-    first, each to the least busy rank that has room and no such expert yet. `current` is kept if it
-    has as many places and is no worse.
+    first, each to the least busy rank with a free place and no such expert yet. `current` is kept
+    if it has as many places and is no worse.
     """
     _check(loads, num_ranks, slots_per_rank)
     counts = _copies(loads, num_ranks, num_ranks * slots_per_rank)

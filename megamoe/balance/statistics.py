@@ -21,7 +21,7 @@ class Statistics:
     intermediate: int
     top_k: int
     recipe: str
-    placement: Placement
+    placement: Placement  # with which they were counted
     sent: tuple[tuple[int, ...], ...]  # [rank][logical expert]: rows that a rank's tokens asked for
     received: tuple[tuple[int, ...], ...]  # [rank][place]: rows that each physical expert computed
 

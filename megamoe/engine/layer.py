@@ -225,6 +225,8 @@ class MoE(nn.Module):
     def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
         """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
 
+        is_quantized  whether tokens come as `mm.Quantized`
+
         Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
         staged, those of even routing.
         """
@@ -295,6 +297,7 @@ class MoE(nn.Module):
     ) -> Tensor:
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H].
 
+        x     the tokens, bf16 [T, H], or `Quantized` in the recipe's activation format
         copy  with `cuda_graphs`, False gives the graph's own output, which the next call of about
               as many tokens overwrites
         """

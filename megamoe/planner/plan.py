@@ -64,19 +64,19 @@ class Buffer:
 class Plan:
     """How a call runs. Print it: it explains itself."""
 
-    call: CallSpec
-    hardware: Hardware
+    call: CallSpec  # what is computed: the problem, and traits of the weights
+    hardware: Hardware  # what it runs on
     backend: str
     mode: str
     why: str  # of the backend and the mode
-    numerics: Numerics
+    numerics: Numerics  # MMA type, promotion, how activations are stored
     passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
     # the exchange, then routed experts, window after window of the pool
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
     rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
-    buffers: tuple[Buffer, ...]
-    overrides: Overrides
+    buffers: tuple[Buffer, ...]  # memory of a rank
+    overrides: Overrides  # what the caller fixed
 
     @property
     def problem(self) -> Problem:
@@ -104,7 +104,10 @@ class Plan:
         return (portable.quantize_rows("quantize", p.num_tokens, p.hidden, f"codes-{acts}"),)
 
     def launch(self, name: str) -> Launch:
-        """The first launch of that name."""
+        """The first launch of that name.
+
+        name  "l1", "l2", "combine", ...
+        """
         found = next((one for one in self.launches if one.name == name), None)
         have = ", ".join(dict.fromkeys(one.name for one in self.launches)) or "none"
         require(found is not None, f"the plan's launches are {have}", got=name, kind=RangeError)
