@@ -96,12 +96,12 @@ def remove(backend: str, machine: Machine) -> None:
 def read(path: Path) -> Certificate:
     """The certificate in a file, or FileError."""
     try:
-        found = json.loads(path.read_text())
-        if (found.pop("kind"), found.pop("version")) != (KIND, VERSION):
+        data = json.loads(path.read_text())
+        if (data.pop("kind"), data.pop("version")) != (KIND, VERSION):
             raise ValueError(f"not a {KIND} of version {VERSION}")
-        machine = Machine(**found.pop("machine"))
-        recipes, checks = (tuple(found.pop(name)) for name in ("recipes", "checks"))
-        return Certificate(machine=machine, recipes=recipes, checks=checks, **found)
+        machine = Machine(**data.pop("machine"))
+        recipes, checks = (tuple(data.pop(name)) for name in ("recipes", "checks"))
+        return Certificate(machine=machine, recipes=recipes, checks=checks, **data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{path} must be a certificate; got {error}; {ANEW}") from error
 
@@ -117,17 +117,17 @@ def find(
     if not path.is_file():
         return None, f"no certificate of backend {backend} on {machine.gpu}: run `megamoe certify`"
     try:
-        found = read(path)
+        certificate = read(path)
     except FileError as error:
         return None, str(error)
-    changed = found.machine.unlike(machine)
+    changed = certificate.machine.unlike(machine)
     if changed:
-        return None, f"the certificate of {found.date} is stale: {changed}; {ANEW}"
-    if found.backend != backend:
-        return None, f"{path} is of backend {found.backend}, not {backend}; {ANEW}"
-    if recipe is not None and recipe not in found.recipes:
-        return None, f"the certificate of {found.date} is not of recipe {recipe}; {ANEW}"
-    return found, ""
+        return None, f"the certificate of {certificate.date} is stale: {changed}; {ANEW}"
+    if certificate.backend != backend:
+        return None, f"{path} is of backend {certificate.backend}, not {backend}; {ANEW}"
+    if recipe is not None and recipe not in certificate.recipes:
+        return None, f"the certificate of {certificate.date} is not of recipe {recipe}; {ANEW}"
+    return certificate, ""
 
 
 @functools.cache

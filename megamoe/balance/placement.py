@@ -88,9 +88,9 @@ class Placement:
     @classmethod
     def load(cls, path: str | Path) -> Placement:
         """Read what `save`, or `megamoe balance --out`, wrote."""
-        found = read_json(path, KIND, VERSION)
+        data = read_json(path, KIND, VERSION)
         try:
-            return cls.from_dict(found)
+            return cls.from_dict(data)
         except (KeyError, TypeError, MegaMoEError) as error:
             raise FileError(f"{path} must hold a placement; got {error!r}") from error
 
@@ -115,11 +115,11 @@ class Placement:
 
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The physical ids of every logical expert, ascending."""
-        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        places: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, row in enumerate(self.slots):
             for place, expert in enumerate(row):
-                found[expert].append(rank * self.slots_per_rank + place)
-        return tuple(tuple(ids) for ids in found)
+                places[expert].append(rank * self.slots_per_rank + place)
+        return tuple(tuple(ids) for ids in places)
 
     def rank_loads(self, loads: Sequence[float]) -> tuple[float, ...]:
         """Load of each rank when the copies of an expert share its load evenly."""
@@ -182,15 +182,15 @@ def propose(
             target = _make_room(expert, target, ranks, busy, share)
         ranks[target].add(expert)
         busy[target] += load
-    found = Placement(len(loads), tuple(tuple(sorted(held)) for held in ranks))
+    placement = Placement(len(loads), tuple(tuple(sorted(held)) for held in ranks))
     if (
         current is not None
         and (current.num_ranks, current.slots_per_rank) == (num_ranks, slots_per_rank)
         and current.num_experts == len(loads)
-        and current.imbalance(loads) <= found.imbalance(loads)
+        and current.imbalance(loads) <= placement.imbalance(loads)
     ):
         return current
-    return found
+    return placement
 
 
 def _check(loads: Sequence[float], num_ranks: int, slots_per_rank: int) -> None:

@@ -137,19 +137,19 @@ def sizes_from(text: str) -> list[int]:
     >>> sizes_from("8,1-3"), sizes_from("64")
     ([1, 2, 3, 8], [64])
     """
-    found: set[int] = set()
+    sizes: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         is_number = first.isdigit() and (not dash or last.isdigit())
         require(is_number, "tokens must be numbers or ranges", got=part, fix="such as 1,8,64-128",
                 kind=RangeError)  # fmt: skip
-        found |= set(range(int(first), int(last or first) + 1))
-    found -= {0}
+        sizes |= set(range(int(first), int(last or first) + 1))
+    sizes -= {0}
     require(
-        0 < len(found) <= MAX_SIZES, f"there must be 1 to {MAX_SIZES} numbers of tokens",
-        got=len(found), kind=RangeError,
+        0 < len(sizes) <= MAX_SIZES, f"there must be 1 to {MAX_SIZES} numbers of tokens",
+        got=len(sizes), kind=RangeError,
     )  # fmt: skip
-    return sorted(found)
+    return sorted(sizes)
 
 
 def _need_triton() -> None:

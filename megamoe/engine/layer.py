@@ -486,17 +486,17 @@ class MoE(nn.Module):
         held = self.shared if shared else self.experts
         require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
         assert held is not None
-        found: list[Refresh] = []
+        parts: list[Refresh] = []
 
         def check() -> None:
-            found.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
-            found[0].check(held.weights)
+            parts.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
+            parts[0].check(held.weights)
 
         if self._world is None:
             check()
         else:
             self._world.meeting.meet("refresh", check)
-        found[0].write(held.weights)
+        parts[0].write(held.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -543,13 +543,13 @@ class MoE(nn.Module):
         if backend == "hopper":
             from megamoe.engine import images
 
-            found = images.hold(weights, shared)
+            experts = images.hold(weights, shared)
         else:
-            found = weights.canonical(), None if shared is None else shared.canonical()
-        self.experts.take(found[0])
-        if self.shared is not None and found[1] is not None:
-            self.shared.take(found[1])
-        return found
+            experts = weights.canonical(), None if shared is None else shared.canonical()
+        self.experts.take(experts[0])
+        if self.shared is not None and experts[1] is not None:
+            self.shared.take(experts[1])
+        return experts
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -593,10 +593,10 @@ class MoE(nn.Module):
         if name == "hopper":
             from megamoe.engine import images
 
-            found = images.hold_on(device, weights, shared)
-            self.experts.take(found[0])
-            if self.shared is not None and found[1] is not None:
-                self.shared.take(found[1])
+            experts = images.hold_on(device, weights, shared)
+            self.experts.take(experts[0])
+            if self.shared is not None and experts[1] is not None:
+                self.shared.take(experts[1])
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""

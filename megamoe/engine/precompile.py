@@ -51,15 +51,15 @@ def compile_layer(
     )  # fmt: skip
     start = time.monotonic()
     with _Worker(layer, token_counts) as first:
-        found: list[dict[str, Any]] = first.read()["cubins"]
-        wanted = [one["hash"] for one in found if not one["is_there"]]
-        done = len(found) - len(wanted)
+        cubins: list[dict[str, Any]] = first.read()["cubins"]
+        wanted = [one["hash"] for one in cubins if not one["is_there"]]
+        done = len(cubins) - len(wanted)
         if progress is not None:
-            progress(done, len(found))
+            progress(done, len(cubins))
         num = min(processes or os.cpu_count() or 1, len(wanted))
         others = [_Worker(layer, token_counts) for _ in range(num - 1)]
-        cpu = _share(wanted, [first, *others], progress, done, len(found)) if wanted else 0.0
-    return Compiled(len(found), done, time.monotonic() - start, cpu)
+        cpu = _share(wanted, [first, *others], progress, done, len(cubins)) if wanted else 0.0
+    return Compiled(len(cubins), done, time.monotonic() - start, cpu)
 
 
 def _share(
@@ -145,8 +145,8 @@ class _Worker:
             got="".join(self._last_lines[-8:]).strip() or f"exit code {self._process.returncode}",
             kind=NotAvailable,
         )
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None

@@ -90,14 +90,14 @@ class LayerSpec:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> LayerSpec:
+    def from_dict(cls, data: dict[str, Any]) -> LayerSpec:
         """The inverse of `as_dict`, from JSON."""
-        shared = found["shared"]
+        shared = data["shared"]
         return cls(**{
-            **found, "options": Options(**found["options"]),
+            **data, "options": Options(**data["options"]),
             "shared": None if shared is None else SharedSpec(**shared),
-            "overrides": tuple((name, value) for name, value in found["overrides"]),
-            "machine": tuple(found["machine"]),
+            "overrides": tuple((name, value) for name, value in data["overrides"]),
+            "machine": tuple(data["machine"]),
         })  # fmt: skip
 
     @property
@@ -164,11 +164,11 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
         got=f"backend {plan.backend} on {layer.hardware.name}",
         kind=NotAvailable,
     )
-    with recorded(target_of(layer.hardware)) as found:
+    with recorded(target_of(layer.hardware)) as cubins:
         for num in sorted(set(token_counts) - {0}):
             make_calls(layer, num)
     order = {name: at for at, name in enumerate(SLOW)}
-    return sorted(found.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
+    return sorted(cubins.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
 
 
 def target_of(machine: Hardware) -> GPUTarget:
@@ -201,7 +201,7 @@ def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
 
     Not beside launches of other threads: Triton has one driver.
     """
-    found: dict[str, Cubin] = {}
+    cubins: dict[str, Cubin] = {}
     kernels: list[JITFunction[Any]] = []
     real_run, real_compile, real_driver = JITFunction.run, triton.compiler.compile, driver._active
 
@@ -211,12 +211,12 @@ def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
 
     def keep(src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> object:
         one = _cubin(src, target, dict(options or {}), real_compile)
-        return found.setdefault(one.hash, one)
+        return cubins.setdefault(one.hash, one)
 
     driver.set_active(_Driver(target))
     JITFunction.run, triton.compiler.compile = run, keep
     try:
-        yield found
+        yield cubins
     finally:
         JITFunction.run = real_run
         triton.compiler.compile = real_compile

@@ -79,9 +79,9 @@ class Refresh:
 
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
-        found: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
+        by_matrix: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
         with torch.no_grad(), torch.inference_mode(False):
-            for name, facts in found.items():
+            for name, facts in by_matrix.items():
                 given, held = getattr(self, name), getattr(weights, name)
                 if given is None:
                     continue
@@ -91,7 +91,7 @@ class Refresh:
                     if isinstance(held, PackedMatrix):
                         facts[expert] = facts_of(one)
                         check_image(held.kind, facts[expert], f"{name} of expert {expert}")
-            _check_arithmetic(weights, found)
+            _check_arithmetic(weights, by_matrix)
             for name in ("b13", "b2"):
                 self._check_bias(name, getattr(self, name), getattr(weights, name))
 

@@ -620,10 +620,10 @@ def staged_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> t
     sizes = Sizes(
         p.num_tokens, p.top_k + extra, p.num_experts + extra, extra, p.hidden, p.intermediate
     )
-    found = [staged_pass(sizes, tile, num_sms, why, "routed and shared" if extra else "routed")]
+    passes = [staged_pass(sizes, tile, num_sms, why, "routed and shared" if extra else "routed")]
     if call.shared is not None and call.shared.apart:
-        found.append(shared_pass(call, num_sms))
-    return tuple(found)
+        passes.append(shared_pass(call, num_sms))
+    return tuple(passes)
 
 
 def shared_pass(call: CallSpec, num_sms: int) -> Pass:
@@ -647,13 +647,13 @@ def rows_pass(call: CallSpec, num_rows: int, num_sms: int, given: Mapping[str, V
 def finish(call: CallSpec, num_tokens: int) -> list[Launch]:
     """Rows to FP8, where combine wants that, and combine."""
     p, slots = call.problem, call.problem.top_k + call.num_shared
-    found = []
+    launches = []
     if call.combine == "fp8":
-        found.append(
+        launches.append(
             quantize_rows("rows_to_fp8", num_tokens * slots, p.hidden, "codes-fp8_combine")
         )
-    found.append(combine(num_tokens, p.hidden))
-    return found
+    launches.append(combine(num_tokens, p.hidden))
+    return launches
 
 
 def shared_memory(call: CallSpec, tile: Tile) -> SharedMemory:

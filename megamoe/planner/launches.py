@@ -390,6 +390,6 @@ class Pass:
         return next((one for one in self.launches if one.name == name), None)
 
     def __getitem__(self, name: str) -> Launch:
-        found = self.find(name)
-        assert found is not None, f"no launch {name}"
-        return found
+        launch = self.find(name)
+        assert launch is not None, f"no launch {name}"
+        return launch

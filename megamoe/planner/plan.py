@@ -108,11 +108,11 @@ class Plan:
 
         name  "l1", "l2", "combine", ...
         """
-        found = next((one for one in self.launches if one.name == name), None)
+        launch = next((one for one in self.launches if one.name == name), None)
         have = ", ".join(dict.fromkeys(one.name for one in self.launches)) or "none"
-        require(found is not None, f"the plan's launches are {have}", got=name, kind=RangeError)
-        assert found is not None
-        return found
+        require(launch is not None, f"the plan's launches are {have}", got=name, kind=RangeError)
+        assert launch is not None
+        return launch
 
     @property
     def tile(self) -> Tile | GemmTmem | PortableGemm | None:
@@ -165,7 +165,7 @@ class Plan:
     def choices(self) -> tuple[Choice, ...]:
         """The decisions in the order in which they are taken, each with its reason."""
         how = self.numerics
-        found = [
+        choices = [
             Choice("backend", self.backend, self._why_backend()),
             Choice("mode", self.mode, self.why),
             Choice("mma", how.mma, how.why),
@@ -176,7 +176,7 @@ class Plan:
         tile = self.tile
         if tile is not None:
             l1 = self.mega or self.routed["l1"]  # type: ignore[index]
-            found += [
+            choices += [
                 Choice("tile", str(tile), l1.why),
                 Choice("block_m", tile.block_m, "tokens"),
                 Choice("block_n", tile.block_n, "weight rows"),
@@ -184,21 +184,21 @@ class Plan:
                 Choice("num_stages", tile.num_stages, "of the ring in shared memory"),
             ]
         if self.num_passes > 1:
-            found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
+            choices.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
         if self.mode == "chain" and self.routed is not None:
             pull = self.routed["pull"]
-            found.append(Choice("pull_sms", pull.num_ctas, pull.why))
-            found.append(Choice("l2", str(tile), self.routed["l2"].why))
+            choices.append(Choice("pull_sms", pull.num_ctas, pull.why))
+            choices.append(Choice("l2", str(tile), self.routed["l2"].why))
             num = len(self.passes) - 1
-            found.append(
+            choices.append(
                 Choice("pool_passes", num, "times the pool is filled: once but for pool_rows")
             )
         if isinstance(tile, GemmTmem):
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
-            found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
+            choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
-            Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in found
+            Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in choices
         )
 
     def _why_backend(self) -> str:
@@ -215,11 +215,14 @@ class Plan:
         )
 
     def __getitem__(self, name: str) -> Value:
-        found = {choice.name: choice.value for choice in self.choices}
+        choices = {choice.name: choice.value for choice in self.choices}
         require(
-            name in found, f"a plan has the choices {', '.join(found)}", got=name, kind=RangeError
+            name in choices,
+            f"a plan has the choices {', '.join(choices)}",
+            got=name,
+            kind=RangeError,
         )
-        return found[name]
+        return choices[name]
 
     def __repr__(self) -> str:
         p = self.problem
@@ -399,7 +402,7 @@ def _over_group(
     """Passes and the rest under even routing, where a rank receives as many rows as it sends."""
     p = call.problem
     rows = p.num_tokens * p.top_k
-    found = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
+    passes = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
     rest: list[Launch] = []
     if backend in ("hopper", "blackwell") and call.combine == "fp8":
         kind = "codes-fp8_combine"
@@ -412,7 +415,7 @@ def _over_group(
         else:
             rest += portable.shared_pass(call, hw.arch).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
-    return tuple(found), tuple(rest)
+    return tuple(passes), tuple(rest)
 
 
 def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str) -> tuple[str, str]:
@@ -439,26 +442,26 @@ def _buffers(made: Plan) -> list[Buffer]:
     each, about = weight_bytes(p), "as the checkpoint has them"
     if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
         each, about = _image_bytes(call), "as images, and in no other form"
-    found = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
+    buffers = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
     if made.mega is not None:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
-        found += _pools(made, rows)
+        buffers += _pools(made, rows)
         _, each = hopper.passes_of(call)
         if call.is_group:
             about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
             num = hopper.exchange_of(call).num_bytes
-            found.append(Buffer("exchange", num, "symmetric", about))
+            buffers.append(Buffer("exchange", num, "symmetric", about))
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
-            found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+            buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     elif made.mode == "chain" and made.routed is not None:
         config = made.routed["rows"].config
         assert isinstance(config, chain.Rows)
-        found += _pools(made, config.pool_rows)
+        buffers += _pools(made, config.pool_rows)
         where = chain.memory(call)
         about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
-        found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+        buffers.append(Buffer("exchange", where.num_bytes, "symmetric", about))
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots
@@ -466,10 +469,10 @@ def _buffers(made: Plan) -> list[Buffer]:
             rows = hopper.num_rows(one.num_slots, one.num_experts)
         elif isinstance(made.tile, GemmTmem):
             rows = blackwell.num_rows(one.num_slots, one.num_experts, made.tile.block_m)
-        found += _pools(made, rows)
+        buffers += _pools(made, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
-        found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    return found
+        buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    return buffers
 
 
 def _image_bytes(call: CallSpec) -> int:

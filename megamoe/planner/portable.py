@@ -208,15 +208,15 @@ def staged_passes(call: CallSpec, arch: str, given: Mapping[str, Value]) -> tupl
     p = call.problem
     how = numerics("portable", p.recipe, arch=arch)
     sizes = (p.num_tokens, p.top_k, p.num_experts, p.hidden, p.intermediate)
-    found = [
+    passes = [
         staged_pass(
             p.recipe, how, sizes, given, "routed", quantizes=not call.is_quantized,
             has_routing=True,
         )
     ]  # fmt: skip
     if call.shared is not None:
-        found.append(shared_pass(call, arch))
-    return tuple(found)
+        passes.append(shared_pass(call, arch))
+    return tuple(passes)
 
 
 def shared_pass(call: CallSpec, arch: str) -> Pass:

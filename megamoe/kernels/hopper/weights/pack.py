@@ -199,11 +199,11 @@ def facts_of(w: Quantized) -> Facts:
     """Which images hold every value of `w`; expert by expert, for little memory."""
     if w.spec.element.bits != 4 or w.spec.scale is not Scale.E8M0:
         return Facts(True, True, False)
-    found = Facts()
+    facts = Facts()
     for expert in range(len(w)):
         one = w[expert : expert + 1]
-        found &= Facts(fits_e4m3(one), fits_bf16(one), can_be_placed(one))
-    return found
+        facts &= Facts(fits_e4m3(one), fits_bf16(one), can_be_placed(one))
+    return facts
 
 
 def joined(first: Packed, second: Packed) -> Packed | None:
