@@ -366,12 +366,29 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
         return "fused", "asked for"
     if asked == "staged":
         return "staged", "asked for"
+    if asked == "split":
+        return _split(call)
     if asked == "chain" or (asked == "auto" and call.is_group):
         return _chain_or(call, refusal, asked)
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
     return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+
+
+def _split(call: CallSpec) -> tuple[str, str]:
+    """Split as asked for, or a refusal with the reason."""
+    from megamoe.planner import split
+
+    refusal = split.why_not(call)
+    require(
+        refusal is None,
+        "mode split must fit the call",
+        got=refusal.why if refusal else "",
+        fix="use mode='auto' or 'staged'",
+        kind=refusal.kind if refusal else NotAvailable,
+    )
+    return "split", "asked for"
 
 
 def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:

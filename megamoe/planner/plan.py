@@ -16,7 +16,7 @@ from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, chain, hopper, portable
+from megamoe.planner import blackwell, chain, hopper, portable, split
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -29,11 +29,13 @@ from megamoe.planner.launches import (
     Pass,
     PortableGemm,
     Tile,
+    Window,
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
+from megamoe.planner.tables.split import why_not_auto
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
@@ -43,10 +45,10 @@ NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
-    "hopper": ("staged", "fused", "chain"),
+    "hopper": ("staged", "fused", "chain", "split"),
     "blackwell": ("staged",),
     "portable": ("staged",),
-    "reference": ("staged", "fused", "chain"),
+    "reference": ("staged", "fused", "chain", "split"),
 }
 
 
@@ -71,10 +73,10 @@ class Plan:
     why: str  # of the backend and the mode
     numerics: Numerics  # MMA type, promotion, how activations are stored
     passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
-    # the exchange, then routed experts, window after window of the pool
+    # the exchange, then routed experts, window after window of the pool; split: the latter
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
-    rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
+    rest: tuple[Launch, ...]  # staged, chain, split: what follows the passes, combine last
     buffers: tuple[Buffer, ...]  # memory of a rank
     overrides: Overrides  # what the caller fixed
 
@@ -193,6 +195,7 @@ class Plan:
             choices.append(
                 Choice("pool_passes", num, "times the pool is filled: once but for pool_rows")
             )
+        choices += self._split_choices()
         if isinstance(tile, GemmTmem):
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
@@ -200,6 +203,20 @@ class Plan:
         return tuple(
             Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in choices
         )
+
+    def _split_choices(self) -> list[Choice]:
+        """How the SMs are parted, or why they are not."""
+        if self.mode == "split" and self.routed is not None:
+            on = split.parts(self.hardware.num_sms, dict(self.overrides))
+            num = sum(one.experts.startswith("routed") for one in self.passes)
+            return [
+                Choice("l1_sms", on.l1, on.why),
+                Choice("l2_sms", on.l2, "the rest: L2 follows L1 tile by tile"),
+                Choice("windows", num, "of the ring; more than one by choice"),
+            ]
+        if self.backend == "hopper" and self.mode == "staged" and self.problem.num_ranks == 1:
+            return [Choice("split", False, why_not_auto(self.problem.recipe))]
+        return []
 
     def _why_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
@@ -244,7 +261,8 @@ class Plan:
         rows.append("launches" if self.launches else "no launches: computed by the oracle")
         for one in self.launches:
             grid = " x ".join(map(str, one.grid))
-            rows.append(f"  {one.name:<12}{one.kernel:<20} grid {grid:<14} {one.config}")
+            side = f" on {one.partition}_sms" * bool(one.partition)
+            rows.append(f"  {one.name:<12}{one.kernel:<20} grid {grid:<14} {one.config}{side}")
         if self.shared_memory is not None:
             rows += ["shared memory of a CTA", str(self.shared_memory)]
         rows.append("memory of a rank")
@@ -351,6 +369,13 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
+    require(
+        "l1_sms" not in given or mode == "split" or backend == "reference",
+        "l1_sms parts the SMs of mode split",
+        got=f"mode {mode}",
+        fix="leave it out, or ask for mode='split'",
+        kind=NotAvailable,
+    )
     why = f"{passed}; {why}" if passed else why
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
@@ -360,6 +385,9 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     elif mode == "chain":
         owner = chain.owner_passes(call, hw.num_sms, given)
         passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
+    elif mode == "split":
+        passes = split.passes(call, hw.num_sms, given)
+        rest = tuple(hopper.finish(call, call.problem.num_tokens))
     elif mode == "fused":
         num, _ = hopper.passes_of(call)
         mega = hopper.fused_launch(call, hw.num_sms, given)
@@ -462,6 +490,13 @@ def _buffers(made: Plan) -> list[Buffer]:
         where = chain.memory(call)
         about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
         buffers.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+    elif made.mode == "split" and made.routed is not None:
+        config = made.routed["window"].config
+        assert isinstance(config, Window)
+        tokens, acts = _pools(made, config.num_rows)
+        ring = acts if config.is_whole else _pools(made, split.WINDOWS * config.num_rows)[1]
+        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
+        buffers += [tokens, ring, Buffer("combine rows", num, "local", "BF16, a row a slot")]
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots
