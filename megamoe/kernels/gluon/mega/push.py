@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.common.columns import token_column
-from megamoe.kernels.gluon.mega.dispatch import local_expert, quantise_part, read_slots
+from megamoe.kernels.gluon.mega.dispatch import local_expert, read_slots
 from megamoe.kernels.gluon.mega.inbox import (
     G_WORD,
     NUM_TOKENS_WORD,
@@ -22,6 +22,7 @@ from megamoe.kernels.gluon.mega.inbox import (
     scale_stride,
     values_per_element,
 )
+from megamoe.kernels.gluon.mega.quantise import quantise_part
 from megamoe.kernels.gluon.mega.state import FLAT, PAIR_SLOTS, PAIRS, PART_COLS
 from megamoe.kernels.gluon.mega.sync import num_own_tokens, on_rank, own
 from megamoe.kernels.gluon.pipeline import fast_div
