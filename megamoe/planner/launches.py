@@ -138,6 +138,8 @@ class GemmTmem:
     group_m: int = 1  # token tiles that share each tile of weights
     load_regs: int = 40
     block_rows: int = 128  # weight rows of one MMA; a tile has two
+    math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
+    decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
     @property
     def block_n(self) -> int:
@@ -164,7 +166,7 @@ Tile = GemmSwapAb | Gemm
 class Mega:
     """The fused launch: dispatch, both GEMMs and combine."""
 
-    tile: GemmSwapAb
+    tile: GemmSwapAb | GemmTmem
     max_slots: int  # of one rank that the kernel is compiled for; 0 over several ranks
     max_experts: int  # of one rank, a power of two
     max_top_k: int  # a power of two
@@ -178,13 +180,20 @@ class Mega:
         return self.wave_rows > 0
 
     def constants(self) -> Constants:
-        """Of `mega_kernel`."""
+        """Of `mega_kernel` and `mega_tmem_kernel`."""
         t = self.tile
-        return {
+        if isinstance(t, GemmTmem):
+            own: Constants = {
+                "BLOCK_K": t.block_k, "SUMS": t.num_sums, "CHUNK": t.chunk,
+                "DECODE_REGS": t.decode_regs,
+            }  # fmt: skip
+        else:
+            own = {"SLABS": t.slabs, "DEPTH": t.k_blocks, "WINDOW": t.max_in_flight}
+        return own | {
             "EXPERTS": self.max_experts, "SLOTS": self.max_slots, "K_SLOTS": self.max_top_k,
-            "TOKENS": t.block_m, "SLABS": t.slabs, "DEPTH": t.k_blocks, "STAGES": t.num_stages,
-            "WINDOW": t.max_in_flight, "MATH_REGS": t.math_regs, "LOAD_REGS": t.load_regs,
-            "RING": self.is_ring, "num_warps": NUM_WARPS, "launch_cooperative_grid": True,
+            "TOKENS": t.block_m, "STAGES": t.num_stages, "MATH_REGS": t.math_regs,
+            "LOAD_REGS": t.load_regs, "RING": self.is_ring, "num_warps": NUM_WARPS,
+            "launch_cooperative_grid": True,
         }  # fmt: skip
 
     def __str__(self) -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.regions import align_up
+from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, chain, hopper, portable, split
+from megamoe.planner import blackwell, blackwell_fused, chain, hopper, portable, split
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -46,7 +47,7 @@ MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
     "hopper": ("staged", "fused", "chain", "split"),
-    "blackwell": ("staged",),
+    "blackwell": ("staged", "fused"),
     "portable": ("staged",),
     "reference": ("staged", "fused", "chain", "split"),
 }
@@ -152,11 +153,33 @@ class Plan:
     @property
     def shared_memory(self) -> SharedMemory | None:
         """The sum of a CTA of Gluon's GEMMs; Triton's compiler lays out portable's."""
+        recipe = self.problem.recipe
+        if isinstance(self.tile, GemmTmem) and self.mega is not None:
+            return blackwell_fused.shared_memory(recipe, self.tile, self._routing_bytes)
         if isinstance(self.tile, GemmTmem):
-            return blackwell.shared_memory(self.problem.recipe, self.tile)
+            return blackwell.shared_memory(recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):
             return hopper.shared_memory(self.call, self.tile)
         return None
+
+    @property
+    def _routing_bytes(self) -> int:
+        """Of a CTA of a fused launch."""
+        p = self.problem
+        slots = p.num_ranks * self.fused_tokens * (p.top_k + self.call.joined)
+        experts = p.num_experts // p.num_ranks + self.call.joined
+        return hopper.routing_bytes(slots, experts, p.num_ranks)
+
+    @property
+    def fused_tokens(self) -> int:
+        """Tokens of a rank in each launch of a fused call."""
+        _, each = _fused(self.backend).passes_of(self.call)
+        return each
+
+    @property
+    def exchange(self) -> Workspace:
+        """The memory that a rank shares with its peers in fused calls."""
+        return _fused(self.backend).exchange_of(self.call)
 
     @property
     def floor(self) -> Floor:
@@ -389,8 +412,8 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         passes = split.passes(call, hw.num_sms, given)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
     elif mode == "fused":
-        num, _ = hopper.passes_of(call)
-        mega = hopper.fused_launch(call, hw.num_sms, given)
+        num, _ = _fused(backend).passes_of(call)
+        mega = _fused(backend).fused_launch(call, hw.num_sms, given)
     elif call.is_group:
         passes, rest = _over_group(call, backend, hw, given)
     elif backend == "hopper":
@@ -404,6 +427,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
     made = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
     return _with_buffers(made)
+
+
+def _fused(backend: str) -> Any:
+    """The module of a backend's fused launches."""
+    return blackwell_fused if backend == "blackwell" else hopper
 
 
 def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: Overrides) -> Pass:
@@ -453,7 +481,7 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
     if backend == "portable":
         return "staged", "portable has no fused launch"
     if backend == "blackwell":
-        return "staged", "no fused launch on Blackwell yet"
+        return blackwell_fused.mode_of(call, given, wanted)
     return hopper.mode_of(call, given, wanted)
 
 
@@ -475,10 +503,10 @@ def _buffers(made: Plan) -> list[Buffer]:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
         buffers += _pools(made, rows)
-        _, each = hopper.passes_of(call)
+        each = made.fused_tokens
         if call.is_group:
             about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
-            num = hopper.exchange_of(call).num_bytes
+            num = made.exchange.num_bytes
             buffers.append(Buffer("exchange", num, "symmetric", about))
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
