@@ -131,7 +131,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
     ranks do not reach each other's memory.
     """
     mode, most = layer._wanted[1], layer.max_tokens_per_rank
-    if layer.backend != "hopper":  # as on all ranks
+    if layer.backend not in ("hopper", "blackwell"):  # as on all ranks
         return None, f"backend {layer.backend} has only staged calls over a group"
     if mode == "staged":
         return None, "asked for"

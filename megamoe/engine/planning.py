@@ -106,7 +106,7 @@ class Ranks(NamedTuple):
     local: int = 1
     is_placed: bool = False
     max_tokens: int | None = None  # that a call is planned for
-    room: int | None = None  # that memory is shared for
+    shared_tokens: int | None = None  # that memory is shared for
 
 
 ONE_RANK = Ranks()
@@ -151,7 +151,7 @@ def _planned(
         local_ranks=ranks.local,
         is_placed=ranks.is_placed,
         max_tokens=ranks.max_tokens,
-        room=ranks.room,
+        shared_tokens=ranks.shared_tokens,
         is_certified=is_certified(device, hw.arch, recipe),
     )
     return plan_call(call, hw, overrides)

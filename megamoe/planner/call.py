@@ -31,7 +31,7 @@ class CallSpec:
     local_ranks   ranks that one launch runs side by side on one GPU
     is_placed     experts lie in another order than by rank, or more than once
     max_tokens    over a process group: tokens per rank that all ranks plan the call for
-    room          over a process group: those that symmetric memory is made for; None: max_tokens
+    shared_tokens  over a process group: those that memory is shared for; None: max_tokens
     is_certified  the machine has a certificate for the backend that `auto` needs one for
     """
 
@@ -45,7 +45,7 @@ class CallSpec:
     local_ranks: int = 1
     is_placed: bool = False
     max_tokens: int | None = None
-    room: int | None = None
+    shared_tokens: int | None = None
     is_certified: bool = False
 
     def __post_init__(self) -> None:

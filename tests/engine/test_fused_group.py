@@ -29,7 +29,7 @@ MOST = 6  # tokens of a rank
 
 
 class Peers:
-    """The rooms of all ranks in this process; `share` gives one rank its view of them."""
+    """All ranks' symmetric buffers in this process; `share` gives one rank its view of them."""
 
     def __init__(self, num_ranks):
         self.memory = []
@@ -210,7 +210,7 @@ def test_every_call_takes_its_place_in_the_order_before_the_room_is_written_to(
     one, ordered = join(gpu, peers, 0), []
     monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
     monkeypatch.setattr(
-        symm_buffer.SymmBuffer, "put", lambda room, *inputs: ordered.append("written")
+        symm_buffer.SymmBuffer, "put", lambda buffer, *inputs: ordered.append("written")
     )
     call(one, *tokens(4))
     one._fused_group.fused.warm(one)
@@ -278,7 +278,7 @@ def test_ranks_on_other_hosts_are_named():
 
 
 def test_a_room_holds_what_its_layout_says():
-    inbox = InboxSizes(2, 5, 256, 1, True, 4, 32)
+    inbox = InboxSizes(2, 5, 256, 16, 4, 32)
     where = exchange(5, 64, 3, 4096, 1, inbox)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
     buffer = symm_buffer.symm_buffer_in(memory, where)

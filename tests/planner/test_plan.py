@@ -118,8 +118,7 @@ def names(found):
         (replace(ONE, num_tokens=8192, recipe="w8a8"), "staged",
          ["count", "scan", "place", "permute", "l1", "l2", "combine"]),
         (replace(FLASH, num_tokens=120), "fused", ["mega"]),  # 22.5 rows an expert
-        (replace(FLASH, num_tokens=121), "staged",
-         ["quantize", "permute", "l1", "l2", "combine"]),
+        (replace(FLASH, num_tokens=121), "chain", CHAIN),
         (replace(PRO, num_ranks=16, num_tokens=8), "staged",
          ["quantize", "permute", "l1", "l2", "combine"]),
     ],
@@ -153,7 +152,7 @@ SHARED = SharedSpec(1, "w4a8_block", 2048)
         (CallSpec(replace(FLASH, num_tokens=8)), CapacityError, "need max_tokens_per_rank"),
         (CallSpec(ONE, shared=replace(SHARED, apart="a bias")), NotAvailable, "got a bias"),
         (CallSpec(replace(ONE, num_tokens=1000)), CapacityError, "4096 slots at most; got 6000"),
-        (CallSpec(replace(ONE, num_tokens=600)), CapacityError, "few rows an expert; 112.5 want"),
+        (CallSpec(replace(ONE, num_tokens=600)), CapacityError, "112.5 rows an expert need"),
     ],
     ids=lambda value: "" if isinstance(value, CallSpec) else None,
 )  # fmt: skip
@@ -188,7 +187,7 @@ def test_one_layer_shares_memory_for_both_modes_and_its_calls_follow_their_bound
     flash = replace(FLASH, recipe="w4a8_block", num_tokens=0)
     modes = hopper.group_modes(CallSpec(flash, max_tokens=4096), {})
     assert [one[:2] for one in modes] == [(120, "fused"), (4096, "chain")]
-    few = CallSpec(replace(flash, num_tokens=8), max_tokens=8, room=4096)
+    few = CallSpec(replace(flash, num_tokens=8), max_tokens=8, shared_tokens=4096)
     many = CallSpec(replace(flash, num_tokens=8), max_tokens=4096)
     found = [plan(call, "h200") for call in (few, many)]
     assert [one.mode for one in found] == ["fused", "chain"]

@@ -9,7 +9,7 @@ and sorts its own slots (`permute.place`). `exchange_kernel`, one CTA for each p
 into the owner's memory, 16 bytes a thread, and signals once: a store that releases at system scope.
 The same CTA waits for that peer's signal. `finish_kernel` does the same at the end of a call, when
 this rank's rows are home. Waits are bounded; one that is given up leaves the layer's report, and
-tells every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
+signals every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
 GEMMs gave up, whose rows are worthless. Nobody adds to a peer's words.
 
 A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
@@ -49,9 +49,9 @@ LIMIT = gl.constexpr(MAX_SOURCES // 2)
 # What a report names, after those of fused launches.
 WAIT_BEGUN = gl.constexpr(16)
 WAIT_HOME = gl.constexpr(17)
-WAIT_TOLD = gl.constexpr(18)
+WAIT_STOPPED = gl.constexpr(18)
 UNLIKE = gl.constexpr(19)  # no wait: a rank planned its call for another bound
-UNLIKE_TOLD = gl.constexpr(20)  # and said so
+UNLIKE_STOPPED = gl.constexpr(20)  # and stopped the others
 
 ALIGN = gl.constexpr(LIST_ALIGN)
 EXCHANGE_WARPS = 8
@@ -71,7 +71,7 @@ mov.b32 $0, 0;
 }""")
 
 # Unless $2 >= $3: the word at $1 becomes $4.
-TELL = gl.constexpr("""{
+STORE_IF_MISSED = gl.constexpr("""{
 .reg .pred p;
 setp.ge.s32 p, $2, $3;
 @p bra done;
@@ -191,18 +191,19 @@ def _signal(pointer, call):
 
 @gluon.jit
 def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
-    """Wait until a peer's signal here is `call` or later; report it and tell all peers if not.
+    """Wait until a peer's signal here is `call` or later; report it and signal all peers if not.
 
     -> what was seen.
     """
     stop = p.state + STOP
     seen = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
-    told = gl.load(stop, volatile=True)
+    stopped_by = gl.load(stop, volatile=True)
     # A peer that gave up is what this rank waits for in vain.
-    what = gl.where(told > 0, gl.where(told > SAW_UNLIKE, UNLIKE_TOLD, WAIT_TOLD), WHAT)
-    where = gl.where(told > 0, (told - 1) % SAW_UNLIKE, peer)
+    why = gl.where(stopped_by > SAW_UNLIKE, UNLIKE_STOPPED, WAIT_STOPPED)
+    what = gl.where(stopped_by > 0, why, WHAT)
+    where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_UNLIKE, peer)
     _report(p, gl.minimum(seen, call), call, what, where)
-    _tell_peers(p, seen, call, p.rank + 1)
+    _signal_given_up(p, seen, call, p.rank + 1)
     return seen
 
 
@@ -218,29 +219,29 @@ def _report(p, seen, want, what, where):
 
 @gluon.jit
 def _expect_limit(p, limits, limit, peer, has_pushed):
-    """Report a peer that planned this call for another bound, and tell all; -> 1: it did not.
+    """Report a peer that planned this call for another bound, and signal it; -> 1: it did not.
 
-    Lists, rows and tiles have the room that the bound asks for: with more they would be cut.
+    Lists, rows and tiles are as large as the bound asks for: with more they would be cut.
     """
     theirs = gl.load(limits + peer, volatile=True)
     theirs = gl.where(has_pushed, theirs, limit)
     _report(p, theirs, limit, gl.to_tensor(UNLIKE), peer)
     is_same = (theirs == limit).to(gl.int32)
-    _tell_peers(p, is_same, gl.to_tensor(1), p.rank + 1 + SAW_UNLIKE)
+    _signal_given_up(p, is_same, gl.to_tensor(1), p.rank + 1 + SAW_UNLIKE)
     return is_same
 
 
 @gluon.jit
-def _tell_peers(p, seen, want, value):
-    """Unless `seen` >= `want`: all ranks are told, with `value`, that this one gave up."""
+def _signal_given_up(p, seen, want, value):
+    """Unless `seen` >= `want`: signal all ranks, with `value`, that this one gave up."""
     for other in range(p.RANKS):
-        _tell(at_peer(p.peers, p.state + STOP, other), seen, want, value)
+        _store_if_missed(at_peer(p.peers, p.state + STOP, other), seen, want, value)
 
 
 @gluon.jit
-def _tell(pointer, seen, want, value):
+def _store_if_missed(pointer, seen, want, value):
     gl.inline_asm_elementwise(
-        TELL, "=r,l,r,r,r", [pointer.to(gl.int64), seen, want, value], dtype=gl.int32,
+        STORE_IF_MISSED, "=r,l,r,r,r", [pointer.to(gl.int64), seen, want, value], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -292,7 +293,7 @@ def exchange_kernel(
         _signal(at_peer(peers, begun, peer) + rank, call)
     seen = _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
     is_same = _expect_limit(p, begun + LIMIT, limit, peer, seen >= call)
-    _tell(state + MISSED, gl.where(is_same == 1, seen, call - 1), call, gl.to_tensor(1))
+    _store_if_missed(state + MISSED, gl.where(is_same == 1, seen, call - 1), call, gl.to_tensor(1))
     allow_next_launch()
 
 
@@ -312,10 +313,10 @@ def finish_kernel(
     done, error, state, peers, report, rank, bound_ns, counts_in, pitch, l2_begun, ns_per_row,
     RANKS: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """CTA: tell one peer that this rank's rows for it are home, and wait for its rows.
+    """CTA: signal one peer that this rank's rows for it are home, and wait for its rows.
 
-    After a report nobody is told: the rows are worthless. Nor where `error` is negative, that is,
-    a wait of this rank's GEMMs was given up: then all are told that.
+    After a report no peer is signalled: the rows are worthless. A negative `error` says that a wait
+    of this rank's GEMMs was given up; then all peers get that signal instead.
 
     l2_begun  None, or int64 [1]: rows are not home before a link of 1 / ns_per_row rows that was
               free when L2 began (0: when this launch did) could have brought them
@@ -330,7 +331,7 @@ def finish_kernel(
     peer = (rank + gl.program_id(0)) % RANKS
     call = gl.load(state + CALL)
     found = gl.load(error)
-    _tell_peers(p, found, gl.to_tensor(0), rank + 1)
+    _signal_given_up(p, found, gl.to_tensor(0), rank + 1)
     if (found >= 0) & (gl.load(state + STOP, volatile=True) == 0):
         _signal(at_peer(peers, done, peer) + rank, call)
     _await_peer(p, done + peer, call, peer, WAIT_HOME)
