@@ -17,7 +17,6 @@ from megamoe.balance.placement import Placement
 from megamoe.distributed.placement import Places
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import fused_group
-from megamoe.engine.graphs import bucket_of
 from megamoe.engine.launch_options import MAX_S
 from megamoe.errors import (
     MegaMoETimeout,
@@ -27,6 +26,7 @@ from megamoe.errors import (
 )
 from megamoe.formats.quantized import Quantized
 from megamoe.planner import chain as planned
+from megamoe.planner.buckets import bucket_of
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class ChainGroup:
 
     def bucket(self, bound: int) -> int:
         """The bound that a call is planned for."""
-        return bucket_of(max(bound, 1), self.num_tokens)
+        return bucket_of(bound, self.num_tokens)
 
     @property
     def num_bytes(self) -> int:

@@ -20,7 +20,6 @@ from torch import Tensor
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import symm_buffer
-from megamoe.engine.graphs import bucket_of
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.status import is_capturing
 from megamoe.errors import (
@@ -31,6 +30,7 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
+from megamoe.planner.buckets import bucket_of
 from megamoe.planner.hopper import check_grid
 from megamoe.planner.plan import Plan
 
@@ -78,7 +78,7 @@ class FusedGroup:
 
     def bucket(self, bound: int) -> int:
         """The bound that a call is planned for; calls of several launches always have all."""
-        return bucket_of(max(bound, 1), self.num_tokens) if self.has_graphs else self.num_tokens
+        return bucket_of(bound, self.num_tokens) if self.has_graphs else self.num_tokens
 
     @property
     def has_graphs(self) -> bool:

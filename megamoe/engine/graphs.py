@@ -27,27 +27,15 @@ from megamoe.engine.replay_queue import ReplayQueue, finish
 from megamoe.engine.status import REPLAYS, DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
-from megamoe.layout.regions import align_up
+from megamoe.planner.buckets import bucket_of
 from megamoe.planner.overrides import Overrides
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
     from megamoe.kernels.portable.graph_io import Inputs, ReplayArgs
 
-STEP = 256  # buckets above this are its multiples
 MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
 MAX_MET = 4096  # looks of calls that are remembered
-
-
-def bucket_of(num_tokens: int, most: int = MAX_TOKENS) -> int:
-    """The tokens of the graph that serves a call: a power of two up to STEP, then its multiples.
-
-    >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, most=100)
-    ([1, 4, 8, 16, 256, 512], 100)
-    """
-    is_small = num_tokens <= STEP
-    bucket = 1 << (num_tokens - 1).bit_length() if is_small else align_up(num_tokens, STEP)
-    return min(bucket, most)
 
 
 class Parts(NamedTuple):
