@@ -33,6 +33,7 @@ from megamoe.planner import chain as planned
 from megamoe.planner.hopper import max_tiles, num_rows
 from megamoe.planner.launches import Gemm, Launch, Pass
 from megamoe.planner.plan import Plan, shared_plan
+from megamoe.planner.tables.hopper import WIDTH
 
 DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16, "u8": torch.uint8}
 
@@ -306,7 +307,7 @@ def _compute(here: _Ranked, steps: Pass) -> None:
     follows_l1 = pulled.l1_done if follows.l2 else None
     send, rows, row_scale = steps.find("scales"), here.me.buffer.rows, None
     if send is not None:
-        blocks = align_up(weights.hidden, launch.WIDTH) // 128
+        blocks = align_up(weights.hidden, WIDTH) // 128
         row_scale = torch.empty(blocks, own.pool_rows, dtype=torch.uint8, device=weights.device)
         rows = rows.view(torch.float8_e4m3fn)
     launch.linear(

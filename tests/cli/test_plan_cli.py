@@ -130,7 +130,7 @@ def test_simulate_json_is_for_machines(megamoe, mode):
     )
     found = json.loads(text)
     assert code == 0 and errors == "" and found["files"] == []
-    assert found["mode"] == (mode if mode != "auto" else "staged") and found["study"] == ""
+    assert found["mode"] == (mode if mode != "auto" else "chain") and found["study"] == ""
     assert found["time_us"] >= found["floor_us"] > 0
     again = megamoe(
         "simulate", "tiny", "--ranks", "2", "--mode", mode, "--skew", "zipf", "--json", "--no-files"
@@ -166,7 +166,7 @@ def test_simulate_takes_measured_counts(megamoe, tmp_path):
         (("--set", "kernel=magic"), "kernel must be one of swap_ab, gemm"),
         (
             ("--tokens", "64", "--set", "mode=split"),
-            "mode auto or staged or fused or chain; got split",
+            "got split runs on one rank; over ranks there is mode='chain'",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
