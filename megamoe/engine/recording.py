@@ -300,11 +300,26 @@ def _captured(
     copy_output(replay_args.now, launch(call, layer.plan(bucket)))
 
 
+def _around_graph(
+    layer: LayerSpec, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, count: Tensor
+) -> None:
+    """The kernels around a graph over a group: what it is about, its inputs and its output."""
+    from megamoe.kernels.portable import graph_io
+
+    args = graph_io.ReplayArgs.empty(1, META)
+    graph_io.read_args(args)
+    graph_io.copy_inputs(args.now, graph_io.Inputs(x, topk_idx, topk_weights, count))
+    graph_io.copy_output(args.now, torch.empty_like(x))
+
+
 def _over_group(
     layer: LayerSpec, plan: Plan, weights: ExpertWeights, shared: ExpertWeights | None,
     stats: Tensor, num_tokens: int,
 ) -> None:  # fmt: skip
     """One rank's launches: fused over symmetric memory, or staged around the exchange of rows."""
+    if plan.mode == "fused" and layer.graphs and plan.num_passes == 1:
+        given = _tokens(layer, plan.fused_tokens, torch.int64)
+        _around_graph(layer, *given, torch.empty(1, dtype=torch.int32, device=META))
     if plan.mode == "chain":
         _chained(layer, plan, weights, shared, stats, num_tokens)
         return
@@ -354,6 +369,13 @@ def _chained(
         given = _tokens(layer, num_tokens, dtype)
         call = Call(*given, weights, layer.options, shared, _status(), stats)
         chain.run(me, call, plan)
+    bound = plan.call.max_tokens or 0
+    if layer.graphs and bound <= graphs.MAX_TOKENS:
+        count = torch.empty(1, dtype=torch.int32, device=META)
+        given = _tokens(layer, bound, torch.int32)
+        call = Call(*given, weights, layer.options, shared, _status(), stats, count)
+        chain.run(me, call, layer.plan(bound))
+        _around_graph(layer, *given, count)
 
 
 def _like(tokens: Quantized, rows: int) -> Quantized:

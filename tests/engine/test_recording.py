@@ -1,6 +1,7 @@
 """What `megamoe compile` makes is what a launch asks for: the same keys of Triton's disk cache."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,8 @@ def test_calls_over_a_group_are_found_in_the_mode_of_their_bound():
     assert [layer.plan(num).call.max_tokens for num in (3, 300)] == [4, 512]
     found = {one.kernel for one in cubins_of(layer, [4, 1000])}
     assert {"mega_kernel", "exchange_kernel", "pull_kernel", "gemm_kernel"} <= found
+    graphed = {one.kernel for one in cubins_of(replace(layer, graphs=True), [4])}
+    assert {"_read_args_kernel", "_copy_inputs_kernel", "_copy_output_kernel"} <= graphed - found
 
 
 def test_nothing_of_it_stays():
