@@ -138,7 +138,7 @@ class Graphs:
     def __init__(self, most: int | None = None) -> None:
         self.most = MAX_TOKENS if most is None else min(most, MAX_TOKENS)
         self._held: dict[Any, Captured] = {}
-        self._met: dict[Signature, Ready] = {}
+        self._met: dict[Any, Ready] = {}
         self._parts: Any = None  # Parts, or of a group
         self._gpu: Gpu | None = None
         self._replays = 0
@@ -151,9 +151,9 @@ class Graphs:
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
         return is_plain and not torch.cuda.is_current_stream_capturing()
 
-    def find(self, looks: Signature | None) -> Ready | None:
+    def find(self, looks: Any) -> Ready | None:
         """What a call like one before needs, if it may be replayed; its parts are not compared."""
-        one = self._met.get(looks)  # type: ignore[arg-type]
+        one = self._met.get(looks)
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
             return None
         self._replays += 1
@@ -167,17 +167,21 @@ class Graphs:
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
         parts.status.raise_if_seen()
-        one = self.ready(bucket_of(x.shape[0], self.most), x, topk_idx, parts)
-        if len(self._met) < MAX_MET:
-            self._met[looks] = one
+        one = self.meet(looks, bucket_of(x.shape[0], self.most), x, topk_idx, parts)
         return self.replay(one, x, topk_idx, topk_weights, copy)
 
-    def ready(self, bucket: Any, x: Tensor, topk_idx: Tensor, parts: Any) -> Ready:
-        """What a replay of a bucket's graph needs, which is captured now if it was not before."""
+    def meet(self, looks: Any, bucket: Any, x: Tensor, topk_idx: Tensor, parts: Any) -> Ready:
+        """What a replay of a bucket's graph needs, which is captured now if it was not before.
+
+        looks  by which `find` finds it the next time
+        """
         held = self.held(bucket, parts)
         assert self._gpu is not None
         words = x.stride(0), x.shape[0], topk_idx.dtype == torch.int64
-        return Ready(parts, self._gpu, held.graph.replay, held.rows(x.shape[0]), words)
+        one = Ready(parts, self._gpu, held.graph.replay, held.rows(x.shape[0]), words)
+        if len(self._met) < MAX_MET:
+            self._met[looks] = one
+        return one
 
     def replay(
         self, one: Ready, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy: bool

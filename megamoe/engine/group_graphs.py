@@ -8,6 +8,7 @@ run eagerly what its peers replay.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from operator import is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -118,9 +119,13 @@ def replay(
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         topk_idx = torch.empty(0, layer.top_k, dtype=torch.int32, device=device)
         topk_weights = torch.empty(0, layer.top_k, dtype=torch.float32, device=device)
+        looks = None
     with torch.no_grad(), device_guard.on(device):
         fused_group.order_after_last(device)
-        one = graphs.ready(picked, x, topk_idx, GroupParts.of(layer))
+        parts = GroupParts.of(layer)
+        one = graphs.find((looks, picked))
+        if one is None or not all(map(is_, parts, one.parts)):
+            one = graphs.meet((looks, picked), picked, x, topk_idx, parts)
         y = graphs.send(one, x, topk_idx, topk_weights, copy)  # whatever else arrives: take part
     if refusal is not None:
         raise refusal
