@@ -400,6 +400,7 @@ class MoE(nn.Module):
         """Refuse more tokens than a call may have."""
         limit, name = self.max_tokens_per_rank, "max_tokens_per_rank"
         if max_tokens is not None:
+            group_calls.check_bound(max_tokens, limit)
             limit, name = max_tokens, "max_tokens"
         require(
             limit is None or x.shape[0] <= limit,
