@@ -216,7 +216,7 @@ class Plan:
                 found.append(Choice("windows", num, "of the ring; more than one by choice"))
             return found
         if self.backend == "hopper" and self.mode == "staged" and self.problem.num_ranks == 1:
-            return [Choice("split", False, why_not_auto(self.problem.recipe))]
+            return [Choice("split", "no", why_not_auto(self.problem.recipe))]
         return []
 
     def _why_backend(self) -> str:
