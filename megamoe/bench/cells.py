@@ -34,7 +34,7 @@ class Shape:
     top_k: int
     options: Options = field(default_factory=Options)
     has_bias: bool = False
-    tokens: tuple[int, ...] = TOKENS  # of its cells unless told otherwise
+    tokens: tuple[int, ...] = TOKENS  # of its cells unless others are given
     num_shared: int = 0  # experts that see every token
 
 
@@ -106,7 +106,7 @@ def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tu
     ['v3-ep8/8', 'public-48/8@34', 'tiny/16']
     """
     require(len(names) > 0, "there must be at least one workload", got="none", kind=RangeError)
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for name in names:
         shape_name, slash, count = name.partition("/")
         one_of(shape_name, tuple(SHAPES), "workload")
@@ -121,8 +121,8 @@ def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tu
                 kind=RangeError,
             )
             cell = _touching(Cell(shape, num_tokens), _count(touched) if at else None)
-            found[cell.name] = cell
-    return tuple(found.values())
+            cells[cell.name] = cell
+    return tuple(cells.values())
 
 
 def touching(cell: Cell, counts: Sequence[int] | None = None) -> tuple[Cell, ...]:
@@ -135,15 +135,15 @@ def touching(cell: Cell, counts: Sequence[int] | None = None) -> tuple[Cell, ...
         low, high = cell.shape.top_k, min(cell.shape.num_experts, cell.num_pairs)
         counts = [round(low + (high - low) * at / (USUAL - 1)) for at in range(USUAL)]
     numbers = sorted(set(counts))
-    found = tuple(_touching(cell, number) for number in numbers)
+    cells = tuple(_touching(cell, number) for number in numbers)
     require(
-        len(found) >= FEWEST,
+        len(cells) >= FEWEST,
         f"a line needs at least {FEWEST} numbers of experts touched",
         got=f"{', '.join(map(str, numbers)) or 'none'} at {cell.name}",
         fix="take more tokens, or a shape with more experts than top_k",
         kind=RangeError,
     )
-    return found
+    return cells
 
 
 def _touching(cell: Cell, num_touched: int | None) -> Cell:

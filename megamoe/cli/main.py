@@ -127,16 +127,16 @@ def formats(as_json: Json = False) -> None:
         print(json.dumps({"formats": rows, "recipes": recipes}, indent=2))
         return
     columns = ("format", "element", "block", "scale", "bits/value", "about")
-    found = []
+    parts = []
     for f in FORMATS.values():
         block = "x".join(map(str, f.block)) if f.scale.value != "none" else "-"
         scale = f.scale.value + (" x fp32" if f.has_global else "")
-        found.append((f.name, f.element.name, block, scale, f"{f.bits_per_value:.3g}", f.about))
-    reason_table(out, "Formats", columns, found)
-    found = [
+        parts.append((f.name, f.element.name, block, scale, f"{f.bits_per_value:.3g}", f.about))
+    reason_table(out, "Formats", columns, parts)
+    parts = [
         (r.name, r.weights.name, r.acts.name, f"{r.tolerance:g}", r.about) for r in RECIPES.values()
     ]
-    reason_table(out, "Recipes", ("recipe", "weights", "activations", "tolerance", "about"), found)
+    reason_table(out, "Recipes", ("recipe", "weights", "activations", "tolerance", "about"), parts)
 
 
 @app.command()

@@ -195,7 +195,7 @@ def run(call: Call, plan: Plan) -> Tensor:
     """One checked call; stats are added to.
 
     The reference reads ids and weights and refuses bad ones at once. A GPU backend reads nothing
-    back: the status words tell of them on the next call.
+    back: the next call raises them from the status words.
     """
     if plan.backend == "reference":
         check_values(call.topk_idx, call.topk_weights, call.weights.num_experts)

@@ -138,6 +138,8 @@ class GemmTmem:
     group_m: int = 1  # token tiles that share each tile of weights
     load_regs: int = 40
     block_rows: int = 128  # weight rows of one MMA; a tile has two
+    math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
+    decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
     @property
     def block_n(self) -> int:
@@ -164,7 +166,7 @@ Tile = GemmSwapAb | Gemm
 class Mega:
     """The fused launch: dispatch, both GEMMs and combine."""
 
-    tile: GemmSwapAb
+    tile: GemmSwapAb | GemmTmem
     max_slots: int  # of one rank that the kernel is compiled for; 0 over several ranks
     max_experts: int  # of one rank, a power of two
     max_top_k: int  # a power of two
@@ -178,13 +180,20 @@ class Mega:
         return self.wave_rows > 0
 
     def constants(self) -> Constants:
-        """Of `mega_kernel`."""
+        """Of `mega_kernel` and `mega_tmem_kernel`."""
         t = self.tile
-        return {
+        if isinstance(t, GemmTmem):
+            own: Constants = {
+                "BLOCK_K": t.block_k, "SUMS": t.num_sums, "CHUNK": t.chunk,
+                "DECODE_REGS": t.decode_regs,
+            }  # fmt: skip
+        else:
+            own = {"SLABS": t.slabs, "DEPTH": t.k_blocks, "WINDOW": t.max_in_flight}
+        return own | {
             "EXPERTS": self.max_experts, "SLOTS": self.max_slots, "K_SLOTS": self.max_top_k,
-            "TOKENS": t.block_m, "SLABS": t.slabs, "DEPTH": t.k_blocks, "STAGES": t.num_stages,
-            "WINDOW": t.max_in_flight, "MATH_REGS": t.math_regs, "LOAD_REGS": t.load_regs,
-            "RING": self.is_ring, "num_warps": NUM_WARPS, "launch_cooperative_grid": True,
+            "TOKENS": t.block_m, "STAGES": t.num_stages, "MATH_REGS": t.math_regs,
+            "LOAD_REGS": t.load_regs, "RING": self.is_ring, "num_warps": NUM_WARPS,
+            "launch_cooperative_grid": True,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -228,7 +237,7 @@ class Place:
     look: int  # slots that are counted together
     is_counted: bool  # counts of all chunks are known from launches before
     max_experts: int
-    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    max_ctas: int  # CTAs that get work items, to a power of two; 0: there are no items
     is_dynamic: bool
     num_warps: int
     row_align: int  # rows of the pool at which an expert begins
@@ -420,6 +429,6 @@ class Pass:
         return next((one for one in self.launches if one.name == name), None)
 
     def __getitem__(self, name: str) -> Launch:
-        found = self.find(name)
-        assert found is not None, f"no launch {name}"
-        return found
+        launch = self.find(name)
+        assert launch is not None, f"no launch {name}"
+        return launch

@@ -84,12 +84,12 @@ class Phases:
         tiles = token_tiles(rows, experts.block_m)
         if not self.wave_rows:
             return (0,) * len(tiles)
-        first, found = 0, []
+        first, waves = 0, []
         for expert, count in enumerate(rows):
             of_expert = (m for e, m in tiles if e == expert)
-            found += [(first + m * experts.block_m) // self.wave_rows for m in of_expert]
+            waves += [(first + m * experts.block_m) // self.wave_rows for m in of_expert]
             first += align_up(count, ROW_ALIGN)
-        return tuple(found)
+        return tuple(waves)
 
     def blocks(self, experts: Experts, rows: Sequence[int]) -> Iterator[Block]:
         """Phase by phase, tiles of tokens in pool order, weights fastest."""
@@ -393,11 +393,11 @@ def _chain_steps(plan: Plan) -> Iterator[Step]:
 
 def _shared_pass(plan: Plan) -> Pass | None:
     """The launches of shared experts that are apart."""
-    found = next((one for one in plan.passes if one.experts == "shared"), None)
-    if found is None and any(one.name == "l1" for one in plan.rest):
+    shared = next((one for one in plan.passes if one.experts == "shared"), None)
+    if shared is None and any(one.name == "l1" for one in plan.rest):
         num = plan.call.num_shared
         return Pass("shared", num * plan.problem.num_tokens, num, plan.rest)
-    return found
+    return shared
 
 
 def _steps(plan: Plan) -> Iterator[Step]:

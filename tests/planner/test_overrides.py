@@ -89,7 +89,7 @@ BAD = [
     (DECODE, {"reserve_sms": 132}, CapacityError, "needs 1 of the GPU's 132 SMs at least"),
     (DECODE, {"pool_rows": 8}, CapacityError, "must have .* at least; got pool_rows 8"),
     (replace(DECODE, num_tokens=64), {"mode": "fused", "block_m": 64}, CapacityError,
-     "few rows an expert"),
+     "which a fused launch cannot hold"),
     (PREFILL, {"kernel": "swap_ab", "schedule": "static"}, NotAvailable,
      "strides over its tiles; got schedule; kernel='gemm'"),
     (PREFILL, {"kernel": "swap_ab", "block_m": 128}, NotAvailable,
