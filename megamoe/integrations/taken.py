@@ -137,7 +137,8 @@ def take(module: nn.Module, layer: MoE, key: Any, form: Form, names: tuple[str, 
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         del module._parameters[name]
     object.__setattr__(module, TAKEN, Taken(key, layer, form, given, like))
-    module.__class__ = _class_of(type(module), tuple(given))
+    theirs: Any = type(module)
+    module.__class__ = _class_of(theirs, tuple(given))
 
 
 def give_back(module: nn.Module) -> None:
