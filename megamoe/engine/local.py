@@ -30,13 +30,18 @@ from megamoe.problem import Options
 
 
 class LocalRanks:
-    """Calls of `num_ranks` ranks over `weights`, the experts of all ranks in order.
+    """Several ranks of a layer on one Hopper GPU: expert parallelism, tried without several GPUs.
 
-    mode     "fused", or "chain" for calls of any size
+    Calls take and return a list, one tensor a rank. Bit for bit the result of one rank over all
+    tokens. `stats`, int64 [E], counts the tokens that each expert received.
+
+    weights    the experts of all ranks, in order
+    num_ranks  1 to 8, each with its share of the SMs and of the experts
+    options    what the layer computes; None: `mm.Options()`
+    mode       "fused", or "chain" for calls of any size
     links_gbs  chain: GB/s at which a rank pulls tokens of others, at most; None: as fast as it can
     backend  "hopper", or "blackwell" for fused calls
     timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
-    stats    int64 [E], added to by every call: tokens each expert received
     """
 
     def __init__(

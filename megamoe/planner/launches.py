@@ -237,7 +237,7 @@ class Place:
     look: int  # slots that are counted together
     is_counted: bool  # counts of all chunks are known from launches before
     max_experts: int
-    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    max_ctas: int  # CTAs that get work items, to a power of two; 0: there are no items
     is_dynamic: bool
     num_warps: int
     row_align: int  # rows of the pool at which an expert begins
@@ -253,6 +253,35 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.chunk} slots a program, {self.num_warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Split: tiles and work items of a window of the rows, and which slots have rows in it."""
+
+    block_m: int
+    chunk: int  # slots of a program
+    chunks: int
+    max_experts: int
+    first_row: int  # of the call's rows that the window begins with
+    num_rows: int
+    is_whole: bool  # it is the only window: slots keep their rows
+    waves: tuple[int, int]  # of work items, of L1 and L2; (0, 0): there are none
+    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    is_dynamic: bool
+    num_warps: int = 4
+
+    def constants(self) -> Constants:
+        """Of `_window_kernel`."""
+        return {
+            "BLOCK": self.block_m, "CHUNK": self.chunk, "CHUNKS": self.chunks,
+            "E": self.max_experts, "IS_WHOLE": self.is_whole, "CTAS": self.max_ctas,
+            "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = "all rows" if self.is_whole else f"{self.num_rows} rows from {self.first_row} on"
+        return f"{rows}, {self.chunk} slots a program"
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,6 +406,7 @@ class Launch:
     grid: tuple[int, ...]
     config: Config
     why: str
+    partition: str = ""  # split: the part of the SMs that it runs on, "l1" or "l2"; "": all
 
     @property
     def num_ctas(self) -> int:
@@ -399,6 +429,6 @@ class Pass:
         return next((one for one in self.launches if one.name == name), None)
 
     def __getitem__(self, name: str) -> Launch:
-        found = self.find(name)
-        assert found is not None, f"no launch {name}"
-        return found
+        launch = self.find(name)
+        assert launch is not None, f"no launch {name}"
+        return launch
