@@ -41,19 +41,19 @@ def shared_memory(recipe: str, tile: GemmTmem, routing: int) -> SharedMemory:
 
 def as_fused(recipe: str, tile: GemmTmem, routing: int = 0) -> tuple[GemmTmem | None, str]:
     """(the tile of a fused launch, "") or (None, why only launches of their own hold it)."""
-    most = tables.most_fused(recipe, numerics("blackwell", recipe).promotion > 0)
-    if tile.block_m > most:
-        return None, f"up to {most} tokens a tile: {tables.WHY_MOST[recipe]}"
-    sums = tile.num_sums if numerics("blackwell", recipe).promotion else GROUPS
+    held = tables.FUSED[recipe]
+    if tile.block_m > held.most:
+        return None, f"up to {held.most} tokens a tile: {held.why}"
     made = replace(
         tile,
-        num_sums=sums,
-        chunk=min(tile.chunk, tables.FUSED_CHUNK),
+        num_sums=tile.num_sums if numerics("blackwell", recipe).promotion else GROUPS,
+        chunk=min(tile.chunk, held.chunk),
         num_warps=4,
         group_m=1,
         num_stages=0,
-        math_regs=tables.MATH_REGS,
-        load_regs=tables.LOAD_REGS,
+        math_regs=held.math_regs,
+        load_regs=held.load_regs,
+        decode_regs=held.decode_regs,
     )
     memory = shared_memory(recipe, made, max(routing, limits.ROUTING_BYTES))
     stages = min((memory.limit - memory.fixed_bytes) // memory.stage_bytes, tables.MAX_STAGES)
@@ -96,8 +96,6 @@ def passes_of(call: CallSpec) -> tuple[int, int]:
 def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
     """Why no fused launch takes this call on Blackwell; None where one does."""
     p = call.problem
-    if p.recipe not in tables.FUSED:
-        return Refusal(f"no fused launch of {p.recipe} on Blackwell: {tables.WHY_MOST[p.recipe]}")
     refusal = hopper.why_never_fused(call)
     if refusal is not None:
         return refusal
