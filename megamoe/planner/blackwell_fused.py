@@ -76,21 +76,31 @@ def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[G
 # -- which calls are fused -------------------------------------------------------------------------
 
 
+def _most_tokens(recipe: str, slots_per_token: int, num_experts: int, most: int) -> int:
+    """The most tokens, up to `most`, whose rows an expert a fused tile takes."""
+
+    def is_too_many(tokens: int) -> bool:
+        tile, _ = blackwell.pick(recipe, tokens * slots_per_token / num_experts)
+        return as_fused(recipe, tile)[0] is None
+
+    return max(bisect(range(1, most + 1), False, key=is_too_many), 1)
+
+
 def passes_of(call: CallSpec) -> tuple[int, int]:
     """(fused launches of a call, tokens of a rank in each): as few as a launch's limits let."""
     p = call.problem
     if not call.is_group:
         return 1, p.num_tokens
     tokens, slots = max(call.fused_tokens, 1), p.num_ranks * p.top_k
-
-    def is_too_many(each: int) -> bool:
-        tile, _ = blackwell.pick(p.recipe, each * slots / p.num_experts)
-        return as_fused(p.recipe, tile)[0] is None
-
     most = min(tokens, limits.MAX_GROUP_SLOTS // slots)
-    each = bisect(range(1, most + 1), False, key=is_too_many)
-    num = ceil_div(tokens, max(each, 1))
+    num = ceil_div(tokens, _most_tokens(p.recipe, slots, p.num_experts, most))
     return num, ceil_div(tokens, num)
+
+
+def max_fused_tokens(call: CallSpec) -> int:
+    """Tokens of the largest call of one rank that a fused launch takes."""
+    p = call.problem
+    return _most_tokens(p.recipe, p.top_k, p.num_experts, max(limits.MAX_SLOTS // p.top_k, 1))
 
 
 def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
