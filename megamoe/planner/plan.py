@@ -179,12 +179,18 @@ class Plan:
     def fused_tokens(self) -> int:
         """Tokens of a rank in each launch of a fused call."""
         _, each = _fused(self.backend).passes_of(self.call)
-        return each
+        return int(each)
+
+    @property
+    def max_fused_tokens(self) -> int:
+        """Tokens of the largest call of one rank that a fused launch takes."""
+        return int(_fused(self.backend).max_fused_tokens(self.call))
 
     @property
     def exchange(self) -> Workspace:
         """The memory that a rank shares with its peers in fused calls."""
-        return _fused(self.backend).exchange_of(self.call)
+        found: Workspace = _fused(self.backend).exchange_of(self.call)
+        return found
 
     @property
     def floor(self) -> Floor:

@@ -65,9 +65,7 @@ class Shared:
 def allocate_shared(args, shape, linear):
     """The stage ring, the sums and their barriers; both linears have blocks of one shape."""
     FORMAT: gl.constexpr = shape.FORMAT
-    gl.static_assert(
-        FORMAT.PROMOTED or shape.SUMS == GROUPS, "a math warpgroup has sums of its own"
-    )
+    gl.static_assert(shape.SUMS % GROUPS == 0, "a math warpgroup has sums of its own")
     w, w_scale, x, x_scale = allocate_stages(
         linear.w, linear.w_scale, linear.x, linear.x_scale, FORMAT, shape.STAGES
     )
@@ -108,5 +106,5 @@ def gemm_of(args, shape, linear, shared, tile_list):
         clamp=args.clamp, FORMAT=shape.FORMAT, ACTS=linear.ACTS, GATED=linear.GATED,
         HAS_BIAS=args.HAS_BIAS, WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION,
         TOKENS=args.TOKENS, BLOCK_K=shape.BLOCK_K, STAGES=shape.STAGES, SUMS=shape.SUMS,
-        CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, IS_FAR=args.RANKS > 1,
+        CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, TURNS=GROUPS, IS_FAR=args.RANKS > 1,
     )  # fmt: skip
