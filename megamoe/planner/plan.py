@@ -32,6 +32,7 @@ from megamoe.planner.launches import (
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
 from megamoe.problem import Problem
@@ -187,6 +188,7 @@ class Plan:
             num = len(self.passes) - 1
             found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
         if isinstance(tile, GemmTmem):
+            found.append(Choice("schedule", tile.schedule, BLACKWELL_SCHEDULES[tile.schedule]))
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
