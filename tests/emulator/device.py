@@ -140,6 +140,9 @@ def _atomic(change):
     def act(pointer, value, mask=None, sem=None, scope=None):
         scheduler, role = _now()
         scheduler.step("atomic")
+        if isinstance(pointer.address, np.ndarray):
+            assert sem == "relaxed"
+            return _many_atomics(scheduler, role, change, pointer, value, mask)
         sem, scope = sem or "acq_rel", scope or "gpu"
         if mask is not None and not raw(mask):
             return Value(0)
@@ -158,6 +161,16 @@ def _atomic(change):
         return Value(old)
 
     return act
+
+
+def _many_atomics(scheduler, role, change, pointer, value, mask):
+    """One atomic an element, which nobody waits for; what was there is not told."""
+    kind, (address, keep, shape) = pointer.element, _flat(pointer, mask)
+    given = np.broadcast_to(raw(value), shape).reshape(-1)
+    for i in range(len(address)) if keep is None else keep.nonzero()[0]:
+        view, at, _ = _strong(scheduler, role, int(address[i]), kind, True, "gpu")
+        old = decoded(view[at : at + 1], kind)
+        view[at : at + 1] = encoded(change(old, given[i]), kind)
 
 
 # -- shared memory ---------------------------------------------------------------------------------

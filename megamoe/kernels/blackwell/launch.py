@@ -90,7 +90,7 @@ def gated(x: Pool, w: Placed, out: Pool, step: Launch, how: Arithmetic, options:
     """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate]."""
     data = out.data.view(BYTES) if out.data.dtype == torch.float8_e4m3fn else out.data
     scale = out.scale.view(BYTES) if out.scale.element_size() == 1 else out.scale
-    _run(
+    run(
         x, w, step, how, bias, acts_factor, out=data, out_scale=scale,
         num_outputs=out.data.shape[1] * how.pack, clamp=float(options.limit), ACTS=how.acts,
         ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", STORE="pool",
@@ -102,14 +102,14 @@ def linear(x: Pool, w: Placed, out: Tensor, step: Launch, how: Arithmetic, optio
            *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
            use_pdl: bool = False) -> None:  # fmt: skip
     """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
-    _run(
+    run(
         x, w, step, how, bias, acts_factor, out=out, out_scale=out, num_outputs=w.num_outputs,
         clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
         STORE="rows", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
-def _run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
+def run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
          acts_factor: Tensor | None, *, source: Tensor | None = None, SOURCE: str = "pool",
          **rest: Any) -> None:  # fmt: skip
     """source: int32 [R], where the rows of the pool stand in x, by way of SOURCE (`gemm`)."""
