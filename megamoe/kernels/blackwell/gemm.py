@@ -609,8 +609,8 @@ def gemm_tmem_kernel(
         posted_full = barriers(POSTS, 1)
         OTHERS: gl.constexpr = 4 if FORMAT.DECODED else 3
         posted_empty = barriers(POSTS, OTHERS)
-    if GATED:
-        wait_for_launch()  # L1's tile list is written by the launch before; L2's is older
+    if GATED or SOURCE != "pool":
+        wait_for_launch()  # the tile list is written by the launch before; L2's is older
     allow_next_launch()
     gemm = TmemGemm(
         w=w, w_scale=w_scale, x=x, x_scale=x_scale, w_bufs=w_bufs, ws_bufs=ws_bufs, x_bufs=x_bufs,
