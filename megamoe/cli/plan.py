@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megamoe.bench.cells import GEMM_SHAPES, gemms_named
 from megamoe.cli import problems as of
 from megamoe.cli.shared import reason_table
 from megamoe.errors import one_of
@@ -48,9 +49,20 @@ def command(
     cubins: Annotated[
         str | None, typer.Option(help="Also count what calls of these sizes compile, e.g. 1-512.")
     ] = None,
+    gemm: Annotated[
+        str | None,
+        typer.Option(help=f"Grouped GEMMs alone instead of a layer: {', '.join(GEMM_SHAPES)}."),
+    ] = None,
     as_json: of.Json = False,
 ) -> None:
     """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
+    if gemm is not None:
+        from megamoe.cli import grouped
+
+        shapes = gemms_named([word.strip() for word in gemm.split(",")])
+        of_gemm = of.overrides_from(given)
+        grouped.print_plans(out, shapes, hardware, recipe, of_gemm, as_json=as_json)
+        return
     shape = {
         "hidden": hidden,
         "intermediate": intermediate,
@@ -110,7 +122,7 @@ def as_dict(found: Plan) -> dict[str, Any]:
         "mode": found.mode,
         "numerics": asdict(found.numerics),
         "choices": [asdict(choice) for choice in found.choices],
-        "launches": [_launch_dict(one, times) for one, times in _launches(found)],
+        "launches": [launch_dict(one, times) for one, times in _launches(found)],
         "shared_memory": shared_memory_dict(found.shared_memory),
         "memory": [asdict(buffer) for buffer in found.buffers],
         "floor": floor_dict(found.floor) if found.launches else None,
@@ -130,7 +142,8 @@ def _launches(found: Plan) -> Iterator[tuple[Launch, int]]:
         yield last, times
 
 
-def _launch_dict(one: Launch, times: int) -> dict[str, Any]:
+def launch_dict(one: Launch, times: int) -> dict[str, Any]:
+    """A launch as plain values, so often in a row."""
     config = one.config
     return {
         "name": one.name,
