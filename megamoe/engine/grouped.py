@@ -51,7 +51,7 @@ def grouped_gemm(
     """
     plan = _plan("gemm", x, w, counts, len(x), backend, schedule, sort_by_m, tile)
     if plan.backend == "portable":
-        from megamoe.kernels.portable import grouped_gemm as portable
+        from megamoe.kernels.portable.grouped import grouped_gemm as portable
 
         config = plan.gemm.config
         assert isinstance(config, PortableGemm)

@@ -22,7 +22,7 @@ from megamoe.planner.launches import GemmTmem, next_power_of_2
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.tables.blackwell import TMEM_COLUMNS, Shape
 from megamoe.problem import Options
-from tests.kernels.blackwell import compiled, compiled_grouped, tile_name
+from tests.kernels.blackwell import compiled, compiled_grouped, launched, tile_name
 from tests.kernels.compiling import resources
 from tests.kernels.descriptors import decoded, faults
 from tests.kernels.support import INTERPRETED
@@ -183,17 +183,34 @@ TILE = GemmTmem(16, 128, 4, 2, 16)
         ("w8a8", GemmTmem(8, 128, 4, 2, 8), {}, "one of 16, 32, 64; got block_m 8"),
         ("w8a8", GemmTmem(16, 256, 4, 2, 16), {}, "128 columns of an activation scale; got .* 256"),
         ("w4a8", GemmTmem(16, 64, 4, 2, 16), {}, "multiple of 128 columns: four scales a word"),
+        ("w4a8", replace(TILE, num_halves=1), {"is_gated": True}, "128 of up; got 1 x 128 rows"),
+        ("w4a4", TILE, {"gathers": True}, "128 bytes a stage: .* got 64 bytes with block_k 128"),
     ],
 )
 def test_the_launcher_refuses_by_name_what_the_compiler_takes(recipe, tile, changes, match):
     kind = FORMATS[recipe]
-    num_ctas, padded = changes.pop("num_ctas", 1), changes.pop("padded", None)
+    changes = dict(changes)
+    padded = changes.pop("padded", None)
+    how = {n: changes.pop(n) for n in ("num_ctas", "is_gated", "gathers") if n in changes}
     layout = operand_layout(kind, 128, tile.block_k, kind.W_BITS.value)
     if padded is not None:
         layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.uint8, fp4_padded=padded)
     kind = Kind(recipe, **{**kind._members, **changes})
     with pytest.raises(NotAvailable, match=match):
-        check_tile(kind, tile, layout, num_ctas)
+        check_tile(kind, tile, layout, **how)
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"block_rows": 64}, "M = 128 in one CTA; got M = 64"),
+        ({"num_halves": 1}, "of a gated linear .* got 1 x 128 rows"),
+        ({"block_m": 24, "chunk": 24}, "got block_m 24"),
+    ],
+)
+def test_every_launch_goes_through_the_refusals(changes, match):
+    with pytest.raises(NotAvailable, match=match):
+        launched("w4a8", replace(TILE, **changes), True)
 
 
 def test_a_wider_shape_than_tensor_memory_has_no_stages():

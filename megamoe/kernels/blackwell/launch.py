@@ -138,7 +138,7 @@ def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic,
     """
     kind, k = how.kind, tile.block_k
     w_layout = operand_layout(kind, BLOCK, k, kind.W_BITS.value)
-    check_tile(kind, tile, w_layout)
+    check_tile(kind, tile, w_layout, is_gated=w.is_gated, gathers=gathers)
     data = _tma(w.data, [BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)], w_layout)
     x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value)
     tokens = _tma(x.data, [1 if gathers else tile.block_m, k // how.pack], x_layout)
