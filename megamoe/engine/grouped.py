@@ -151,7 +151,7 @@ def grouped_finalize(
 
     (num_tokens, top_k), n = weights.shape, w.shape[-2]
     made, recipe = _placed(w), plan.spec.recipe
-    if not deterministic:
+    if not deterministic and len(x):
         sums = torch.zeros(num_tokens, n, device=w.device)
         rows = grouped.Rows(None, slots, top_k, weights)
         grouped.linear(x, made, counts, sums, _both(plan), recipe, rows)

@@ -88,7 +88,7 @@ def compiled_grouped(recipe, variant="gemm", rows=512, n=I, arch=100, **given):
         if is_gated:
             where = grouped.Rows(index if variant == "gather" else None)
             factor = one if row.acts.has_global else None
-            grouped.gated(x, w, counts, plan.launches, recipe, Options(), where, None, factor)
+            grouped.gated(x, w, counts, plan.launches, recipe, Options(), where, factor)
         else:
             where, dtype = grouped.AS_THEY_LIE, torch.bfloat16
             if variant == "finalize":

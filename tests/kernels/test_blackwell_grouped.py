@@ -8,6 +8,7 @@ import torch
 
 import megamoe as mm
 from megamoe.bench.cells import UNEVEN_GEMMS
+from megamoe.engine import planning
 from megamoe.engine.grouped import grouped_finalize, grouped_gemm, grouped_swiglu
 from megamoe.errors import DTypeError, MegaMoEError, NotAvailable, ShapeError
 from megamoe.formats.quantize import dequantize, weight_global_scale
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows 
 
 # Sums of these are exact in FP32 here, so that any order has the bits of float64.
 EXACT = ("w4a8", "w4a4", "nvfp4")
-COUNTS = [3, 0, 17, 1, 16]
+COUNTS = [15, 0, 17, 1, 16]
 
 
 @pytest.fixture
@@ -76,6 +77,32 @@ def test_the_product_has_the_same_bits_in_every_schedule_order_and_width(recipe,
         outs.append(grouped_gemm(x, w, counts, backend="blackwell", block_m=16, **given))
         assert agrees(recipe, outs[-1], wanted)
     assert all(torch.equal(outs[0], other) for other in outs[1:])
+
+
+@pytest.mark.parametrize("recipe", ["w4a4", "nvfp4", "w8a8", "bf16"])
+def test_the_widest_tiles_narrow_or_not_have_the_same_bits(recipe, gemm):
+    """127, 128 and 129 rows under the plan's own tile, at a width that is no whole stages."""
+    x, w, counts = operands(recipe, [127, 0, 128, 129], n=288, k=2880)
+    gemm.seed = 5
+    outs = [grouped_gemm(x, w, counts, backend="blackwell", block_n=n) for n in (128, 256)]
+    outs.append(grouped_gemm(x, w, counts, backend="blackwell", sort_by_m=True))
+    wanted = product(dequantize(x, torch.float64), dequantize(w, torch.float64), counts).bfloat16()
+    assert error(outs[0], wanted) <= tolerance("bf16")  # so wide, NVFP4's sums are not exact
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def test_no_rows_are_no_launches(gemm):
+    x, w, counts = operands("w4a8", [0, 0], lead=(2,))
+    assert grouped_swiglu(x, w, counts, backend="blackwell").shape == (0, 160)
+    x, w, counts = operands("w4a8", [0, 0])
+    assert grouped_gemm(x, w, counts, backend="blackwell").shape == (0, 160)
+    for deterministic in (True, False):
+        y = grouped_finalize(
+            x, w, counts, counts[:0], torch.ones(3, 2), backend="blackwell",
+            deterministic=deterministic,
+        )  # fmt: skip
+        assert y.shape == (3, 160) and not y.any()
+    assert not gemm.launches
 
 
 @pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
@@ -142,6 +169,19 @@ def test_the_variants_make_a_layer(gemm):
     assert torch.equal(y, wanted)
 
 
+def test_what_is_launched_is_what_the_plan_says(gemm):
+    x, w, counts = operands("w4a8", COUNTS)
+    spec = GroupedSpec("w4a8", len(x), len(counts), w.shape[1], w.shape[2])
+    machine = planning.hardware_of(counts.device)
+    for given in ({}, {"schedule": "static", "block_n": 128}, {"schedule": "dynamic"}):
+        grouped_gemm(x, w, counts, backend="blackwell", **given)
+        step = plan_grouped(spec, machine, backend="blackwell", **given).gemm
+        grid, constants = gemm.launches[-1]
+        assert grid == step.grid and constants.items() >= step.config.constants().items()
+        wanted = {"DYNAMIC": given.get("schedule") != "static", "SOURCE": "rows", "STORE": "rows"}
+        assert constants.items() >= wanted.items()  # 60 tiles at most for 3 SMs: drawn
+
+
 @pytest.mark.parametrize("counts", [[5, -3, 40, 7], [60, 60], [0, 0]], ids=str)
 def test_counts_that_do_not_add_up_stay_in_bounds(counts, gemm):
     """They are never read back, so they may be wrong; the emulator holds every access."""
@@ -160,7 +200,7 @@ def test_sorted_tiles_are_those_of_large_groups_first(gemm):
     grouped_gemm(x, w, counts, backend="blackwell", sort_by_m=True, block_m=8)
     tiles = gemm.launches[-1][1]["tiles"][:, 0].tolist()
     wanted = [g for g in largest_first(tuple(COUNTS)) for _ in range(-(-COUNTS[g] // 8))]
-    assert tiles[: len(wanted)] == wanted == [2, 2, 2, 4, 4, 0, 3]
+    assert tiles[: len(wanted)] == wanted == [2, 2, 2, 4, 4, 0, 0, 3]
 
 
 def test_shapes_a_to_d_take_the_tiles_of_the_document():

@@ -143,13 +143,13 @@ def place_groups(x: Quantized, counts: Tensor, step: Launch, how: Arithmetic,
 
 
 def linear(x: Quantized, w: Placed, counts: Tensor, out: Tensor, steps: tuple[Launch, Launch],
-           recipe: str, rows: Rows = AS_THEY_LIE, bias: Tensor | None = None) -> None:  # fmt: skip
+           recipe: str, rows: Rows = AS_THEY_LIE) -> None:  # fmt: skip
     """out[row's destination] = w[g] @ x[row]: BF16 rows, or FP32 sums of weighted ones."""
     how, (place, gemm) = launch.arithmetic(recipe), steps
     pool, source = place_groups(x, counts, place, how, rows)
     sums = out.dtype == torch.float32
     launch.run(
-        pool, w, gemm, how, bias, _spread(x.global_scale, counts), source=source,
+        pool, w, gemm, how, None, _spread(x.global_scale, counts), source=source,
         SOURCE="rows" if rows.source is None else "gather", STORE="sum" if sums else "rows",
         out=out, out_scale=out, num_outputs=w.num_outputs, clamp=0.0, ACTS=PLAIN,
         ACTIVATION="swiglu", WEIGHTED=False,
@@ -157,26 +157,30 @@ def linear(x: Quantized, w: Placed, counts: Tensor, out: Tensor, steps: tuple[La
 
 
 def gated(x: Quantized, w: Placed, counts: Tensor, steps: tuple[Launch, Launch], recipe: str,
-          options: Options, rows: Rows = AS_THEY_LIE, bias: Tensor | None = None,
+          options: Options, rows: Rows = AS_THEY_LIE,
           acts_global: Tensor | None = None) -> Quantized:  # fmt: skip
     """Gate, up and the activation of each row, in the format of the recipe's activations."""
     how, fmt, (place, gemm) = launch.arithmetic(recipe), recipe_named(recipe).acts, steps
-    pool, source = place_groups(x, counts, place, how, rows)
     shape = (x.shape[0] if rows.source is None else len(rows.source), w.num_outputs)
     data = torch.empty(
         data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=counts.device
     )
     scale = None
     if how.scale_dtype is not None:
-        made = SCALE_DTYPE[fmt.scale]
-        scale = torch.empty(scale_shape(shape, fmt), dtype=made, device=counts.device)
+        scale = torch.empty(
+            scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=counts.device
+        )
+    result = Quantized(data, scale, fmt.name, shape, acts_global)
+    if shape[0] == 0:
+        return result
+    pool, source = place_groups(x, counts, place, how, rows)
     launch.run(
-        pool, w, gemm, how, bias, _spread(acts_global, counts), source=source,
+        pool, w, gemm, how, None, _spread(acts_global, counts), source=source,
         SOURCE="rows" if rows.source is None else "gather", STORE="rows", out=_raw(data),
         out_scale=data if scale is None else _raw(scale), num_outputs=w.num_outputs,
         clamp=float(options.limit), ACTS=how.acts, ACTIVATION=options.activation, WEIGHTED=False,
     )  # fmt: skip
-    return Quantized(data, scale, fmt.name, shape, acts_global)
+    return result
 
 
 def _spread(g: Tensor | None, counts: Tensor) -> Tensor | None:
