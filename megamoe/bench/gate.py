@@ -94,8 +94,8 @@ class Gate:
         off = (y.float() - plain).norm(dim=1) / plain.norm(dim=1)
         worst = int(off.argmax())
         limit = max(ROW_BOUND[recipe_named(recipe).acts.element.bits], 3 * bound)
-        found = float(off[worst])
-        return "" if found <= limit else f"token {worst} is off by {found:.2g} (bound {limit:.2g})"
+        error = float(off[worst])
+        return "" if error <= limit else f"token {worst} is off by {error:.2g} (bound {limit:.2g})"
 
     def eager(self, run: Run, recipe: str, bound: float, timer: Timer) -> Verdict:
         """Judge a direct call, made in poisoned memory."""

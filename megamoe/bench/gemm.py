@@ -122,7 +122,7 @@ def torch_fp8(inputs: GemmInputs) -> GemmEntry:
     )  # fmt: skip
 
 
-# Tiles dealt by number or drawn by ticket (C005), groups as they come or large ones first (C010).
+# Tiles by number or from a counter, groups as they come or large ones first.
 VARIANTS = {"": ("static", False), "-sorted": ("static", True),
             "-dynamic": ("dynamic", False), "-dynamic-sorted": ("dynamic", True)}  # fmt: skip
 for _recipe in RECIPES:
@@ -142,13 +142,13 @@ register("torch-fp8", torch_fp8)
 
 def field_of(names: Sequence[str], shape: GemmShape) -> dict[str, Factory]:
     """The contestants of a shape by name; tiles after an @ are spelled out."""
-    found: dict[str, Factory] = {}
+    factories: dict[str, Factory] = {}
     for name in names:
         plain, at, tile = name.partition("@")
         one_of(plain, tuple(CONTESTANTS), "contestant")
         make = CONTESTANTS[plain]
         if not at:
-            found[name] = make
+            factories[name] = make
             continue
         backend, _, recipe = plain.partition("-")
         one_of(backend, ("hopper",), "backend with a choice of tiles")
@@ -156,8 +156,8 @@ def field_of(names: Sequence[str], shape: GemmShape) -> dict[str, Factory]:
         if tile != "all":
             one_of(tile, tuple(labels), "tile")
             labels = {tile: labels[tile]}
-        found |= {f"{plain}@{text}": partial(make, tile=one) for text, one in labels.items()}
-    return found
+        factories |= {f"{plain}@{text}": partial(make, tile=one) for text, one in labels.items()}
+    return factories
 
 
 def measure(

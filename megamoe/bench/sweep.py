@@ -75,9 +75,9 @@ class Sweep:
         return 0 if any(row.status == OK for row in self.report.rows) else 3
 
     def as_dict(self) -> dict[str, object]:
-        found = self.report.as_dict()
+        data = self.report.as_dict()
         choices = [choice.as_dict() for choice in self.choices]
-        return {**found, "recipe": self.recipe, "choices": choices, "exit_code": self.exit_code}
+        return {**data, "recipe": self.recipe, "choices": choices, "exit_code": self.exit_code}
 
 
 def sweep(

@@ -114,13 +114,13 @@ def _oracle(target: Target, recipe: str) -> str:
     weights = random_experts(recipe, num_experts, hidden, intermediate)
     for seed, routing in enumerate(("masked", "repeated", "zipf")):
         inputs = random_inputs(4, num_experts, 2, hidden, routing, seed)
-        found = reference.moe(*inputs, weights)
+        y = reference.moe(*inputs, weights)
         x, idx, gates = (t.float().numpy() for t in inputs)
         wanted = rules.layer(x.astype("float64"), idx.astype(int), gates, weights)
-        error = relative(found, torch.from_numpy(wanted))
+        error = relative(y, torch.from_numpy(wanted))
         _held(error, ORACLE_BOUND)
         worst = max(worst, error)
-        if target.is_gpu and not torch.equal(target.wanted(inputs, weights), found):
+        if target.is_gpu and not torch.equal(target.wanted(inputs, weights), y):
             raise Failed(f"other bits on {target.device} than on the CPU")
     return _held(worst, ORACLE_BOUND, "worst error")
 
@@ -142,9 +142,9 @@ def _format(target: Target, name: str) -> str:
             if a is not None and not torch.equal(a.view(torch.uint8), b.cpu().view(torch.uint8)):
                 raise Failed(f"other bytes of {part} than on the CPU")
         return "the CPU's bytes"
-    found = dequantize(quantize(x, name)).double()
+    values = dequantize(quantize(x, name)).double()
     wanted = torch.from_numpy(rules.rounded(x.double().numpy(), spec))
-    return _held(relative(found, wanted), 0.0 if spec.scale is not Scale.FP32 else 1e-7)
+    return _held(relative(values, wanted), 0.0 if spec.scale is not Scale.FP32 else 1e-7)
 
 
 def _product(target: Target, recipe: str, num_tokens: int) -> str:
@@ -162,8 +162,8 @@ def _exact_bound(target: Target, recipe: str) -> float:
     """
     if target.label == "interpreted":
         return 2.0**-7
-    found = recipe_named(recipe)
-    is_power = {one.scale for one in (found.weights, found.acts)} <= {Scale.NONE, Scale.E8M0}
+    formats = recipe_named(recipe)
+    is_power = {one.scale for one in (formats.weights, formats.acts)} <= {Scale.NONE, Scale.E8M0}
     return 0.0 if is_power else 1e-6
 
 

@@ -72,9 +72,9 @@ def _ranks(target: Target, recipe: str, num_ranks: int) -> str:
     whole = [torch.cat(each) for each in zip(*parts, strict=True)]
     wanted = target.call(*whole, weights, backend=target.backend, mode="staged")
     for call in range(3):
-        found = torch.cat(ranks(*map(list, zip(*parts, strict=True))))
+        y = torch.cat(ranks(*map(list, zip(*parts, strict=True))))
         ranks.check()
-        if not torch.equal(found, wanted):
+        if not torch.equal(y, wanted):
             raise Failed(f"call {call} of {num_ranks} ranks has other bits than one rank")
     return "3 calls back to back"
 
@@ -106,7 +106,7 @@ def _waits(target: Target, recipe: str) -> str:
     try:
         status.check(sizes.top_k)
     except MegaMoETimeout as error:
-        found = str(error)
+        text = str(error)
     else:
         raise Failed("the launch ended without a report")
     status.reset()
@@ -114,4 +114,4 @@ def _waits(target: Target, recipe: str) -> str:
     status.check(sizes.top_k)
     if not torch.equal(again, wanted):
         raise Failed("other bits after the reset")
-    return found
+    return text

@@ -141,8 +141,8 @@ def layer(
         **({} if seed is None else {"seed": seed}),
     )
 
-    with Kept(out, "layer", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
-        report = measure(cells, settings, peers=recorded, progress=bars, on_cell=kept)
+    with SavedReport(out, "layer", as_json, COLUMNS) as saved, Bars(quiet=as_json) as bars:
+        report = measure(cells, settings, peers=recorded, progress=bars, on_cell=saved)
     finish(report, out, "layer", as_json)
 
 
@@ -189,7 +189,7 @@ def plot(
     Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
 
 
-class Kept:
+class SavedReport:
     """The report so far: written after every cell where there is a folder, printed if interrupted.
 
     Both Ctrl-C and a signal to end (`timeout`, a scheduler) interrupt.
@@ -205,7 +205,7 @@ class Kept:
         if self.folder is not None:
             write(so_far, self.folder, self.name)
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> SavedReport:
         self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -38,6 +39,9 @@ def add_to(bench: typer.Typer) -> None:
 
 
 def overlap(
+    record: Annotated[
+        str | None, typer.Option("--from", help="A record; nothing is measured then.")
+    ] = None,
     workloads: Workloads = ALL_SHARES,
     tokens: Tokens = "512,2048,8192",
     recipes: Recipes = "w4a8_block,w8a8",
@@ -60,6 +64,9 @@ def overlap(
     as_json: Json = False,
 ) -> None:
     """Time ranks of a chain on one GPU: arithmetic alone, links alone, both; what is hidden."""
+    if record is not None:
+        rows = _recorded(Path(record), out, quiet=as_json)
+        raise typer.Exit(_shown(rows, as_json))
     cells = cells_named(names_in(workloads), counts_in(tokens) if tokens else None)
     where = gpu_named(device)
     folder = None if out is None else writable_folder(out)
@@ -70,7 +77,7 @@ def overlap(
     from megamoe.bench.overlap import measure
     from megamoe.bench.spans import draw, launches_of
 
-    rows: list[Overlap] = []
+    rows = []
 
     def keep(row: Overlap) -> None:
         rows.append(row)
@@ -92,11 +99,28 @@ def overlap(
             overrides=overrides_from(given), repeats=repeats, rounds=rounds, progress=bars,
             on_row=keep, on_trace=keep_trace if picture else None,
         )  # fmt: skip
+    raise typer.Exit(_shown(rows, as_json))
+
+
+def _recorded(path: Path, out: str | None, quiet: bool) -> list[Overlap]:
+    """The rows of a record; with --out, its picture."""
+    folder = None if out is None else writable_folder(out)
+    from megamoe.bench import overlap_picture
+
+    rows = overlap_picture.load(path)
+    if folder is not None:
+        made = overlap_picture.draw(rows, folder / "overlap.png")
+        Console(stderr=quiet).print(f"wrote {made}", soft_wrap=True, highlight=False)
+    return rows
+
+
+def _shown(rows: list[Overlap], as_json: bool) -> int:
+    """Print the rows; the exit code that they ask for."""
     if as_json:
         print(json.dumps([as_dict(row) for row in rows], indent=1))
     else:
         show(rows)
-    raise typer.Exit(0 if all(row.same_bits for row in rows) else 1)
+    return 0 if all(row.same_bits for row in rows) else 1
 
 
 def as_dict(row: Overlap) -> dict[str, object]:

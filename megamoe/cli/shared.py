@@ -44,11 +44,11 @@ def device_named(name: str) -> str:
         got=name,
         kind=RangeError,
     )
-    found = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
     require(
-        kind == "cpu" or int(idx or 0) < found,
+        kind == "cpu" or int(idx or 0) < num_gpus,
         f"device {name} must exist",
-        got=f"{found} CUDA device(s)",
+        got=f"{num_gpus} CUDA device(s)",
         fix="use --device cpu",
         kind=NotAvailable,
     )
@@ -57,15 +57,15 @@ def device_named(name: str) -> str:
 
 def gpu_named(name: str) -> str:
     """The device of a benchmark: a GPU unless a CPU is asked for by name."""
-    found = device_named(name)
+    device = device_named(name)
     require(
-        name != "auto" or found != "cpu",
+        name != "auto" or device != "cpu",
         "a benchmark times a GPU",
         got="none on this machine",
         fix="name the CPU with --device cpu to time the reference there",
         kind=NotAvailable,
     )
-    return found
+    return device
 
 
 def plain_where_needed() -> None:

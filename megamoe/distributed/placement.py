@@ -43,8 +43,8 @@ class Places:
         """As `physical`, but that ids which are neither legal nor masked stay so, for kernels."""
         if self.is_contiguous:
             return topk_idx
-        found = self.physical(topk_idx, rank)
-        return found.where((found >= 0) | (topk_idx == -1), self.placement.num_physical)
+        ids = self.physical(topk_idx, rank)
+        return ids.where((ids >= 0) | (topk_idx == -1), self.placement.num_physical)
 
 
 def replica_hash(rank: int, row: Tensor, expert: Tensor) -> Tensor:

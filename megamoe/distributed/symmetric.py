@@ -56,8 +56,8 @@ def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
 
 def _card(device: torch.device) -> list[Any]:
     """Host, GPU, and the GPU's number in this process."""
-    found = torch.cuda.get_device_properties(device)
-    return [socket.gethostname(), str(found.uuid), device.index]
+    properties = torch.cuda.get_device_properties(device)
+    return [socket.gethostname(), str(properties.uuid), device.index]
 
 
 @contextmanager
@@ -80,15 +80,15 @@ def _offsets(handle: Any, own: Tensor, rank: int, num_ranks: int) -> list[int]:
     Buffers of a handle are whole blocks: the tensor must be its block's first, or two layers would
     share memory.
     """
-    found = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(num_ranks)]
+    addresses = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(num_ranks)]
     require(
-        found[rank] == own.data_ptr(),
+        addresses[rank] == own.data_ptr(),
         "symmetric memory must begin where its block begins",
-        got=f"a tensor {own.data_ptr() - found[rank]} bytes into it",
+        got=f"a tensor {own.data_ptr() - addresses[rank]} bytes into it",
         fix="allocate it outside torch's symmetric memory pools, or use mode='staged'",
         kind=NotAvailable,
     )
-    return [at - own.data_ptr() for at in found]
+    return [at - own.data_ptr() for at in addresses]
 
 
 def check_reach(gpus: list[list[Any]]) -> None:

@@ -98,10 +98,10 @@ class ExpertModule(nn.Module):
         before = self.weights
         try:
             self.take(_without_memory(before))
-            told = {**local_metadata, "assign_to_params_buffers": True}
+            metadata = {**local_metadata, "assign_to_params_buffers": True}
             *_, errors = args
             num_errors = len(errors)
-            super()._load_from_state_dict(state_dict, prefix, told, *args)
+            super()._load_from_state_dict(state_dict, prefix, metadata, *args)
             if len(errors) > num_errors:
                 self.take(before)
                 return

@@ -34,7 +34,7 @@ from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, 
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.choice import Value
 from megamoe.planner.hopper import max_fused_tokens
-from megamoe.planner.overrides import TILE, Overrides, checked
+from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
 
@@ -67,7 +67,7 @@ class MoE(nn.Module):
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
     pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
-                         in waves or passes; None is room for all
+                         in waves or passes; None: enough rows for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
@@ -120,7 +120,7 @@ class MoE(nn.Module):
                 "pool_rows": pool_rows,
                 "overlap_launches": overlap_launches,
             }
-        ) + checked(overrides or {}, legal=TILE)
+        ) + checked(overrides or {}, legal=CHOICES)
         self._launch = LaunchOptions(timeout_s, debug_poison)
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
@@ -225,6 +225,8 @@ class MoE(nn.Module):
     def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
         """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
 
+        is_quantized  whether tokens come as `mm.Quantized`
+
         Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
         staged, those of even routing.
         """
@@ -295,6 +297,7 @@ class MoE(nn.Module):
     ) -> Tensor:
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H].
 
+        x     the tokens, bf16 [T, H], or `Quantized` in the recipe's activation format
         copy  with `cuda_graphs`, False gives the graph's own output, which the next call of about
               as many tokens overwrites
         """
@@ -483,17 +486,17 @@ class MoE(nn.Module):
         held = self.shared if shared else self.experts
         require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
         assert held is not None
-        found: list[Refresh] = []
+        parts: list[Refresh] = []
 
         def check() -> None:
-            found.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
-            found[0].check(held.weights)
+            parts.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
+            parts[0].check(held.weights)
 
         if self._world is None:
             check()
         else:
             self._world.meeting.meet("refresh", check)
-        found[0].write(held.weights)
+        parts[0].write(held.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -540,13 +543,13 @@ class MoE(nn.Module):
         if backend == "hopper":
             from megamoe.engine import images
 
-            found = images.hold(weights, shared)
+            experts = images.hold(weights, shared)
         else:
-            found = weights.canonical(), None if shared is None else shared.canonical()
-        self.experts.take(found[0])
-        if self.shared is not None and found[1] is not None:
-            self.shared.take(found[1])
-        return found
+            experts = weights.canonical(), None if shared is None else shared.canonical()
+        self.experts.take(experts[0])
+        if self.shared is not None and experts[1] is not None:
+            self.shared.take(experts[1])
+        return experts
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -590,10 +593,10 @@ class MoE(nn.Module):
         if name == "hopper":
             from megamoe.engine import images
 
-            found = images.hold_on(device, weights, shared)
-            self.experts.take(found[0])
-            if self.shared is not None and found[1] is not None:
-                self.shared.take(found[1])
+            experts = images.hold_on(device, weights, shared)
+            self.experts.take(experts[0])
+            if self.shared is not None and experts[1] is not None:
+                self.shared.take(experts[1])
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""

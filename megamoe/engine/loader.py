@@ -168,7 +168,7 @@ class Checkpoint:
         picked = self.picked(layer, recipe)
         require(
             num_ranks >= 1 and picked.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
-            f"{picked.num_experts} experts must be dealt to ranks evenly",
+            f"{picked.num_experts} experts must divide evenly over ranks",
             got=f"rank {rank} of {num_ranks}",
             kind=RangeError,
         )
@@ -308,13 +308,13 @@ class _Made:
         fmt = recipe_named(picked.recipe).weights
         hidden, wide = picked.hidden, picked.intermediate
         self._packing = _packing(picked.recipe, num, device)
-        room = num if self._packing is None else 1
-        self.w13 = empty((room, 2, wide, hidden), fmt, device)
+        num_held = num if self._packing is None else 1
+        self.w13 = empty((num_held, 2, wide, hidden), fmt, device)
         if fmt.has_global:  # gate and up may have different ones
-            ones = torch.ones(room, 2, device=device)
+            ones = torch.ones(num_held, 2, device=device)
             w = self.w13
             self.w13 = Quantized(w.data, w.scale, w.format, w.shape, ones)
-        self.w2 = empty((room, hidden, wide), fmt, device)
+        self.w2 = empty((num_held, hidden, wide), fmt, device)
         self.acts_global = torch.ones(num, device=device)
         self.biases: dict[str, Tensor] = {}
         if picked.has_bias:

@@ -293,15 +293,11 @@ class BlackwellCompute(HopperCompute):
         from megamoe.engine import blackwell
         from megamoe.kernels.portable.routing import Routing
 
-        room = torch.empty(
-            len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device
-        )
+        out = torch.empty(len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device)
         checked = torch.empty_like(idx), torch.empty_like(weight)
         routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
-        blackwell.rows(
-            x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
-        )
-        return self._as_wire(room)
+        blackwell.rows(x, self.weights, self.options, routing, out, steps, 0, self.stats, pdl=False)
+        return self._as_wire(out)
 
     def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
         from megamoe.engine import blackwell

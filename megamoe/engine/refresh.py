@@ -25,7 +25,7 @@ from megamoe.kernels.hopper.weights.pack import Facts, facts_of
 # By kind of image: which fact it rests on, and what to say of values without it.
 NEEDS: dict[str, tuple[str, str]] = {
     "e4m3_image": ("fits_e4m3", "exponents of a row within 12 octaves, which E4M3 holds"),
-    "placed_image": ("can_be_placed", "scales of at most 2, for which the image has room"),
+    "placed_image": ("can_be_placed", "scales of at most 2, which the image can hold"),
     "mx_image": ("fits_bf16", "scales of 2**-126 or more"),
 }
 REBUILD = "these values need another kernel: build the layer anew"
@@ -79,9 +79,9 @@ class Refresh:
 
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
-        found: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
+        by_matrix: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
         with torch.no_grad(), torch.inference_mode(False):
-            for name, facts in found.items():
+            for name, facts in by_matrix.items():
                 given, held = getattr(self, name), getattr(weights, name)
                 if given is None:
                     continue
@@ -91,7 +91,7 @@ class Refresh:
                     if isinstance(held, PackedMatrix):
                         facts[expert] = facts_of(one)
                         check_image(held.kind, facts[expert], f"{name} of expert {expert}")
-            _check_arithmetic(weights, found)
+            _check_arithmetic(weights, by_matrix)
             for name in ("b13", "b2"):
                 self._check_bias(name, getattr(self, name), getattr(weights, name))
 

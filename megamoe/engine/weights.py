@@ -246,9 +246,10 @@ class ExpertWeights:
                   which, and the activation and clamp of the model (docs/checkpoints.md)
         progress  True: a bar; or a function, called with the number of experts read
         """
-        found = loader.Checkpoint(folder)
-        return found.experts(layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device,
-                             progress=progress)  # fmt: skip
+        checkpoint = loader.Checkpoint(folder)
+        return checkpoint.experts(
+            layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device, progress=progress
+        )
 
     # -- using ---------------------------------------------------------------------------------
 
@@ -372,16 +373,16 @@ class ExpertWeights:
 
         unpacked  the canonical tensors of images, as `state_dict` has them
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Quantized):
                 is_image = isinstance(value, PackedMatrix) and not unpacked
                 mine = value.held() if is_image else value.tensors()  # type: ignore[attr-defined]
-                found |= {f"{field.name}.{name}": t for name, t in mine.items()}
+                tensors |= {f"{field.name}.{name}": t for name, t in mine.items()}
             elif isinstance(value, Tensor):
-                found[field.name] = value
-        return found
+                tensors[field.name] = value
+        return tensors
 
     def _hold(self, **parts: Quantized) -> None:
         """Hold the same values in another way from now on: what was held goes."""

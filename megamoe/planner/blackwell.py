@@ -52,7 +52,7 @@ def shared_memory(recipe: str, tile: GemmTmem) -> SharedMemory:
     turned = tile.chunk if how.promotion == 0 else m
     scratch = 2 * tile.block_rows * turned
     fixed = (
-        Term("transpose", scratch, "outputs on their way out, in the compiler's scratch"),
+        Term("transpose", scratch, "outputs being transposed, in the compiler's scratch"),
         Term("reserve", RESERVE, "barriers, the rest of the compiler's scratch"),
     )
     about = "FP4 padded to a byte a value" if padded != w_bits else "as the MMA reads them"
@@ -220,7 +220,7 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
             num_warps=permute_tables.PLACE_WARPS[sizes.num_shared > 0], row_align=tile.block_m,
             is_sorted=tile.schedule == "sorted",
         )  # fmt: skip
-        what = "counts of chunks are known" if is_counted else "every program counts for itself"
+        what = "uses the counts of each chunk" if is_counted else "every program counts all slots"
         launches.append(Launch("place", "_place_kernel", (chunks + 1,), place, what))
     cols, warps = permute_tables.PERMUTE_COLS[is_small]
     permute = Permute(

@@ -251,7 +251,7 @@ def source_pass(call: CallSpec) -> Pass:
         cols, warps = tables.PERMUTE_COLS[False]
         width = align_up(p.hidden, tables.WIDTH)
         grid = (p.num_tokens, ceil_div(width, cols))
-        why = "once, by the source: owners read what they multiply"
+        why = "by the source, once: owners pull tokens in the recipe's format"
         found.append(Launch("quantize", "_quantize_kernel", grid, Records(cols, warps), why))
         chunks, most = ceil_div(slots, tables.CHUNK), next_power_of_2(experts, 2)
         found += hopper.count_and_scan(chunks, experts, tables.CHUNK, most)
@@ -264,7 +264,7 @@ def source_pass(call: CallSpec) -> Pass:
     config = Exchange(
         p.num_ranks, next_power_of_2(experts, 128), next_power_of_2(p.num_local_experts, 128)
     )
-    why = "pushed: nobody reads a peer's routing"
+    why = "pushed by the source, so that no rank reads a peer's memory for it"
     found.append(Launch("exchange", "exchange_kernel", (p.num_ranks,), config, why))
     return Pass("exchange", slots, experts, tuple(found))
 
@@ -303,7 +303,7 @@ def owner_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tu
     for number in range(passes):
         own = Launch(
             "rows", "_rows_kernel", grid, replace(config, first_row=number * rows),
-            "the order of one rank: by source, token and slot",
+            "rows in the order of one rank: by source, token and slot",
         )  # fmt: skip
         bring = Launch("pull", "pull_kernel", (pull_sms,), pull, tables.WHY_PULL_SMS)
         found.append(Pass("routed", min(slots, rows), local, (own, bring, *gemms)))
@@ -311,15 +311,14 @@ def owner_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tu
 
 
 def _how_l1(tile: Tile) -> str:
-    sms = "on all SMs, in turn" if isinstance(tile, Gemm) and tile.schedule == "dynamic" else (
-        "on the SMs that do not pull"
-    )  # fmt: skip
-    return f"follows the pull tile by tile, {sms}"
+    is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
+    sms = "as they become free" if is_dynamic else "that do not pull"
+    return f"follows the pull tile by tile, on the SMs {sms}"
 
 
 def _how_l2(tile: Tile) -> str:
     if isinstance(tile, Gemm) and tile.decode_ahead:
-        return "waits for all of L1: its CTAs must all be resident"
+        return "waits for all of L1, since its CTAs must all be resident"
     return "follows L1 tile by tile"
 
 

@@ -140,6 +140,8 @@ class GemmTmem:
     block_rows: int = 128  # weight rows of one MMA
     num_halves: int = 2  # of so many rows in a tile; a gated linear has two
     schedule: str = "strided"  # dynamic: CTAs draw tiles; sorted: those of large experts first
+    math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
+    decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
     @property
     def block_n(self) -> int:
@@ -173,7 +175,7 @@ Tile = GemmSwapAb | Gemm
 class Mega:
     """The fused launch: dispatch, both GEMMs and combine."""
 
-    tile: GemmSwapAb
+    tile: GemmSwapAb | GemmTmem
     max_slots: int  # of one rank that the kernel is compiled for; 0 over several ranks
     max_experts: int  # of one rank, a power of two
     max_top_k: int  # a power of two
@@ -187,13 +189,20 @@ class Mega:
         return self.wave_rows > 0
 
     def constants(self) -> Constants:
-        """Of `mega_kernel`."""
+        """Of `mega_kernel` and `mega_tmem_kernel`."""
         t = self.tile
-        return {
+        if isinstance(t, GemmTmem):
+            own: Constants = {
+                "BLOCK_K": t.block_k, "SUMS": t.num_sums, "CHUNK": t.chunk,
+                "DECODE_REGS": t.decode_regs,
+            }  # fmt: skip
+        else:
+            own = {"SLABS": t.slabs, "DEPTH": t.k_blocks, "WINDOW": t.max_in_flight}
+        return own | {
             "EXPERTS": self.max_experts, "SLOTS": self.max_slots, "K_SLOTS": self.max_top_k,
-            "TOKENS": t.block_m, "SLABS": t.slabs, "DEPTH": t.k_blocks, "STAGES": t.num_stages,
-            "WINDOW": t.max_in_flight, "MATH_REGS": t.math_regs, "LOAD_REGS": t.load_regs,
-            "RING": self.is_ring, "num_warps": NUM_WARPS, "launch_cooperative_grid": True,
+            "TOKENS": t.block_m, "STAGES": t.num_stages, "MATH_REGS": t.math_regs,
+            "LOAD_REGS": t.load_regs, "RING": self.is_ring, "num_warps": NUM_WARPS,
+            "launch_cooperative_grid": True,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -238,7 +247,7 @@ class Place:
     look: int  # slots that are counted together
     is_counted: bool  # counts of all chunks are known from launches before
     max_experts: int
-    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    max_ctas: int  # CTAs that get work items, to a power of two; 0: there are no items
     is_dynamic: bool
     num_warps: int
     row_align: int  # rows of the pool at which an expert begins
@@ -277,6 +286,35 @@ class PlaceGroups:
     def __str__(self) -> str:
         order = "large groups first" if self.is_sorted else "in order of groups"
         return f"a tile of {self.block_m} rows a program, {order}"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Split: tiles and work items of a window of the rows, and which slots have rows in it."""
+
+    block_m: int
+    chunk: int  # slots of a program
+    chunks: int
+    max_experts: int
+    first_row: int  # of the call's rows that the window begins with
+    num_rows: int
+    is_whole: bool  # it is the only window: slots keep their rows
+    waves: tuple[int, int]  # of work items, of L1 and L2; (0, 0): there are none
+    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    is_dynamic: bool
+    num_warps: int = 4
+
+    def constants(self) -> Constants:
+        """Of `_window_kernel`."""
+        return {
+            "BLOCK": self.block_m, "CHUNK": self.chunk, "CHUNKS": self.chunks,
+            "E": self.max_experts, "IS_WHOLE": self.is_whole, "CTAS": self.max_ctas,
+            "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = "all rows" if self.is_whole else f"{self.num_rows} rows from {self.first_row} on"
+        return f"{rows}, {self.chunk} slots a program"
 
 
 @dataclass(frozen=True, slots=True)
@@ -401,6 +439,7 @@ class Launch:
     grid: tuple[int, ...]
     config: Config
     why: str
+    partition: str = ""  # split: the part of the SMs that it runs on, "l1" or "l2"; "": all
 
     @property
     def num_ctas(self) -> int:
@@ -423,6 +462,6 @@ class Pass:
         return next((one for one in self.launches if one.name == name), None)
 
     def __getitem__(self, name: str) -> Launch:
-        found = self.find(name)
-        assert found is not None, f"no launch {name}"
-        return found
+        launch = self.find(name)
+        assert launch is not None, f"no launch {name}"
+        return launch

@@ -114,19 +114,19 @@ def log_ratios(cells: Sequence[Cell], constants: Constants) -> list[float]:
 
 def fit(cells: Sequence[Cell], start: Constants = DEFAULT) -> Constants:
     """The constants of FITTED that bring all log ratios of the cells nearest to zero."""
-    found = start
+    constants = start
     for _ in range(NUM_STEPS):
-        here = log_ratios(cells, found)
+        here = log_ratios(cells, constants)
         slopes = []
         for name in FITTED:
-            there = log_ratios(cells, _moved(found, {name: -NUDGE}))
+            there = log_ratios(cells, _moved(constants, {name: -NUDGE}))
             slopes.append([(h - t) / NUDGE for h, t in zip(here, there, strict=True)])
         normal = [[_dot(a, b) for b in slopes] for a in slopes]
         for i, row in enumerate(normal):
             row[i] += 1e-6  # a constant without influence stays where it is
         step = _solve(normal, [-_dot(a, here) for a in slopes])
-        found = _moved(found, dict(zip(FITTED, step, strict=True)))
-    return found
+        constants = _moved(constants, dict(zip(FITTED, step, strict=True)))
+    return constants
 
 
 def _moved(constants: Constants, by: dict[str, float]) -> Constants:
@@ -150,8 +150,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
         for j in range(i + 1, size):
             factor = rows[j][i] / rows[i][i]
             rows[j] = [b - factor * a for a, b in zip(rows[i], rows[j], strict=True)]
-    found = [0.0] * size
+    solution = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (rows[i][size] - known) / rows[i][i]
-    return found
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return solution

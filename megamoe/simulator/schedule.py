@@ -8,7 +8,7 @@ itself in `study`; everything that is printed or drawn of it then says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megamoe.errors import NotAvailable, ShapeError, require
@@ -84,12 +84,12 @@ class Phases:
         tiles = token_tiles(rows, experts.block_m)
         if not self.wave_rows:
             return (0,) * len(tiles)
-        first, found = 0, []
+        first, waves = 0, []
         for expert, count in enumerate(rows):
             of_expert = (m for e, m in tiles if e == expert)
-            found += [(first + m * experts.block_m) // self.wave_rows for m in of_expert]
+            waves += [(first + m * experts.block_m) // self.wave_rows for m in of_expert]
             first += align_up(count, ROW_ALIGN)
-        return tuple(found)
+        return tuple(waves)
 
     def blocks(self, experts: Experts, rows: Sequence[int]) -> Iterator[Block]:
         """Phase by phase, tiles of tokens in pool order, weights fastest."""
@@ -139,7 +139,7 @@ class Schedule:
     problem: Problem
     hardware: Hardware
     backend: str
-    mode: str  # "fused", "staged", "chain"; of a study also "split"
+    mode: str  # "fused", "staged", "chain" or "split"
     combine: str  # rows on their way to combine
     experts: Experts
     num_sms: int
@@ -196,7 +196,7 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
-        made = {"fused": _fused, "chain": _chain}.get(plan.mode, _staged)
+        made = {"fused": _fused, "chain": _chain, "split": _split}.get(plan.mode, _staged)
         return made(plan)
 
 
@@ -321,6 +321,24 @@ def _staged(plan: Plan) -> Schedule:
     )
 
 
+def _split(plan: Plan) -> Schedule:
+    """Staged launches of which L1 and L2 run side by side, each on its part of the SMs."""
+    require(
+        plan["windows"] == 1,
+        "a simulated split call has its rows in one window",
+        got=f"{plan['windows']} windows",
+        fix="leave pool_rows out",
+        kind=NotAvailable,
+    )
+    on = plan.launch("l1").num_ctas, plan.launch("l2").num_ctas
+    steps = tuple(
+        replace(step, follows=step.follows or (step.name == L2 and not step.is_shared))
+        for step in _steps(plan)
+    )
+    how = replace(_staged(plan), mode="split", steps=steps)
+    return replace(how, num_sms=sum(on), l1_sms=on[0])
+
+
 def _chain(plan: Plan) -> Schedule:
     """Exchange, then pull, L1 and L2 as launches that follow tiles."""
     _, *owner = plan.passes
@@ -361,11 +379,11 @@ def _chain_steps(plan: Plan) -> Iterator[Step]:
 
 def _shared_pass(plan: Plan) -> Pass | None:
     """The launches of shared experts that are apart."""
-    found = next((one for one in plan.passes if one.experts == "shared"), None)
-    if found is None and any(one.name == "l1" for one in plan.rest):
+    shared = next((one for one in plan.passes if one.experts == "shared"), None)
+    if shared is None and any(one.name == "l1" for one in plan.rest):
         num = plan.call.num_shared
         return Pass("shared", num * plan.problem.num_tokens, num, plan.rest)
-    return found
+    return shared
 
 
 def _steps(plan: Plan) -> Iterator[Step]:

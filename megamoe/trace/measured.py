@@ -31,21 +31,22 @@ from megamoe.trace.stamps import Event, Recording, Tile, first_ns, since
 Interval = tuple[float, float]
 
 
-def timeline(found: Recording) -> Timeline:
+def timeline(recording: Recording) -> Timeline:
     """The launch as a timeline: microseconds from the first stamp."""
-    num_ranks, first = found.problem.num_ranks, first_ns(found.events)
+    num_ranks, first = recording.problem.num_ranks, first_ns(recording.events)
     by_cta: dict[int, list[Event]] = defaultdict(list)
-    for event in found.events:
+    for event in recording.events:
         by_cta[event.cta].append(event)
-    tiles = [found.tiles(rank) for rank in range(num_ranks)]
-    done = max((_us(e, first)[1] for e in found.events if _is_block(e)), default=0.0)
+    tiles = [recording.tiles(rank) for rank in range(num_ranks)]
+    done = max((_us(e, first)[1] for e in recording.events if _is_block(e)), default=0.0)
     spans: list[Span] = []
     for cta, events in sorted(by_cta.items()):
-        rank, sm = divmod(cta, found.ctas_per_rank)
-        spans += _Cta(rank, sm, tiles[rank], found.across, first, done).spans(events)
-    p = found.problem
-    name = f"{found.name}, {p.recipe}, {p.num_tokens} tokens, one launch of {found.num_ctas} CTAs"
-    return Timeline(name, num_ranks, found.ctas_per_rank, tuple(spans), source="measured")
+        rank, sm = divmod(cta, recording.ctas_per_rank)
+        spans += _Cta(rank, sm, tiles[rank], recording.across, first, done).spans(events)
+    p = recording.problem
+    name = f"{recording.name}, {p.recipe}, {p.num_tokens} tokens"
+    name += f", one launch of {recording.num_ctas} CTAs"
+    return Timeline(name, num_ranks, recording.ctas_per_rank, tuple(spans), source="measured")
 
 
 def _is_block(event: Event) -> bool:
@@ -73,11 +74,11 @@ class _Cta(NamedTuple):
         for event in events:
             roles[event.role].append(event)
         waits = {e.ticket: _us(e, self.first) for e in roles[LOAD_TOKENS] if e.kind == WAIT}
-        found = [self._span("route", e, "dispatch") for e in events if e.kind == ROUTE]
-        found += [self._span("stage", e, "fill") for e in roles[PUBLISH] if e.kind == FILL]
-        found += self._math(sorted(roles[MATH], key=lambda e: since(e.begin, self.first)), waits)
-        found += self._loads(roles[LOAD_WEIGHTS], waits)
-        return sorted(found, key=lambda s: (s.role == "load", s.start_us))
+        spans = [self._span("route", e, "dispatch") for e in events if e.kind == ROUTE]
+        spans += [self._span("stage", e, "fill") for e in roles[PUBLISH] if e.kind == FILL]
+        spans += self._math(sorted(roles[MATH], key=lambda e: since(e.begin, self.first)), waits)
+        spans += self._loads(roles[LOAD_WEIGHTS], waits)
+        return sorted(spans, key=lambda s: (s.role == "load", s.start_us))
 
     def _math(self, events: Sequence[Event], waits: dict[int, Interval]) -> Iterator[Span]:
         """What math did and, between its blocks, what it waited for."""
@@ -215,13 +216,13 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
     >>> joined([(2.0, 3.0), (0.0, 1.0), (0.5, 2.0), (4.0, 5.0)])
     [(0.0, 3.0), (4.0, 5.0)]
     """
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def length(intervals: Iterable[Interval]) -> float:

@@ -61,7 +61,7 @@ class Recording:
         checked(self.problem, self.counts)
         require(
             self.num_ctas >= ranks and self.num_ctas % ranks == 0,
-            "CTAs must be dealt to the ranks in equal parts",
+            "CTAs must divide evenly over the ranks",
             got=f"{self.num_ctas} CTAs, {ranks} ranks",
             kind=RangeError,
         )
@@ -90,7 +90,7 @@ class Recording:
 
     def faults(self) -> tuple[str, ...]:
         """Why the events are not those of a whole launch; empty where they are."""
-        found = []
+        faults = []
         for rank in range(self.problem.num_ranks):
             num = len(self.tiles(rank)) * sum(self.across)
             seen = [
@@ -104,10 +104,10 @@ class Recording:
             twice = len(seen) - len(set(seen))
             for count, what in ((len(missing), "no block"), (twice, "more than one")):
                 if count:
-                    found.append(f"rank {rank}: {count} of {num} tickets have {what}")
+                    faults.append(f"rank {rank}: {count} of {num} tickets have {what}")
             if odd:
-                found.append(f"rank {rank}: tickets beyond {num}, such as {min(odd)}")
-        return tuple(found)
+                faults.append(f"rank {rank}: tickets beyond {num}, such as {min(odd)}")
+        return tuple(faults)
 
     def to_json(self) -> str:
         """The file: facts, and events as one row of numbers a CTA and role."""
@@ -121,19 +121,19 @@ class Recording:
     def from_json(text: str) -> Recording:
         """Read what `to_json` wrote; anything else is refused."""
         try:
-            found = json.loads(text)
+            data = json.loads(text)
             require(
-                isinstance(found, dict) and found.pop("format", None) == FORMAT,
+                isinstance(data, dict) and data.pop("format", None) == FORMAT,
                 f"a file of stamps says {FORMAT!r} as its format",
                 got="another file",
                 fix="megamoe trace writes one: stamps.json",
                 kind=FileError,
             )
-            found["problem"] = Problem(**found["problem"])
-            found["counts"] = tuple(map(tuple, found["counts"]))
-            found["across"] = tuple(found["across"])
-            found["events"] = tuple(_events(found["events"]))
-            return Recording(**found)
+            data["problem"] = Problem(**data["problem"])
+            data["counts"] = tuple(map(tuple, data["counts"]))
+            data["across"] = tuple(data["across"])
+            data["events"] = tuple(_events(data["events"]))
+            return Recording(**data)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(f"stamps must be readable; got {error}") from error
 

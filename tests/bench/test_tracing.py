@@ -69,7 +69,7 @@ def test_a_recording_is_whole_and_can_be_read(pretended):
 
 def test_batches_that_do_not_fuse_are_refused(pretended):
     many = Cell(CELL.shape, 512)
-    with pytest.raises(CapacityError, match=r"few rows an expert; 128\.0 want gemm 128x256"):
+    with pytest.raises(CapacityError, match=r"128\.0 rows an expert need the tile gemm 128x256"):
         tracing.record(many, "w4a8_block", Settings(device="cpu"))
 
 

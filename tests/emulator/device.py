@@ -651,7 +651,7 @@ def _signal(text, address, value, mask):
 
 
 def _push_word(text, address, *args):
-    """`exchange.SIGNAL`, which releases; or `exchange.TELL`, where something was not seen."""
+    """`exchange.SIGNAL`, which releases; or `STORE_IF_MISSED`, where something was missed."""
     scheduler, role = _now()
     at, args = int(raw(address)), [int(raw(v)) for v in args]
     if len(args) == 3:

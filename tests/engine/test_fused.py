@@ -43,7 +43,7 @@ def test_fused_runs_fused_or_is_refused_with_the_reason(gpu):
     x, idx, weight = tokens()
     with pytest.raises(DTypeError, match="these come quantised"):
         one(mm.quantize(x, "mxfp8"), idx, weight)
-    with pytest.raises(CapacityError, match=r"50\.0 want swap_ab 128x128"):
+    with pytest.raises(CapacityError, match=r"50\.0 rows an expert need the tile swap_ab 128x128"):
         one(*tokens(200))
     with pytest.raises(CapacityError, match="4096 slots at most; got 4098"):
         one(*tokens(2049))
@@ -281,7 +281,7 @@ def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monke
 def test_a_staged_launch_that_gave_up_is_told_once():
     found = DeviceStatus(CPU)
     found.bad_slot.fill_(GIVEN_UP)
-    with pytest.raises(MegaMoETimeout, match="weights that other CTAs decode"):
+    with pytest.raises(MegaMoETimeout, match="tiles or weights of other CTAs"):
         found.check(K)
     found.check(K)
 

@@ -28,7 +28,7 @@ MOST = 6  # tokens of a rank
 
 
 class Peers:
-    """The rooms of all ranks in this process; `share` gives one rank its view of them."""
+    """All ranks' symmetric buffers in this process; `share` gives one rank its view of them."""
 
     def __init__(self, num_ranks):
         self.memory = []
@@ -197,7 +197,7 @@ def test_every_call_takes_its_place_in_the_order_before_the_room_is_written_to(
     one, ordered = join(gpu, peers, 0), []
     monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
     monkeypatch.setattr(
-        symm_buffer.SymmBuffer, "put", lambda room, *inputs: ordered.append("written")
+        symm_buffer.SymmBuffer, "put", lambda buffer, *inputs: ordered.append("written")
     )
     call(one, *tokens(4))
     one._fused_group.warm(one)

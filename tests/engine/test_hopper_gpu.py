@@ -280,7 +280,7 @@ def test_bad_slots_are_masked_told_and_not_counted(num):
     assert torch.equal(layer(x, bad, nan), wanted)
     with pytest.raises(mm.MegaMoEError, match="token 5, slot 1"):
         layer.check()
-    layer.check()  # told once
+    layer.check()  # reported once
     assert torch.equal(layer.stats, 2 * torch.bincount(masked[masked >= 0], minlength=E))
 
 

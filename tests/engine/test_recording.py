@@ -119,11 +119,11 @@ class Worker:
 
 
 def test_processes_share_what_is_not_there_yet(monkeypatch):
-    Worker.made, Worker.fails, told = [], False, []
+    Worker.made, Worker.fails, steps = [], False, []
     monkeypatch.setattr(precompile, "_Worker", Worker)
-    done = precompile.compile_layer(spec(), [1], processes=2, progress=lambda *at: told.append(at))
+    done = precompile.compile_layer(spec(), [1], processes=2, progress=lambda *at: steps.append(at))
     assert sorted(Worker.made) == ["a", "b", "d"] and (done.num, done.num_found) == (4, 1)
-    assert told[0] == (1, 4) and told[-1] == (4, 4)
+    assert steps[0] == (1, 4) and steps[-1] == (4, 4)
     Worker.fails = True
     with pytest.raises(NotAvailable, match="ptxas"):
         precompile.compile_layer(spec(), [1], processes=2)

@@ -279,7 +279,7 @@ def test_a_bad_slot_is_masked_and_told_on_the_next_call():
     assert torch.equal(layer(x, bad, weight), wanted)
     with pytest.raises(mm.MegaMoEError, match="token 5, slot 1"):
         layer.check()
-    layer.check()  # told once
+    layer.check()  # reported once
     weight = weight.clone()
     weight[2, 0] = float("nan")
     layer(x, idx, weight)

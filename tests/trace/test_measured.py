@@ -110,8 +110,8 @@ def test_gaps_are_named_after_what_was_waited_for():
             ]
         )
     )
-    told = [(s.role, s.phase, s.start_us, s.end_us) for s in line.spans if s.sm == 0]
-    assert told == [
+    spans = [(s.role, s.phase, s.start_us, s.end_us) for s in line.spans if s.sm == 0]
+    assert spans == [
         ("route", "dispatch", 0.0, 2.0),
         ("stage", "fill", 2.0, 3.0),
         ("wait", "tokens", 3.0, 6.0),
@@ -202,9 +202,9 @@ def test_ranks_have_their_own_tickets_and_ctas():
 def test_stamps_that_are_not_whole_say_so():
     events = [(0, MATH, FIRST, t, t, t + 1) for t in (0, 1, 1, 3, 4, 5)]
     odd = small([*events, (1, MATH, SECOND, 40, 9, 10)])
-    told = " ".join(odd.faults())
-    assert "4 of 9 tickets have no block" in told and "1 of 9 tickets have more than one" in told
-    assert "tickets beyond 9, such as 40" in told
+    text = " ".join(odd.faults())
+    assert "4 of 9 tickets have no block" in text and "1 of 9 tickets have more than one" in text
+    assert "tickets beyond 9, such as 40" in text
     assert next(s for s in timeline(odd).spans if s.phase == "l2").expert == -1
     assert "NOT WHOLE: rank 0: 4 of 9" in Pair.of(odd).text()
 
@@ -227,7 +227,7 @@ def test_a_recording_survives_its_file(found):
         (lambda d: json.dumps({**d, "events": [[500, 0, 1, 0, 0, 0]]}), "there are 132 CTAs"),
         (lambda d: json.dumps({**d, "events": 3}), "stamps must be readable"),
         (lambda d: json.dumps({**d, "counts": [[1, 2]]}), "counts must be 1 ranks by 32 experts"),
-        (lambda d: json.dumps({**d, "num_ctas": 0}), "equal parts"),
+        (lambda d: json.dumps({**d, "num_ctas": 0}), "evenly over the ranks"),
         (lambda d: json.dumps({**d, "across": [0, 1]}), "at least one row"),
         (lambda d: json.dumps({k: v for k, v in d.items() if k != "name"}), "name"),
         (lambda d: json.dumps({**d, "more": 1}), "more"),
@@ -239,7 +239,7 @@ def test_a_bad_file_is_refused(found, change, words):
 
 
 def test_ctas_that_do_not_divide_are_refused():
-    with pytest.raises(RangeError, match="equal parts"):
+    with pytest.raises(RangeError, match="evenly over the ranks"):
         small([], num_ctas=3, ranks=2)
 
 

@@ -177,11 +177,11 @@ def prepare(source: Source, is_packed: bool, alphas: Alphas | None = None) -> Pr
     number = alphas.l2_act if isinstance(alphas.l2_act, float) else None
     key = (*key, is_packed, alphas.l1 is None, alphas.l2 is None, alphas.l2_act is None, number)
     tensors = [*source.tensors(), *alphas.tensors()]
-    found = _PREPARED.get(key)
-    if found is None or not found.seal.holds(tensors):
+    prepared = _PREPARED.get(key)
+    if prepared is None or not prepared.seal.holds(tensors):
         forget_dropped()
-        found = _PREPARED[key] = Prepared(_experts(source, is_packed, alphas), Seal(tensors))
-    return found
+        prepared = _PREPARED[key] = Prepared(_experts(source, is_packed, alphas), Seal(tensors))
+    return prepared
 
 
 def forget_dropped() -> None:

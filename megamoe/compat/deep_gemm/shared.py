@@ -53,8 +53,8 @@ def _prepared(l1: Weights, l2: Weights, width: int) -> _Kept:
     key = StorageWeakRef(first.untyped_storage()), first.data_ptr()
     for old in [k for k in _KEPT if k[0].expired()]:
         del _KEPT[old]
-    found = _KEPT.get(key)
-    if found is None or not found.seal.holds(tensors):
+    prepared = _KEPT.get(key)
+    if prepared is None or not prepared.seal.holds(tensors):
         values = [_values(pair, name) for pair, name in zip(pairs, ("l1", "l2"), strict=True)]
         hidden = values[1].shape[0]
         require(
@@ -63,8 +63,8 @@ def _prepared(l1: Weights, l2: Weights, width: int) -> _Kept:
             got=f"{tuple(values[0].shape)} and {tuple(values[1].shape)}",
             kind=ShapeError,
         )
-        found = _KEPT[key] = _Kept(split(values[0]), values[1], Seal(tensors))
-    return found
+        prepared = _KEPT[key] = _Kept(split(values[0]), values[1], Seal(tensors))
+    return prepared
 
 
 def _values(pair: tuple[Tensor, ...], name: str) -> Tensor:

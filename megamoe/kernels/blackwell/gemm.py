@@ -161,6 +161,7 @@ class TmemGemm:
     CHUNK: gl.constexpr
     SPAN: gl.constexpr
     NUM_WARPS: gl.constexpr
+    IS_FAR: gl.constexpr  # L2's rows may be other ranks': `row_dest` has offsets
 
 
 # -- tiles ---------------------------------------------------------------------------------------
@@ -224,13 +225,30 @@ def weight_block(gemm, tile, HALF: gl.constexpr):
 
 
 @gluon.jit
-def load_weights(gemm):
-    """The weights of this CTA's tiles and their scales, both halves of each; draws the tiles."""
+def load_weight_step(gemm, tile, k, stage):
+    """Step k of both halves of a tile and their scales, once a stage is empty; -> the next one."""
     HALVES: gl.constexpr = gemm.HALVES
     HAS_SCALES: gl.constexpr = gemm.FORMAT.SCALED or gemm.FORMAT.DECODED
     SCALE_BYTES: gl.constexpr = gemm.w_scale.block_type.nbytes if HAS_SCALES else 0
     BYTES: gl.constexpr = HALVES * (gemm.w.block_type.nbytes + SCALE_BYTES)
     WIDTH: gl.constexpr = gemm.w.block_type.shape[1]
+    full = gemm.full.index(stage.idx)
+    mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
+    mbarrier.expect(full, BYTES)
+    for half in gl.static_range(HALVES):
+        block = weight_block(gemm, tile, half)
+        to = stage.idx * HALVES + half
+        at = [block * BLOCK_ROWS, k * WIDTH]
+        tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(to))
+        if HAS_SCALES:
+            at = [0, block, k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC)), 0, 0]
+            tma.async_copy_global_to_shared(gemm.w_scale, at, full, gemm.ws_bufs.index(to))
+    return advance(stage, gemm.STAGES)
+
+
+@gluon.jit
+def load_weights(gemm):
+    """The weights of this CTA's tiles, which it draws."""
     stage = first_stage(1)
     post = first_stage(1)
     item = gl.program_id(0)
@@ -238,18 +256,7 @@ def load_weights(gemm):
     while item < end:
         tile = _tile_at(gemm, item)
         for k in range(gemm.steps):
-            full = gemm.full.index(stage.idx)
-            mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-            mbarrier.expect(full, BYTES)
-            for half in gl.static_range(HALVES):
-                block = weight_block(gemm, tile, half)
-                to = stage.idx * HALVES + half
-                at = [block * BLOCK_ROWS, k * WIDTH]
-                tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(to))
-                if HAS_SCALES:
-                    at = [0, block, k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC)), 0, 0]
-                    tma.async_copy_global_to_shared(gemm.w_scale, at, full, gemm.ws_bufs.index(to))
-            stage = advance(stage, gemm.STAGES)
+            stage = load_weight_step(gemm, tile, k, stage)
         item, post = draw_item(gemm, item, post, end)
 
 
@@ -265,42 +272,47 @@ def _gather_tokens(gemm, row, col, full, stage):
 
 
 @gluon.jit
-def load_tokens(gemm):
-    """The tokens of this CTA's tiles and their scales."""
+def load_token_tile(gemm, row, stage):
+    """All steps of the tokens from `row` of the pool on, and of their scales; -> the next stage."""
     HAS_SCALES: gl.constexpr = gemm.FORMAT.X_SCALED or gemm.FORMAT.PROMOTED
     SCALE_BYTES: gl.constexpr = gemm.x_scale.block_type.nbytes if HAS_SCALES else 0
     TIMES: gl.constexpr = gemm.TOKENS if gemm.SOURCE == "gather" else 1
     BYTES: gl.constexpr = TIMES * gemm.x.block_type.nbytes + SCALE_BYTES
     WIDTH: gl.constexpr = gemm.x.block_type.shape[1]
+    source = row
+    if gemm.SOURCE == "rows":
+        source = gl.load(gemm.row_source + row)
+    for k in range(gemm.steps):
+        full = gemm.full.index(stage.idx)
+        mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
+        mbarrier.expect(full, BYTES)
+        if gemm.SOURCE == "gather":
+            _gather_tokens(gemm, row, k * WIDTH, full, stage)
+        else:
+            to = gemm.x_bufs.index(stage.idx)
+            tma.async_copy_global_to_shared(gemm.x, [source, k * WIDTH], full, to)
+        to = gemm.xs_bufs.index(stage.idx)
+        if gemm.FORMAT.X_SCALED:
+            words = k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC))
+            at = [0, row // gemm.TOKENS, words, 0, 0]
+            tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
+        elif gemm.FORMAT.PROMOTED:
+            at = [k * gemm.pool_rows + row]
+            tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
+        stage = advance(stage, gemm.STAGES)
+    return stage
+
+
+@gluon.jit
+def load_tokens(gemm):
+    """The tokens of this CTA's tiles."""
     stage = first_stage(1)
     post = first_stage(0)
     wait_for_launch()
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        tile = _tile_at(gemm, item)
-        row = tile.row_begin
-        source = row
-        if gemm.SOURCE == "rows":
-            source = gl.load(gemm.row_source + row)
-        for k in range(gemm.steps):
-            full = gemm.full.index(stage.idx)
-            mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-            mbarrier.expect(full, BYTES)
-            if gemm.SOURCE == "gather":
-                _gather_tokens(gemm, row, k * WIDTH, full, stage)
-            else:
-                to = gemm.x_bufs.index(stage.idx)
-                tma.async_copy_global_to_shared(gemm.x, [source, k * WIDTH], full, to)
-            to = gemm.xs_bufs.index(stage.idx)
-            if gemm.FORMAT.X_SCALED:
-                words = k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC))
-                at = [0, row // gemm.TOKENS, words, 0, 0]
-                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
-            elif gemm.FORMAT.PROMOTED:
-                at = [k * gemm.pool_rows + row]
-                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
-            stage = advance(stage, gemm.STAGES)
+        stage = load_token_tile(gemm, _tile_at(gemm, item).row_begin, stage)
         item, post = next_posted(gemm, item, post)
 
 
@@ -360,6 +372,38 @@ def _multiply_plain(gemm, stage, ready, turn, use_acc):
 
 
 @gluon.jit
+def multiply_tile(gemm, steps, stage, turn, ready):
+    """Products of a tile's steps, into sums that were read; -> the next stage, turn and decoded."""
+    use_acc = False
+    if not gemm.FORMAT.PROMOTED:
+        mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+    for _k in range(steps):
+        if gemm.FORMAT.PROMOTED:
+            mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+        mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
+        if gemm.FORMAT.SCALED:
+            _multiply_scaled(gemm, stage, turn, use_acc)
+        else:
+            if gemm.FORMAT.DECODED:
+                mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
+            _multiply_plain(gemm, stage, ready, turn, use_acc)
+        tcgen05_commit(gemm.empty.index(stage.idx))
+        if gemm.FORMAT.DECODED:
+            tcgen05_commit(gemm.decoded_empty.index(ready.idx))
+            ready = advance(ready, DECODES)
+        if gemm.FORMAT.PROMOTED:
+            tcgen05_commit(gemm.summed.index(turn.idx))
+            turn = advance(turn, gemm.SUMS)
+        else:
+            use_acc = True
+        stage = advance(stage, gemm.STAGES)
+    if not gemm.FORMAT.PROMOTED:
+        tcgen05_commit(gemm.summed.index(turn.idx))
+        turn = advance(turn, gemm.SUMS)
+    return stage, turn, ready
+
+
+@gluon.jit
 def issue_mma(gemm):
     """Products of this CTA's tiles, into sums that the epilogue has read."""
     stage = first_stage(0)
@@ -369,60 +413,42 @@ def issue_mma(gemm):
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        use_acc = False
-        if not gemm.FORMAT.PROMOTED:
-            mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
-        for _k in range(gemm.steps):
-            if gemm.FORMAT.PROMOTED:
-                mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
-            mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
-            if gemm.FORMAT.SCALED:
-                _multiply_scaled(gemm, stage, turn, use_acc)
-            else:
-                if gemm.FORMAT.DECODED:
-                    mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
-                _multiply_plain(gemm, stage, ready, turn, use_acc)
-            tcgen05_commit(gemm.empty.index(stage.idx))
-            if gemm.FORMAT.DECODED:
-                tcgen05_commit(gemm.decoded_empty.index(ready.idx))
-                ready = advance(ready, DECODES)
-            if gemm.FORMAT.PROMOTED:
-                tcgen05_commit(gemm.summed.index(turn.idx))
-                turn = advance(turn, gemm.SUMS)
-            else:
-                use_acc = True
-            stage = advance(stage, gemm.STAGES)
-        if not gemm.FORMAT.PROMOTED:
-            tcgen05_commit(gemm.summed.index(turn.idx))
-            turn = advance(turn, gemm.SUMS)
+        stage, turn, ready = multiply_tile(gemm, gemm.steps, stage, turn, ready)
         item, post = next_posted(gemm, item, post)
 
 
 @gluon.jit
-def decode(gemm):
-    """DECODED: FP4 weights of every stage as BF16, in tensor memory."""
+def decode_tile(gemm, steps, stage, room):
+    """FP4 weights of a tile's steps as BF16, in tensor memory; -> the next stage and room."""
     HALVES: gl.constexpr = gemm.HALVES
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
+    for _k in range(steps):
+        mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
+        mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
+        for half in gl.static_range(HALVES):
+            at = stage.idx * HALVES + half
+            scales = scale_block(gemm.ws_bufs.index(at), NUM)
+            decode_block(
+                gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
+            )
+        fence_async_shared()
+        mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
+        mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
+        stage = advance(stage, gemm.STAGES)
+        room = advance(room, DECODES)
+    return stage, room
+
+
+@gluon.jit
+def decode(gemm):
+    """DECODED: the weights of this CTA's tiles."""
     stage = first_stage(0)
     room = first_stage(1)
     post = first_stage(0)
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        for _k in range(gemm.steps):
-            mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
-            mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
-            for half in gl.static_range(HALVES):
-                at = stage.idx * HALVES + half
-                scales = scale_block(gemm.ws_bufs.index(at), NUM)
-                decode_block(
-                    gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
-                )
-            fence_async_shared()
-            mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
-            mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
-            stage = advance(stage, gemm.STAGES)
-            room = advance(room, DECODES)
+        stage, room = decode_tile(gemm, gemm.steps, stage, room)
         item, post = next_posted(gemm, item, post)
 
 
@@ -495,6 +521,23 @@ def _finish(gemm, low, high, tile, START: gl.constexpr):
 
 
 @gluon.jit
+def finish_tile(gemm, tile, stage, turn):
+    """A tile's sums and their epilogue, to memory; -> the next stage and turn."""
+    if gemm.FORMAT.PROMOTED:
+        low, high, stage, turn = _add_stages(gemm, tile, stage, turn)
+        _finish(gemm, low, high, tile, 0)
+    else:
+        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
+        for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
+            low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
+            if start + gemm.CHUNK == gemm.TOKENS:
+                mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
+            _finish(gemm, low, high, tile, start)
+        turn = advance(turn, gemm.SUMS)
+    return stage, turn
+
+
+@gluon.jit
 def store(gemm):
     """The epilogue of this CTA's tiles."""
     stage = first_stage(0)
@@ -504,18 +547,7 @@ def store(gemm):
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        tile = _tile_at(gemm, item)
-        if gemm.FORMAT.PROMOTED:
-            low, high, stage, turn = _add_stages(gemm, tile, stage, turn)
-            _finish(gemm, low, high, tile, 0)
-        else:
-            mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
-            for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
-                low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
-                if start + gemm.CHUNK == gemm.TOKENS:
-                    mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
-                _finish(gemm, low, high, tile, start)
-            turn = advance(turn, gemm.SUMS)
+        stage, turn = finish_tile(gemm, _tile_at(gemm, item), stage, turn)
         item, post = next_posted(gemm, item, post)
 
 
@@ -523,7 +555,7 @@ def store(gemm):
 
 
 @gluon.jit
-def _allocate_tmem(
+def allocate_tmem(
     FORMAT: gl.constexpr, HALVES: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
@@ -549,7 +581,7 @@ def _allocate_tmem(
 
 
 @gluon.jit
-def _allocate_stages(
+def allocate_stages(
     w, w_scale, x, x_scale, FORMAT: gl.constexpr, SOURCE: gl.constexpr, HALVES: gl.constexpr,
     TOKENS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -587,10 +619,10 @@ def gemm_tmem_kernel(
     LOAD_REGS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """The launch: one persistent CTA per SM. Arguments as the fields of `TmemGemm`."""
-    w_bufs, ws_bufs, x_bufs, x_parts, xs_bufs = _allocate_stages(
+    w_bufs, ws_bufs, x_bufs, x_parts, xs_bufs = allocate_stages(
         w, w_scale, x, x_scale, FORMAT, SOURCE, HALVES, TOKENS, STAGES
     )
-    sums, scales, ones, decoded = _allocate_tmem(FORMAT, HALVES, TOKENS, BLOCK_K, STAGES, SUMS)
+    sums, scales, ones, decoded = allocate_tmem(FORMAT, HALVES, TOKENS, BLOCK_K, STAGES, SUMS)
     full = barriers(STAGES, 2)
     READERS: gl.constexpr = 2 if FORMAT.PROMOTED or FORMAT.DECODED else 1
     empty = barriers(STAGES, READERS)
@@ -625,6 +657,7 @@ def gemm_tmem_kernel(
         GATED=GATED, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, SOURCE=SOURCE,
         STORE=STORE, DYNAMIC=DYNAMIC, HALVES=HALVES, TOKENS=TOKENS, BLOCK_K=BLOCK_K,
         STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
+        IS_FAR=False,
     )  # fmt: skip
     if FORMAT.DECODED:
         gl.warp_specialize(
