@@ -16,7 +16,14 @@ from megamoe.errors import NotAvailable
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.kernels.blackwell.formats import FORMATS, SCALED_MMAS, check_tile, operand_layout
 from megamoe.kernels.common.numbers import Kind
-from megamoe.planner.blackwell import overridden, shared_memory, shipped, tile_of, tmem_columns
+from megamoe.planner.blackwell import (
+    narrowed,
+    overridden,
+    shared_memory,
+    shipped,
+    tile_of,
+    tmem_columns,
+)
 from megamoe.planner.grouped import VARIANTS
 from megamoe.planner.launches import GemmTmem, next_power_of_2
 from megamoe.planner.numerics import BLACKWELL_RECIPES
@@ -145,9 +152,11 @@ def test_sm_103a_has_the_same_instructions(recipe):
 
 
 def test_every_shipped_tile_fits_by_its_sums():
-    for recipe, tile, _ in ALL:
-        assert shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
-        assert tmem_columns(recipe, tile) <= TMEM_COLUMNS and tile.num_stages >= 3
+    for recipe, wide, _ in ALL:
+        for tile in (wide, narrowed(recipe, wide)):
+            assert shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
+            assert tmem_columns(recipe, tile) <= TMEM_COLUMNS and tile.num_stages >= 3
+        assert tile.num_stages >= wide.num_stages  # half of the weights, never fewer stages
 
 
 # -- what the compiler takes in silence ---------------------------------------------------------
