@@ -34,6 +34,7 @@ from megamoe.planner.launches import (
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
 from megamoe.planner.tables.split import why_not_auto
@@ -231,6 +232,9 @@ class Plan:
             )
         choices += self._split_choices()
         if isinstance(tile, GemmTmem):
+            if self.mega is None:
+                why = BLACKWELL_SCHEDULES[tile.schedule]
+                choices.append(Choice("schedule", tile.schedule, why))
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}

@@ -19,6 +19,7 @@ from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.blackwell import grouped
 from megamoe.kernels.blackwell import launch as blackwell_launch
 from megamoe.kernels.gluon import (
     dispatch,
@@ -85,6 +86,7 @@ _PLAIN = (
     (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"),
     (portable_combine, "_combine_kernel"), (portable_dispatch, "_dispatch_kernel"),
     (exchange, "_quantize_kernel"), (pull, "_rows_kernel"), (window, "_window_kernel"),
+    (grouped, "_place_groups_kernel"),
 )  # fmt: skip
 
 
