@@ -45,19 +45,24 @@ def describe(plan: Plan) -> dict[str, Any]:
 class ChainGroup:
     """This rank's shared memory, and where its peers' lies. Make it on all ranks."""
 
-    mode = "chain"
-    has_graphs = True
-
     def __init__(self, layer: MoE, meeting: Rendezvous, placement: Placement) -> None:
         from megamoe.distributed.symmetric import share
         from megamoe.engine import chain
 
         weights, most = layer.weights, layer.max_tokens_per_rank
-        plan = layer._plan_in("chain")
+        self.mode = "split" if layer._wanted[1] == "split" else "chain"
+        plan = layer._plan_in(self.mode)
         assert most is not None
         self.num_tokens, self._fits = most, plan.call.fits_e4m3
         where = planned.memory(plan.call)
         self._shared = share(meeting, where.num_bytes, weights.device)
+        require(
+            self.mode == "chain" or self._shared.ranks_here == 1,
+            "mode split needs a GPU for each rank: it parts all of the GPU's SMs",
+            got=f"{self._shared.ranks_here} ranks on one",
+            fix="use mode='chain'",
+            kind=NotAvailable,
+        )
         layer._share_sms(plan.hardware.num_sms, self._shared.ranks_here)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         buffer = chain.buffer_in(self._shared.own, where)
@@ -68,6 +73,11 @@ class ChainGroup:
     def bucket(self, bound: int) -> int:
         """The bound that a call is planned for."""
         return bucket_of(bound, self.num_tokens)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a call can be replayed; streams on parts of the GPU are not captured."""
+        return self.mode == "chain"
 
     @property
     def num_bytes(self) -> int:
@@ -172,7 +182,7 @@ class ChainGroup:
             stats=stats, timeout_s=timeout_s, num_valid=count
         )
         is_quantized = not isinstance(x, Tensor)
-        plan = layer._plan_in("chain", bound, call.num_tokens, is_quantized=is_quantized)
+        plan = layer._plan_in(self.mode, bound, call.num_tokens, is_quantized=is_quantized)
         return chain.run(self._me, call, plan)
 
     def _masked(self, layer: MoE, num: int) -> tuple[Tensor, Tensor, Tensor]:

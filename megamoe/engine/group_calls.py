@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("fused", "chain")  # that need no host between ranks
-CAN = {"fused": "every rank can, in one launch", "chain": "no host between ranks"}
+MODES = ("fused", "chain", "split")  # that need no host between ranks
+NO_HOST = "no host between ranks"
+CAN = {"fused": "every rank can, in one launch", "chain": NO_HOST, "split": NO_HOST}
 
 
 class Picked(NamedTuple):
@@ -177,6 +178,6 @@ def _share(
     for one in sizes:
         if one.mode == "fused":
             made["fused"] = FusedGroup(layer, world.meeting, one.tokens)
-        elif one.mode == "chain":
+        elif one.mode in MODES:
             made["chain"] = ChainGroup(layer, world.meeting, world.placement)
     return GroupCalls(made["fused"], made["chain"], most, sizes, is_asked_for=is_asked_for)

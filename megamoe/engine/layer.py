@@ -33,7 +33,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import UpTo, group_modes, max_fused_tokens
+from megamoe.planner.hopper import UpTo, group_modes
 from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
@@ -56,7 +56,8 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls and the chain over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md), over a group also "chain"
+    mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
+                         side, docs/split.md), over a group also "chain"
                          (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
                          take is refused; `why` says what `auto` came to
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
@@ -67,8 +68,8 @@ class MoE(nn.Module):
                          without a GPU calls are eager, and so are staged ones over a group
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
-    pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
-                         in waves or passes; None: enough rows for all
+    pool_rows            rows of the pool of fused launches, of split and of the chain: a call with
+                         more runs in waves or passes; None: enough rows for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
@@ -622,7 +623,7 @@ class MoE(nn.Module):
         most = self.max_tokens_per_rank
         if self._wanted[1] != "fused" or self._has_group:
             return most
-        fits = max_fused_tokens(self.plan(1).call)
+        fits = self.plan(1).max_fused_tokens
         return fits if most is None else min(most, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
