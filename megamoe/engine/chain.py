@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.engine import hopper, images
+from megamoe.engine import chain_home, hopper, images
 from megamoe.engine.call import Call
 from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
@@ -25,14 +25,13 @@ from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.gemm import fp8_rows
 from megamoe.kernels.hopper.launch import Chain
-from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.routing import Routing
 from megamoe.layout.pushed import TokenWords
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.planner import chain as planned
 from megamoe.planner.hopper import max_tiles, num_rows
 from megamoe.planner.launches import Gemm, Launch, Pass
-from megamoe.planner.plan import Plan, shared_plan
+from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import WIDTH
 
 DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16, "u8": torch.uint8}
@@ -157,53 +156,8 @@ def stretches(
     yield None
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
     if num > 0:
-        _combine(here, plan, rest, routing, y)
+        chain_home.combine_rows(here, plan, rest, routing, y)
     yield y
-
-
-def _combine(here: _Ranked, plan: Plan, rest: list[Launch], routing: Routing, y: Tensor) -> None:
-    """Rows that are home, and those of shared experts, to y [T, H]."""
-    call, num = here.call, len(y)
-    rows = here.me.buffer.rows[: num * here.num_slots].view(num, here.num_slots, -1)
-    if rows.dtype == torch.uint8:
-        _combine_fp8(here, plan, rest, routing, rows, y)
-        return
-    if call.shared is not None:
-        hopper.shared_rows(
-            call.x, call.shared, call.options, call.status.bad_slot, rows, shared_plan(plan),
-            call.top_k, here.pdl,
-        )  # fmt: skip
-    row_scale = None
-    if call.options.combine == "fp8":
-        rows, row_scale = hopper.as_fp8(rows, rest[-2], here.pdl)
-    weighted = call.options.weight_at == "combine"
-    combine(
-        rows, row_scale, routing.idx, routing.weights, y, step=rest[-1], weighted=weighted,
-        pdl=here.pdl,
-    )  # fmt: skip
-
-
-def _combine_fp8(
-    here: _Ranked, plan: Plan, rest: list[Launch], routing: Routing, rows: Tensor, y: Tensor
-) -> None:
-    """The same of rows that came as FP8, their scales after them."""
-    call, num, hidden = here.call, *y.shape
-    codes, row_scale = rows[:, :, :hidden], rows[:, :, hidden:]
-    if call.shared is not None:
-        extra = call.shared.num_experts
-        own = torch.empty(num, extra, hidden, dtype=torch.bfloat16, device=y.device)
-        hopper.shared_rows(
-            call.x, call.shared, call.options, call.status.bad_slot, own, shared_plan(plan), 0,
-            here.pdl,
-        )  # fmt: skip
-        own_codes, own_scale = hopper.as_fp8(own, rest[-2], here.pdl)
-        codes[:, call.top_k :].copy_(own_codes)
-        row_scale[:, call.top_k :, : own_scale.shape[2]].copy_(own_scale)
-    weighted = call.options.weight_at == "combine"
-    combine(
-        codes, row_scale, routing.idx, routing.weights, y, step=rest[-1], weighted=weighted,
-        pdl=here.pdl,
-    )  # fmt: skip
 
 
 class _Pushed(NamedTuple):

@@ -16,7 +16,7 @@ from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.planning import log_once
 from megamoe.errors import CapacityError, DTypeError, MegaMoEError, MegaMoETimeout, require
-from megamoe.planner.hopper import UpTo
+from megamoe.planner.buckets import UpTo
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
@@ -150,17 +150,16 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
             return [[[0, "staged", str(error)]], []]
 
     cards = world.meeting.meet("choose the modes", look)
-    whys = [f"rank {rank}: {sizes[-1][2]}" for rank, (sizes, _) in enumerate(cards)
-            if sizes[-1][1] == "staged"]  # fmt: skip
+    whys = [
+        f"rank {rank}: {sizes[-1][2]}" for rank, (sizes, plans) in enumerate(cards) if not plans
+    ]
     try:
-        check_alike([{"modes": [one[:2] for one in sizes]} for sizes, _ in cards])
-        sizes = tuple(UpTo(*one) for one in cards[world.meeting.rank][0])
-        for found in zip(*(found for _, found in cards), strict=True):
-            check_alike(list(found))
-        if any(one.mode in MODES for one in sizes):
+        if not whys:
+            check_alike([{"modes": [one[:2] for one in sizes]} for sizes, _ in cards])
+            for plans in zip(*(plans for _, plans in cards), strict=True):
+                check_alike(list(plans))
+            sizes = tuple(UpTo(*one) for one in cards[world.meeting.rank][0])
             assert most is not None
-            if whys:
-                log_once(f"larger calls over the group are staged: {whys[0]}")
             return _share(layer, world, most, sizes, is_asked_for=False), ""
     except MegaMoETimeout:
         raise

@@ -32,8 +32,8 @@ from megamoe.engine.refresh import Refresh
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
+from megamoe.planner.buckets import UpTo, group_modes
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import UpTo, group_modes
 from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k

@@ -40,10 +40,9 @@ from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner import chain as chain_plan
-from megamoe.planner.buckets import bucket_of, planned_bound
+from megamoe.planner.buckets import bucket_of, group_modes, planned_bound
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import group_modes
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS

@@ -390,7 +390,7 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
     if asked == "split":
         return _split(call)
     if asked == "chain" or (asked == "auto" and call.is_group):
-        return _chain_or(call, refusal, asked)
+        return over_group(call, refusal, asked)
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
@@ -412,7 +412,7 @@ def _split(call: CallSpec) -> tuple[str, str]:
     return "split", "asked for"
 
 
-def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
+def over_group(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
     """Over a group: one fused launch, else the chain (`tables.AUTO_TAKES_CHAIN`), else staged."""
     from megamoe.planner import chain
 
@@ -438,36 +438,6 @@ def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[st
         return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
     how = "no host between ranks, and transfers overlap the GEMMs"
     return "chain", f"{how}; {tables.WHY_CHAIN}; {why}"
-
-
-class UpTo(NamedTuple):
-    """What `auto` takes over a group, for bounds up to a number of tokens of a rank."""
-
-    tokens: int
-    mode: str
-    why: str
-
-
-def group_modes(call: CallSpec, given: Mapping[str, Value]) -> tuple[UpTo, ...]:
-    """The modes of a layer over a group by the bound of a call, which all ranks know.
-
-    >>> from megamoe.problem import Problem
-    >>> flash = Problem(1, 4096, 2048, 256, 6, num_ranks=8, recipe="w4a8_block")
-    >>> [found[:2] for found in group_modes(CallSpec(flash, max_tokens=4096), {})]
-    [(120, 'fused'), (4096, 'chain')]
-    """
-    p, most = call.problem, call.max_tokens or 0
-    edge = tokens_of_a_launch(
-        p.recipe, most, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
-    )
-    found: list[UpTo] = []
-    for bound in sorted({min(edge, most) or most, most}):
-        here = replace(call, problem=replace(p, num_tokens=min(bound, 1)), max_tokens=bound)
-        mode, why = _chain_or(here, why_not_fused(here, given), "auto")
-        if found and found[-1].mode == mode:
-            found.pop()
-        found.append(UpTo(bound, mode, why))
-    return tuple(found)
 
 
 # -- launches -------------------------------------------------------------------------------------

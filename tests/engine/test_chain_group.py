@@ -15,7 +15,7 @@ from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.planning import Ranks
 from megamoe.errors import NotAvailable, RankError
-from megamoe.planner.hopper import UpTo
+from megamoe.planner.buckets import UpTo
 from tests.engine.pretended import E, make, tokens
 from tests.engine.test_fused_group import MOST, peers  # noqa: F401  a fixture
 

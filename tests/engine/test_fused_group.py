@@ -22,7 +22,8 @@ from megamoe.errors import (
     ShapeError,
 )
 from megamoe.layout.exchange import InboxSizes, exchange
-from megamoe.planner.hopper import UpTo, exchange_of
+from megamoe.planner.buckets import UpTo
+from megamoe.planner.hopper import exchange_of
 from tests.engine.pretended import E, H, K, make, tokens, wanted
 
 MOST = 6  # tokens of a rank

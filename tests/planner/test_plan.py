@@ -13,7 +13,8 @@ import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import MACHINES
-from megamoe.planner import chain, hopper
+from megamoe.planner import chain
+from megamoe.planner.buckets import group_modes
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.floor import overlap_limit
 from megamoe.planner.launches import Gemm, Mega
@@ -186,7 +187,7 @@ def test_auto_takes_the_chain_where_a_fused_launch_cannot(monkeypatch):
 
 def test_one_layer_shares_memory_for_both_modes_and_its_calls_follow_their_bound():
     flash = replace(FLASH, recipe="w4a8_block", num_tokens=0)
-    modes = hopper.group_modes(CallSpec(flash, max_tokens=4096), {})
+    modes = group_modes(CallSpec(flash, max_tokens=4096), {})
     assert [one[:2] for one in modes] == [(120, "fused"), (4096, "chain")]
     few = CallSpec(replace(flash, num_tokens=8), max_tokens=8, shared_tokens=4096)
     many = CallSpec(replace(flash, num_tokens=8), max_tokens=4096)
@@ -196,8 +197,8 @@ def test_one_layer_shares_memory_for_both_modes_and_its_calls_follow_their_bound
     assert shared[0] == shared[1] and [about.split(":")[0] for about in shared[0]] == [
         "fused", "chain",
     ]  # fmt: skip
-    assert hopper.group_modes(CallSpec(flash, max_tokens=64), {})[0][:2] == (64, "fused")
-    assert hopper.group_modes(CallSpec(flash), {})[0].mode == "staged"
+    assert group_modes(CallSpec(flash, max_tokens=64), {})[0][:2] == (64, "fused")
+    assert group_modes(CallSpec(flash), {})[0].mode == "staged"
 
 
 def test_shared_experts_join_the_launches_or_have_their_own():

@@ -15,7 +15,7 @@ from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
 from megamoe.kernels.gluon.operands import operand, rows_of
 from megamoe.kernels.gluon.pipeline import GROUPS
-from megamoe.kernels.hopper.gemm.fp8_rows import keep_scales, row_bits, row_codes, row_step
+from megamoe.kernels.hopper.gemm.fp8_rows import row_codes
 
 _PLANES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -191,20 +191,11 @@ def finish_linear(gemm, sums, tile, slab, SLAB: gl.constexpr, WG: gl.constexpr):
 def finish_fp8(gemm, low, high, tile, slab, WG: gl.constexpr):
     """L2: sums [64, N] of the warpgroup's two slabs -> E4M3, 128 columns of each token's row."""
     gl.static_assert(gemm.SLABS == 2, "128 columns share a scale")
-    low = _within(gemm, _linear_rows(gemm, low, tile, WG * 2), slab)
-    high = _within(gemm, _linear_rows(gemm, high, tile, WG * 2 + 1), slab + 1)
-    code, inverse = row_step(gl.maximum(row_bits(low, 0), row_bits(high, 0)))
-    keep_scales(gemm, code, tile, slab // 2, 0)
-    wide = gl.expand_dims(inverse, 0)
-    _store_rows(gemm, row_codes(low, wide), tile, slab * 64, gemm.num_outputs, WG)
-    _store_rows(gemm, row_codes(high, wide), tile, slab * 64 + 64, gemm.num_outputs, WG)
-
-
-@gluon.jit
-def _within(gemm, rows, slab):
-    """BF16 [64 columns, N], zero from the last column of a row on."""
-    col = slab * 64 + gl.arange(0, 64, gl.SliceLayout(1, rows.type.layout))
-    return gl.where(gl.expand_dims(col < gemm.num_outputs, 1), rows, 0.0)
+    low = _linear_rows(gemm, low, tile, WG * 2)
+    high = _linear_rows(gemm, high, tile, WG * 2 + 1)
+    low, high = row_codes(gemm, low, high, tile, slab * 64, 0, 0)
+    _store_rows(gemm, low, tile, slab * 64, gemm.num_outputs, WG)
+    _store_rows(gemm, high, tile, slab * 64 + 64, gemm.num_outputs, WG)
 
 
 @gluon.jit

@@ -27,31 +27,33 @@ def is_fp8(pointer_dtype):
 
 
 @gluon.jit
-def row_bits(values, AXIS: gl.constexpr):
-    """The bits of the amax of BF16 values along an axis."""
-    return gl.max(abs_bits(values.to(gl.float32)), AXIS)
+def row_codes(gemm, one, two, tile, first_col, START: gl.constexpr, AXIS: gl.constexpr):
+    """E4M3 of BF16 values of the tile's rows from number START on; their scales are kept.
 
-
-@gluon.jit
-def row_step(bits):
-    """(E8M0 code, reciprocal of the step or 0) of amax bits; what is not finite has zeros."""
+    one, two  64 columns each along AXIS, the first from `first_col` on: a block that shares scales
+    """
+    one = _within(gemm, one, first_col, AXIS)
+    two = _within(gemm, two, first_col + 64, AXIS)
+    bits = gl.maximum(gl.max(abs_bits(one), AXIS), gl.max(abs_bits(two), AXIS))
     code = e8m0_scale(bits, _EXPONENT, _MANTISSA)
-    return code, gl.where(code == 255, 0.0, pow2(254 - gl.where(code == 255, 0, code)))
-
-
-@gluon.jit
-def row_codes(values, inverse):
-    """E4M3 of BF16 values; `inverse` is as wide, or 1 along an axis. +0 where it is 0."""
-    ratio = values.to(gl.float32) * inverse
-    return gl.where(inverse == 0.0, 0.0, ratio).to(gl.float8e4nv)
-
-
-@gluon.jit
-def keep_scales(gemm, code, tile, block, START: gl.constexpr):
-    """The codes [N] of a block of 128 columns of the tile's rows from number START on."""
     row = tile.row_begin + START + gl.arange(0, code.shape[0], code.type.layout)
+    block = first_col // 128
     at = gemm.out_scale + block.to(gl.int64) * gemm.pool_rows + row
     gl.store(at, code.to(gl.uint8), mask=row < tile.row_end)
+    is_dead = code == 255  # a value is not finite: all are +0
+    inverse = gl.expand_dims(pow2(254 - gl.where(is_dead, 0, code)), AXIS)
+    is_dead = gl.expand_dims(is_dead, AXIS)
+    one = gl.where(is_dead, 0.0, one * inverse)
+    two = gl.where(is_dead, 0.0, two * inverse)
+    return one.to(gl.float8e4nv), two.to(gl.float8e4nv)
+
+
+@gluon.jit
+def _within(gemm, values, first_col, AXIS: gl.constexpr):
+    """FP32 of 64 columns along AXIS, zero from the last column of a row on."""
+    col = first_col + gl.arange(0, 64, gl.SliceLayout(1 - AXIS, values.type.layout))
+    inside = gl.expand_dims(col < gemm.num_outputs, 1 - AXIS)
+    return gl.where(inside, values.to(gl.float32), 0.0)
 
 
 @gluon.jit

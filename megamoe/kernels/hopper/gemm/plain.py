@@ -108,13 +108,7 @@ from megamoe.kernels.hopper.gemm.decode_per_wave import (
 )
 from megamoe.kernels.hopper.gemm.epilogue import store_transposed
 from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
-from megamoe.kernels.hopper.gemm.fp8_rows import (
-    is_fp8,
-    keep_scales,
-    row_bits,
-    row_codes,
-    row_step,
-)
+from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8, row_codes
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 
 
@@ -494,22 +488,11 @@ def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
 def _finish_fp8(gemm, left, right, tile, START: gl.constexpr, WG: gl.constexpr):
     """E4M3 of sums [64 tokens, 64] of the two halves of 128 columns, which share a scale."""
     col = tile.n_tile_idx * ROWS + WG * 128
-    left = _within(gemm, _linear_columns(gemm, left, tile, 0, START, WG), col)
-    right = _within(gemm, _linear_columns(gemm, right, tile, 64, START, WG), col + 64)
-    code, inverse = row_step(gl.maximum(row_bits(left, 1), row_bits(right, 1)))
-    keep_scales(gemm, code, tile, tile.n_tile_idx * 2 + WG, START)
-    wide = gl.expand_dims(inverse, 1)
-    codes = row_codes(left, wide)
-    store_transposed(gemm, codes, tile, START, col, gemm.num_outputs, False, WG)
-    codes = row_codes(right, wide)
-    store_transposed(gemm, codes, tile, START, col + 64, gemm.num_outputs, False, WG)
-
-
-@gluon.jit
-def _within(gemm, rows, first_col):
-    """BF16 [64 tokens, 64], zero from the last column of a row on."""
-    col = first_col + gl.arange(0, 64, gl.SliceLayout(0, rows.type.layout))
-    return gl.where(gl.expand_dims(col < gemm.num_outputs, 0), rows, 0.0)
+    left = _linear_columns(gemm, left, tile, 0, START, WG)
+    right = _linear_columns(gemm, right, tile, 64, START, WG)
+    left, right = row_codes(gemm, left, right, tile, col, START, 1)
+    store_transposed(gemm, left, tile, START, col, gemm.num_outputs, False, WG)
+    store_transposed(gemm, right, tile, START, col + 64, gemm.num_outputs, False, WG)
 
 
 @gluon.jit
