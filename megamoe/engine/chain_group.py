@@ -17,7 +17,7 @@ from megamoe.balance.placement import Placement
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.placement import Places
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
-from megamoe.engine import fused_group, partition
+from megamoe.engine import fused_group
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.planning import log_once
 from megamoe.errors import (
@@ -101,7 +101,6 @@ class ChainGroup:
             fix="use mode='chain'",
             kind=NotAvailable,
         )
-        partition.prepare(plan, weights.device)
         num_sms = plan.hardware.num_sms
         layer._reserve(num_sms - (num_sms - kept) // self._shared.ranks_here)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
