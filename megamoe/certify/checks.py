@@ -194,8 +194,8 @@ def _tile(target: Target, recipe: str, num_tokens: int) -> str:
         return ""
     sizes = target.sizes
     problem = Problem(num_tokens, sizes.hidden, sizes.intermediate, 4, 2, 1, recipe)
-    made = plan(problem, hardware_of(target.device), backend=target.backend, mode="staged")
-    return f"; tile {made.tile}"
+    chosen = plan(problem, hardware_of(target.device), backend=target.backend, mode="staged")
+    return f"; tile {chosen.tile}"
 
 
 # What a layer check varies: (routing, shared experts, options). Other than SwiGLU, with biases.

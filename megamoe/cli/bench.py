@@ -185,8 +185,8 @@ def plot(
 
     report = read(record, None if peers is None else load(peers))
     path = Path(record)
-    made = plots.write(report, writable_folder(path.parent if out is None else out), path.stem)
-    Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+    paths = plots.write(report, writable_folder(path.parent if out is None else out), path.stem)
+    Console().print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
 
 
 class SavedReport:
@@ -226,14 +226,14 @@ def finish(
     console = Console(stderr=as_json)
     show_or_dump(report, as_json, columns)
     if folder is not None:
-        made = write(report, folder, name)
+        paths = write(report, folder, name)
         from megamoe.bench import plots
 
         try:
-            made += plots.write(report, folder, name)
+            paths += plots.write(report, folder, name)
         except NotAvailable as error:
             console.print(f"no plots: {escape(str(error))}", soft_wrap=True)
-        console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+        console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
     raise typer.Exit(report.exit_code)
 
 

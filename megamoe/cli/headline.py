@@ -68,13 +68,13 @@ def command(
     else:
         _show(result)
     if folder is not None:
-        made = headline.write(result, folder)
+        paths = headline.write(result, folder)
         console = Console(stderr=as_json or markdown)
         try:
-            made.append(headline.draw(result, folder / "headline.png"))
+            paths.append(headline.draw(result, folder / "headline.png"))
         except NotAvailable as error:
             console.print(f"no picture: {escape(str(error))}", soft_wrap=True)
-        console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+        console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
     raise typer.Exit(result.exit_code)
 
 

@@ -109,8 +109,8 @@ def _recorded(path: Path, out: str | None, quiet: bool) -> list[Overlap]:
 
     rows = overlap_picture.load(path)
     if folder is not None:
-        made = overlap_picture.draw(rows, folder / "overlap.png")
-        Console(stderr=quiet).print(f"wrote {made}", soft_wrap=True, highlight=False)
+        picture = overlap_picture.draw(rows, folder / "overlap.png")
+        Console(stderr=quiet).print(f"wrote {picture}", soft_wrap=True, highlight=False)
     return rows
 
 

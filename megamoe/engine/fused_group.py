@@ -88,10 +88,10 @@ class FusedGroup:
         from megamoe.distributed.symmetric import share
         from megamoe.kernels.hopper.mega.launch import World
 
-        weights, most = layer.weights, layer.max_tokens_per_rank
-        assert most is not None
+        weights, max_tokens = layer.weights, layer.max_tokens_per_rank
+        assert max_tokens is not None
         plan = layer._plan_in("fused")
-        self.num_tokens = most
+        self.num_tokens = max_tokens
         self.num_passes, self._each = passes_of(plan.call)
         where = exchange_of(plan.call)
         self._shared = share(meeting, where.num_bytes, weights.device)
@@ -102,9 +102,9 @@ class FusedGroup:
         )
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
         num_sms = plan.hardware.num_sms
-        kept = dict(plan.overrides).get("reserve_sms") or 0
-        assert isinstance(kept, int)
-        taken = num_sms - (num_sms - kept) // self._shared.ranks_here
+        reserved = dict(plan.overrides).get("reserve_sms") or 0
+        assert isinstance(reserved, int)
+        taken = num_sms - (num_sms - reserved) // self._shared.ranks_here
 
         def card() -> dict[str, int]:
             check_grid(num_sms, taken, 1)

@@ -483,20 +483,22 @@ class MoE(nn.Module):
         its own experts; what one refuses, all refuse.
         """
         self._renew()
-        held = self.shared if shared else self.experts
-        require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
-        assert held is not None
+        module = self.shared if shared else self.experts
+        require(
+            module is not None, "the layer must have shared experts", got="none", kind=ShapeError
+        )
+        assert module is not None
         parts: list[Refresh] = []
 
         def check() -> None:
-            parts.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
-            parts[0].check(held.weights)
+            parts.append(Refresh.of(module.weights, w13, w2, experts, b13, b2, gate_up))
+            parts[0].check(module.weights)
 
         if self._world is None:
             check()
         else:
             self._world.meeting.meet("refresh", check)
-        parts[0].write(held.weights)
+        parts[0].write(module.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -563,11 +565,11 @@ class MoE(nn.Module):
 
     def _largest_replay(self) -> int | None:
         """Tokens of the largest graph: in mode fused those that one launch takes."""
-        most = self.max_tokens_per_rank
+        max_tokens = self.max_tokens_per_rank
         if self._wanted[1] != "fused":
-            return most
+            return max_tokens
         fits = max_fused_tokens(self.plan(1).call)
-        return fits if most is None else min(most, fits)
+        return fits if max_tokens is None else min(max_tokens, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
@@ -576,8 +578,8 @@ class MoE(nn.Module):
         self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
-            held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
-            for t in (*held, self.stats):
+            buffers = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
+            for t in (*buffers, self.stats):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
@@ -600,10 +602,10 @@ class MoE(nn.Module):
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
-        held = [one for one in (self.experts, self.shared) if one is not None]
-        if not any(one.was_loaded for one in held):
+        modules = [one for one in (self.experts, self.shared) if one is not None]
+        if not any(one.was_loaded for one in modules):
             return
-        for one in held:
+        for one in modules:
             one.was_loaded = False
         device = self.weights.device
         if self.stats.device != device:

@@ -196,8 +196,8 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
-        made = {"fused": _fused, "chain": _chain}.get(plan.mode, _staged)
-        return made(plan)
+        schedule = {"fused": _fused, "chain": _chain}.get(plan.mode, _staged)
+        return schedule(plan)
 
 
 def fused_schedule(

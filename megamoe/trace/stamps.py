@@ -165,8 +165,8 @@ def first_ns(events: Sequence[Event]) -> int:
     """
     if not events:
         return 0
-    some = events[0].begin
-    return (some + min(since(e.begin, some) for e in events)) % _WRAP
+    origin = events[0].begin
+    return (origin + min(since(e.begin, origin) for e in events)) % _WRAP
 
 
 def since(ns: int, first: int) -> int:

@@ -57,7 +57,10 @@ def test_fallbacks_of_auto_are_planned_with_the_reason(gpu):
     one(mm.quantize(x, "mxfp8"), idx, weight)
     one(*tokens(200))
     assert gpu.log == ["staged"] * 2
-    assert "quantised" in one.plan(10, is_quantized=True).why and "50.0 want" in one.plan(200).why
+    assert (
+        "quantised" in one.plan(10, is_quantized=True).why
+        and "50.0 rows an expert" in one.plan(200).why
+    )
 
 
 def test_auto_with_wide_tiles_is_staged(gpu):
