@@ -27,7 +27,7 @@ from megamoe.bench.cells import (
 )
 from megamoe.bench.peers import load
 from megamoe.bench.record import OK, WRONG, Report, Row, read, write
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder
 from megamoe.errors import NotAvailable, RangeError, require
 
 
@@ -268,7 +268,7 @@ def show(report: Report, console: Console, columns: Columns = COLUMNS) -> None:
             table.add_row(*(text(row) for text in every.values()))
     wide = one_line_a_row(console)
     if table.row_count:
-        wide.print(table)
+        whole_table(wide, table, 3)
     for label, means in report.geomeans().items():
         parts = (
             f"{n.replace('_', ' ')} {mean:.3f} ({count})" for n, (mean, count) in means.items()

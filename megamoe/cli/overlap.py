@@ -26,7 +26,7 @@ from megamoe.cli.bench import (
     one_line_a_row,
 )
 from megamoe.cli.problems import overrides_from
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder, write_atomic
 from megamoe.errors import RangeError, require
 
 if TYPE_CHECKING:
@@ -143,6 +143,6 @@ def show(rows: list[Overlap]) -> None:
         sms = f"{r.sms - r.pull_sms} + {r.pull_sms}"
         about = r.cell, r.recipe, str(r.num_ranks), sms, f"{r.links_gbs:.0f}"
         table.add_row(*about, *us, *shares, bits)
-    wide.print(table)
+    whole_table(wide, table, 2)
     if rows:
         wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)
