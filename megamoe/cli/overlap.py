@@ -75,7 +75,7 @@ def overlap(
         kind=RangeError,
     )  # fmt: skip
     from megamoe.bench.overlap import measure
-    from megamoe.bench.spans import draw, launches_of
+    from megamoe.bench.spans import draw, launches_of, overlap_us
 
     rows = []
 
@@ -91,7 +91,9 @@ def overlap(
         write_atomic(folder / f"{name}.json", json.dumps(trace))
         title = f"{row.cell}, {row.recipe}: {row.num_ranks} ranks of {row.sms} SMs on one GPU"
         title += f", links of {row.links_gbs:.0f} GB/s; profiled"
-        draw(launches_of(trace), title, row.provenance, folder / f"{name}.png")
+        launches = launches_of(trace)
+        title += f", {overlap_us(launches, 'pull', 'L1'):,.0f} us of rank 0's pull beside L1"
+        draw(launches, title, row.provenance, folder / f"{name}.png")
 
     with Bars(quiet=as_json) as bars:
         measure(

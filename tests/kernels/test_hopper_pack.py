@@ -5,6 +5,7 @@ import re
 import numpy
 import pytest
 import torch
+import triton
 
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
@@ -13,7 +14,7 @@ from megamoe.kernels.hopper.weights import decode, pack
 from megamoe.layout.tiles import RegisterImage
 
 ASM = {  # by kind: the program, and what else it is given
-    "e4m3_image": (decode.TO_E4M3, {}),
+    "e4m3_image": (triton.language.constexpr(decode._to_e4m3(1)), {}),
     "placed_image": (decode.PLACED_TO_BF16, {}),
     "mx_image": (decode.MX_TO_BF16, {"$9": decode.MX_BYTES, "$13": decode.LOW_BYTES}),
     "nv_image": (decode.NV_TO_BF16, {"$9": decode.NV_BYTES, "$13": decode.LOW_BYTES}),
