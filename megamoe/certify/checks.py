@@ -207,7 +207,7 @@ _CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gpt-oss with biases": ("zipf", False, {"activation": "gpt_oss"}),
     "rows in fp8": ("uniform", False, {"combine": "fp8"}),
     "one expert": ("one", False, {}),
-    "nobody": ("nobody", False, {}),
+    "all masked": ("all_masked", False, {}),
 }
 
 

@@ -1,4 +1,4 @@
-"""moe(): the layer as one call, and the checks at its door."""
+"""moe(): the layer as one call, and the checks of its arguments."""
 
 from __future__ import annotations
 

@@ -167,7 +167,7 @@ class MoE(nn.Module):
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
         layer = cls(weights, num_experts, top_k, **options)
-        layer.experts.owns = True  # nobody else has them: a load may write in place
+        layer.experts.owns = True  # no other layer has them: a load may write in place
         return layer
 
     def _build(
@@ -343,7 +343,7 @@ class MoE(nn.Module):
     def _check_once(
         self, looks: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> None:
-        """The checks at the door; a call that looks like one that passed is not checked again."""
+        """The checks of a call; a call that looks like one that passed is not checked again."""
         if looks in self._passed:
             return
         self._check(x, idx, weights)

@@ -1,6 +1,6 @@
 """PackedMatrix: a linear of all experts held as Hopper's image, and nothing else (decision 0028).
 
-It stands where a `Quantized` stands: whoever asks for `data` or `scale` gets the canonical bytes,
+It stands where a `Quantized` stands: `data` and `scale` give the canonical bytes,
 unpacked then and there, exactly.
 """
 
@@ -64,7 +64,7 @@ class Source:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds any of it."""
+        """Whether no tensor of it is alive."""
         return not self._places
 
     def has_changed(self) -> bool:
