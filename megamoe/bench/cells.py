@@ -79,11 +79,24 @@ SHARED = {
 }
 # The shape of a public fused kernel's published times: benchmarks/h200/peers-public-48.json.
 PUBLIC = {s.name: s for s in (Shape("public-48", 6144, 2048, 48, 8, tokens=(8, 32, 64, 128, 256)),)}
+# One rank's share of what the published split kernels were timed on: 384 experts over eight ranks,
+# or over four.
+SPLIT = {
+    s.name: s
+    for s in (
+        Shape(
+            f"split-ep{ranks}-{width}", 7168, width, 384 // ranks, 6, Options(clamp=10.0),
+            tokens=(16, 32, 64, 128, 512, 1024, 4096, 8192),
+        )
+        for ranks in (8, 4)
+        for width in (3072, 2048)
+    )
+}  # fmt: skip
 PRESETS = {
     m.name: Shape(m.name, m.hidden, m.intermediate, m.num_experts, m.top_k, m.options, m.has_bias)
     for m in MODELS.values()
 }
-SHAPES = SHARES | SHARED | PUBLIC | PRESETS
+SHAPES = SHARES | SHARED | PUBLIC | SPLIT | PRESETS
 
 
 def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tuple[Cell, ...]:

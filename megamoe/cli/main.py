@@ -27,6 +27,7 @@ from megamoe.cli import headline as headline_command
 from megamoe.cli import overlap as overlap_command
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
+from megamoe.cli import split as split_command
 from megamoe.cli import trace as trace_command
 from megamoe.cli.shared import Bars, Json, device_named, plain_where_needed, reason_table
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
@@ -43,6 +44,7 @@ bench_commands.add_to(bench)
 bench_more.add_to(bench)
 headline_command.add_to(bench)
 overlap_command.add_to(bench)
+split_command.add_to(bench)
 app.add_typer(bench, name="bench")
 plan_command.add_to(app)
 simulate_command.add_to(app)

@@ -32,7 +32,7 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
-from megamoe.planner.hopper import check_grid, exchange_of, passes_of
+from megamoe.planner.hopper import check_grid
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
     `auto` is fused where the plan of every rank is.
     """
     mode = layer._wanted[1]
-    if layer.backend != "hopper":  # as on all ranks
+    if layer.backend not in ("hopper", "blackwell"):  # as on all ranks
         return None, f"backend {layer.backend} has no fused calls over a group"
     if mode == "fused":
         return FusedGroup(layer, world.meeting), ""
@@ -86,14 +86,14 @@ class FusedGroup:
 
     def __init__(self, layer: MoE, meeting: Rendezvous) -> None:
         from megamoe.distributed.symmetric import share
-        from megamoe.kernels.hopper.mega.launch import World
+        from megamoe.kernels.gluon.mega.arguments import World
 
         weights, max_tokens = layer.weights, layer.max_tokens_per_rank
         assert max_tokens is not None
         plan = layer._plan_in("fused")
         self.num_tokens = max_tokens
-        self.num_passes, self._each = passes_of(plan.call)
-        where = exchange_of(plan.call)
+        self.num_passes, self._each = plan.num_passes, plan.fused_tokens
+        where = plan.exchange
         self._shared = share(meeting, where.num_bytes, weights.device)
         self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
@@ -169,8 +169,11 @@ class FusedGroup:
     ) -> Tensor:
         from megamoe.engine import fused, images
 
+        is_alike = self.plan.backend != "hopper" or (
+            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3
+        )
         require(
-            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
+            is_alike,
             "weights of a fused layer over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",

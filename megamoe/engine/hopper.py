@@ -54,6 +54,10 @@ def run(call: Call, plan: Plan) -> Tensor:
         from megamoe.engine import fused
 
         return fused.run(call, plan.mega)
+    if plan.mode == "split":
+        from megamoe.engine import split
+
+        return split.run(call, plan)
     return staged(call, plan)
 
 

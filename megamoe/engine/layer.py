@@ -34,7 +34,7 @@ from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, 
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.choice import Value
 from megamoe.planner.hopper import max_fused_tokens
-from megamoe.planner.overrides import TILE, Overrides, checked
+from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
 
@@ -120,7 +120,7 @@ class MoE(nn.Module):
                 "pool_rows": pool_rows,
                 "overlap_launches": overlap_launches,
             }
-        ) + checked(overrides or {}, legal=TILE)
+        ) + checked(overrides or {}, legal=CHOICES)
         self._launch = LaunchOptions(timeout_s, debug_poison)
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None

@@ -22,7 +22,7 @@ from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, ShapeError, one_of, require
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import check_grid, exchange_of
+from megamoe.planner.hopper import check_grid
 from megamoe.planner.overrides import TILE, checked
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import MAX_RANKS
@@ -40,6 +40,7 @@ class LocalRanks:
     options    what the layer computes; None: `mm.Options()`
     mode       "fused", or "chain" for calls of any size
     links_gbs  chain: GB/s at which a rank pulls tokens of others, at most; None: as fast as it can
+    backend  "hopper", or "blackwell" for fused calls
     timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
     """
 
@@ -56,6 +57,7 @@ class LocalRanks:
         pool_rows: int | None = None,
         links_gbs: float | None = None,
         overrides: Mapping[str, Value] | None = None,
+        backend: str = "hopper",
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
         self._launch = LaunchOptions(timeout_s, debug_poison)
@@ -66,7 +68,9 @@ class LocalRanks:
             "pool_rows": pool_rows,
         }
         tile = dict(checked(overrides or {}, legal=TILE))
-        self._given = checked({"backend": "hopper", **routes, **tile})
+        one_of(backend, ("hopper", "blackwell") if mode == "fused" else ("hopper",), "backend")
+        self._backend = backend
+        self._given = checked({"backend": backend, **routes, **tile})
         require(
             1 <= num_ranks <= MAX_RANKS,
             f"one launch runs 1 to {MAX_RANKS} ranks",
@@ -80,7 +84,7 @@ class LocalRanks:
             kind=ShapeError,
         )
         device = weights.device
-        backends.resolve("hopper", mode, device)
+        backends.resolve(backend, mode, device)
         self._launch.check()
         check_grid(hardware_of(device).num_sms, reserve_sms, num_ranks)
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
@@ -100,7 +104,7 @@ class LocalRanks:
     ) -> list[Tensor]:
         """One call on every rank: bf16 [T_r, H] each -> bf16 [T_r, H] each; T_r may differ."""
         from megamoe.engine import fused
-        from megamoe.kernels.hopper.mega.launch import World
+        from megamoe.kernels.gluon.mega.arguments import World
 
         counts = self._check(x, topk_idx, topk_weights)
         if self._chain is not None:
@@ -133,7 +137,7 @@ class LocalRanks:
         if self._chain is not None:
             return self._chain.plan(num_tokens, top_k)
         return plan_for(
-            self.weights, self.options, traits_of("hopper", self.weights, None),
+            self.weights, self.options, traits_of(self._backend, self.weights, None),
             num_tokens=num_tokens, top_k=top_k, overrides=self._given,
             ranks=Ranks(self.num_ranks, self.weights.num_experts, self.num_ranks),
         )  # fmt: skip
@@ -158,7 +162,7 @@ class LocalRanks:
             had, top_k = self._buffers[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
-        where = exchange_of(self.plan(num_tokens, self._top_k).call)
+        where = self.plan(num_tokens, self._top_k).exchange
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)

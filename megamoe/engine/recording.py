@@ -37,11 +37,10 @@ from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.hardware import Hardware, of_gpu
 from megamoe.kernels.gluon import compiler_hooks
-from megamoe.kernels.hopper.mega.launch import World
+from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import exchange_of, passes_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS
@@ -306,8 +305,8 @@ def _over_group(
     )
     if plan.mode == "fused":
         assert plan.mega is not None
-        passes, each = passes_of(plan.call)
-        where = exchange_of(plan.call)
+        passes, each = plan.num_passes, plan.fused_tokens
+        where = plan.exchange
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
         symm = symm_buffer.symm_buffer_in(memory, where)
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)

@@ -137,7 +137,7 @@ class DeviceStatus:
         self._seen[:REPORT].fill_(NONE)
         if first == GIVEN_UP:
             raise MegaMoETimeout(
-                rank, "weights that other CTAs decode", 1, 0, "that call's result is wrong; retry"
+                rank, "tiles or weights of other CTAs", 1, 0, "that call's result is wrong; retry"
             )
         token, slot = divmod(first, self._top_k)
         of = f" of rank {rank}" if self._ranks > 1 else ""

@@ -296,9 +296,8 @@ def passes_of(call: CallSpec) -> tuple[int, int]:
     return passes(p.recipe, tokens, slots, p.num_experts, fits_e4m3=call.fits_e4m3)
 
 
-def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
-    """Why no fused launch takes this call on Hopper; None where one does."""
-    p = call.problem
+def why_never_fused(call: CallSpec) -> Refusal | None:
+    """Why no fused launch of any GPU takes this call, whatever its size."""
     if call.is_quantized:
         return Refusal("a fused launch takes BF16 tokens; these come quantised", DTypeError)
     if call.is_captured:
@@ -308,11 +307,20 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
             return Refusal("fused calls over a group have no shared experts")
         if call.is_placed:
             return Refusal("fused calls over a group need contiguous experts, each once")
-        if p.num_ranks > tables.MAX_RANKS:
+        if call.problem.num_ranks > tables.MAX_RANKS:
             return Refusal(f"fused calls take {tables.MAX_RANKS} ranks at most")
         if not call.max_tokens:
             why = "fused calls over a group need max_tokens_per_rank: memory is shared up front"
             return Refusal(why, CapacityError)
+    return None
+
+
+def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
+    """Why no fused launch takes this call on Hopper; None where one does."""
+    p = call.problem
+    refusal = why_never_fused(call)
+    if refusal is not None:
+        return refusal
     if call.shared is not None:
         if call.shared.apart:
             why = "shared experts of a fused launch must be like the routed ones, in FP4 with E8M0 "
@@ -366,12 +374,29 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
         return "fused", "asked for"
     if asked == "staged":
         return "staged", "asked for"
+    if asked == "split":
+        return _split(call)
     if asked == "chain" or (asked == "auto" and call.is_group):
         return _chain_or(call, refusal, asked)
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
     return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+
+
+def _split(call: CallSpec) -> tuple[str, str]:
+    """Split as asked for, or a refusal with the reason."""
+    from megamoe.planner import split
+
+    refusal = split.why_not(call)
+    require(
+        refusal is None,
+        "mode split must fit the call",
+        got=refusal.why if refusal else "",
+        fix="use mode='auto' or 'staged'",
+        kind=refusal.kind if refusal else NotAvailable,
+    )
+    return "split", "asked for"
 
 
 def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
@@ -418,15 +443,19 @@ def max_tiles(slots: int, experts: int, block_m: int) -> int:
     return max(min(slots, slots // block_m + experts), 1)
 
 
-def ring(most_rows: int, pool_rows: int | None, block_m: int) -> tuple[int, int]:
+def ring(
+    most_rows: int, pool_rows: int | None, block_m: int, align: int = tables.ROW_ALIGN
+) -> tuple[int, int]:
     """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
+
+    align  rows at whose multiples experts begin
 
     >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
     ((100, 0), (100, 0), (496, 240))
     """
     if pool_rows is None or pool_rows >= most_rows:
         return most_rows, 0
-    align, waves = tables.ROW_ALIGN, tables.MAX_WAVES
+    waves = tables.MAX_WAVES
     half = pool_rows // (2 * align) * align
     wave_rows = half - block_m
     least = 2 * (max(align_up(ceil_div(most_rows, waves), align), block_m) + block_m)
@@ -465,12 +494,12 @@ def exchange_of(call: CallSpec) -> Workspace:
     p = call.problem
     num_passes, each = passes_of(call)
     how = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3)
+    width = align_up(p.hidden, tables.WIDTH)
     inbox = InboxSizes(
         num_ranks=p.num_ranks,
         num_tokens=each,
-        width=align_up(p.hidden, tables.WIDTH),
-        element_bytes=1 if how.mma == "fp8" else 2,
-        has_scales=how.promotion > 0,
+        token_bytes=width * (1 if how.mma == "fp8" else 2),
+        scale_bytes=16 * ceil_div(width, 512) if how.promotion else 0,
         max_top_k=next_power_of_2(p.top_k),
         max_experts=next_power_of_2(p.num_experts // p.num_ranks, 32),
     )

@@ -138,6 +138,8 @@ class GemmTmem:
     group_m: int = 1  # token tiles that share each tile of weights
     load_regs: int = 40
     block_rows: int = 128  # weight rows of one MMA; a tile has two
+    math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
+    decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
     @property
     def block_n(self) -> int:
@@ -164,7 +166,7 @@ Tile = GemmSwapAb | Gemm
 class Mega:
     """The fused launch: dispatch, both GEMMs and combine."""
 
-    tile: GemmSwapAb
+    tile: GemmSwapAb | GemmTmem
     max_slots: int  # of one rank that the kernel is compiled for; 0 over several ranks
     max_experts: int  # of one rank, a power of two
     max_top_k: int  # a power of two
@@ -178,13 +180,20 @@ class Mega:
         return self.wave_rows > 0
 
     def constants(self) -> Constants:
-        """Of `mega_kernel`."""
+        """Of `mega_kernel` and `mega_tmem_kernel`."""
         t = self.tile
-        return {
+        if isinstance(t, GemmTmem):
+            own: Constants = {
+                "BLOCK_K": t.block_k, "SUMS": t.num_sums, "CHUNK": t.chunk,
+                "DECODE_REGS": t.decode_regs,
+            }  # fmt: skip
+        else:
+            own = {"SLABS": t.slabs, "DEPTH": t.k_blocks, "WINDOW": t.max_in_flight}
+        return own | {
             "EXPERTS": self.max_experts, "SLOTS": self.max_slots, "K_SLOTS": self.max_top_k,
-            "TOKENS": t.block_m, "SLABS": t.slabs, "DEPTH": t.k_blocks, "STAGES": t.num_stages,
-            "WINDOW": t.max_in_flight, "MATH_REGS": t.math_regs, "LOAD_REGS": t.load_regs,
-            "RING": self.is_ring, "num_warps": NUM_WARPS, "launch_cooperative_grid": True,
+            "TOKENS": t.block_m, "STAGES": t.num_stages, "MATH_REGS": t.math_regs,
+            "LOAD_REGS": t.load_regs, "RING": self.is_ring, "num_warps": NUM_WARPS,
+            "launch_cooperative_grid": True,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -244,6 +253,35 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.chunk} slots a program, {self.num_warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Split: tiles and work items of a window of the rows, and which slots have rows in it."""
+
+    block_m: int
+    chunk: int  # slots of a program
+    chunks: int
+    max_experts: int
+    first_row: int  # of the call's rows that the window begins with
+    num_rows: int
+    is_whole: bool  # it is the only window: slots keep their rows
+    waves: tuple[int, int]  # of work items, of L1 and L2; (0, 0): there are none
+    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    is_dynamic: bool
+    num_warps: int = 4
+
+    def constants(self) -> Constants:
+        """Of `_window_kernel`."""
+        return {
+            "BLOCK": self.block_m, "CHUNK": self.chunk, "CHUNKS": self.chunks,
+            "E": self.max_experts, "IS_WHOLE": self.is_whole, "CTAS": self.max_ctas,
+            "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = "all rows" if self.is_whole else f"{self.num_rows} rows from {self.first_row} on"
+        return f"{rows}, {self.chunk} slots a program"
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,6 +406,7 @@ class Launch:
     grid: tuple[int, ...]
     config: Config
     why: str
+    partition: str = ""  # split: the part of the SMs that it runs on, "l1" or "l2"; "": all
 
     @property
     def num_ctas(self) -> int:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.regions import align_up
+from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, chain, hopper, portable
+from megamoe.planner import blackwell, blackwell_fused, chain, hopper, portable, split
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -29,11 +30,13 @@ from megamoe.planner.launches import (
     Pass,
     PortableGemm,
     Tile,
+    Window,
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
+from megamoe.planner.tables.split import why_not_auto
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
@@ -43,10 +46,10 @@ NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
-    "hopper": ("staged", "fused", "chain"),
-    "blackwell": ("staged",),
+    "hopper": ("staged", "fused", "chain", "split"),
+    "blackwell": ("staged", "fused"),
     "portable": ("staged",),
-    "reference": ("staged", "fused", "chain"),
+    "reference": ("staged", "fused", "chain", "split"),
 }
 
 
@@ -71,10 +74,10 @@ class Plan:
     why: str  # of the backend and the mode
     numerics: Numerics  # MMA type, promotion, how activations are stored
     passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
-    # the exchange, then routed experts, window after window of the pool
+    # the exchange, then routed experts, window after window of the pool; split: the latter
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
-    rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
+    rest: tuple[Launch, ...]  # staged, chain, split: what follows the passes, combine last
     buffers: tuple[Buffer, ...]  # memory of a rank
     overrides: Overrides  # what the caller fixed
 
@@ -150,11 +153,33 @@ class Plan:
     @property
     def shared_memory(self) -> SharedMemory | None:
         """The sum of a CTA of Gluon's GEMMs; Triton's compiler lays out portable's."""
+        recipe = self.problem.recipe
+        if isinstance(self.tile, GemmTmem) and self.mega is not None:
+            return blackwell_fused.shared_memory(recipe, self.tile, self._routing_bytes)
         if isinstance(self.tile, GemmTmem):
-            return blackwell.shared_memory(self.problem.recipe, self.tile)
+            return blackwell.shared_memory(recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):
             return hopper.shared_memory(self.call, self.tile)
         return None
+
+    @property
+    def _routing_bytes(self) -> int:
+        """Of a CTA of a fused launch."""
+        p = self.problem
+        slots = p.num_ranks * self.fused_tokens * (p.top_k + self.call.joined)
+        experts = p.num_experts // p.num_ranks + self.call.joined
+        return hopper.routing_bytes(slots, experts, p.num_ranks)
+
+    @property
+    def fused_tokens(self) -> int:
+        """Tokens of a rank in each launch of a fused call."""
+        _, each = _fused(self.backend).passes_of(self.call)
+        return each
+
+    @property
+    def exchange(self) -> Workspace:
+        """The memory that a rank shares with its peers in fused calls."""
+        return _fused(self.backend).exchange_of(self.call)
 
     @property
     def floor(self) -> Floor:
@@ -193,6 +218,7 @@ class Plan:
             choices.append(
                 Choice("pool_passes", num, "times the pool is filled: once but for pool_rows")
             )
+        choices += self._split_choices()
         if isinstance(tile, GemmTmem):
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
@@ -200,6 +226,20 @@ class Plan:
         return tuple(
             Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in choices
         )
+
+    def _split_choices(self) -> list[Choice]:
+        """How the SMs are parted, or why they are not."""
+        if self.mode == "split" and self.routed is not None:
+            on = split.parts(self.hardware.num_sms, dict(self.overrides))
+            num = sum(one.experts.startswith("routed") for one in self.passes)
+            return [
+                Choice("l1_sms", on.l1, on.why),
+                Choice("l2_sms", on.l2, "the rest: L2 follows L1 tile by tile"),
+                Choice("windows", num, "of the ring; more than one by choice"),
+            ]
+        if self.backend == "hopper" and self.mode == "staged" and self.problem.num_ranks == 1:
+            return [Choice("split", False, why_not_auto(self.problem.recipe))]
+        return []
 
     def _why_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
@@ -244,7 +284,8 @@ class Plan:
         rows.append("launches" if self.launches else "no launches: computed by the oracle")
         for one in self.launches:
             grid = " x ".join(map(str, one.grid))
-            rows.append(f"  {one.name:<12}{one.kernel:<20} grid {grid:<14} {one.config}")
+            side = f" on {one.partition}_sms" * bool(one.partition)
+            rows.append(f"  {one.name:<12}{one.kernel:<20} grid {grid:<14} {one.config}{side}")
         if self.shared_memory is not None:
             rows += ["shared memory of a CTA", str(self.shared_memory)]
         rows.append("memory of a rank")
@@ -351,6 +392,13 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
+    require(
+        "l1_sms" not in given or mode == "split" or backend == "reference",
+        "l1_sms parts the SMs of mode split",
+        got=f"mode {mode}",
+        fix="leave it out, or ask for mode='split'",
+        kind=NotAvailable,
+    )
     why = f"{passed}; {why}" if passed else why
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
@@ -360,9 +408,12 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     elif mode == "chain":
         owner = chain.owner_passes(call, hw.num_sms, given)
         passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
+    elif mode == "split":
+        passes = split.passes(call, hw.num_sms, given)
+        rest = tuple(hopper.finish(call, call.problem.num_tokens))
     elif mode == "fused":
-        num, _ = hopper.passes_of(call)
-        mega = hopper.fused_launch(call, hw.num_sms, given)
+        num, _ = _fused(backend).passes_of(call)
+        mega = _fused(backend).fused_launch(call, hw.num_sms, given)
     elif call.is_group:
         passes, rest = _over_group(call, backend, hw, given)
     elif backend == "hopper":
@@ -376,6 +427,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
     made = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
     return _with_buffers(made)
+
+
+def _fused(backend: str) -> Any:
+    """The module of a backend's fused launches."""
+    return blackwell_fused if backend == "blackwell" else hopper
 
 
 def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: Overrides) -> Pass:
@@ -425,7 +481,7 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
     if backend == "portable":
         return "staged", "portable has no fused launch"
     if backend == "blackwell":
-        return "staged", "no fused launch on Blackwell yet"
+        return blackwell_fused.mode_of(call, given, wanted)
     return hopper.mode_of(call, given, wanted)
 
 
@@ -447,10 +503,10 @@ def _buffers(made: Plan) -> list[Buffer]:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
         buffers += _pools(made, rows)
-        _, each = hopper.passes_of(call)
+        each = made.fused_tokens
         if call.is_group:
             about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
-            num = hopper.exchange_of(call).num_bytes
+            num = made.exchange.num_bytes
             buffers.append(Buffer("exchange", num, "symmetric", about))
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
@@ -462,6 +518,13 @@ def _buffers(made: Plan) -> list[Buffer]:
         where = chain.memory(call)
         about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
         buffers.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+    elif made.mode == "split" and made.routed is not None:
+        config = made.routed["window"].config
+        assert isinstance(config, Window)
+        tokens, acts = _pools(made, config.num_rows)
+        ring = acts if config.is_whole else _pools(made, split.WINDOWS * config.num_rows)[1]
+        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
+        buffers += [tokens, ring, Buffer("combine rows", num, "local", "BF16, a row a slot")]
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots

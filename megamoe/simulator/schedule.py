@@ -8,7 +8,7 @@ itself in `study`; everything that is printed or drawn of it then says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megamoe.errors import NotAvailable, ShapeError, require
@@ -139,7 +139,7 @@ class Schedule:
     problem: Problem
     hardware: Hardware
     backend: str
-    mode: str  # "fused", "staged", "chain"; of a study also "split"
+    mode: str  # "fused", "staged", "chain" or "split"
     combine: str  # rows on their way to combine
     experts: Experts
     num_sms: int
@@ -196,7 +196,7 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
-        schedule = {"fused": _fused, "chain": _chain}.get(plan.mode, _staged)
+        schedule = {"fused": _fused, "chain": _chain, "split": _split}.get(plan.mode, _staged)
         return schedule(plan)
 
 
@@ -319,6 +319,24 @@ def _staged(plan: Plan) -> Schedule:
         assignment="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
     )
+
+
+def _split(plan: Plan) -> Schedule:
+    """Staged launches of which L1 and L2 run side by side, each on its part of the SMs."""
+    require(
+        plan["windows"] == 1,
+        "a simulated split call has its rows in one window",
+        got=f"{plan['windows']} windows",
+        fix="leave pool_rows out",
+        kind=NotAvailable,
+    )
+    on = plan.launch("l1").num_ctas, plan.launch("l2").num_ctas
+    steps = tuple(
+        replace(step, follows=step.follows or (step.name == L2 and not step.is_shared))
+        for step in _steps(plan)
+    )
+    how = replace(_staged(plan), mode="split", steps=steps)
+    return replace(how, num_sms=sum(on), l1_sms=on[0])
 
 
 def _chain(plan: Plan) -> Schedule:

@@ -55,7 +55,7 @@ def simulate(
         counts = sample_counts(how.problem, skew, seed)
     given = checked(how.problem, counts)
     report = _reporter(_check_size(how, _num_blocks(how, given)), progress)
-    if how.mode == "staged":
+    if how.mode == "staged" or (how.mode == "split" and how.steps):
         stages = run_staged(how, given, constants, report)
     elif how.mode == "chain":
         stages = run_chain(how, given, constants, report)

@@ -8,6 +8,8 @@ from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.kernels.blackwell import launch
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
+from megamoe.kernels.blackwell.mega import launch as mega_launch
+from megamoe.kernels.blackwell.mega.kernel import mega_tmem_kernel
 from megamoe.kernels.gluon import dispatch, permute
 from megamoe.kernels.portable import combine, sort
 from megamoe.kernels.portable import dispatch as portable_dispatch
@@ -78,5 +80,33 @@ def layer(inputs, w, options=None, shared=None, stats=None, **given):
     )  # fmt: skip
     found = DeviceStatus(CPU)
     y = blackwell.run(Call(*inputs, w, options, shared, found, stats, None), plan)
+    found.check(idx.shape[1])
+    return y
+
+
+# -- fused -----------------------------------------------------------------------------------------
+
+
+def install_fused(monkeypatch, num_sms=3):
+    """Let the Blackwell backend launch fused here; -> the kernel, whose `seed` is the policy's."""
+    if "mega" not in _MADE:
+        _MADE["mega"] = Step(mega_tmem_kernel)
+    made = _MADE["mega"]
+    made.seed, made.launches, made.kernel.hold = None, [], []
+    monkeypatch.setattr(mega_launch, "mega_tmem_kernel", made)
+    pretend_b200(monkeypatch, num_sms)
+    return made
+
+
+def fused_layer(inputs, w, options=None, stats=None, found=None, count=None, **given):
+    """One fused call."""
+    x, idx, _ = inputs
+    options = options or Options()
+    plan = plan_for(
+        w, options, traits_of("blackwell", w, None), num_tokens=len(x), top_k=idx.shape[1],
+        overrides=checked({"backend": "blackwell", "mode": "fused", **given}),
+    )  # fmt: skip
+    found = found or DeviceStatus(CPU)
+    y = blackwell.run(Call(*inputs, w, options, None, found, stats, count, 30.0), plan)
     found.check(idx.shape[1])
     return y

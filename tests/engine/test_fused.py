@@ -284,7 +284,7 @@ def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monke
 def test_a_staged_launch_that_gave_up_is_told_once():
     found = DeviceStatus(CPU)
     found.bad_slot.fill_(GIVEN_UP)
-    with pytest.raises(MegaMoETimeout, match="weights that other CTAs decode"):
+    with pytest.raises(MegaMoETimeout, match="tiles or weights of other CTAs"):
         found.check(K)
     found.check(K)
 

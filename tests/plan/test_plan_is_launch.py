@@ -9,7 +9,16 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import blackwell, chain, images, packed, parallel, planning, symm_buffer
+from megamoe.engine import (
+    blackwell,
+    chain,
+    images,
+    packed,
+    parallel,
+    partition,
+    planning,
+    symm_buffer,
+)
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
@@ -22,7 +31,8 @@ from megamoe.kernels.hopper.weights import pack
 from megamoe.planner import chain as planned
 from megamoe.planner.hopper import exchange_of, passes_of
 from megamoe.planner.launches import Launch
-from megamoe.planner.numerics import TABLE
+from megamoe.planner.numerics import HOPPER_RECIPES, TABLE
+from megamoe.planner.overrides import checked
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED
 from tests.pretending import pretend_b200, pretend_h200
@@ -149,6 +159,48 @@ def test_eight_ranks(launched, machine, backend, recipe, num):
     else:
         staged_over_ranks(plan, w, options, num)
     assert_planned(launched, plan.launches)
+
+
+SPLIT = [(r, t, {}) for r in HOPPER_RECIPES for t in (8, 512)]
+SPLIT += [(r, t, {}) for r in ("w8a8", "w4a8_block") for t in (1, 128, 2048, 8192)]
+SPLIT += [("w8a8", 2048, {"l1_sms": 80, "pool_rows": 6000}), ("w4a8_block", 2048, {"l1_sms": 16})]
+
+
+@pytest.mark.parametrize(("recipe", "num", "given"), SPLIT)
+def test_split(launched, monkeypatch, recipe, num, given):
+    """Launches reach the part that the plan names."""
+    sides = []
+    monkeypatch.setattr(partition, "fork", lambda *args: OneByOne(launched, sides))
+    given = {"backend": "hopper", "mode": "split", **given}
+    w, options = experts(recipe), Options()
+    plan = plan_for(w, options, Traits(), num_tokens=num, top_k=K, overrides=checked(given))
+    public = mm.plan(mm.Problem(num, H, I, E, K, 1, recipe), "h200", **given)
+    assert plan.launches == public.launches and plan.mode == "split"
+    assert plan["l1_sms"] + plan["l2_sms"] == 132 and plan["l1_sms"] == given.get("l1_sms", 88)
+    launch(Call(*inputs(num), w, options, None, status()), plan)
+    assert_planned(launched, plan.launches)
+    assert [one.partition for one in plan.launches if one.partition] == sides
+
+
+class OneByOne:
+    """Both sides, in the order in which they are given work; `found` gets each launch's side."""
+
+    def __init__(self, launched, found):
+        self.launched, self.found = launched, found
+
+    def run(self, side, launches):
+        before = len(self.launched)
+        launches()
+        self.found += [("l1", "l2")[side]] * (len(self.launched) - before)
+
+    def mark(self, side):
+        return side
+
+    def wait(self, side, mark):
+        assert side != mark
+
+    def join(self):
+        pass
 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])

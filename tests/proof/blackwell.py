@@ -66,8 +66,8 @@ def reached(name):
 
 # Bugs of arithmetic and of place, by hand: (module, function, part of its source, instead of it).
 BY_HAND = (
-    (gemm, "issue_mma", "use_acc = True", "use_acc = False"),
-    (gemm, "issue_mma", "use_acc = False", "use_acc = True"),
+    (gemm, "multiply_tile", "use_acc = True", "use_acc = False"),
+    (gemm, "multiply_tile", "use_acc = False", "use_acc = True"),
     (gemm, "issue_mma", "turn = first_stage(1)", "turn = first_stage(0)"),
     (gemm, "issue_mma", "stage = first_stage(0)", "stage = first_stage(1)"),
     (gemm, "store", "turn = first_stage(0)", "turn = first_stage(1)"),
@@ -76,20 +76,20 @@ BY_HAND = (
     (gemm, "scale_block", "(0, 3, 2, 1, 4)", "(0, 2, 3, 1, 4)"),
     (gemm, "weight_block", "(tile.expert * 2 + HALF)", "(tile.expert + HALF)"),
     (gemm, "weight_block", "tile.n_tile_idx * 2 + HALF", "tile.n_tile_idx + HALF"),
-    (gemm, "load_weights", "HALVES * (gemm.w.block_type.nbytes", "(gemm.w.block_type.nbytes"),
-    (gemm, "load_weights", "k * WIDTH]", "0 * WIDTH]"),
-    (gemm, "load_tokens", "gemm.x.block_type.nbytes + SCALE_BYTES", "gemm.x.block_type.nbytes"),
-    (gemm, "load_tokens", "row // gemm.TOKENS", "0 * row"),
-    (gemm, "load_tokens", "k * gemm.pool_rows + row", "row"),
+    (gemm, "load_weight_step", "HALVES * (gemm.w.block_type.nbytes", "(gemm.w.block_type.nbytes"),
+    (gemm, "load_weight_step", "k * WIDTH]", "0 * WIDTH]"),
+    (gemm, "load_token_tile", "gemm.x.block_type.nbytes + SCALE_BYTES", "gemm.x.block_type.nbytes"),
+    (gemm, "load_token_tile", "row // gemm.TOKENS", "0 * row"),
+    (gemm, "load_token_tile", "k * gemm.pool_rows + row", "row"),
     (gemm, "_multiply_scaled", "gemm.sums.index(turn.idx * HALVES + half)",
      "gemm.sums.index(turn.idx * HALVES)"),
     (gemm, "_multiply_plain", "gemm.decoded.index(ready.idx * HALVES + half)",
      "gemm.decoded.index(half)"),
-    (gemm, "_allocate_tmem", "[SUMS * HALVES, 128, TOKENS]", "[SUMS * HALVES * 16, 128, TOKENS]"),
+    (gemm, "allocate_tmem", "[SUMS * HALVES, 128, TOKENS]", "[SUMS * HALVES * 16, 128, TOKENS]"),
     (gemm, "gemm_tmem_kernel", "full = barriers(STAGES, 2)", "full = barriers(STAGES, 1)"),
     (gemm, "_add_stages", "scale * low_factor", "scale * high_factor"),
     (gemm, "_block_factor", "block * gemm.factor_cols + k", "block * gemm.factor_cols"),
-    (gemm, "store", "start + gemm.CHUNK == gemm.TOKENS", "start == 0"),
+    (gemm, "finish_tile", "start + gemm.CHUNK == gemm.TOKENS", "start == 0"),
     (epilogue, "_store_scales", "tile.n_tile_idx * NUM + group", "group"),
     (epilogue, "_store_scales", "tile.row_begin // gemm.TOKENS", "tile.row_begin // 16"),
     (epilogue, "_store_rows", "used = row < tile.row_end", "used = row >= 0"),
@@ -103,11 +103,12 @@ BY_HAND = (
 
 # {mutant: why no run can tell it from the kernel}
 EXCUSED = {
-    "blackwell.gemm.decode: mbarrier.arrive(gemm.empty.index(stage.idx), count=1) before "
+    "blackwell.gemm.decode_tile: mbarrier.arrive(gemm.empty.index(stage.idx), count=1) before "
     "fence_async_shared()":
         "decoded_full follows the fence, and issue_mma's commit, which empty needs too, brings it",
-    "blackwell.gemm.decode: mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1) before "
-    "mbarrier.arrive(gemm.empty.index(stage.idx), count=1)": "two arrivals after the same fence",
+    "blackwell.gemm.decode_tile: mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1) "
+    "before mbarrier.arrive(gemm.empty.index(stage.idx), count=1)":
+        "two arrivals after the same fence",
     "blackwell.gemm.gemm_tmem_kernel: no allow_next_launch()": "speed alone",
     "blackwell.gemm.store: no wait_for_launch()":
         "its first sums come from tokens that load_tokens loaded, which has waited",

@@ -133,6 +133,7 @@ class TmemGemm:
     CHUNK: gl.constexpr
     SPAN: gl.constexpr
     NUM_WARPS: gl.constexpr
+    IS_FAR: gl.constexpr  # L2's rows may be other ranks': `row_dest` has offsets
 
 
 # -- tiles ---------------------------------------------------------------------------------------
@@ -165,58 +166,69 @@ def weight_block(gemm, tile, HALF: gl.constexpr):
 
 
 @gluon.jit
-def load_weights(gemm):
-    """The weights of this CTA's tiles and their scales, both halves of each."""
+def load_weight_step(gemm, tile, k, stage):
+    """Step k of both halves of a tile and their scales, once a stage is empty; -> the next one."""
     HAS_SCALES: gl.constexpr = gemm.FORMAT.SCALED or gemm.FORMAT.DECODED
     SCALE_BYTES: gl.constexpr = gemm.w_scale.block_type.nbytes if HAS_SCALES else 0
     BYTES: gl.constexpr = HALVES * (gemm.w.block_type.nbytes + SCALE_BYTES)
     WIDTH: gl.constexpr = gemm.w.block_type.shape[1]
+    full = gemm.full.index(stage.idx)
+    mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
+    mbarrier.expect(full, BYTES)
+    for half in gl.static_range(HALVES):
+        block = weight_block(gemm, tile, half)
+        to = stage.idx * HALVES + half
+        at = [block * BLOCK_ROWS, k * WIDTH]
+        tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(to))
+        if HAS_SCALES:
+            at = [0, block, k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC)), 0, 0]
+            tma.async_copy_global_to_shared(gemm.w_scale, at, full, gemm.ws_bufs.index(to))
+    return advance(stage, gemm.STAGES)
+
+
+@gluon.jit
+def load_weights(gemm):
+    """The weights of this CTA's tiles."""
     stage = first_stage(1)
     for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
         tile = _tile_at(gemm, item)
         for k in range(gemm.steps):
-            full = gemm.full.index(stage.idx)
-            mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-            mbarrier.expect(full, BYTES)
-            for half in gl.static_range(HALVES):
-                block = weight_block(gemm, tile, half)
-                to = stage.idx * HALVES + half
-                at = [block * BLOCK_ROWS, k * WIDTH]
-                tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(to))
-                if HAS_SCALES:
-                    at = [0, block, k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC)), 0, 0]
-                    tma.async_copy_global_to_shared(gemm.w_scale, at, full, gemm.ws_bufs.index(to))
-            stage = advance(stage, gemm.STAGES)
+            stage = load_weight_step(gemm, tile, k, stage)
 
 
 @gluon.jit
-def load_tokens(gemm):
-    """The tokens of this CTA's tiles and their scales."""
+def load_token_tile(gemm, row, stage):
+    """All steps of the tokens from `row` of the pool on, and of their scales; -> the next stage."""
     HAS_SCALES: gl.constexpr = gemm.FORMAT.X_SCALED or gemm.FORMAT.PROMOTED
     SCALE_BYTES: gl.constexpr = gemm.x_scale.block_type.nbytes if HAS_SCALES else 0
     BYTES: gl.constexpr = gemm.x.block_type.nbytes + SCALE_BYTES
     WIDTH: gl.constexpr = gemm.x.block_type.shape[1]
+    for k in range(gemm.steps):
+        full = gemm.full.index(stage.idx)
+        mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
+        mbarrier.expect(full, BYTES)
+        tma.async_copy_global_to_shared(
+            gemm.x, [row, k * WIDTH], full, gemm.x_bufs.index(stage.idx)
+        )
+        to = gemm.xs_bufs.index(stage.idx)
+        if gemm.FORMAT.X_SCALED:
+            words = k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC))
+            at = [0, row // gemm.TOKENS, words, 0, 0]
+            tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
+        elif gemm.FORMAT.PROMOTED:
+            at = [k * gemm.pool_rows + row]
+            tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
+        stage = advance(stage, gemm.STAGES)
+    return stage
+
+
+@gluon.jit
+def load_tokens(gemm):
+    """The tokens of this CTA's tiles."""
     stage = first_stage(1)
     wait_for_launch()
     for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        tile = _tile_at(gemm, item)
-        row = tile.row_begin
-        for k in range(gemm.steps):
-            full = gemm.full.index(stage.idx)
-            mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-            mbarrier.expect(full, BYTES)
-            tma.async_copy_global_to_shared(
-                gemm.x, [row, k * WIDTH], full, gemm.x_bufs.index(stage.idx)
-            )
-            to = gemm.xs_bufs.index(stage.idx)
-            if gemm.FORMAT.X_SCALED:
-                words = k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC))
-                at = [0, row // gemm.TOKENS, words, 0, 0]
-                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
-            elif gemm.FORMAT.PROMOTED:
-                at = [k * gemm.pool_rows + row]
-                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
-            stage = advance(stage, gemm.STAGES)
+        stage = load_token_tile(gemm, _tile_at(gemm, item).row_begin, stage)
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -273,61 +285,75 @@ def _multiply_plain(gemm, stage, ready, turn, use_acc):
 
 
 @gluon.jit
+def multiply_tile(gemm, steps, stage, turn, ready):
+    """Products of a tile's steps, into sums that were read; -> the next stage, turn and decoded."""
+    use_acc = False
+    if not gemm.FORMAT.PROMOTED:
+        mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+    for _k in range(steps):
+        if gemm.FORMAT.PROMOTED:
+            mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+        mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
+        if gemm.FORMAT.SCALED:
+            _multiply_scaled(gemm, stage, turn, use_acc)
+        else:
+            if gemm.FORMAT.DECODED:
+                mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
+            _multiply_plain(gemm, stage, ready, turn, use_acc)
+        tcgen05_commit(gemm.empty.index(stage.idx))
+        if gemm.FORMAT.DECODED:
+            tcgen05_commit(gemm.decoded_empty.index(ready.idx))
+            ready = advance(ready, DECODES)
+        if gemm.FORMAT.PROMOTED:
+            tcgen05_commit(gemm.summed.index(turn.idx))
+            turn = advance(turn, gemm.SUMS)
+        else:
+            use_acc = True
+        stage = advance(stage, gemm.STAGES)
+    if not gemm.FORMAT.PROMOTED:
+        tcgen05_commit(gemm.summed.index(turn.idx))
+        turn = advance(turn, gemm.SUMS)
+    return stage, turn, ready
+
+
+@gluon.jit
 def issue_mma(gemm):
     """Products of this CTA's tiles, into sums that the epilogue has read."""
     stage = first_stage(0)
     turn = first_stage(1)
     ready = first_stage(0)  # decoded weights
     for _ in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        use_acc = False
-        if not gemm.FORMAT.PROMOTED:
-            mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
-        for _k in range(gemm.steps):
-            if gemm.FORMAT.PROMOTED:
-                mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
-            mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
-            if gemm.FORMAT.SCALED:
-                _multiply_scaled(gemm, stage, turn, use_acc)
-            else:
-                if gemm.FORMAT.DECODED:
-                    mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
-                _multiply_plain(gemm, stage, ready, turn, use_acc)
-            tcgen05_commit(gemm.empty.index(stage.idx))
-            if gemm.FORMAT.DECODED:
-                tcgen05_commit(gemm.decoded_empty.index(ready.idx))
-                ready = advance(ready, DECODES)
-            if gemm.FORMAT.PROMOTED:
-                tcgen05_commit(gemm.summed.index(turn.idx))
-                turn = advance(turn, gemm.SUMS)
-            else:
-                use_acc = True
-            stage = advance(stage, gemm.STAGES)
-        if not gemm.FORMAT.PROMOTED:
-            tcgen05_commit(gemm.summed.index(turn.idx))
-            turn = advance(turn, gemm.SUMS)
+        stage, turn, ready = multiply_tile(gemm, gemm.steps, stage, turn, ready)
+
+
+@gluon.jit
+def decode_tile(gemm, steps, stage, room):
+    """FP4 weights of a tile's steps as BF16, in tensor memory; -> the next stage and room."""
+    NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
+    for _k in range(steps):
+        mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
+        mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
+        for half in gl.static_range(HALVES):
+            at = stage.idx * HALVES + half
+            scales = scale_block(gemm.ws_bufs.index(at), NUM)
+            decode_block(
+                gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
+            )
+        fence_async_shared()
+        mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
+        mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
+        stage = advance(stage, gemm.STAGES)
+        room = advance(room, DECODES)
+    return stage, room
 
 
 @gluon.jit
 def decode(gemm):
-    """DECODED: FP4 weights of every stage as BF16, in tensor memory."""
-    NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
+    """DECODED: the weights of this CTA's tiles."""
     stage = first_stage(0)
     room = first_stage(1)
     for _ in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        for _k in range(gemm.steps):
-            mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
-            mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
-            for half in gl.static_range(HALVES):
-                at = stage.idx * HALVES + half
-                scales = scale_block(gemm.ws_bufs.index(at), NUM)
-                decode_block(
-                    gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
-                )
-            fence_async_shared()
-            mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
-            mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
-            stage = advance(stage, gemm.STAGES)
-            room = advance(room, DECODES)
+        stage, room = decode_tile(gemm, gemm.steps, stage, room)
 
 
 # -- sums ----------------------------------------------------------------------------------------
@@ -395,31 +421,37 @@ def _finish(gemm, low, high, tile, START: gl.constexpr):
 
 
 @gluon.jit
+def finish_tile(gemm, tile, stage, turn):
+    """A tile's sums and their epilogue, to memory; -> the next stage and turn."""
+    if gemm.FORMAT.PROMOTED:
+        low, high, stage, turn = _add_stages(gemm, tile, stage, turn)
+        _finish(gemm, low, high, tile, 0)
+    else:
+        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
+        for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
+            low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
+            if start + gemm.CHUNK == gemm.TOKENS:
+                mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
+            _finish(gemm, low, high, tile, start)
+        turn = advance(turn, gemm.SUMS)
+    return stage, turn
+
+
+@gluon.jit
 def store(gemm):
     """The epilogue of this CTA's tiles."""
     stage = first_stage(0)
     turn = first_stage(0)
     wait_for_launch()
     for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        tile = _tile_at(gemm, item)
-        if gemm.FORMAT.PROMOTED:
-            low, high, stage, turn = _add_stages(gemm, tile, stage, turn)
-            _finish(gemm, low, high, tile, 0)
-        else:
-            mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
-            for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
-                low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
-                if start + gemm.CHUNK == gemm.TOKENS:
-                    mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
-                _finish(gemm, low, high, tile, start)
-            turn = advance(turn, gemm.SUMS)
+        stage, turn = finish_tile(gemm, _tile_at(gemm, item), stage, turn)
 
 
 # -- the launch ----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _allocate_tmem(
+def allocate_tmem(
     FORMAT: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     SUMS: gl.constexpr,
 ):  # fmt: skip
@@ -445,7 +477,7 @@ def _allocate_tmem(
 
 
 @gluon.jit
-def _allocate_stages(w, w_scale, x, x_scale, FORMAT: gl.constexpr, STAGES: gl.constexpr):
+def allocate_stages(w, w_scale, x, x_scale, FORMAT: gl.constexpr, STAGES: gl.constexpr):
     """(w_bufs, ws_bufs, x_bufs, xs_bufs) in shared memory; unused ones stand for others."""
     NUM: gl.constexpr = STAGES * HALVES
     w_bufs = gl.allocate_shared_memory(w.dtype, [NUM] + w.block_type.shape, w.layout)
@@ -474,8 +506,8 @@ def gemm_tmem_kernel(
     LOAD_REGS: gl.constexpr, NUM_WARPS: gl.constexpr,
 ):  # fmt: skip
     """The launch: one persistent CTA per SM. Arguments as the fields of `TmemGemm`."""
-    w_bufs, ws_bufs, x_bufs, xs_bufs = _allocate_stages(w, w_scale, x, x_scale, FORMAT, STAGES)
-    sums, scales, ones, decoded = _allocate_tmem(FORMAT, TOKENS, BLOCK_K, STAGES, SUMS)
+    w_bufs, ws_bufs, x_bufs, xs_bufs = allocate_stages(w, w_scale, x, x_scale, FORMAT, STAGES)
+    sums, scales, ones, decoded = allocate_tmem(FORMAT, TOKENS, BLOCK_K, STAGES, SUMS)
     full = barriers(STAGES, 2)
     READERS: gl.constexpr = 2 if FORMAT.PROMOTED or FORMAT.DECODED else 1
     empty = barriers(STAGES, READERS)
@@ -500,6 +532,7 @@ def gemm_tmem_kernel(
         factor_cols=factor_cols, clamp=clamp, FORMAT=FORMAT, ACTS=ACTS, GATED=GATED,
         HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, TOKENS=TOKENS,
         BLOCK_K=BLOCK_K, STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
+        IS_FAR=False,
     )  # fmt: skip
     if FORMAT.DECODED:
         gl.warp_specialize(

@@ -70,6 +70,13 @@ def advance(stage, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
+def skip_stages(stage, num, NUM_STAGES: gl.constexpr):
+    """The slot `num` further in the ring, and its phase."""
+    at = stage.idx + num
+    return Stage(idx=at % NUM_STAGES, phase=stage.phase ^ (at // NUM_STAGES & 1))
+
+
+@gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr, LOOP: gl.constexpr = False):
     """NUM mbarriers of COUNT arrivals each.
 

@@ -33,6 +33,35 @@ SCALED = ("w4a8", "w4a4", "nvfp4", "w4a8_block")  # whose MMA takes block scales
 ACTIVATIONS = ("swiglu", "gpt_oss")  # that the epilogues compute
 
 
+# -- fused launches --------------------------------------------------------------------------------
+
+FUSED_SCRATCH = 8 << 10  # the compiler's, whatever the tile: 16 bytes a token would not fill it
+FUSED_RESERVE = 2 << 10  # the queue, barriers
+FUSED_CHUNK = 16  # 32 spill beside the registers of the roles that load (NVFP4: 64 bytes)
+# Of a thread: each of two warpgroups that take tiles, and the roles of one warp (56 spill).
+MATH_REGS, LOAD_REGS = 184, 72
+# recipe: tokens that a fused tile has at most, and why
+FUSED = {
+    "w4a8": 64, "w4a4": 64, "nvfp4": 64, "w8a8": 32, "w4a8_block": 32, "bf16": 64,
+}  # fmt: skip
+_TURNS = "each of two warpgroups has sums of its own in tensor memory"
+_SPILL = "64 would spill: sums of a promoted tile are registers of four warps"
+WHY_MOST = {
+    "w4a8": _TURNS, "w4a4": _TURNS, "nvfp4": _TURNS, "bf16": _TURNS, "w8a8": _SPILL,
+    "w4a8_block": _SPILL,
+    "w4a16": "its decoder wants the registers that a second warpgroup of math has",
+}  # fmt: skip
+# (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
+MODES: tuple[tuple[float, str, str], ...] = (
+    (INF, "staged", "neither mode has been timed; staged launches hold no CTA back for another"),
+)
+
+
+def most_fused(recipe: str, is_promoted: bool) -> int:
+    """Tokens that a fused tile of a recipe has at most; 0: there is none."""
+    return FUSED.get(recipe, 0)
+
+
 class Shape(NamedTuple):
     """An entry of the table; stages fill shared memory."""
 
