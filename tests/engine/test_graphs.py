@@ -102,7 +102,7 @@ def test_stats_are_added_once_a_call(cuda):
         assert torch.equal(one.stats, total)
 
 
-def test_faults_are_told_on_the_next_call_once(cuda):
+def test_faults_are_raised_by_the_next_call_once(cuda):
     one = make()
     x, idx, weight = tokens(5)
     idx[3, 1] = E

@@ -167,7 +167,7 @@ def test_every_code_and_scale_that_can_be_placed_is_exact():
     assert not values[..., -64:].any()
 
 
-def test_scales_above_2_leave_no_room_where_a_group_counts():
+def test_scales_above_2_do_not_fit_where_a_group_counts():
     assert pack.can_be_placed(row_of((0x12, 128), (0x80, 254)))
     assert not pack.can_be_placed(row_of((0x12, 1), (0x10, 129)))
     nvfp4 = Quantized(
@@ -227,7 +227,7 @@ def test_what_was_packed_unpacks_to_the_same_bits(kind, linear):
             assert torch.equal(one.tensors()[name].view(torch.uint8), t.view(torch.uint8)), name
 
 
-def test_scales_of_groups_of_zeros_take_no_room_where_they_are_alike():
+def test_scales_of_groups_of_zeros_take_no_bits_where_they_are_alike():
     w = row_of((0x00, 9), (0x88, 9), (0x12, 100), (0x80, 9))
     assert pack.spare_of(w) == pack.Spare(9)
     w.scale[0, 0, 1] = 4

@@ -221,7 +221,7 @@ def test_a_bounded_wait_ends_when_nothing_else_can_happen():
     assert program.scheduler.steps > 0
 
 
-def test_a_failure_tells_the_shortest_story():
+def test_a_failure_shows_the_fewest_changes():
     """Two stores without order: seen in any run, so no change of an undisturbed one is needed."""
     with pytest.raises(Found, match="an undisturbed run shows it"):
         explore(Program(functools.partial(publish, sem="relaxed"), read), range(4))
