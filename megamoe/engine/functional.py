@@ -55,8 +55,9 @@ def moe(
     weights       the experts
     shared        experts that see every token with weight 1, in any recipe
     backend       "auto" is the best one that works on the weights' device
-    mode          "staged", "fused" (one launch) or "auto": the same bits; what a mode cannot take
-                  is refused; on a CPU the oracle computes what any mode would
+    mode          "staged", "fused" (one launch), "split" (L1 and L2 side by side) or "auto": the
+                  same bits; what a mode cannot take is refused; on a CPU the oracle computes what
+                  any mode would
     overrides     tile choices in place of the planner's, such as {"block_m": 64}
     returns       bf16 [T, H]
 

@@ -56,7 +56,8 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md), over a group also "chain"
+    mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
+                         side, docs/split.md), over a group also "chain"
                          (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
                          take is refused; `why` says what `auto` came to
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
@@ -66,8 +67,8 @@ class MoE(nn.Module):
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
-    pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
-                         in waves or passes; None: enough rows for all
+    pool_rows            rows of the pool of fused launches, of split and of the chain: a call with
+                         more runs in waves or passes; None: enough rows for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
@@ -196,7 +197,7 @@ class MoE(nn.Module):
             not (self._has_group and self._wants_graphs),
             "a layer over a process group keeps no graphs of its own",
             got="cuda_graphs=True with a group",
-            fix="capture calls of mode='fused' or 'chain' yourself; staged ones wait for the GPU",
+            fix="capture calls of another mode than 'staged' yourself: those wait for the GPU",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -269,7 +270,8 @@ class MoE(nn.Module):
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
         text = f"backend {self._backend}: {backend}"
         if self._world is not None:
-            can = {"fused": "every rank can, in one launch", "chain": "no host between ranks"}
+            can = dict.fromkeys(("chain", "split"), "no host between ranks")
+            can["fused"] = "every rank can, in one launch"
             mode = self._why_staged or can[self.mode]
             return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"

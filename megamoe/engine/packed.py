@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.engine.fingerprint import Seal
+from megamoe.engine.fingerprint import Seal, counter_of
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.kernels.hopper.weights.pack import (
@@ -47,7 +47,7 @@ class Source:
                          tuple(t.shape), t.stride())
             for name, t in tensors.items()
         }  # fmt: skip
-        self._counters = [_counter(t) for t in tensors.values()]
+        self._counters = [counter_of(t) for t in tensors.values()]
         self._versions = [t._version for t in self._counters]
         self._seal: Seal | None = Seal(list(tensors.values()))
 
@@ -122,16 +122,6 @@ class _Place(NamedTuple):
         return self._replace(offset=offset, shape=(len(experts), *self.shape[1:]), stride=stride)
 
 
-def _counter(t: Tensor) -> Tensor:
-    """A tensor without memory that counts the writes to `t`."""
-    keep_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    with torch.no_grad(), torch.inference_mode(False), keep_version(t):
-        alias = t.detach()  # counts with `t`; a view would keep it alive
-        none = torch.empty(0, dtype=t.dtype, device=t.device).untyped_storage()
-        alias.set_(none, 0, (0,), (1,))
-    return alias
-
-
 class _Known:
     """What is known of every expert of one memory."""
 
@@ -175,7 +165,7 @@ class Aside:
 
     def lend(self, t: Tensor) -> Tensor:
         """A copy that a caller gets: a write to it is refused by the next call, not lost."""
-        counter = _counter(t)
+        counter = counter_of(t)
         ref = StorageWeakRef(t.untyped_storage())
         self._known.lent.append((ref, counter, counter._version, self._at))
         return t

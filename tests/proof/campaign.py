@@ -23,6 +23,10 @@ CASES = {
     "chain-nvfp4": lambda: targets.chain_case("nvfp4", WIDE),
     "chain-static": lambda: targets.chain_case("w8a8", STATIC),
     "chain-dynamic": lambda: targets.chain_case("w8a8", DYNAMIC, (5, 70, 3)),
+    "chain-split": lambda: targets.split_case("w8a8", WIDE),
+    "chain-split-per-wave": lambda: targets.split_case(
+        "w4a8_block", PER_WAVE, num_sms=5, hidden=512, counts=(5, 3, 2)
+    ),
     "chain-apart": lambda: targets.chain_apart_case(),
     "fused": lambda: targets.fused_case(),
     "fused-idle": lambda: targets.fused_case(

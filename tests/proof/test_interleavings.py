@@ -31,7 +31,7 @@ NUM = {
     "swap-ab-bf16": 100, "swap-ab-deep": 100, "plain": 100, "plain-static": 100,
     "plain-dynamic": 150, "plain-idle": 100, "plain-fp4": 100, "plain-per-wave": 50,
     "plain-tail": 100, "chain": 100, "chain-nvfp4": 50, "chain-static": 100, "chain-dynamic": 100,
-    "chain-apart": 200,
+    "chain-apart": 200, "chain-split": 100, "chain-split-per-wave": 50,
 }  # fmt: skip
 
 
