@@ -193,7 +193,7 @@ def _lines(report: Report, figure: Any) -> None:
     axes.set_ylim(bottom=min(0, *axes.get_ylim()))
     axes.set_xlabel("experts touched")
     axes.set_ylabel("microseconds")
-    axes.set_title("fixed cost of a call: where its line meets no experts")
+    axes.set_title("fixed cost of a call: its time extrapolated to no experts")
     axes.legend(fontsize=7)
 
 
