@@ -162,7 +162,9 @@ def tile_of(spec: GroupedSpec, given: Mapping[str, Value]) -> tuple[GemmTmem, st
             tile = blackwell.narrowed(spec.recipe, tile)
             why = f"n up to {tables.WIDE_N}: tiles of 128 weight rows, twice as many for the SMs"
         else:
-            why = f"n above {tables.WIDE_N}: 256 weight rows a tile, whose tokens serve twice as many"
+            why = (
+                f"n above {tables.WIDE_N}: 256 weight rows a tile, whose tokens serve twice as many"
+            )
     made, asked = blackwell.overridden(spec.recipe, tile, given, is_gated=is_gated)
     bits = recipe_named(spec.recipe).acts.element.bits
     require(
