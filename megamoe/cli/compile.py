@@ -76,14 +76,14 @@ def command(
     from megamoe.engine.precompile import compile_layer
 
     with Bars(quiet=as_json) as bars:
-        made = compile_layer(
+        compiled = compile_layer(
             layer, sizes, processes=processes,
             progress=lambda done, of: bars("cubins", done, of),
         )  # fmt: skip
     if as_json:
-        print(json.dumps(made._asdict(), indent=2))
+        print(json.dumps(compiled._asdict(), indent=2))
     else:
-        out.print(f"{model.name}, {layer.recipe}: {made}", highlight=False)
+        out.print(f"{model.name}, {layer.recipe}: {compiled}", highlight=False)
 
 
 def layer_spec(

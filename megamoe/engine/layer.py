@@ -41,7 +41,6 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import max_fused_tokens
 from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
@@ -176,7 +175,7 @@ class MoE(nn.Module):
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
         layer = cls(weights, num_experts, top_k, **options)
-        layer.experts.owns = True  # nobody else has them: a load may write in place
+        layer.experts.owns = True  # no other layer has them: a load may write in place
         return layer
 
     def _build(
@@ -353,7 +352,7 @@ class MoE(nn.Module):
     def _check_once(
         self, looks: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> None:
-        """The checks at the door; a call that looks like one that passed is not checked again."""
+        """The checks of a call; a call that looks like one that passed is not checked again."""
         if looks in self._passed:
             return
         self._check(x, idx, weights)
@@ -493,20 +492,22 @@ class MoE(nn.Module):
         its own experts; what one refuses, all refuse.
         """
         self._renew()
-        held = self.shared if shared else self.experts
-        require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
-        assert held is not None
+        module = self.shared if shared else self.experts
+        require(
+            module is not None, "the layer must have shared experts", got="none", kind=ShapeError
+        )
+        assert module is not None
         parts: list[Refresh] = []
 
         def check() -> None:
-            parts.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
-            parts[0].check(held.weights)
+            parts.append(Refresh.of(module.weights, w13, w2, experts, b13, b2, gate_up))
+            parts[0].check(module.weights)
 
         if self._world is None:
             check()
         else:
             self._world.meeting.meet("refresh", check)
-        parts[0].write(held.weights)
+        parts[0].write(module.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -573,11 +574,11 @@ class MoE(nn.Module):
 
     def _largest_replay(self) -> int | None:
         """Tokens of the largest graph: in mode fused those that one launch takes."""
-        most = self.max_tokens_per_rank
+        max_tokens = self.max_tokens_per_rank
         if self._wanted[1] != "fused":
-            return most
-        fits = max_fused_tokens(self.plan(1).call)
-        return fits if most is None else min(most, fits)
+            return max_tokens
+        fits = self.plan(1).max_fused_tokens
+        return fits if max_tokens is None else min(max_tokens, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
@@ -586,8 +587,8 @@ class MoE(nn.Module):
         self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
-            held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
-            for t in (*held, self.stats):
+            buffers = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
+            for t in (*buffers, self.stats):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
@@ -610,10 +611,10 @@ class MoE(nn.Module):
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
-        held = [one for one in (self.experts, self.shared) if one is not None]
-        if not any(one.was_loaded for one in held):
+        modules = [one for one in (self.experts, self.shared) if one is not None]
+        if not any(one.was_loaded for one in modules):
             return
-        for one in held:
+        for one in modules:
             one.was_loaded = False
         device = self.weights.device
         if self.stats.device != device:
