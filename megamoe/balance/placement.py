@@ -182,7 +182,7 @@ def propose(
             target = _make_room(expert, target, ranks, busy, share)
         ranks[target].add(expert)
         busy[target] += load
-    placement = Placement(len(loads), tuple(tuple(sorted(held)) for held in ranks))
+    placement = Placement(len(loads), tuple(tuple(sorted(experts)) for experts in ranks))
     if (
         current is not None
         and (current.num_ranks, current.slots_per_rank) == (num_ranks, slots_per_rank)

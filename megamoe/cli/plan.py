@@ -151,6 +151,7 @@ def launch_dict(one: Launch, times: int) -> dict[str, Any]:
         "kernel": one.kernel,
         "times": times,
         "grid": one.grid,
+        "partition": one.partition,
         "config": {
             "kind": type(config).__name__,
             **(asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}),
@@ -190,7 +191,7 @@ def _print_plan(plan: Plan) -> None:
                 one.name,
                 one.kernel.strip("_"),
                 f"{times} x " * (times > 1) + " x ".join(f"{n:,}" for n in one.grid),
-                str(one.config),
+                str(one.config) + f"; on {one.partition}_sms" * bool(one.partition),
             )
             for one, times in _launches(plan)
         ]

@@ -32,7 +32,8 @@ out = Console()
 FILES = ("trace.json", "timeline.html", "exposed.svg")
 PLOT_RANKS = 8  # the plot goes at least so far, where the machine and the experts allow
 
-Mode = Annotated[str, typer.Option(help="auto, fused or staged; of a study also split.")]
+MODE_HELP = "auto, staged, fused, split or, over ranks, chain; of a study its own."
+Mode = Annotated[str, typer.Option(help=MODE_HELP)]
 Skew = Annotated[str, typer.Option(help=f"{', '.join(SKEWS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of the sampled routing.")]
 CountsFile = Annotated[

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("auto", "staged", "fused", "chain")
+MODES = ("auto", "staged", "fused", "chain", "split")
 
 
 Planned = Callable[[int, bool], Plan]  # tokens of this rank, whether they come quantised
@@ -335,7 +335,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
             what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
-        if mode == "chain" and layer.backend == "hopper":
+        if mode in ("chain", "split") and layer.backend == "hopper":
             what |= chain_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
         return placement, what
 

@@ -102,8 +102,26 @@ class Pair(NamedTuple):
     captured: tuple[torch.cuda.Stream, ...]
 
 
+class InOrder:
+    """The sides of a call of which nothing runs: tensors without memory."""
+
+    def run(self, side: int, launches: Callable[[], None]) -> None:
+        launches()
+
+    def mark(self, side: int) -> None:
+        pass
+
+    def wait(self, side: int, mark: None) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
 def fork(device: torch.device, l1_sms: int, num_sms: int) -> Sides:
     """Both sides of a call: `l1_sms` of the GPU's `num_sms` SMs, and the rest."""
+    if device.type == "meta":
+        return InOrder()
     if device.type != "cuda":
         return Threads()
     return Streams(device, streams_of(device, l1_sms, num_sms))

@@ -176,8 +176,8 @@ def test_simulate_takes_measured_counts(megamoe, tmp_path):
         (("--set", "num_stages=32"), "must lie between 2 and the"),
         (("--set", "kernel=magic"), "kernel must be one of swap_ab, gemm"),
         (
-            ("--tokens", "64", "--set", "mode=split"),
-            "mode auto or staged or fused or chain; got split",
+            ("--tokens", "64", "--set", "mode=split", "--set", "l1_sms=90"),
+            "l1_sms must be a multiple of 8",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,

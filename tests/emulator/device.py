@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megamoe.kernels.common import compat
 from megamoe.kernels.common.numbers import Kind
@@ -51,11 +52,14 @@ def _flat(pointer, mask):
     return address.reshape(-1), keep.reshape(-1), address.shape
 
 
-def load(pointer, mask=None, other=None, **_):
+def load(pointer, mask=None, other=None, volatile=False, **_):
     """Elements that the mask leaves out are `other`, or nobody knows what."""
     scheduler, role = _now()
     scheduler.step("load")
     kind = pointer.element
+    if volatile:  # as PTX takes it: relaxed, of scope sys
+        view, at, _ = _strong(scheduler, role, int(pointer.address), kind, False, "sys")
+        return Value(view[at].item())
     size, stored = kind.size, kind.stored
     if mask is None and not isinstance(pointer.address, np.ndarray):  # of one element
         address = int(pointer.address)
@@ -156,7 +160,8 @@ def _atomic(change):
         if sem in ("release", "acq_rel"):
             _release(role, word, scope)
         old = int(view[at])
-        view[at] = change(old, int(raw(value)))
+        half = 1 << 8 * view.itemsize - 1
+        view[at] = (change(old, int(raw(value))) + half) % (2 * half) - half  # it wraps
         scheduler.wake(int(pointer.address))
         return Value(old)
 
@@ -766,7 +771,7 @@ MEANINGS = (
     ("cas.b32", lambda text, *args: _report(*args)),
     ("@p st.relaxed", _signal),
     ("@p bra done;\nst.release.", _push_word),
-    ("@p bra done;\nst.relaxed.sys.", _push_word),
+    ("@p bra done;\nst.relaxed.", _push_word),
     ("mov.u64 $0, %globaltimer", lambda text: Value(0)),
     ("bfe.u32 $0, $1, 10, 10", lambda text, x: x >> 10 & 1023),
     ("rcp.approx", lambda text, x: Value(np.float32(1.0) / _f32(x))),
@@ -875,13 +880,16 @@ class Scheduled:
         if before is not None:
             is_ready = before.may_be_followed if is_early else lambda: before.is_over
             scheduler.wait((before,), is_ready, "the launch before")
+            if not is_early:
+                join(host.clocks, before.end)
         launch = Launch(scheduler, host, self.name, grid, before if is_early else None)
         host.last_launch = launch
         scheduler.step("launch")
         host.tick()
         clocks = launch.begin_after(before)
         for ids in itertools.product(*map(range, grid)):
-            cta = f"CTA {ids[0]}" + (f" of {host.name}" if host.gpu else "")
+            number = ".".join(map(str, ids if len(ids) > 1 and ids[1] else ids[:1]))
+            cta = f"CTA {number}" + (f" of {host.name}" if host.gpu else "")
             act = functools.partial(self._cta, launch, given)
             role = scheduler.add(
                 act, f"{self.name} of {cta}", kind="kernel", cta=cta, launch=launch, gpu=host.gpu,
@@ -982,7 +990,10 @@ LANGUAGE = SimpleNamespace(
 
 REPLACED = {
     **arrays.REPLACED,
-    **dict.fromkeys((compat.HAS_FP8, compat.HAS_PTX, compat.HAS_PDL), lambda: False),
+    **dict.fromkeys((compat.HAS_FP8, compat.HAS_PTX), lambda: False),
+    compat.HAS_PDL: lambda: True,
+    gdc_wait: lambda: _launch_control("griddepcontrol.wait"),
+    gdc_launch_dependents: lambda: _launch_control("griddepcontrol.launch_dependents"),
     tl: LANGUAGE,
     gluon_language: LANGUAGE,
     hopper.mbarrier: SimpleNamespace(

@@ -1,7 +1,10 @@
 """The vLLM plugin without vLLM: layers that have the attributes it documents, and no others."""
 
+import inspect
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -483,6 +486,30 @@ def test_a_format_without_a_kernel_of_vllms_is_taken(door, monkeypatch):
         plugin.choose(layer(is_lora_enabled=True), Fp8MoEMethod)
 
 
+CALLS = Path(__file__).parents[1] / "data" / "deep_gemm_calls.json"
+ASKED = json.loads(CALLS.read_text())["methods"]
+VLLMS_OWN = {"create_weights", "moe_quant_config", "uses_weight_scale_2_pattern", "quant_config",
+             "apply_monolithic", "requantization_source", "requires_device_loading",
+             "supports_internal_mk", "mk_can_overlap_shared_experts", "moe_kernel"}  # fmt: skip
+
+
+def test_what_vllm_033_asks_of_a_method_of_experts_is_there():
+    """As its wheel has it (scripts/wheel_calls.py); vLLM 0.33 itself was not run."""
+    assert {row["wheel"] for row in ASKED} == {"vllm-0.33.0"}
+    names = {(row["of"], row["name"]) for row in ASKED}
+    assert {("method", "apply"), ("kernel", "output_is_reduced")} <= names
+    for row in ASKED:
+        mine = {"method": plugin._Method, "kernel": exchange.Finished}[row["of"]]
+        known = row["name"] in vars(mine)
+        # topk_indices_dtype, which asks a kernel's prepare_finalize, is ours too.
+        assert known or row["name"] in (*VLLMS_OWN, "prepare_finalize"), row
+        if not known or "by_position" not in row:
+            continue
+        args = [None] * (1 + row["by_position"])  # self
+        bound = inspect.signature(vars(mine)[row["name"]])
+        bound.bind(*args, **dict.fromkeys(row["by_name"]))
+
+
 def test_importing_megamoe_and_its_doors_imports_no_server():
     code = "import sys, megamoe.integrations.vllm.plugin, megamoe.integrations.sglang\n"
     code += "assert not {'vllm', 'sglang', 'transformers'} & set(sys.modules)"
@@ -492,7 +519,6 @@ def test_importing_megamoe_and_its_doors_imports_no_server():
 def test_the_entry_points_are_where_servers_look():
     import tomllib
     from importlib import import_module
-    from pathlib import Path
 
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     points = tomllib.loads(text)["project"]["entry-points"]

@@ -15,7 +15,7 @@ from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.numerics import BLACKWELL_RECIPES
-from megamoe.planner.tcgen05 import grouped_tile, largest_first
+from megamoe.studies.deep_gemm.tcgen05 import grouped_tile, largest_first
 from tests.emulator import blackwell
 from tests.kernels.support import INTERPRETED, error, tolerance
 

@@ -37,13 +37,13 @@ def shared_rows(
 
     l1, l2   as `transform_weights_for_mega_moe` made them of [2S, H] and [H, S]
     """
-    kept = _prepared(l1, l2, width)
+    experts = _prepared(l1, l2, width)
     tokens = (x if isinstance(x, Tensor) else dequantize(x)).bfloat16()
-    gate, up = (tokens @ kept.w13.mT).float().chunk(2, dim=1)
+    gate, up = (tokens @ experts.w13.mT).float().chunk(2, dim=1)
     acts = gated(options.activation, options.clamp, gate, up)
     if not isinstance(x, Tensor):
         acts = dequantize(quantize(acts, x.format))
-    return (acts.bfloat16() @ kept.w2.mT).float()
+    return (acts.bfloat16() @ experts.w2.mT).float()
 
 
 def _prepared(l1: Weights, l2: Weights, width: int) -> _Kept:

@@ -79,6 +79,7 @@ from megamoe.kernels.blackwell.epilogue import finish_gated, finish_linear
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     advance,
+    advance_by,
     allow_next_launch,
     barriers,
     first_stage,
@@ -161,6 +162,7 @@ class TmemGemm:
     CHUNK: gl.constexpr
     SPAN: gl.constexpr
     NUM_WARPS: gl.constexpr
+    TURNS: gl.constexpr  # epilogues that have every TURNS-th of the sums: 1; fused, 2
     IS_FAR: gl.constexpr  # L2's rows may be other ranks': `row_dest` has offsets
 
 
@@ -393,13 +395,13 @@ def multiply_tile(gemm, steps, stage, turn, ready):
             ready = advance(ready, DECODES)
         if gemm.FORMAT.PROMOTED:
             tcgen05_commit(gemm.summed.index(turn.idx))
-            turn = advance(turn, gemm.SUMS)
+            turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
         else:
             use_acc = True
         stage = advance(stage, gemm.STAGES)
     if not gemm.FORMAT.PROMOTED:
         tcgen05_commit(gemm.summed.index(turn.idx))
-        turn = advance(turn, gemm.SUMS)
+        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
     return stage, turn, ready
 
 
@@ -492,20 +494,22 @@ def _add_stages(gemm, tile, stage, turn):
     for k in range(gemm.steps):
         low_factor = _block_factor(gemm, tile, k, 0)
         high_factor = _block_factor(gemm, tile, k, gemm.HALVES - 1)
+        # Sums first: fused, the other epilogue's stages come between, and phases of `full` would
+        # be taken for each other. Now the stage is full, and this role alone keeps it so.
+        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
         scales = gemm.xs_bufs.index(stage.idx).slice(0, gemm.TOKENS, 0)
         scale = scales.load(gl.SliceLayout(0, LAYOUT))
         # Reads of the stage come before the copies that follow.
         fence_async_shared()
         mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
-        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
         part, other = _read_sums(gemm, turn, 0, gemm.TOKENS)
         mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
         low += part * gl.expand_dims(scale * low_factor, 0)
         if gemm.HALVES == 2:
             high += other * gl.expand_dims(scale * high_factor, 0)
         stage = advance(stage, gemm.STAGES)
-        turn = advance(turn, gemm.SUMS)
+        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
     return low, high, stage, turn
 
 
@@ -533,7 +537,7 @@ def finish_tile(gemm, tile, stage, turn):
             if start + gemm.CHUNK == gemm.TOKENS:
                 mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
             _finish(gemm, low, high, tile, start)
-        turn = advance(turn, gemm.SUMS)
+        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
     return stage, turn
 
 
@@ -657,7 +661,7 @@ def gemm_tmem_kernel(
         GATED=GATED, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, SOURCE=SOURCE,
         STORE=STORE, DYNAMIC=DYNAMIC, HALVES=HALVES, TOKENS=TOKENS, BLOCK_K=BLOCK_K,
         STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
-        IS_FAR=False,
+        TURNS=1, IS_FAR=False,
     )  # fmt: skip
     if FORMAT.DECODED:
         gl.warp_specialize(

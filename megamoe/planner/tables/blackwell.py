@@ -20,6 +20,7 @@ BLOCK_MS = (8, 16, 32, 64, 128)  # the MMA's N: Gluon wants powers of two
 LEAST_PLAIN = 16
 MOST_PROMOTED = 64  # 128 tokens spill: sums of a promoted tile are registers
 CHUNK = 32  # tokens that an epilogue has in registers: 64 spill in NVFP4 (232 bytes)
+WIDE_N = 4096  # weight rows of a group from which a tile of a grouped GEMM alone has 256 of them
 
 
 def block_ms(recipe: str, is_promoted: bool) -> tuple[int, ...]:
@@ -44,31 +45,36 @@ SCHEDULES = {
 
 # -- fused launches --------------------------------------------------------------------------------
 
-FUSED_SCRATCH = 8 << 10  # the compiler's, whatever the tile: 16 bytes a token would not fill it
-FUSED_RESERVE = 2 << 10  # the queue, barriers
-FUSED_CHUNK = 16  # 32 spill beside the registers of the roles that load (NVFP4: 64 bytes)
-# Of a thread: each of two warpgroups that take tiles, and the roles of one warp (56 spill).
-MATH_REGS, LOAD_REGS = 184, 72
-# recipe: tokens that a fused tile has at most, and why
+FUSED_SCRATCH = 8 << 10  # the compiler's, whatever the tile
+FUSED_RESERVE = 2 << 10  # work items, barriers
+
+
+class Fused(NamedTuple):
+    """How a recipe's fused launch is held, whatever its tile: registers are a thread's."""
+
+    most: int  # tokens of a tile
+    why: str  # no more
+    chunk: int = 16  # tokens that an epilogue has in registers: 32 spill (NVFP4: 56 bytes)
+    math_regs: int = 216  # as on Hopper: twelve warps too
+    load_regs: int = 72
+    decode_regs: int = 0
+
+
+_TURNS = "of either warpgroup's sums, two tiles' in tensor memory"
+_ADDED = "sums of a promoted tile are registers of four warps"
 FUSED = {
-    "w4a8": 64, "w4a4": 64, "nvfp4": 64, "w8a8": 32, "w4a8_block": 32, "bf16": 64,
-}  # fmt: skip
-_TURNS = "each of two warpgroups has sums of its own in tensor memory"
-_SPILL = "64 would spill: sums of a promoted tile are registers of four warps"
-WHY_MOST = {
-    "w4a8": _TURNS, "w4a4": _TURNS, "nvfp4": _TURNS, "bf16": _TURNS, "w8a8": _SPILL,
-    "w4a8_block": _SPILL,
-    "w4a16": "its decoder wants the registers that a second warpgroup of math has",
-}  # fmt: skip
+    "w4a8": Fused(64, _TURNS),
+    "w4a4": Fused(64, _TURNS),
+    "nvfp4": Fused(64, _TURNS),
+    "bf16": Fused(64, _TURNS),
+    "w8a8": Fused(32, _ADDED),
+    "w4a8_block": Fused(32, _ADDED),
+    "w4a16": Fused(64, _TURNS, 8, 144, 72, 152),  # sixteen warps: four decode
+}
 # (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
 MODES: tuple[tuple[float, str, str], ...] = (
     (INF, "staged", "neither mode has been timed; staged launches hold no CTA back for another"),
 )
-
-
-def most_fused(recipe: str, is_promoted: bool) -> int:
-    """Tokens that a fused tile of a recipe has at most; 0: there is none."""
-    return FUSED.get(recipe, 0)
 
 
 class Shape(NamedTuple):

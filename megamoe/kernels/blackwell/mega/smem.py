@@ -67,9 +67,7 @@ class Shared:
 def allocate_shared(args, shape, linear):
     """The stage ring, the sums and their barriers; both linears have blocks of one shape."""
     FORMAT: gl.constexpr = shape.FORMAT
-    gl.static_assert(
-        FORMAT.PROMOTED or shape.SUMS == GROUPS, "a math warpgroup has sums of its own"
-    )
+    gl.static_assert(shape.SUMS % GROUPS == 0, "a math warpgroup has sums of its own")
     w, w_scale, x, _, x_scale = allocate_stages(
         linear.w, linear.w_scale, linear.x, linear.x_scale, FORMAT, "pool", HALVES, args.TOKENS,
         shape.STAGES,
@@ -113,5 +111,5 @@ def gemm_of(args, shape, linear, shared, tile_list):
         HAS_BIAS=args.HAS_BIAS, WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION,
         SOURCE="pool", STORE="pool" if linear.GATED else "rows", DYNAMIC=False, HALVES=HALVES,
         TOKENS=args.TOKENS, BLOCK_K=shape.BLOCK_K, STAGES=shape.STAGES, SUMS=shape.SUMS,
-        CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, IS_FAR=args.RANKS > 1,
+        CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, TURNS=GROUPS, IS_FAR=args.RANKS > 1,
     )  # fmt: skip
