@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from megamoe.cli import problems as of
-from megamoe.cli.shared import reason_table
+from megamoe.cli.shared import Json, reason_table
 from megamoe.errors import one_of
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import SharedMemory
@@ -48,7 +48,7 @@ def command(
     cubins: Annotated[
         str | None, typer.Option(help="Also count what calls of these sizes compile, e.g. 1-512.")
     ] = None,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
     shape = {

@@ -55,7 +55,7 @@ class MoE(nn.Module):
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
-    placement            which experts stand on which rank; None: contiguous, each once
+    placement            which experts lie on which rank; None: contiguous, each once
     mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
                          side, docs/split.md), over a group also "chain"
                          (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
