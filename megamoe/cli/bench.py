@@ -77,8 +77,8 @@ BACKEND_HELP = (
     "torch-bf16, torch-fp8."
 )
 CONTESTANT_HELP = (
-    "Comma-separated: hopper-RECIPE with @TILE or @all if wanted; portable-RECIPE with -dynamic, "
-    "-sorted or -dynamic-sorted if wanted; torch-bf16, torch-fp8."
+    "Comma-separated: hopper-RECIPE with @TILE or @all if wanted; portable-RECIPE or "
+    "blackwell-RECIPE with -dynamic, -sorted or -dynamic-sorted if wanted; torch-bf16, torch-fp8."
 )
 FLUSH_HELP = "How L2 is emptied before each call: memset, read or none."
 

@@ -45,7 +45,7 @@ def command(
         int | None, typer.Option(help="Experts over all ranks, if not the model's.")
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"{', '.join(MACHINES)}.")] = "h200",
-    mode: Annotated[str, typer.Option(help="auto, staged or fused.")] = "auto",
+    mode: Annotated[str, typer.Option(help="auto, staged, fused or split.")] = "auto",
     graphs: Annotated[
         bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.", metavar="")
     ] = True,
@@ -98,7 +98,7 @@ def layer_spec(
 
     recipe, num = recipe or model.recipe, experts or model.num_experts
     fmt = recipe_named(recipe).weights
-    one_of(mode, ("auto", "staged", "fused"), "mode")
+    one_of(mode, ("auto", "staged", "fused", "split"), "mode")
     require(
         ranks >= 1 and num % ranks == 0, f"{num} experts must divide evenly over ranks", got=ranks,
         kind=RangeError,

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megamoe.bench.cells import GEMM_SHAPES, gemms_named
 from megamoe.cli import problems as of
 from megamoe.cli.shared import Json, reason_table
 from megamoe.errors import one_of
@@ -48,9 +49,20 @@ def command(
     cubins: Annotated[
         str | None, typer.Option(help="Also count what calls of these sizes compile, e.g. 1-512.")
     ] = None,
+    gemm: Annotated[
+        str | None,
+        typer.Option(help=f"Grouped GEMMs alone instead of a layer: {', '.join(GEMM_SHAPES)}."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
+    if gemm is not None:
+        from megamoe.cli import grouped
+
+        shapes = gemms_named([word.strip() for word in gemm.split(",")])
+        of_gemm = of.overrides_from(given)
+        grouped.print_plans(out, shapes, hardware, recipe, of_gemm, as_json=as_json)
+        return
     shape = {
         "hidden": hidden,
         "intermediate": intermediate,
@@ -111,7 +123,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "mode": plan.mode,
         "numerics": asdict(plan.numerics),
         "choices": [asdict(choice) for choice in plan.choices],
-        "launches": [_launch_dict(one, times) for one, times in _launches(plan)],
+        "launches": [launch_dict(one, times) for one, times in _launches(plan)],
         "shared_memory": shared_memory_dict(plan.shared_memory),
         "memory": [asdict(buffer) for buffer in plan.buffers],
         "floor": floor_dict(plan.floor) if plan.launches else None,
@@ -131,7 +143,8 @@ def _launches(plan: Plan) -> Iterator[tuple[Launch, int]]:
         yield last, times
 
 
-def _launch_dict(one: Launch, times: int) -> dict[str, Any]:
+def launch_dict(one: Launch, times: int) -> dict[str, Any]:
+    """A launch as plain values, so often in a row."""
     config = one.config
     return {
         "name": one.name,

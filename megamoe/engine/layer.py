@@ -33,7 +33,6 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import max_fused_tokens
 from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
@@ -570,7 +569,7 @@ class MoE(nn.Module):
         max_tokens = self.max_tokens_per_rank
         if self._wanted[1] != "fused":
             return max_tokens
-        fits = max_fused_tokens(self.plan(1).call)
+        fits = self.plan(1).max_fused_tokens
         return fits if max_tokens is None else min(max_tokens, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megamoe.engine import packing
 from megamoe.engine.fingerprint import Seal, counter_of
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized, empty
@@ -366,10 +367,18 @@ def empty_matrix(kind: str, like: Quantized, num: int, device: torch.device) -> 
 def fill(out: PackedMatrix, w: Quantized, first: int = 0) -> None:
     """Write the experts of `w`, from wherever they lie, one by one."""
     with torch.no_grad(), torch.inference_mode(False):
+        if packing.is_gpu(out.device) and w.device == out.device and not is_packed(w):
+            packing.write(out, range(first, first + len(w)), w)
+            return
         for expert in range(len(w)):
             one = w[expert : expert + 1]
             one = one.plain(out.device) if isinstance(one, PackedMatrix) else one.to(out.device)
-            out.write(first + expert, one)
+            packing.write(out, [first + expert], one)
+
+
+def is_packed(matrix: Quantized) -> bool:
+    """Whether it is held as an image."""
+    return isinstance(matrix, PackedMatrix)
 
 
 def parts_of(both: PackedMatrix, nums: Sequence[int]) -> list[PackedMatrix]:

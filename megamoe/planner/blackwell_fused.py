@@ -41,19 +41,19 @@ def shared_memory(recipe: str, tile: GemmTmem, routing: int) -> SharedMemory:
 
 def as_fused(recipe: str, tile: GemmTmem, routing: int = 0) -> tuple[GemmTmem | None, str]:
     """(the tile of a fused launch, "") or (None, why only launches of their own hold it)."""
-    most = tables.most_fused(recipe, numerics("blackwell", recipe).promotion > 0)
-    if tile.block_m > most:
-        return None, f"up to {most} tokens a tile: {tables.WHY_MOST[recipe]}"
-    sums = tile.num_sums if numerics("blackwell", recipe).promotion else GROUPS
+    held = tables.FUSED[recipe]
+    if tile.block_m > held.most:
+        return None, f"up to {held.most} tokens a tile: {held.why}"
     made = replace(
         tile,
-        num_sums=sums,
-        chunk=min(tile.chunk, tables.FUSED_CHUNK),
+        num_sums=tile.num_sums if numerics("blackwell", recipe).promotion else GROUPS,
+        chunk=min(tile.chunk, held.chunk),
         num_warps=4,
         group_m=1,
         num_stages=0,
-        math_regs=tables.MATH_REGS,
-        load_regs=tables.LOAD_REGS,
+        math_regs=held.math_regs,
+        load_regs=held.load_regs,
+        decode_regs=held.decode_regs,
     )
     memory = shared_memory(recipe, made, max(routing, limits.ROUTING_BYTES))
     stages = min((memory.limit - memory.fixed_bytes) // memory.stage_bytes, tables.MAX_STAGES)
@@ -76,33 +76,43 @@ def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[G
 # -- which calls are fused -------------------------------------------------------------------------
 
 
+def _most_tokens(recipe: str, slots_per_token: int, num_experts: int, most: int) -> int:
+    """The most tokens, up to `most`, whose rows an expert a fused tile takes."""
+
+    def is_too_many(tokens: int) -> bool:
+        tile, _ = blackwell.pick(recipe, tokens * slots_per_token / num_experts)
+        return as_fused(recipe, tile)[0] is None
+
+    return max(bisect(range(1, most + 1), False, key=is_too_many), 1)
+
+
 def passes_of(call: CallSpec) -> tuple[int, int]:
     """(fused launches of a call, tokens of a rank in each): as few as a launch's limits let."""
     p = call.problem
     if not call.is_group:
         return 1, p.num_tokens
     tokens, slots = max(call.fused_tokens, 1), p.num_ranks * p.top_k
-
-    def is_too_many(each: int) -> bool:
-        tile, _ = blackwell.pick(p.recipe, each * slots / p.num_experts)
-        return as_fused(p.recipe, tile)[0] is None
-
     most = min(tokens, limits.MAX_GROUP_SLOTS // slots)
-    each = bisect(range(1, most + 1), False, key=is_too_many)
-    num = ceil_div(tokens, max(each, 1))
+    num = ceil_div(tokens, _most_tokens(p.recipe, slots, p.num_experts, most))
     return num, ceil_div(tokens, num)
+
+
+def max_fused_tokens(call: CallSpec) -> int:
+    """Tokens of the largest call of one rank that a fused launch takes."""
+    p = call.problem
+    return _most_tokens(p.recipe, p.top_k, p.num_experts, max(limits.MAX_SLOTS // p.top_k, 1))
 
 
 def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
     """Why no fused launch takes this call on Blackwell; None where one does."""
     p = call.problem
-    if p.recipe not in tables.FUSED:
-        return Refusal(f"no fused launch of {p.recipe} on Blackwell: {tables.WHY_MOST[p.recipe]}")
     refusal = hopper.why_never_fused(call)
     if refusal is not None:
         return refusal
     if call.shared is not None:
         return Refusal("fused calls on Blackwell have no shared experts: those have own launches")
+    if given.get("schedule", "strided") != "strided":
+        return Refusal("a fused launch draws tiles by tickets of its own, whatever the schedule")
     _, each = passes_of(call)
     slots = p.num_ranks * each * p.top_k
     limit = limits.MAX_SLOTS if p.num_ranks == 1 else limits.MAX_GROUP_SLOTS

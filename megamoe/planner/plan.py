@@ -34,6 +34,7 @@ from megamoe.planner.launches import (
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
 from megamoe.planner.tables.split import why_not_auto
@@ -179,12 +180,18 @@ class Plan:
     def fused_tokens(self) -> int:
         """Tokens of a rank in each launch of a fused call."""
         _, each = _fused(self.backend).passes_of(self.call)
-        return each
+        return int(each)
+
+    @property
+    def max_fused_tokens(self) -> int:
+        """Tokens of the largest call of one rank that a fused launch takes."""
+        return int(_fused(self.backend).max_fused_tokens(self.call))
 
     @property
     def exchange(self) -> Workspace:
         """The memory that a rank shares with its peers in fused calls."""
-        return _fused(self.backend).exchange_of(self.call)
+        found: Workspace = _fused(self.backend).exchange_of(self.call)
+        return found
 
     @property
     def floor(self) -> Floor:
@@ -225,6 +232,9 @@ class Plan:
             )
         choices += self._split_choices()
         if isinstance(tile, GemmTmem):
+            if self.mega is None:
+                why = BLACKWELL_SCHEDULES[tile.schedule]
+                choices.append(Choice("schedule", tile.schedule, why))
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}

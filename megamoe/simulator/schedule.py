@@ -16,10 +16,20 @@ from megamoe.formats.spec import FP8_COMBINE, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import smem
-from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, Permute, PortableGemm
+from megamoe.planner import blackwell, smem
+from megamoe.planner.launches import (
+    Gemm,
+    GemmSwapAb,
+    GemmTmem,
+    Launch,
+    Mega,
+    Pass,
+    Permute,
+    PortableGemm,
+)
 from megamoe.planner.numerics import Numerics, numerics
 from megamoe.planner.plan import Plan
+from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import ROW_ALIGN, WIDTH
 from megamoe.problem import Problem
 from megamoe.simulator.blocks import L1, L2, Block, token_tiles
@@ -206,7 +216,7 @@ def fused_schedule(
     problem: Problem,
     hardware: Hardware,
     how: Numerics,
-    tile: GemmSwapAb,
+    tile: GemmSwapAb | GemmTmem,
     num_sms: int,
     *,
     wave_rows: int = 0,
@@ -219,10 +229,10 @@ def fused_schedule(
     return Schedule(
         problem=problem,
         hardware=hardware,
-        backend="hopper",
+        backend="blackwell" if isinstance(tile, GemmTmem) else "hopper",
         mode="fused",
         combine=combine,
-        experts=_hopper_experts(problem, how, tile, local),
+        experts=_gluon_experts(problem, how, tile, local),
         num_sms=num_sms,
         order=Phases(wave_rows),
         num_joined=num_joined,
@@ -264,6 +274,19 @@ def _hopper_experts(
     return Experts(problem, num_local, how.mma, *linears)
 
 
+def _gluon_experts(
+    problem: Problem, how: Numerics, tile: GemmSwapAb | Gemm | GemmTmem, num_local: int
+) -> Experts:
+    """Both linears of a Gluon kernel."""
+    if not isinstance(tile, GemmTmem):
+        return _hopper_experts(problem, how, tile, num_local)
+    ring = tile.num_stages * blackwell.shared_memory(problem.recipe, tile).stage_bytes
+    l1_n = ceil_div(2 * align_up(problem.intermediate, BLACKWELL_WIDTH), tile.block_n)
+    l2_n = ceil_div(problem.hidden, tile.block_n)
+    linears = (Linear(tile.block_m, tile.block_n, num, ring) for num in (l1_n, l2_n))
+    return Experts(problem, num_local, how.mma, *linears)
+
+
 def _portable_experts(problem: Problem, how: Numerics, one: Pass, num_local: int) -> Experts:
     """Both linears of portable's kernels; a program of L1 has the weight rows of gate and up."""
     weights = recipe_named(problem.recipe).weights
@@ -294,8 +317,8 @@ def _experts(plan: Plan, one: Pass) -> Experts:
             plan.backend, shared.recipe, arch=plan.hardware.arch, fits_e4m3=shared.fits_e4m3
         )
     tile = one["l1"].config
-    if isinstance(tile, GemmSwapAb | Gemm):
-        return _hopper_experts(p, how, tile, num_local)
+    if isinstance(tile, GemmSwapAb | Gemm | GemmTmem):
+        return _gluon_experts(p, how, tile, num_local)
     return _portable_experts(p, how, one, num_local)
 
 

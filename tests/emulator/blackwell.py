@@ -1,12 +1,13 @@
 """Layers of the Blackwell backend on a CPU: the GEMM under a scheduler, other kernels freely."""
 
+import pytest
 import torch
 
-from megamoe.engine import blackwell
+from megamoe.engine import backends, blackwell
 from megamoe.engine.call import Call
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
-from megamoe.kernels.blackwell import launch
+from megamoe.kernels.blackwell import grouped, launch
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.blackwell.mega import launch as mega_launch
 from megamoe.kernels.blackwell.mega.kernel import mega_tmem_kernel
@@ -34,6 +35,7 @@ class Step:
         tensor_memory.install()
         self.kernel = device.Scheduled(kernel)
         self.seed, self.launches = None, []  # no seed: nobody is preempted
+        self.is_strict = True
 
     def __getitem__(self, grid):
         def run(**given):
@@ -42,7 +44,9 @@ class Step:
                 device.synchronize()
 
             policy = policies.policy_of(self.seed) if self.seed is not None else policies.Calm()
-            Scheduler(policy, agents=600).run(host)
+            scheduler = Scheduler(policy, agents=600)
+            scheduler.memory.is_strict = self.is_strict
+            scheduler.run(host)
             self.launches.append((grid, given))
 
         return run
@@ -69,6 +73,15 @@ def install(monkeypatch, num_sms=3):
     return made
 
 
+def install_grouped(monkeypatch, num_sms=3):
+    """The same for grouped GEMMs alone, which take the device for one that they run on."""
+    made = install(monkeypatch, num_sms)
+    place = Emulated(grouped._place_groups_kernel)
+    monkeypatch.setattr(grouped, "_place_groups_kernel", place)
+    monkeypatch.setattr(backends, "resolve", lambda *_: None)
+    return made
+
+
 def layer(inputs, w, options=None, shared=None, stats=None, **given):
     """One call."""
     x, idx, _ = inputs
@@ -92,13 +105,15 @@ def install_fused(monkeypatch, num_sms=3):
     if "mega" not in _MADE:
         _MADE["mega"] = Step(mega_tmem_kernel)
     made = _MADE["mega"]
-    made.seed, made.launches, made.kernel.hold = None, [], []
+    made.seed, made.launches, made.kernel.hold, made.is_strict = None, [], [], True
     monkeypatch.setattr(mega_launch, "mega_tmem_kernel", made)
     pretend_b200(monkeypatch, num_sms)
     return made
 
 
-def fused_layer(inputs, w, options=None, stats=None, found=None, count=None, **given):
+def fused_layer(
+    inputs, w, options=None, stats=None, found=None, count=None, is_poisoned=False, **given
+):
     """One fused call."""
     x, idx, _ = inputs
     options = options or Options()
@@ -107,6 +122,15 @@ def fused_layer(inputs, w, options=None, stats=None, found=None, count=None, **g
         overrides=checked({"backend": "blackwell", "mode": "fused", **given}),
     )  # fmt: skip
     found = found or DeviceStatus(CPU)
-    y = blackwell.run(Call(*inputs, w, options, None, found, stats, count, 30.0), plan)
+    call = Call(*inputs, w, options, None, found, stats, count, 30.0, is_poisoned)
+    y = blackwell.run(call, plan)
     found.check(idx.shape[1])
     return y
+
+
+def run_hosts(seed, *hosts):
+    """Functions that launch fused kernels at the same time, GPU i for host i, under one policy."""
+    policy = policies.policy_of(seed) if seed is not None else policies.Calm()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mega_launch, "mega_tmem_kernel", _MADE["mega"].kernel)
+        Scheduler(policy, agents=900).run(*hosts)

@@ -15,9 +15,9 @@ CTAs are split over the ranks of a launch in equal parts. Roles of a CTA:
   load_tokens     waits for the pool, or for a tile's activations, then loads them and their scales
   issue_mma       scales to tensor memory, then products; waits for none of them
   math            two warpgroups. One reads the routing, one quantises tokens into the pool; then
-                  they take tiles in turn, from sums in tensor memory to memory; then combine
+                  they take tiles in turn, from sums in tensor memory to memory, and count them for
+                  other CTAs; then combine
   decode          DECODED only: FP4 of a stage to BF16 in tensor memory
-  publish         counts finished tiles for other CTAs, so that math does not wait for a release
 
 Barriers of a CTA
 
@@ -30,10 +30,8 @@ Barriers of a CTA
   decoded_full   DECODES  1                   decode                           issue_mma
   decoded_empty  DECODES  1                   issue_mma's commit               decode
   item_full      2        1                   schedule_tiles                   the other roles
-  item_empty     2        GROUPS + 4, + 1     the other roles                  schedule_tiles
+  item_empty     2        GROUPS + 3, + 1     the other roles                  schedule_tiles
                           with decode
-  tile_stored    2        1                   math: its tile                   publish
-  tile_counted   2        1                   publish                          math
   routed         1        1                   math 0: routing is read          schedule_tiles, math
   own_filled     1        1                   math 1: own parts in pool        load_weights
   pool_filled    1        1                   load_tokens: all parts are       load_weights, math,
@@ -49,9 +47,8 @@ One CTA, three tickets (L1 tiles A and B, L2 tile C) of two steps each:
   load_weights  own_filled, A0 (early)  A1 B0 B1 C0 C1
   load_tokens   wait POOL               A0 A1 B0 B1, wait L1_DONE of C's tokens, C0 C1
   issue_mma                             A0 A1 B0 B1 | C0 C1 (A's sums are taken)
-  math 0        routing                 wait A; epilogue A, stored      wait C; epilogue C
-  math 1        parts into the pool             wait B; epilogue B, stored
-  publish                                       count A          count B
+  math 0        routing                 wait A; epilogue A, count       wait C; epilogue C
+  math 1        parts into the pool             wait B; epilogue B, count
 """
 
 from triton.experimental import gluon
@@ -68,7 +65,6 @@ from megamoe.kernels.blackwell.gemm import (
 from megamoe.kernels.blackwell.mega.smem import TmemLinear, TmemTile, allocate_shared, gemm_of
 from megamoe.kernels.gluon.mega.begin import begin_cta
 from megamoe.kernels.gluon.mega.combine import combine
-from megamoe.kernels.gluon.mega.counting import arrive_stored, count_tile
 from megamoe.kernels.gluon.mega.dispatch import (
     fill_later,
     fill_pool,
@@ -92,10 +88,29 @@ from megamoe.kernels.gluon.mega.events import (
     now,
     stamp,
 )
-from megamoe.kernels.gluon.mega.scheduler import pop_item, schedule_tiles
+from megamoe.kernels.gluon.mega.scheduler import (
+    pop_item,
+    schedule_tiles,
+    tiles_of_wave,
+    wave_of,
+)
 from megamoe.kernels.gluon.mega.state import KernelArgs
-from megamoe.kernels.gluon.mega.sync import L1_DONE, WAIT_L1, read_report, wait_for
-from megamoe.kernels.gluon.pipeline import GROUPS, Tile, fast_div, first_stage, skip_stages
+from megamoe.kernels.gluon.mega.sync import (
+    L1_DONE,
+    L2_DONE,
+    WAIT_L1,
+    publish_count,
+    read_report,
+    wait_for,
+)
+from megamoe.kernels.gluon.pipeline import (
+    GROUPS,
+    Stage,
+    Tile,
+    fast_div,
+    first_stage,
+    skip_stages,
+)
 from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
 
 
@@ -159,10 +174,17 @@ def _steps_of(kind, l1, l2):
 
 
 @gluon.jit
+def _turn_of(WG: gl.constexpr, PHASE: gl.constexpr):
+    """A warpgroup's first sums: it has every second of them, so it sees every phase of its own."""
+    return Stage(idx=gl.to_tensor(WG), phase=gl.to_tensor(PHASE))
+
+
+@gluon.jit
 def issue_mma(cta, l1, l2):
     """One warp: the products of each tile. Both linears have the same stages and sums."""
     stage = first_stage(0)
-    turn = first_stage(1)
+    turn = _turn_of(0, 1)  # of the warpgroup whose tile is next
+    other = _turn_of(1, 1)
     ready = first_stage(0)  # decoded weights
     i = 0
     kind = gl.to_tensor(0)
@@ -170,7 +192,10 @@ def issue_mma(cta, l1, l2):
         item = pop_item(cta, i)
         kind = item.kind
         if (kind == L1) | (kind == L2):
-            stage, turn, ready = multiply_tile(l1, _steps_of(kind, l1, l2), stage, turn, ready)
+            steps = _steps_of(kind, l1, l2)
+            stage, mine, ready = multiply_tile(l1, steps, stage, turn, ready)
+            turn = Stage(idx=other.idx, phase=other.phase)
+            other = Stage(idx=mine.idx, phase=mine.phase)
         i += 1
 
 
@@ -186,21 +211,6 @@ def decode(cta, l1, l2):
         kind = item.kind
         if (kind == L1) | (kind == L2):
             stage, room = decode_tile(l1, _steps_of(kind, l1, l2), stage, room)
-        i += 1
-
-
-@gluon.jit
-def publish(cta, l1, l2):
-    """One warp: count finished tiles for all CTAs, those of L1 and in a ring those of L2."""
-    num_counted = 0
-    i = 0
-    kind = gl.to_tensor(0)
-    while kind >= 0:
-        item = pop_item(cta, i)
-        kind = item.kind
-        if (kind == L1) | (cta.args.RING & (kind == L2)):
-            count_tile(cta, item, num_counted)
-            num_counted += 1
         i += 1
 
 
@@ -224,14 +234,17 @@ def _finish(cta, l1, l2, item, report, stage, turn):
 
 
 @gluon.jit
-def _skip(gemm, steps, stage, turn):
-    """Stage and turn after a tile of the other warpgroup; stages are read where PROMOTED."""
-    if gemm.FORMAT.PROMOTED:
-        stage = skip_stages(stage, steps, gemm.STAGES)
-        turn = skip_stages(turn, steps, gemm.SUMS)
-    else:
-        turn = skip_stages(turn, 1, gemm.SUMS)
-    return stage, turn
+def _count(cta, item):
+    """Count a tile that this warpgroup has stored, for all CTAs: L1's, in a ring L2's too.
+
+    The release takes long, but the other warpgroup has the next tile.
+    """
+    if item.kind == L1:
+        publish_count(cta.counters + L1_DONE + item.tile_idx, 1)
+    elif cta.args.RING:
+        wave = wave_of(cta, item.tile_idx)
+        if tiles_of_wave(cta, wave + 2) > 0:  # else the count could come after cleaning
+            publish_count(cta.counters + L2_DONE + wave, 1)
 
 
 @gluon.jit
@@ -252,28 +265,24 @@ def math(cta, l1, l2, WG: gl.constexpr):
     mbarrier.wait(cta.pool_filled, 0)
     report = read_report(args)
     stage = first_stage(0)
-    turn = first_stage(0)
+    turn = _turn_of(WG, 0)
     i = 0
     num_done = 0
-    num_stored = 0
     kind = gl.to_tensor(0)
     while kind >= 0:
         item = pop_item(cta, i)
         kind = item.kind
         if (kind == L1) | (kind == L2):
-            is_counted = (kind == L1) | args.RING
             if (num_done & 1) == WG:
                 if args.RING:
                     wait_for_wave(cta, item.tile_idx)
                     report = read_report(args)
                 begin = now(args)
                 stage, turn = _finish(cta, l1, l2, item, report, stage, turn)
-                if is_counted:
-                    arrive_stored(cta, num_stored)
+                _count(cta, item)
                 stamp(args, MATH, i + 1, kind, item.ticket, begin)
-            else:
-                stage, turn = _skip(l1, _steps_of(kind, l1, l2), stage, turn)
-            num_stored += is_counted.to(gl.int32)
+            elif l1.FORMAT.PROMOTED:  # who reads stages
+                stage = skip_stages(stage, _steps_of(kind, l1, l2), l1.STAGES)
             num_done += 1
         if args.RING:  # noqa: SIM102  known at compile time, unlike the kind
             if kind == FILL:
@@ -371,9 +380,9 @@ def mega_tmem_kernel(
     if RANKS == 1:
         prefetch_inputs(args, cta_idx, num_ctas)
     shared = allocate_shared(args, shape, linear1)  # while the routing comes
-    READERS: gl.constexpr = GROUPS + 5 if FORMAT.DECODED else GROUPS + 4
+    READERS: gl.constexpr = GROUPS + 4 if FORMAT.DECODED else GROUPS + 3
     cta = begin_cta(
-        args, rank, local_rank, cta_idx, num_ctas, tile_list, READERS=READERS, STORERS=1
+        args, rank, local_rank, cta_idx, num_ctas, tile_list, READERS=READERS, STORERS=0
     )
     l1 = gemm_of(args, shape, linear1, shared, tile_list)
     l2 = gemm_of(args, shape, linear2, shared, tile_list)
@@ -382,14 +391,13 @@ def mega_tmem_kernel(
         gl.warp_specialize(
             [(math, (cta, l1, l2, 0)), (math, (cta, l1, l2, 1)), (decode, (cta, l1, l2)),
              (issue_mma, (cta, l1, l2)), (load_weights, (cta, l1, l2)),
-             (load_tokens, (cta, l1, l2)), (publish, (cta, l1, l2)),
-             (schedule_tiles, (cta, l1, l2))],
-            [4, 4, 1, 1, 1, 1, 1], [MATH_REGS, DECODE_REGS] + [LOAD_REGS] * 5,
+             (load_tokens, (cta, l1, l2)), (schedule_tiles, (cta, l1, l2))],
+            [4, 4, 1, 1, 1, 1], [MATH_REGS, DECODE_REGS] + [LOAD_REGS] * 4,
         )  # fmt: skip
     else:
         gl.warp_specialize(
             [(math, (cta, l1, l2, 0)), (math, (cta, l1, l2, 1)), (issue_mma, (cta, l1, l2)),
              (load_weights, (cta, l1, l2)), (load_tokens, (cta, l1, l2)),
-             (publish, (cta, l1, l2)), (schedule_tiles, (cta, l1, l2))],
-            [4, 1, 1, 1, 1, 1], [MATH_REGS] + [LOAD_REGS] * 5,
+             (schedule_tiles, (cta, l1, l2))],
+            [4, 1, 1, 1, 1], [MATH_REGS] + [LOAD_REGS] * 4,
         )  # fmt: skip

@@ -18,14 +18,18 @@ def begin_cta(
     """Queue, barriers and memory for the routing; over several ranks, what peers push is here then.
 
     READERS  roles that pop work items
-    STORERS  math warpgroups that store a part of each tile
+    STORERS  math warpgroups that store a part of each tile, for `publish` to count; 0: who stores a
+             tile counts it
     """
     SLOTS: gl.constexpr = args.SLOTS
     queue = gl.allocate_shared_memory(gl.int32, [2 * QUEUE_WORDS, 1], FLAT_SHARED)
     item_full = barriers(2, 1)
     item_empty = barriers(2, READERS)
-    tile_stored = barriers(2, STORERS)
-    tile_counted = barriers(2, 1)
+    tile_stored = item_full
+    tile_counted = item_full
+    if STORERS > 0:
+        tile_stored = barriers(2, STORERS)
+        tile_counted = barriers(2, 1)
     own_done = barriers(1, GROUPS).index(0)
     all_done = barriers(1, 1).index(0)
     if args.RANKS == 1:

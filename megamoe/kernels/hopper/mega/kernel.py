@@ -62,7 +62,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.gluon.compiler_hooks import ours
 from megamoe.kernels.gluon.mega.begin import begin_cta
 from megamoe.kernels.gluon.mega.combine import combine
-from megamoe.kernels.gluon.mega.counting import arrive_stored, count_tile
 from megamoe.kernels.gluon.mega.dispatch import (
     fill_later,
     fill_pool,
@@ -90,10 +89,13 @@ from megamoe.kernels.gluon.mega.prefetch_code import prefetch_code
 from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
+    tiles_of_wave,
+    wave_of,
 )
 from megamoe.kernels.gluon.mega.state import KernelArgs
 from megamoe.kernels.gluon.mega.sync import (
     L1_DONE,
+    L2_DONE,
     WAIT_L1,
     read_report,
     wait_for,
@@ -102,6 +104,7 @@ from megamoe.kernels.gluon.operands import fetch_operands, publish_operands
 from megamoe.kernels.gluon.pipeline import (
     GROUPS,
     fast_div,
+    fence_stores,
     first_stage,
 )
 from megamoe.kernels.gluon.pool import ROW_ALIGN
@@ -203,9 +206,28 @@ def publish(cta, l1, l2):
             publish_operands(l1)
             num_done += 1
         if (kind == L1) | (cta.args.RING & (kind == L2)):
-            count_tile(cta, item, num_counted)
+            mbarrier.wait(cta.tile_stored.index(num_counted & 1), (num_counted >> 1) & 1)
+            fence_stores()
+            if kind == L1:
+                counter = cta.counters + L1_DONE + item.tile_idx
+                gl.atomic_add(counter, 1, sem="release", scope="gpu")
+            else:
+                wave = wave_of(cta, item.tile_idx)
+                if tiles_of_wave(cta, wave + 2) > 0:  # else the count could come after cleaning
+                    counter = cta.counters + L2_DONE + wave
+                    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+            mbarrier.arrive(cta.tile_counted.index(num_counted & 1), count=1)
             num_counted += 1
         i += 1
+
+
+@gluon.jit
+def _arrive_stored(cta, num_stored):
+    """math: let `publish` count the CTA's stored tile number `num_stored`."""
+    fence_stores()
+    mbarrier.wait(cta.tile_counted.index(num_stored & 1), ((num_stored >> 1) & 1) ^ 1)
+    gl.thread_barrier()
+    mbarrier.arrive(cta.tile_stored.index(num_stored & 1), count=1)
 
 
 @gluon.jit
@@ -253,7 +275,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
             begin = now(cta.args)
             stage = _compute(l1, l2, is_l1, item.tile, num_done, num_l1_done, stage, WG)
             if is_l1 | cta.args.RING:
-                arrive_stored(cta, num_stored)
+                _arrive_stored(cta, num_stored)
                 num_stored += 1
             num_done += 1
             num_l1_done += is_l1.to(gl.int32)
