@@ -219,13 +219,13 @@ def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
     one._world = SimpleNamespace(run=run)
     quantized = mm.quantize(x, "mxfp8")
     if mode == "auto":
-        one._across(quantized, idx, gates, one.stats, one.stats)
+        one._call_over_group(quantized, idx, gates, one.stats, one.stats)
         assert staged == ["staged"] and not gpu.calls
-        one._across(x, idx, gates, one.stats, one.stats)
+        one._call_over_group(x, idx, gates, one.stats, one.stats)
         assert len(gpu.calls) == 1
     else:
         with pytest.raises(DTypeError, match="quantised ones"):
-            one._across(quantized, idx, gates, one.stats, one.stats)
+            one._call_over_group(quantized, idx, gates, one.stats, one.stats)
 
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
