@@ -37,7 +37,7 @@ def test_it_is_refused_by_name_where_it_cannot_run():
         mm.moe(x, idx, torch.ones(1, 1), w, backend="blackwell")
     with pytest.raises(NotAvailable, match="has mode auto or staged or fused;"):
         mm.plan(PROBLEM, "b200", backend="blackwell", mode="chain")
-    with pytest.raises(mm.CapacityError, match="mode fused must fit the call; .* 96.0 rows an"):
+    with pytest.raises(mm.CapacityError, match=r"mode fused must fit the call; .* 96\.0 rows an"):
         mm.plan(PROBLEM, "b200", backend="blackwell", mode="fused")
 
 
