@@ -1,4 +1,4 @@
-"""Placement: which experts stand on which rank, hot ones more than once; and a proposal for one.
+"""Placement: which experts lie on which rank, hot ones more than once; and a proposal for one.
 
 A *logical* expert is one of the model's; a *physical* one is a place on a rank that holds a copy of
 it. Place i of rank r is physical expert r * slots_per_rank + i. Every copy gives the same bits, so

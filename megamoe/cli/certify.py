@@ -35,11 +35,12 @@ Recipe = Annotated[
     list[str] | None, typer.Option(help=f"Some of {', '.join(RECIPES)}; default: all.")
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Fewer sizes and launches; writes no certificate.")
+    bool, typer.Option("--quick", help="Fewer sizes and launches; no certificate.", metavar="")
 ]
 File = Annotated[str | None, typer.Option("--out", help="File for the report, as JSON.")]
 NoCertificate = Annotated[
-    bool, typer.Option("--no-certificate", help="Report only: keep and take back nothing.")
+    bool,
+    typer.Option("--no-certificate", help="Report only: keep and take back nothing.", metavar=""),
 ]
 
 

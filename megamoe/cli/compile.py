@@ -47,9 +47,11 @@ def command(
     gpu: Annotated[str, typer.Option(help=f"{', '.join(MACHINES)}.")] = "h200",
     mode: Annotated[str, typer.Option(help="auto, staged, fused or split.")] = "auto",
     graphs: Annotated[
-        bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.")
+        bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.", metavar="")
     ] = True,
-    shared: Annotated[bool, typer.Option(help="With the model's shared experts.")] = False,
+    shared: Annotated[
+        bool, typer.Option(help="With the model's shared experts.", metavar="")
+    ] = False,
     processes: Annotated[
         int | None, typer.Option(help="That compile side by side; default: one per core.")
     ] = None,

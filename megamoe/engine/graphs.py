@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 STEP = 256  # buckets above this are its multiples
 MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
-MAX_MET = 4096  # looks of calls that are remembered
+MAX_SIGNATURES = 4096  # signatures of calls that are remembered
 
 
 def bucket_of(num_tokens: int, max_tokens: int = MAX_TOKENS) -> int:
@@ -129,7 +129,7 @@ class Graphs:
     def __init__(self, max_tokens: int | None = None) -> None:
         self.most = MAX_TOKENS if max_tokens is None else min(max_tokens, MAX_TOKENS)
         self._held: dict[int, Captured] = {}
-        self._met: dict[Signature, Ready] = {}
+        self._by_signature: dict[Signature, Ready] = {}
         self._parts: Parts | None = None
         self._gpu: Gpu | None = None
         self._replays = 0
@@ -142,9 +142,9 @@ class Graphs:
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
         return is_plain and not torch.cuda.is_current_stream_capturing()
 
-    def find(self, looks: Signature | None) -> Ready | None:
+    def find(self, signature: Signature | None) -> Ready | None:
         """What a call like one before needs, if it may be replayed; its parts are not compared."""
-        one = self._met.get(looks)  # type: ignore[arg-type]
+        one = self._by_signature.get(signature)  # type: ignore[arg-type]
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
             return None
         self._replays += 1
@@ -153,7 +153,7 @@ class Graphs:
         return one
 
     def __call__(
-        self, looks: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
+        self, signature: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
         *, copy: bool = True,
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
@@ -163,8 +163,8 @@ class Graphs:
         assert self._gpu is not None
         words = x.stride(0), num_tokens, topk_idx.dtype == torch.int64
         one = Ready(parts, self._gpu, held.graph.replay, held.rows(num_tokens), words)
-        if len(self._met) < MAX_MET:
-            self._met[looks] = one
+        if len(self._by_signature) < MAX_SIGNATURES:
+            self._by_signature[signature] = one
         return self.replay(one, x, topk_idx, topk_weights, copy)
 
     def replay(
@@ -213,7 +213,7 @@ class Graphs:
     def drop(self) -> None:
         """Let all graphs go, once the GPU is done with them."""
         gpu, held = self._gpu, self._held
-        self._held, self._met = {}, {}
+        self._held, self._by_signature = {}, {}
         self._parts, self._gpu = None, None
         if gpu is not None:
             finish(gpu.device)

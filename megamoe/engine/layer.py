@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
 
 
-MAX_PASSED = 4096  # shapes of calls that are remembered as checked
+MAX_CHECKED = 4096  # shapes of calls that are remembered as checked
 
 
 class MoE(nn.Module):
@@ -62,7 +62,7 @@ class MoE(nn.Module):
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
-    placement            which experts stand on which rank; None: contiguous, each once
+    placement            which experts lie on which rank; None: contiguous, each once
     mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
                          side, docs/split.md), over a group also "chain"
                          (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
@@ -323,19 +323,19 @@ class MoE(nn.Module):
             )
             return y
         graphs = self._graphs  # none over a group
-        looks = signature_of(x, topk_idx, topk_weights)
+        signature = signature_of(x, topk_idx, topk_weights)
         if graphs is not None:
-            one = graphs.find(looks)
+            one = graphs.find(signature)
             if one is not None and self._is_current(one.parts):
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
         self._renew()
         if self._world is not None:
-            return self._across(x, topk_idx, topk_weights, self.stats, self._sent)
+            return self._call_over_group(x, topk_idx, topk_weights, self.stats, self._sent)
         graphs = self._graphs
-        self._check_once(looks, x, topk_idx, topk_weights)
+        self._check_once(signature, x, topk_idx, topk_weights)
         if graphs is not None and graphs.serves(x):
-            assert isinstance(x, Tensor) and looks is not None
-            return graphs(looks, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
+            assert isinstance(x, Tensor) and signature is not None
+            return graphs(signature, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
         call = self._call(x, topk_idx, topk_weights)
         traits = traits_of(self._backend, call.weights, call.shared)
         plan = self._plan(x.shape[0], traits, is_quantized=not isinstance(x, Tensor))
@@ -350,10 +350,10 @@ class MoE(nn.Module):
         )  # fmt: skip
 
     def _check_once(
-        self, looks: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+        self, signature: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> None:
         """The checks of a call; a call that looks like one that passed is not checked again."""
-        if looks in self._passed:
+        if signature in self._checked:
             return
         self._check(x, idx, weights)
         limit = self.max_tokens_per_rank
@@ -364,10 +364,10 @@ class MoE(nn.Module):
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
-        if looks is not None and len(self._passed) < MAX_PASSED:
-            self._passed.add(looks)
+        if signature is not None and len(self._checked) < MAX_CHECKED:
+            self._checked.add(signature)
 
-    def _across(
+    def _call_over_group(
         self,
         x: Tensor | Quantized,
         topk_idx: Tensor,
@@ -544,7 +544,7 @@ class MoE(nn.Module):
         self._what = describe(
             weights, shared, self.options, name, self._launch, self._call_overrides
         )
-        self._passed: set[Signature] = set()
+        self._checked: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
 

@@ -219,13 +219,13 @@ def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
     one._world = SimpleNamespace(run=run)
     quantized = mm.quantize(x, "mxfp8")
     if mode == "auto":
-        one._across(quantized, idx, gates, one.stats, one.stats)
+        one._call_over_group(quantized, idx, gates, one.stats, one.stats)
         assert staged == ["staged"] and not gpu.calls
-        one._across(x, idx, gates, one.stats, one.stats)
+        one._call_over_group(x, idx, gates, one.stats, one.stats)
         assert len(gpu.calls) == 1
     else:
         with pytest.raises(DTypeError, match="quantised ones"):
-            one._across(quantized, idx, gates, one.stats, one.stats)
+            one._call_over_group(quantized, idx, gates, one.stats, one.stats)
 
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
@@ -264,7 +264,7 @@ def test_ranks_on_other_hosts_are_named():
 
 
 def test_a_buffer_holds_what_its_layout_says():
-    inbox = InboxSizes(2, 5, 256, 1, True, 4, 32)
+    inbox = InboxSizes(2, 5, 256, 16, 4, 32)
     where = exchange(5, 64, 3, 4096, 1, inbox)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
     buffer = symm_buffer.symm_buffer_in(memory, where)
