@@ -14,7 +14,7 @@ from rich.table import Table
 
 from megamoe.bench.cells import GEMM_SHAPES, gemms_named
 from megamoe.cli import problems as of
-from megamoe.cli.shared import reason_table
+from megamoe.cli.shared import Json, reason_table
 from megamoe.errors import one_of
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import SharedMemory
@@ -53,7 +53,7 @@ def command(
         str | None,
         typer.Option(help=f"Grouped GEMMs alone instead of a layer: {', '.join(GEMM_SHAPES)}."),
     ] = None,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
     if gemm is not None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megamoe.cli import problems as of
-from megamoe.cli.shared import Bars, reason_table, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, reason_table, writable_folder, write_atomic
 from megamoe.errors import FileError, MegaMoEError, one_of, require
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import Value
@@ -42,9 +42,9 @@ CountsFile = Annotated[
 ]
 Folder = Annotated[str, typer.Option("--out", help=f"Folder for {', '.join(FILES)}.")]
 RanksPlot = Annotated[
-    bool, typer.Option(help="Simulate other numbers of ranks too, for exposed.svg.")
+    bool, typer.Option(help="Simulate other numbers of ranks too, for exposed.svg.", metavar="")
 ]
-NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.")]
+NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.", metavar="")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -71,7 +71,7 @@ def command(
     ranks_plot: RanksPlot = True,
     no_files: NoFiles = False,
     study: of.Study = None,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Predict what a call's launches cost, without a GPU: time, waits, a timeline to look at."""
     shape = {

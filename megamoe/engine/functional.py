@@ -1,4 +1,4 @@
-"""moe(): the layer as one call, and the checks at its door."""
+"""moe(): the layer as one call, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def _compiled(
     words = ""
     for one in (weights, shared):
         if one is not None:
-            held = one.held()
-            tensors += list(held.values())
+            parts = one.held()
+            tensors += list(parts.values())
             pictures = ":".join([str(pictured(matrix)) for matrix in (one.w13, one.w2)])
-            words += f"{one.recipe}:{','.join(held)}:{pictures};"
+            words += f"{one.recipe}:{','.join(parts)}:{pictures};"
     for name, value in how.items():
         words += f"|{name}={value}"
     for name, value in (overrides or {}).items():

@@ -1,8 +1,8 @@
 """FusedGroup: fused calls of a layer whose ranks are processes, over symmetric memory.
 
 Every rank puts its tokens and routing into its buffer, then launches; the launch pushes them to the
-ranks that own their experts, and the launches meet on the GPU. The host never waits. A rank that
-refuses its own input takes part with no tokens, so that nobody waits for it, and raises afterwards.
+ranks that own their experts, and launches synchronise on the GPU. The host never waits. A rank that
+refuses its own input takes part with no tokens, so that no rank waits for it, and raises later.
 
 A launch holds all SMs until its peers have come. So the launches of all layers of a process and
 device follow each other in the order in which the host made them, whatever their streams: with two
@@ -135,7 +135,7 @@ class FusedGroup:
         return y[: len(x)]
 
     def compile(self, layer: MoE, bound: int | None = None) -> None:
-        """Compile what a call launches, and launch nothing: nobody waits for a peer's compiler."""
+        """Compile what a call launches, and launch nothing: no rank waits for a peer's compiler."""
         self._launch(layer, bound, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
 
     def warm(self, layer: MoE, bound: int | None = None) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from megamoe.kernels.portable.graph_io import Inputs, ReplayArgs
 
 MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
-MAX_MET = 4096  # looks of calls that are remembered
+MAX_SIGNATURES = 4096  # signatures of calls that are remembered
 
 
 class Parts(NamedTuple):
@@ -135,10 +135,10 @@ class Graphs:
     most  tokens of the largest call that is served
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = MAX_TOKENS if most is None else min(most, MAX_TOKENS)
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self.most = MAX_TOKENS if max_tokens is None else min(max_tokens, MAX_TOKENS)
         self._held: dict[Any, Captured] = {}
-        self._met: dict[Any, Ready] = {}
+        self._by_signature: dict[Any, Ready] = {}
         self._parts: Any = None  # Parts, or of a group
         self._gpu: Gpu | None = None
         self._replays = 0
@@ -151,9 +151,9 @@ class Graphs:
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
         return is_plain and not torch.cuda.is_current_stream_capturing()
 
-    def find(self, looks: Any) -> Ready | None:
+    def find(self, signature: Any) -> Ready | None:
         """What a call like one before needs, if it may be replayed; its parts are not compared."""
-        one = self._met.get(looks)
+        one = self._by_signature.get(signature)
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
             return None
         self._replays += 1
@@ -162,25 +162,25 @@ class Graphs:
         return one
 
     def __call__(
-        self, looks: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
+        self, signature: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
         *, copy: bool = True,
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
         parts.status.raise_if_seen()
-        one = self.meet(looks, bucket_of(x.shape[0], self.most), x, topk_idx, parts)
+        one = self.meet(signature, bucket_of(x.shape[0], self.most), x, topk_idx, parts)
         return self.replay(one, x, topk_idx, topk_weights, copy)
 
-    def meet(self, looks: Any, bucket: Any, x: Tensor, topk_idx: Tensor, parts: Any) -> Ready:
+    def meet(self, signature: Any, bucket: Any, x: Tensor, topk_idx: Tensor, parts: Any) -> Ready:
         """What a replay of a bucket's graph needs, which is captured now if it was not before.
 
-        looks  by which `find` finds it the next time
+        signature  by which `find` finds it the next time
         """
         held = self.held(bucket, parts)
         assert self._gpu is not None
         words = x.stride(0), x.shape[0], topk_idx.dtype == torch.int64
         one = Ready(parts, self._gpu, held.graph.replay, held.rows(x.shape[0]), words)
-        if len(self._met) < MAX_MET:
-            self._met[looks] = one
+        if len(self._by_signature) < MAX_SIGNATURES:
+            self._by_signature[signature] = one
         return one
 
     def replay(
@@ -238,7 +238,7 @@ class Graphs:
     def drop(self) -> None:
         """Let all graphs go, once the GPU is done with them."""
         gpu, held = self._gpu, self._held
-        self._held, self._met = {}, {}
+        self._held, self._by_signature = {}, {}
         self._parts, self._gpu = None, None
         if gpu is not None:
             finish(gpu.device)

@@ -90,7 +90,7 @@ def serves(layer: MoE, picked: Picked) -> bool:
 
 def replay(
     layer: MoE,
-    looks: Signature | None,
+    signature: Signature | None,
     inputs: tuple[Tensor | Quantized, Tensor, Tensor],
     max_tokens: int | None,
     copy: bool,
@@ -111,7 +111,7 @@ def replay(
     refusal: Exception | None = None
     try:
         status.raise_if_seen()
-        layer._check_once(looks, x, topk_idx, topk_weights, max_tokens)
+        layer._check_once(signature, x, topk_idx, topk_weights, max_tokens)
     except (MegaMoETimeout, RankError):
         raise  # the ranks stand at different calls
     except Exception as error:
@@ -119,13 +119,13 @@ def replay(
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         topk_idx = torch.empty(0, layer.top_k, dtype=torch.int32, device=device)
         topk_weights = torch.empty(0, layer.top_k, dtype=torch.float32, device=device)
-        looks = None
+        signature = None
     with torch.no_grad(), device_guard.on(device):
         fused_group.order_after_last(device)
         parts = GroupParts.of(layer)
-        one = graphs.find((looks, picked))
+        one = graphs.find((signature, picked))
         if one is None or not all(map(is_, parts, one.parts)):
-            one = graphs.meet((looks, picked), picked, x, topk_idx, parts)
+            one = graphs.meet((signature, picked), picked, x, topk_idx, parts)
         y = graphs.send(one, x, topk_idx, topk_weights, copy)  # whatever else arrives: take part
     if refusal is not None:
         raise refusal

@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, device_guard, group_calls, group_graphs, parallel, status
+from megamoe.engine import (
+    backends,
+    device_guard,
+    group_calls,
+    group_graphs,
+    parallel,
+    partition,
+    status,
+)
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -42,7 +50,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
 
 
-MAX_PASSED = 4096  # shapes of calls that are remembered as checked
+MAX_CHECKED = 4096  # shapes of calls that are remembered as checked
 
 
 class MoE(nn.Module):
@@ -55,7 +63,7 @@ class MoE(nn.Module):
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls and the chain over a group do not take
-    placement            which experts stand on which rank; None: contiguous, each once
+    placement            which experts lie on which rank; None: contiguous, each once
     mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
                          side, docs/split.md), over a group also "chain"
                          (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
@@ -170,7 +178,7 @@ class MoE(nn.Module):
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
         layer = cls(weights, num_experts, top_k, **options)
-        layer.experts.owns = True  # nobody else has them: a load may write in place
+        layer.experts.owns = True  # no other layer has them: a load may write in place
         return layer
 
     def _build(
@@ -350,25 +358,27 @@ class MoE(nn.Module):
             )
             return y
         graphs = self._graphs
-        looks = signature_of(x, topk_idx, topk_weights)
+        signature = signature_of(x, topk_idx, topk_weights)
         if graphs is not None and self._world is None:
-            one = graphs.find(looks)
+            one = graphs.find(signature)
             if one is not None and self._is_current(one.parts):
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
         self._renew()
         if self._world is not None:
             if graphs is not None:
                 found = group_graphs.replay(
-                    self, looks, (x, topk_idx, topk_weights), max_tokens, copy
+                    self, signature, (x, topk_idx, topk_weights), max_tokens, copy
                 )
                 if found is not None:
                     return found
-            return self._across(x, topk_idx, topk_weights, self.stats, self._sent, max_tokens)
+            return self._call_over_group(
+                x, topk_idx, topk_weights, self.stats, self._sent, max_tokens
+            )
         graphs = self._graphs
-        self._check_once(looks, x, topk_idx, topk_weights, max_tokens)
+        self._check_once(signature, x, topk_idx, topk_weights, max_tokens)
         if graphs is not None and graphs.serves(x):
-            assert isinstance(x, Tensor) and looks is not None
-            return graphs(looks, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
+            assert isinstance(x, Tensor) and signature is not None
+            return graphs(signature, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
         call = self._call(x, topk_idx, topk_weights)
         traits = traits_of(self._backend, call.weights, call.shared)
         plan = self._plan(x.shape[0], traits, is_quantized=not isinstance(x, Tensor))
@@ -384,18 +394,18 @@ class MoE(nn.Module):
 
     def _check_once(
         self,
-        looks: Signature | None,
+        signature: Signature | None,
         x: Tensor | Quantized,
         idx: Tensor,
         weights: Tensor,
         max_tokens: int | None,
     ) -> None:
-        """The checks at the door; a call that looks like one that passed is not checked again."""
-        if looks not in self._passed:
+        """The checks of a call; a call that looks like one that passed is not checked again."""
+        if signature not in self._checked:
             self._check(x, idx, weights)
         self._check_fits(x, max_tokens)
-        if looks is not None and len(self._passed) < MAX_PASSED:
-            self._passed.add(looks)
+        if signature is not None and len(self._checked) < MAX_CHECKED:
+            self._checked.add(signature)
 
     def _check_fits(self, x: Tensor | Quantized, max_tokens: int | None) -> None:
         """Refuse more tokens than a call may have."""
@@ -411,7 +421,7 @@ class MoE(nn.Module):
             kind=CapacityError,
         )
 
-    def _across(
+    def _call_over_group(
         self,
         x: Tensor | Quantized,
         topk_idx: Tensor,
@@ -540,20 +550,22 @@ class MoE(nn.Module):
         its own experts; what one refuses, all refuse.
         """
         self._renew()
-        held = self.shared if shared else self.experts
-        require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
-        assert held is not None
+        module = self.shared if shared else self.experts
+        require(
+            module is not None, "the layer must have shared experts", got="none", kind=ShapeError
+        )
+        assert module is not None
         parts: list[Refresh] = []
 
         def check() -> None:
-            parts.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
-            parts[0].check(held.weights)
+            parts.append(Refresh.of(module.weights, w13, w2, experts, b13, b2, gate_up))
+            parts[0].check(module.weights)
 
         if self._world is None:
             check()
         else:
             self._world.meeting.meet("refresh", check)
-        parts[0].write(held.weights)
+        parts[0].write(module.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -590,7 +602,7 @@ class MoE(nn.Module):
         self._what = describe(
             weights, shared, self.options, name, self._launch, self._call_overrides
         )
-        self._passed: set[Signature] = set()
+        self._checked: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
 
@@ -616,15 +628,15 @@ class MoE(nn.Module):
         if self._has_group:
             self._plan_in("staged")
         else:
-            self._plan(1, traits)
+            partition.prepare(self._plan(1, traits), self.weights.device)
 
     def _largest_replay(self) -> int | None:
         """Tokens of the largest graph: in mode fused those that one launch takes."""
-        most = self.max_tokens_per_rank
+        max_tokens = self.max_tokens_per_rank
         if self._wanted[1] != "fused" or self._has_group:
-            return most
+            return max_tokens
         fits = self.plan(1).max_fused_tokens
-        return fits if most is None else min(most, fits)
+        return fits if max_tokens is None else min(max_tokens, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
@@ -633,8 +645,8 @@ class MoE(nn.Module):
         self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
-            held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
-            for t in (*held, self.stats):
+            buffers = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
+            for t in (*buffers, self.stats):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
@@ -657,10 +669,10 @@ class MoE(nn.Module):
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
-        held = [one for one in (self.experts, self.shared) if one is not None]
-        if not any(one.was_loaded for one in held):
+        modules = [one for one in (self.experts, self.shared) if one is not None]
+        if not any(one.was_loaded for one in modules):
             return
-        for one in held:
+        for one in modules:
             one.was_loaded = False
         device = self.weights.device
         if self.stats.device != device:

@@ -1,6 +1,6 @@
 """PackedMatrix: a linear of all experts held as Hopper's image, and nothing else (decision 0028).
 
-It stands where a `Quantized` stands: whoever asks for `data` or `scale` gets the canonical bytes,
+It stands where a `Quantized` stands: `data` and `scale` give the canonical bytes,
 unpacked then and there, exactly.
 """
 
@@ -65,7 +65,7 @@ class Source:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds any of it."""
+        """Whether no tensor of it is alive."""
         return not self._places
 
     def has_changed(self) -> bool:
@@ -117,10 +117,10 @@ class _Place(NamedTuple):
     def part(self, idx: slice) -> _Place:
         if not self.shape:
             return self
-        some = range(self.shape[0])[idx]
-        stride = (self.stride[0] * some.step, *self.stride[1:])
-        offset = self.offset + some.start * self.stride[0]
-        return self._replace(offset=offset, shape=(len(some), *self.shape[1:]), stride=stride)
+        experts = range(self.shape[0])[idx]
+        stride = (self.stride[0] * experts.step, *self.stride[1:])
+        offset = self.offset + experts.start * self.stride[0]
+        return self._replace(offset=offset, shape=(len(experts), *self.shape[1:]), stride=stride)
 
 
 class _Known:
@@ -339,11 +339,11 @@ class PackedMatrix(Quantized):
     def as_kind(self, kind: str, num: int) -> PackedMatrix:
         """Another kind of image of the first `num` experts, in the same memory but for scales."""
         image = empty_image(kind, self.shape, self.device, self.packed.data)
-        made = PackedMatrix(image, self.format, Aside(len(self)), self.global_ndim)
+        matrix = PackedMatrix(image, self.format, Aside(len(self)), self.global_ndim)
         spares = self.aside.spares()
         for expert in range(num):
-            made.write(expert, unpack(self.packed, spares, self.format, expert))
-        return made
+            matrix.write(expert, unpack(self.packed, spares, self.format, expert))
+        return matrix
 
     def renewed(self) -> Quantized:
         """The canonical bytes as the source has them now; what is gone, as it was packed."""

@@ -60,13 +60,13 @@ class Refresh:
         gate_up: str,
     ) -> Refresh:
         """As a caller gives it; nothing is read yet."""
-        some = tuple(range(weights.num_experts) if experts is None else experts)
+        numbers = tuple(range(weights.num_experts) if experts is None else experts)
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         require(
-            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in some)
-            and len(set(some)) == len(some),
+            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in numbers)
+            and len(set(numbers)) == len(numbers),
             f"experts must be different local ones, 0 to {weights.num_experts - 1}",
-            got=list(some)[:16],
+            got=list(numbers)[:16],
             kind=RangeError,
         )
         require(
@@ -75,7 +75,7 @@ class Refresh:
             got="no tensor",
             kind=ShapeError,
         )
-        return cls(w13, w2, b13, b2, gate_up, some)
+        return cls(w13, w2, b13, b2, gate_up, numbers)
 
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""

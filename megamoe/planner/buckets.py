@@ -44,15 +44,15 @@ def group_modes(call: CallSpec, given: Mapping[str, Value]) -> tuple[UpTo, ...]:
     return tuple(found)
 
 
-def bucket_of(num_tokens: int, most: int) -> int:
+def bucket_of(num_tokens: int, max_tokens: int) -> int:
     """The tokens of the bucket of a call: a power of two up to STEP, then its multiples.
 
-    >>> [bucket_of(num, 2048) for num in (0, 1, 3, 8, 9, 200, 257)], bucket_of(65, most=100)
+    >>> [bucket_of(num, 2048) for num in (0, 1, 3, 8, 9, 200, 257)], bucket_of(65, max_tokens=100)
     ([1, 1, 4, 8, 16, 256, 512], 100)
     """
     is_small = num_tokens <= STEP
     bucket = 1 << (max(num_tokens, 1) - 1).bit_length() if is_small else align_up(num_tokens, STEP)
-    return min(bucket, most)
+    return min(bucket, max_tokens)
 
 
 def planned_bound(modes: Sequence[UpTo], max_tokens: int) -> int:

@@ -21,7 +21,6 @@ from megamoe.planner.numerics import not_on, numerics
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import NO_CERTIFICATE, OPT_IN, choose_backend, reasons_on
 from megamoe.planner.tables import blackwell as tables
-from megamoe.planner.tcgen05 import WIDE_N
 
 VARIANTS = {
     "gemm": "each group's rows times its matrix",
@@ -159,11 +158,13 @@ def tile_of(spec: GroupedSpec, given: Mapping[str, Value]) -> tuple[GemmTmem, st
     tile, why = blackwell.pick(spec.recipe, spec.num_rows / spec.num_groups)
     is_gated = spec.variant in GATED
     if not is_gated and tile.block_m == tables.BLOCK_MS[-1]:
-        if spec.n <= WIDE_N:
+        if spec.n <= tables.WIDE_N:
             tile = blackwell.narrowed(spec.recipe, tile)
-            why = f"n up to {WIDE_N}: tiles of 128 weight rows, twice as many for the SMs"
+            why = f"n up to {tables.WIDE_N}: tiles of 128 weight rows, twice as many for the SMs"
         else:
-            why = f"n above {WIDE_N}: tiles of 256 weight rows, whose tokens serve twice as many"
+            why = (
+                f"n above {tables.WIDE_N}: 256 weight rows a tile, whose tokens serve twice as many"
+            )
     made, asked = blackwell.overridden(spec.recipe, tile, given, is_gated=is_gated)
     bits = recipe_named(spec.recipe).acts.element.bits
     require(

@@ -107,7 +107,7 @@ class Gemm:
 
     def constants(self) -> Constants:
         """Of `gemm_kernel`."""
-        made: Constants = {
+        constants: Constants = {
             "HAS_ITEMS": self.has_items, "DYNAMIC": self.schedule == "dynamic",
             "DEPTH": self.decode_ahead, "CHUNK": self.decode_chunk if self.decode_ahead else 0,
             "STAGES": self.num_stages, "IMAGES": self.num_image_stages,
@@ -115,8 +115,8 @@ class Gemm:
             "DECODE_REGS": self.decode_regs, "LOAD_REGS": self.load_regs, "num_warps": NUM_WARPS,
         }  # fmt: skip
         if self.decode_ahead:
-            made["launch_cooperative_grid"] = True  # its CTAs wait for each other
-        return made
+            constants["launch_cooperative_grid"] = True  # its CTAs wait for each other
+        return constants
 
     def __str__(self) -> str:
         how = f", {self.schedule}" if self.schedule != "strided" else ""
@@ -380,12 +380,12 @@ class Quantize:
 
     def constants(self) -> Constants:
         """Of `_dispatch_kernel`, or of `_pack_kernel` where there are groups."""
-        made: Constants = {
+        constants: Constants = {
             "ROWS": self.rows, "IS_DEEP": self.is_deep, "num_warps": self.num_warps,
         }  # fmt: skip
         if self.group:
-            return {**made, "BLOCKS": self.cols // self.group}
-        return {**made, "COLS": self.cols}
+            return {**constants, "BLOCKS": self.cols // self.group}
+        return {**constants, "COLS": self.cols}
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols} values a program, {self.num_warps} warps"

@@ -160,7 +160,7 @@ class Schedule:
     num_passes: int = 1  # fused launches of a call, or passes of a chain, each with its part
     pull_sms: int = 0  # of the chain's launches: SMs that pull rows before they compute
     l2_follows: bool = False  # of the chain's launches: L2 follows L1 tile by tile
-    deal: str = "ticket"  # or "static": block i is for SM i mod num_sms
+    assignment: str = "ticket"  # or "static": block i is for SM i mod num_sms
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
     is_own_stream: bool = False  # HBM is read as by this library's launches on Hopper
     writes_gate_up: bool = False  # L1 leaves gate and up in BF16 for a launch of its own
@@ -208,8 +208,8 @@ class Schedule:
         )
         if plan.is_chained:
             return _chain(plan)
-        made = {"fused": _fused, "split": _split}.get(plan.mode, _staged)
-        return made(plan)
+        schedule = {"fused": _fused, "split": _split}.get(plan.mode, _staged)
+        return schedule(plan)
 
 
 def fused_schedule(
@@ -341,7 +341,7 @@ def _staged(plan: Plan) -> Schedule:
         steps=tuple(_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
         num_joined=call.joined if plan.passes[0].experts == "routed and shared" else 0,
-        deal="ticket" if is_drawn else "static",
+        assignment="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
     )
 

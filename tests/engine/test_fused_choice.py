@@ -93,7 +93,7 @@ def test_ranks_that_differ_are_staged(made):
     assert calls is None and "modes differs" in why and not made
 
 
-def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_told(made, monkeypatch):
+def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_named(made, monkeypatch):
     def fail(error):
         def make(*given):
             raise error

@@ -334,7 +334,7 @@ def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(
             ranks.status[rank].check(K)
 
 
-def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
+def test_a_launch_whose_peer_does_not_come_reports_it_and_signals_no_rank_that_it_is_done(kernels):
     w, inputs = weights_of("w4a8_block"), tokens(3)
     ranks = Processes(kernels, w, 2, 5, timeout_s=LATER)
     ranks.launch(1, inputs)

@@ -35,7 +35,9 @@ def test_it_is_refused_by_name_where_it_cannot_run():
     x, idx = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(NotAvailable, match="needs a B200, B300 or GB200"):
         mm.moe(x, idx, torch.ones(1, 1), w, backend="blackwell")
-    with pytest.raises(NotAvailable, match="has mode auto or staged"):
+    with pytest.raises(NotAvailable, match="has mode auto or staged or fused;"):
+        mm.plan(PROBLEM, "b200", backend="blackwell", mode="chain")
+    with pytest.raises(mm.CapacityError, match=r"mode fused must fit the call; .* 96\.0 rows an"):
         mm.plan(PROBLEM, "b200", backend="blackwell", mode="fused")
 
 

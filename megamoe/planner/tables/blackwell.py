@@ -20,6 +20,7 @@ BLOCK_MS = (8, 16, 32, 64, 128)  # the MMA's N: Gluon wants powers of two
 LEAST_PLAIN = 16
 MOST_PROMOTED = 64  # 128 tokens spill: sums of a promoted tile are registers
 CHUNK = 32  # tokens that an epilogue has in registers: 64 spill in NVFP4 (232 bytes)
+WIDE_N = 4096  # weight rows of a group from which a tile of a grouped GEMM alone has 256 of them
 
 
 def block_ms(recipe: str, is_promoted: bool) -> tuple[int, ...]:
