@@ -89,7 +89,7 @@ def agrees(kind: str, is_gated: bool, device: torch.device) -> bool:
     g = torch.ones(1) if fmt.has_global else None
     held = scale.view(torch.float8_e4m3fn) if fmt.scale is Scale.E4M3 else scale
     w = Quantized(codes, held, name, shape, g).to(device)
-    both = [pack.room(kind, shape, device) for _ in range(2)]
+    both = [pack.empty_image(kind, shape, device) for _ in range(2)]
     with device_guard.on(device):
         pack.write(both[0], 0, w)
         pack_on_gpu.launch(both[1], [0], w)

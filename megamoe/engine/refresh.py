@@ -25,7 +25,7 @@ from megamoe.kernels.hopper.weights.pack import Facts, facts_of
 # By kind of image: which fact it rests on, and what to say of values without it.
 NEEDS: dict[str, tuple[str, str]] = {
     "e4m3_image": ("fits_e4m3", "exponents of a row within 12 octaves, which E4M3 holds"),
-    "placed_image": ("can_be_placed", "scales of at most 2, for which the image has room"),
+    "placed_image": ("can_be_placed", "scales of at most 2, which the image can hold"),
     "mx_image": ("fits_bf16", "scales of 2**-126 or more"),
 }
 REBUILD = "these values need another kernel: build the layer anew"
@@ -60,13 +60,13 @@ class Refresh:
         gate_up: str,
     ) -> Refresh:
         """As a caller gives it; nothing is read yet."""
-        some = tuple(range(weights.num_experts) if experts is None else experts)
+        numbers = tuple(range(weights.num_experts) if experts is None else experts)
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         require(
-            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in some)
-            and len(set(some)) == len(some),
+            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in numbers)
+            and len(set(numbers)) == len(numbers),
             f"experts must be different local ones, 0 to {weights.num_experts - 1}",
-            got=list(some)[:16],
+            got=list(numbers)[:16],
             kind=RangeError,
         )
         require(
@@ -75,13 +75,13 @@ class Refresh:
             got="no tensor",
             kind=ShapeError,
         )
-        return cls(w13, w2, b13, b2, gate_up, some)
+        return cls(w13, w2, b13, b2, gate_up, numbers)
 
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
-        found: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
+        by_matrix: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
         with torch.no_grad(), torch.inference_mode(False):
-            for name, facts in found.items():
+            for name, facts in by_matrix.items():
                 given, held = getattr(self, name), getattr(weights, name)
                 if given is None:
                     continue
@@ -95,7 +95,7 @@ class Refresh:
                     if isinstance(held, PackedMatrix):
                         facts[expert] = facts_of(one)
                         check_image(held.kind, facts[expert], f"{name} of expert {expert}")
-            _check_arithmetic(weights, found)
+            _check_arithmetic(weights, by_matrix)
             for name in ("b13", "b2"):
                 self._check_bias(name, getattr(self, name), getattr(weights, name))
 

@@ -365,7 +365,7 @@ def test_files_that_are_not_whole_are_refused(tmp_path):
 
 
 def test_experts_that_do_not_fit_the_ranks_are_refused(tmp_path):
-    with pytest.raises(RangeError, match="dealt to ranks evenly"):
+    with pytest.raises(RangeError, match="divide evenly over ranks"):
         mm.ExpertWeights.from_checkpoint(write(tmp_path, bf16()), 3, num_ranks=3)
 
 
