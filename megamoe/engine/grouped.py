@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megamoe.engine import backends, planning
+from megamoe.engine import backends, device_guard, planning
 from megamoe.engine.certified import is_certified
 from megamoe.engine.made import known
-from megamoe.errors import DTypeError, ShapeError, require
+from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable.grouped import check_operands
 from megamoe.planner.choice import Value
@@ -25,6 +25,7 @@ from megamoe.planner.overrides import TILE, checked
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
+    from megamoe.kernels.blackwell.grouped import Rows
     from megamoe.kernels.blackwell.weights import Placed
 
 
@@ -60,8 +61,8 @@ def grouped_gemm(
     from megamoe.kernels.blackwell import grouped
 
     y = torch.empty(len(x), w.shape[-2], dtype=torch.bfloat16, device=w.device)
-    if len(x):
-        grouped.linear(x, _placed(w), counts, y, _both(plan), plan.spec.recipe)
+    with device_guard.on(w.device):
+        _linear(x, w, counts, y, plan, grouped.AS_THEY_LIE)
     return y
 
 
@@ -84,7 +85,7 @@ def grouped_swiglu(
     x            [M, k], sorted by group; with `rows` [T, k] in any order
     w13          [G, 2, n, k]: gate, then up
     counts       as of `grouped_gemm`
-    rows         int32 [M]: sorted row i is x[rows[i]], gathered on the way (a row beyond x is zero)
+    rows         int32 [M]: sorted row i is x[rows[i]], gathered on the way; any other is zeros
     activation   "swiglu" or "gpt_oss", and its clamp
     acts_global  NVFP4: the result's global scale, FP32 []
     backend, schedule, sort_by_m, tile  as of `grouped_gemm`
@@ -107,10 +108,11 @@ def grouped_swiglu(
         )
     from megamoe.kernels.blackwell import grouped
 
-    return grouped.gated(
-        x, _placed(w13), counts, _both(plan), plan.spec.recipe, options, grouped.Rows(rows),
-        acts_global=acts_global,
-    )  # fmt: skip
+    with device_guard.on(w13.device):
+        return grouped.gated(
+            x, _placed(w13, plan), counts, _both(plan), plan.spec.recipe, options,
+            grouped.Rows(rows), acts_global,
+        )  # fmt: skip
 
 
 def grouped_finalize(
@@ -130,7 +132,8 @@ def grouped_finalize(
 
     x              [M, k], sorted by group
     w, counts      as of `grouped_gemm`
-    slots          int32 [M]: the slot of each row, token * top_k + k; one row a slot at most
+    slots          int32 [M]: the slot of each row, token * top_k + k, one row a slot at most; a row
+                   of any other slot is left out
     weights        FP32 [T, top_k]; a slot without a row adds nothing
     deterministic  rows of slots, added in their order by a launch of its own; or else atomic adds
                    in FP32, whose order and last bits change from call to call
@@ -150,19 +153,20 @@ def grouped_finalize(
     from megamoe.planner.portable import combine as combine_step
 
     (num_tokens, top_k), n = weights.shape, w.shape[-2]
-    made, recipe = _placed(w), plan.spec.recipe
-    if not deterministic and len(x):
-        sums = torch.zeros(num_tokens, n, device=w.device)
-        rows = grouped.Rows(None, slots, top_k, weights)
-        grouped.linear(x, made, counts, sums, _both(plan), recipe, rows)
-        return sums.to(torch.bfloat16)
-    out = torch.zeros(num_tokens, top_k, n, dtype=torch.bfloat16, device=w.device)
-    if len(x):
-        rows = grouped.Rows(None, slots)
-        grouped.linear(x, made, counts, out, _both(plan), recipe, rows)
-    y = torch.empty(num_tokens, n, dtype=torch.bfloat16, device=w.device)
-    every = torch.zeros_like(weights, dtype=torch.int32)
-    combine(out, None, every, weights, y, step=combine_step(num_tokens, n), weighted=True)
+    num = num_tokens * top_k
+    with device_guard.on(w.device):
+        if not deterministic:
+            sums = torch.zeros(num_tokens, n, device=w.device)
+            rows = grouped.Rows(None, slots, num, top_k, weights)
+            _linear(x, w, counts, sums, plan, rows)
+            return sums.to(torch.bfloat16)
+        out = torch.zeros(num_tokens, top_k, n, dtype=torch.bfloat16, device=w.device)
+        _linear(x, w, counts, out, plan, grouped.Rows(None, slots, num))
+        y = torch.empty(num_tokens, n, dtype=torch.bfloat16, device=w.device)
+        if num_tokens:
+            every = torch.zeros_like(weights, dtype=torch.int32)
+            step = combine_step(num_tokens, n)
+            combine(out, None, every, weights, y, step=step, weighted=True)
     return y
 
 
@@ -171,10 +175,27 @@ def _both(plan: GroupedPlan) -> tuple[Launch, Launch]:
     return place, gemm
 
 
-def _placed(w: Quantized) -> Placed:
+def _linear(
+    x: Quantized, w: Quantized, counts: Tensor, out: Tensor, plan: GroupedPlan, rows: Rows
+) -> None:
+    """The plan's launches, unless there are no rows."""
+    from megamoe.kernels.blackwell import grouped
+
+    if len(x):
+        grouped.linear(x, _placed(w, plan), counts, out, _both(plan), plan.spec.recipe, rows)
+
+
+def _placed(w: Quantized, plan: GroupedPlan) -> Placed:
     """The matrices with placed scales, made once and kept with them."""
     from megamoe.kernels.blackwell.weights import place
+    from megamoe.kernels.hopper.weights.pack import fits_bf16
 
+    require(
+        plan.spec.recipe != "w4a16" or known(w, "fits_bf16", fits_bf16),
+        "blackwell needs E8M0 scales of 2**-126 or more where w4a16 decodes to BF16",
+        got="a scale of 2**-127",
+        kind=NotAvailable,
+    )
     made: Placed = known(w, "placed for sm_100", place)
     return made
 

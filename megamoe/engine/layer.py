@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, chain_group, device_guard, fused_group, parallel, status
+from megamoe.engine import (
+    backends,
+    chain_group,
+    device_guard,
+    fused_group,
+    parallel,
+    partition,
+    status,
+)
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -562,7 +570,7 @@ class MoE(nn.Module):
         if self._has_group:
             self._plan_in("staged")
         else:
-            self._plan(1, traits)
+            partition.prepare(self._plan(1, traits), self.weights.device)
 
     def _largest_replay(self) -> int | None:
         """Tokens of the largest graph: in mode fused those that one launch takes."""

@@ -15,7 +15,7 @@ from megamoe import __version__
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.distributed.wire import Wire
-from megamoe.engine import chain_group, fused_group
+from megamoe.engine import chain_group, fused_group, partition
 from megamoe.engine.functional import check_values
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
@@ -336,7 +336,9 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         if mode == "fused":
             what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
         if mode in ("chain", "split") and layer.backend == "hopper":
-            what |= chain_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
+            plan = layer.plan(layer.max_tokens_per_rank or 1)
+            partition.prepare(plan, layer.weights.device)  # what one rank refuses, all do
+            what |= chain_group.describe(plan)
         return placement, what
 
     return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import megamoe as mm
 from megamoe.engine import partition
 from megamoe.errors import NotAvailable
 
@@ -71,6 +72,16 @@ def test_both_parts_are_made_once_with_streams_for_captures_of_their_own(driver,
     assert len({*eager, *captured}) == 4 and len(found.asked) == num
     with pytest.raises(NotAvailable, match=r"before a capture; got a first call.*l1_sms 80"):
         partition.streams_of(GPU, 80, 132)
+
+
+def test_a_layer_in_mode_split_parts_its_gpu_as_it_is_built(driver):
+    found = driver()
+    problem = mm.Problem(1, 512, 256, 8, 2, 1, "w8a8")
+    cpu = torch.device("cpu")
+    for mode, device, num in (("staged", GPU, 0), ("split", cpu, 0), ("split", GPU, 1)):
+        partition.prepare(mm.plan(problem, "h200", mode=mode), device)
+        assert found.asked.count("cuDevSmResourceSplitByCount") == num
+    assert (1, 88) in partition._MADE
 
 
 @pytest.mark.parametrize(

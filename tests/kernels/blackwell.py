@@ -100,7 +100,7 @@ def compiled_grouped(recipe, variant="gemm", rows=512, n=I, arch=100, **given):
         else:
             where, dtype = grouped.AS_THEY_LIE, torch.bfloat16
             if variant == "finalize":
-                where = grouped.Rows(None, index, 2, torch.ones(rows // 2, 2, device=META))
+                where = grouped.Rows(None, index, rows, 2, torch.ones(rows // 2, 2, device=META))
                 dtype = torch.float32
             out = torch.empty(rows, n, dtype=dtype, device=META)
             grouped.linear(x, w, counts, out, plan.launches, recipe, where)

@@ -133,6 +133,28 @@ def test_swiglu_quantises_rows_as_formats_do_gathered_or_not(recipe, gemm):
         assert torch.equal(*bits)
 
 
+def test_rows_and_slots_that_are_not_there_touch_nothing(gemm):
+    """They are never read back; the emulator holds every access."""
+    x, w, counts = operands("w4a8", [2, 3], num_rows=4, lead=(2,))
+    rows = torch.tensor([1, -7, 3, 4, 9000], dtype=torch.int32)
+    acts = dequantize(grouped_swiglu(x, w, counts, rows=rows, backend="blackwell"))
+    assert acts[[0, 2]].any(1).all() and not acts[[1, 3, 4]].any()
+    x, w, counts = operands("w4a8", [2, 3])
+    slots = torch.tensor([1, -1, 2, 6, 1 << 30], dtype=torch.int32)
+    for deterministic in (True, False):
+        y = grouped_finalize(
+            x, w, counts, slots, torch.ones(3, 2), backend="blackwell", deterministic=deterministic
+        )
+        assert y[:2].any(1).all() and not y[2].any() and y.isfinite().all()
+
+
+def test_a_scale_that_bf16_cannot_hold_is_refused(gemm):
+    x, w, counts = operands("w4a16", [3, 4])
+    w.scale.view(torch.uint8)[0, 0, 0], w.data[0, 0, :16] = 0, 0x77
+    with pytest.raises(NotAvailable, match=r"2\*\*-126 or more where w4a16 decodes"):
+        grouped_gemm(x, w, counts, backend="blackwell")
+
+
 @pytest.mark.parametrize("recipe", ["w4a8", "nvfp4", "w8a8"])
 def test_finalize_adds_the_weighted_rows_of_each_token(recipe, gemm):
     """In the order of slots, or by atomics in any; slots without a row add nothing."""

@@ -62,7 +62,9 @@ def grouped_case(recipe, variant, tile, counts=(17, 3), num_sms=2, n=256, k=384)
             grouped.gated(x, w, given, steps, recipe, Options(), grouped.Rows(order))
         else:
             weights, out = torch.rand(num, 1, generator=rng), torch.zeros(num, w.num_outputs)
-            grouped.linear(x, w, given, out, steps, recipe, grouped.Rows(None, order, 1, weights))
+            grouped.linear(
+                x, w, given, out, steps, recipe, grouped.Rows(None, order, num, 1, weights)
+            )
     return targets.Case("tmem", kept, is_early=True)
 
 

@@ -169,6 +169,8 @@ def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.conste
         weight = gl.load(gemm.row_weight + row, mask=used, other=0.0)
     if gemm.STORE != "pool":
         row = gl.load(gemm.row_dest + row, mask=used, other=0)
+        if gemm.SOURCE != "pool":  # whose destinations come from outside, -1 where they were wrong
+            used = used & (row >= 0)
     col = first_col // PACK + gl.arange(0, 128 // PACK, gl.SliceLayout(0, LAYOUT))
     width = gemm.num_outputs // PACK
     begin = row.to(gl.int64) * width

@@ -32,10 +32,10 @@ from megamoe.planner.tables.blackwell import WIDTH
 from megamoe.problem import Options
 
 
-@triton.jit(do_not_specialize=["rows", "pool_rows"])
+@triton.jit(do_not_specialize=["rows", "num_sources", "num_dests", "pool_rows"])
 def _place_groups_kernel(
     counts, source_in, dest_in, weight_in, g, x_scale, source, dest, weight, factor, scale, tiles,
-    num_tiles, rows, num_groups, pool_rows, num_scales, wide,
+    num_tiles, rows, num_sources, num_dests, num_groups, pool_rows, num_scales, wide,
     HAS_SOURCE: tl.constexpr, HAS_DEST: tl.constexpr, TOP_K: tl.constexpr, WEIGHTED: tl.constexpr,
     HAS_G: tl.constexpr, SCALES: tl.constexpr, TOKENS: tl.constexpr, GROUPS: tl.constexpr,
     COLS: tl.constexpr, SORTED: tl.constexpr,
@@ -44,7 +44,8 @@ def _place_groups_kernel(
 
     Place p of a group is row `first + p` of all: it reads row source_in[that] of x, and goes to row
     dest_in[that] // TOP_K; without these to its own. SCALES: "placed", "codes" (FP32) or "plain".
-    Groups whose counts go beyond the rows are cut there.
+    Groups whose counts go beyond the rows are cut there. A source that x does not have is the row
+    after its last, which copies take for zeros; such a destination is -1, which nobody stores to.
     """
     group = tl.arange(0, GROUPS)
     count = tl.maximum(tl.load(counts + group, mask=group < num_groups, other=0), 0).to(tl.int64)
@@ -62,18 +63,25 @@ def _place_groups_kernel(
         inside = place - tl.gather(begin, own, 0)
         used = inside < tl.gather(count, own, 0)
         row = tl.where(used, tl.gather(first, own, 0) + inside, 0)
-        come = tl.load(source_in + row, mask=used, other=0) if HAS_SOURCE else row
+        come, is_there = row, used
+        if HAS_SOURCE:
+            come = tl.load(source_in + row, mask=used, other=0)
+            is_there = used & (come >= 0) & (come < num_sources)
+            come = tl.where(is_there, come, num_sources)
         tl.store(source + place, come)
-        to = tl.load(dest_in + row, mask=used, other=0) if HAS_DEST else row
-        tl.store(dest + place, to // TOP_K)
+        to, is_wanted = row, used
+        if HAS_DEST:
+            to = tl.load(dest_in + row, mask=used, other=0)
+            is_wanted = used & (to >= 0) & (to < num_dests)
+        tl.store(dest + place, tl.where(is_wanted, to // TOP_K, -1))
         if WEIGHTED:
-            tl.store(weight + place, tl.load(weight_in + to, mask=used, other=0.0))
+            tl.store(weight + place, tl.load(weight_in + to, mask=is_wanted, other=0.0))
         if HAS_G:
             tl.store(factor + place, tl.zeros([TOKENS], tl.float32) + tl.load(g))
         if SCALES != "plain":
             for col in tl.range(0, wide, COLS):
                 at = col + tl.arange(0, COLS)
-                known = used[:, None] & (at < num_scales)[None, :]
+                known = is_there[:, None] & (at < num_scales)[None, :]
                 from_row = come.to(tl.int64)[:, None] * num_scales
                 value = tl.load(x_scale + from_row + at[None, :], mask=known, other=0)
                 if SCALES == "placed":
@@ -86,16 +94,18 @@ def _place_groups_kernel(
 
 
 class Rows(NamedTuple):
-    """Where rows come from and go to: int32 by sorted row, on the device; not checked.
+    """Where rows come from and go to: int32 by sorted row, on the device.
 
-    source   [M] the row of x that it is; None: x lies sorted itself
-    dest     [M] its slot, token * top_k + k, in the result and in `weights`; None: itself
-    top_k    slots that are added to one row of the result; 1: each slot has its own
-    weights  FP32 [T, top_k]
+    source     [M] the row of x that it is, or of zeros; None: x lies sorted itself
+    dest       [M] its slot, token * top_k + k, in the result and in `weights`; None: itself
+    num_dests  slots that there are; rows of others are left out
+    top_k      slots that are added to one row of the result; 1: each slot has its own
+    weights    FP32 [T, top_k]
     """
 
     source: Tensor | None = None
     dest: Tensor | None = None
+    num_dests: int = 0
     top_k: int = 1
     weights: Tensor | None = None
 
@@ -133,7 +143,8 @@ def place_groups(x: Quantized, counts: Tensor, step: Launch, how: Arithmetic,
         weight_in=_or(rows.weights, unused), g=_or(g, unused),
         x_scale=unused if x.scale is None else _raw(x.scale), source=source, dest=pool.dest,
         weight=pool.weight, factor=pool.factor, scale=_raw(scale), tiles=pool.tiles,
-        num_tiles=pool.num_tiles, rows=sorted_rows, num_groups=num, pool_rows=places,
+        num_tiles=pool.num_tiles, rows=sorted_rows, num_sources=x.shape[0],
+        num_dests=rows.num_dests, num_groups=num, pool_rows=places,
         num_scales=0 if x.scale is None else x.scale.shape[-1], wide=wide,
         HAS_SOURCE=rows.source is not None, HAS_DEST=rows.dest is not None, TOP_K=rows.top_k,
         WEIGHTED=rows.weights is not None, HAS_G=g is not None, SCALES=scales,
