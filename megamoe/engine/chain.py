@@ -272,14 +272,15 @@ def _compute(here: _Ranked, steps: Pass) -> None:
     launch.gated(
         pool, made.w13, acts, steps["l1"], how, options, items=first, bias=weights.b13,
         acts_factor=weights.acts_global, error=error, use_pdl=pdl,
-        chain=Chain(pulled.arrived, publishes),
+        chain=Chain(pulled.arrived, publishes, bound_s=bound_s(call.timeout_s)),
     )  # fmt: skip
     follows_l1 = pulled.l1_done if follows.l2 else None
     launch.linear(
         acts, made.w2, here.me.buffer.rows, steps["l2"], how, options, items=second,
         bias=weights.b2, acts_factor=weights.acts_global, error=error, use_pdl=pdl,
         chain=Chain(
-            follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13, begun=here.l2_begun
+            follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13, begun=here.l2_begun,
+            bound_s=bound_s(call.timeout_s),
         ),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from megamoe.problem import Options
 from megamoe.routing.samplers import SKEWS, sample_routing
 
 RANKS = (1, 2, 4, 8)
-EXPERTS, MOST_RANKS = 8, 8
+EXPERTS = 8
 WIDTHS = ((128, 128), (256, 128), (320, 160))  # hidden, intermediate: of an emulated case
 GPU_WIDTHS = ((512, 256), (768, 384))
 TILES = {  # of chains, besides what the plan picks: bits are those of all tiles
@@ -64,7 +64,7 @@ class Bits:
         rng = torch.Generator().manual_seed(self.seed)
         x = torch.randn(self.num_tokens, self.widths[0], generator=rng).bfloat16()
         idx, gates = sample_routing(
-            self.num_tokens, EXPERTS, self.top_k, skew=self.skew, num_ranks=MOST_RANKS // 2,
+            self.num_tokens, EXPERTS, self.top_k, skew=self.skew, num_ranks=EXPERTS // self.top_k,
             masked_ratio=self.masked_ratio, seed=self.seed,
         )  # fmt: skip
         if self.is_one_expert:

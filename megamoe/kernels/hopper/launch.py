@@ -51,6 +51,7 @@ class Chain(NamedTuple):
     dest_unit: int = 0  # L2: values of a unit of `dest`; 0: a row
     after: Packed | None = None  # L2: weights of the L1 that was launched before it
     begun: Tensor | None = None  # int64 [1]: when it began
+    bound_s: float = 0.0  # of a wait for a tile
 
 
 NO_CHAIN = Chain()
@@ -159,6 +160,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
         "pool_rows": x.data.shape[0], "factor_rows": factor_rows, "factor_cols": factor_cols,
         "num_bias": w.num_outputs, "GATED": w.is_gated, "HAS_BIAS": bias is not None,
         "follows": chain.follows, "publishes": chain.publishes, "begun": chain.begun,
+        "bound_us": None if chain.follows is None else round(chain.bound_s * 1e6),
     }  # fmt: skip
     if isinstance(step.config, Gemm):
         rest |= {

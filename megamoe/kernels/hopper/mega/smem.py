@@ -71,5 +71,5 @@ def gemm_of(args, linear, w_bufs, shared, tile_list):
         SLABS=args.SLABS, DEPTH=args.DEPTH, STAGES=args.STAGES, SPAN=1, WINDOW=args.WINDOW,
         IS_FAR=args.RANKS > 1,
         FOLLOWS=False, PUBLISHES=False, follows=tile_list, publishes=tile_list,
-        l1_n_tiles=linear.steps, error=tile_list,
+        l1_n_tiles=linear.steps, error=tile_list, bound_us=linear.steps,
     )  # fmt: skip
