@@ -95,14 +95,14 @@ class Bits:
         more = [rng.choice([e for e in range(EXPERTS) if e not in own]) for own in slots]
         return Placement(EXPERTS, tuple((*own, e) for own, e in zip(slots, more, strict=True)))
 
-    def weights(self, placement: Placement | None = None, device: str = "cpu") -> mm.ExpertWeights:
+    def weights(self, placement: Placement | None = None, device: torch.device | str = "cpu") -> mm.ExpertWeights:
         """The experts in order, or as they stand on the ranks of a placement."""
         ids = list(range(EXPERTS)) if placement is None else [e for s in placement.slots for e in s]
         w13, w2, b13, b2 = (t[ids].to(device) for t in self._full(EXPERTS, 0))
         bias = {"b13": b13, "b2": b2} if self.has_bias else {}
         return mm.ExpertWeights.quantize(w13, w2, self.recipe, **bias)
 
-    def shared(self, device: str = "cpu") -> mm.ExpertWeights | None:
+    def shared(self, device: torch.device | str = "cpu") -> mm.ExpertWeights | None:
         """The shared expert."""
         if not self.is_shared:
             return None
@@ -138,7 +138,7 @@ class Bits:
 
     def modes(self, num_ranks: int) -> tuple[str, ...]:
         """What may take the call: fused launches take BF16 tokens, a shared expert on one rank."""
-        no_fused = self.is_ready or (self.is_shared and num_ranks > 1)
+        no_fused = self.is_ready or (self.is_shared and (num_ranks > 1 or not self.num_tokens))
         return ("chain",) if no_fused else ("chain", "fused")
 
 
