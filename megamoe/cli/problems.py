@@ -90,7 +90,7 @@ def problem_from(
 
 def overrides_from(pairs: list[str] | None) -> dict[str, Value]:
     """--set block_m=64 --set mode=staged: integers and true or false where they look like one."""
-    found: dict[str, Value] = {}
+    overrides: dict[str, Value] = {}
     for pair in pairs or []:
         name, equals, text = pair.partition("=")
         require(
@@ -100,8 +100,8 @@ def overrides_from(pairs: list[str] | None) -> dict[str, Value]:
             fix="for example --set block_m=64",
             kind=RangeError,
         )
-        found[name.strip().replace("-", "_")] = _value(text)
-    return found
+        overrides[name.strip().replace("-", "_")] = _value(text)
+    return overrides
 
 
 def _value(text: str) -> Value:

@@ -80,11 +80,11 @@ class GroupWorld:
         max_tokens  a call with more on any rank is refused on every rank
         transport   None: NCCL's all-to-all for CUDA tensors where the group has it, else the link
         """
-        made: list[Placement] = []
+        placements: list[Placement] = []
 
         def card() -> dict[str, Any]:
             placement, what = make()
-            made.append(placement)
+            placements.append(placement)
             what["max_tokens_per_rank"] = max_tokens
             return {"what": what, **link_card(meeting)}
 
@@ -94,7 +94,7 @@ class GroupWorld:
         self.meeting, self.group = meeting, meeting.group
         self.rank, self.num_ranks = meeting.rank, meeting.num_ranks
         self.timeout_s = meeting.timeout_s
-        self.placement, self.max_tokens = made[0], max_tokens
+        self.placement, self.max_tokens = placements[0], max_tokens
         self._transport = transport
         self._places: dict[torch.device, Places] = {}
         self.number = _next_number(meeting.members)

@@ -38,15 +38,15 @@ MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching
 MAX_MET = 4096  # looks of calls that are remembered
 
 
-def bucket_of(num_tokens: int, most: int = MAX_TOKENS) -> int:
+def bucket_of(num_tokens: int, max_tokens: int = MAX_TOKENS) -> int:
     """The tokens of the graph that serves a call: a power of two up to STEP, then its multiples.
 
-    >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, most=100)
+    >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, max_tokens=100)
     ([1, 4, 8, 16, 256, 512], 100)
     """
     is_small = num_tokens <= STEP
     bucket = 1 << (num_tokens - 1).bit_length() if is_small else align_up(num_tokens, STEP)
-    return min(bucket, most)
+    return min(bucket, max_tokens)
 
 
 class Parts(NamedTuple):
@@ -126,8 +126,8 @@ class Graphs:
     most  tokens of the largest call that is served
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = MAX_TOKENS if most is None else min(most, MAX_TOKENS)
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self.most = MAX_TOKENS if max_tokens is None else min(max_tokens, MAX_TOKENS)
         self._held: dict[int, Captured] = {}
         self._met: dict[Signature, Ready] = {}
         self._parts: Parts | None = None

@@ -33,8 +33,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import max_fused_tokens
-from megamoe.planner.overrides import TILE, Overrides, checked
+from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
 
@@ -56,7 +55,8 @@ class MoE(nn.Module):
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
     placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md), over a group also "chain"
+    mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
+                         side, docs/split.md), over a group also "chain"
                          (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
                          take is refused; `why` says what `auto` came to
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
@@ -66,8 +66,8 @@ class MoE(nn.Module):
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
-    pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
-                         in waves or passes; None is room for all
+    pool_rows            rows of the pool of fused launches, of split and of the chain: a call with
+                         more runs in waves or passes; None: enough rows for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
@@ -120,7 +120,7 @@ class MoE(nn.Module):
                 "pool_rows": pool_rows,
                 "overlap_launches": overlap_launches,
             }
-        ) + checked(overrides or {}, legal=TILE)
+        ) + checked(overrides or {}, legal=CHOICES)
         self._launch = LaunchOptions(timeout_s, debug_poison)
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
@@ -167,7 +167,7 @@ class MoE(nn.Module):
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
         layer = cls(weights, num_experts, top_k, **options)
-        layer.experts.owns = True  # nobody else has them: a load may write in place
+        layer.experts.owns = True  # no other layer has them: a load may write in place
         return layer
 
     def _build(
@@ -196,7 +196,7 @@ class MoE(nn.Module):
             not (self._has_group and self._wants_graphs),
             "a layer over a process group keeps no graphs of its own",
             got="cuda_graphs=True with a group",
-            fix="capture calls of mode='fused' or 'chain' yourself; staged ones wait for the GPU",
+            fix="capture calls of another mode than 'staged' yourself: those wait for the GPU",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -224,6 +224,8 @@ class MoE(nn.Module):
 
     def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
         """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
+
+        is_quantized  whether tokens come as `mm.Quantized`
 
         Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
         staged, those of even routing.
@@ -267,7 +269,8 @@ class MoE(nn.Module):
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
         text = f"backend {self._backend}: {backend}"
         if self._world is not None:
-            can = {"fused": "every rank can, in one launch", "chain": "no host between ranks"}
+            can = dict.fromkeys(("chain", "split"), "no host between ranks")
+            can["fused"] = "every rank can, in one launch"
             mode = self._why_staged or can[self.mode]
             return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
@@ -295,6 +298,7 @@ class MoE(nn.Module):
     ) -> Tensor:
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H].
 
+        x     the tokens, bf16 [T, H], or `Quantized` in the recipe's activation format
         copy  with `cuda_graphs`, False gives the graph's own output, which the next call of about
               as many tokens overwrites
         """
@@ -340,7 +344,7 @@ class MoE(nn.Module):
     def _check_once(
         self, looks: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> None:
-        """The checks at the door; a call that looks like one that passed is not checked again."""
+        """The checks of a call; a call that looks like one that passed is not checked again."""
         if looks in self._passed:
             return
         self._check(x, idx, weights)
@@ -480,20 +484,22 @@ class MoE(nn.Module):
         its own experts; what one refuses, all refuse.
         """
         self._renew()
-        held = self.shared if shared else self.experts
-        require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
-        assert held is not None
-        found: list[Refresh] = []
+        module = self.shared if shared else self.experts
+        require(
+            module is not None, "the layer must have shared experts", got="none", kind=ShapeError
+        )
+        assert module is not None
+        parts: list[Refresh] = []
 
         def check() -> None:
-            found.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
-            found[0].check(held.weights)
+            parts.append(Refresh.of(module.weights, w13, w2, experts, b13, b2, gate_up))
+            parts[0].check(module.weights)
 
         if self._world is None:
             check()
         else:
             self._world.meeting.meet("refresh", check)
-        found[0].write(held.weights)
+        parts[0].write(module.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -540,13 +546,13 @@ class MoE(nn.Module):
         if backend == "hopper":
             from megamoe.engine import images
 
-            found = images.hold(weights, shared)
+            experts = images.hold(weights, shared)
         else:
-            found = weights.canonical(), None if shared is None else shared.canonical()
-        self.experts.take(found[0])
-        if self.shared is not None and found[1] is not None:
-            self.shared.take(found[1])
-        return found
+            experts = weights.canonical(), None if shared is None else shared.canonical()
+        self.experts.take(experts[0])
+        if self.shared is not None and experts[1] is not None:
+            self.shared.take(experts[1])
+        return experts
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -560,11 +566,11 @@ class MoE(nn.Module):
 
     def _largest_replay(self) -> int | None:
         """Tokens of the largest graph: in mode fused those that one launch takes."""
-        most = self.max_tokens_per_rank
+        max_tokens = self.max_tokens_per_rank
         if self._wanted[1] != "fused":
-            return most
-        fits = max_fused_tokens(self.plan(1).call)
-        return fits if most is None else min(most, fits)
+            return max_tokens
+        fits = self.plan(1).max_fused_tokens
+        return fits if max_tokens is None else min(max_tokens, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
@@ -573,8 +579,8 @@ class MoE(nn.Module):
         self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
-            held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
-            for t in (*held, self.stats):
+            buffers = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
+            for t in (*buffers, self.stats):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
@@ -590,17 +596,17 @@ class MoE(nn.Module):
         if name == "hopper":
             from megamoe.engine import images
 
-            found = images.hold_on(device, weights, shared)
-            self.experts.take(found[0])
-            if self.shared is not None and found[1] is not None:
-                self.shared.take(found[1])
+            experts = images.hold_on(device, weights, shared)
+            self.experts.take(experts[0])
+            if self.shared is not None and experts[1] is not None:
+                self.shared.take(experts[1])
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
-        held = [one for one in (self.experts, self.shared) if one is not None]
-        if not any(one.was_loaded for one in held):
+        modules = [one for one in (self.experts, self.shared) if one is not None]
+        if not any(one.was_loaded for one in modules):
             return
-        for one in held:
+        for one in modules:
             one.was_loaded = False
         device = self.weights.device
         if self.stats.device != device:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("auto", "staged", "fused", "chain")
+MODES = ("auto", "staged", "fused", "chain", "split")
 
 
 Planned = Callable[[int, bool], Plan]  # tokens of this rank, whether they come quantised
@@ -293,15 +293,11 @@ class BlackwellCompute(HopperCompute):
         from megamoe.engine import blackwell
         from megamoe.kernels.portable.routing import Routing
 
-        room = torch.empty(
-            len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device
-        )
+        out = torch.empty(len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device)
         checked = torch.empty_like(idx), torch.empty_like(weight)
         routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
-        blackwell.rows(
-            x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
-        )
-        return self._as_wire(room)
+        blackwell.rows(x, self.weights, self.options, routing, out, steps, 0, self.stats, pdl=False)
+        return self._as_wire(out)
 
     def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
         from megamoe.engine import blackwell
@@ -339,7 +335,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
             what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
-        if mode == "chain" and layer.backend == "hopper":
+        if mode in ("chain", "split") and layer.backend == "hopper":
             what |= chain_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
         return placement, what
 

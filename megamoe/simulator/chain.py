@@ -113,6 +113,7 @@ def _play(
         constants,
         progress=progress,
         late_sms=how.pull_sms if is_pulling else 0,
+        late_end=how.l1_sms,
         pull_byte_us=1.0 / (how.pull_sms * constants.pull_gbs * 1e3) if is_pulling else 0.0,
     )
     machine.run(start, pulls_us=pulls_us)

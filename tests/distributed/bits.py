@@ -95,7 +95,9 @@ class Bits:
         more = [rng.choice([e for e in range(EXPERTS) if e not in own]) for own in slots]
         return Placement(EXPERTS, tuple((*own, e) for own, e in zip(slots, more, strict=True)))
 
-    def weights(self, placement: Placement | None = None, device: torch.device | str = "cpu") -> mm.ExpertWeights:
+    def weights(
+        self, placement: Placement | None = None, device: torch.device | str = "cpu"
+    ) -> mm.ExpertWeights:
         """The experts in order, or as they stand on the ranks of a placement."""
         ids = list(range(EXPERTS)) if placement is None else [e for s in placement.slots for e in s]
         w13, w2, b13, b2 = (t[ids].to(device) for t in self._full(EXPERTS, 0))

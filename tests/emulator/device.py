@@ -144,6 +144,9 @@ def _atomic(change):
     def act(pointer, value, mask=None, sem=None, scope=None):
         scheduler, role = _now()
         scheduler.step("atomic")
+        if isinstance(pointer.address, np.ndarray):
+            assert sem == "relaxed"
+            return _many_atomics(scheduler, role, change, pointer, value, mask)
         sem, scope = sem or "acq_rel", scope or "gpu"
         if mask is not None and not raw(mask):
             return Value(0)
@@ -163,6 +166,16 @@ def _atomic(change):
         return Value(old)
 
     return act
+
+
+def _many_atomics(scheduler, role, change, pointer, value, mask):
+    """One atomic an element, which nobody waits for; what was there is not told."""
+    kind, (address, keep, shape) = pointer.element, _flat(pointer, mask)
+    given = np.broadcast_to(raw(value), shape).reshape(-1)
+    for i in range(len(address)) if keep is None else keep.nonzero()[0]:
+        view, at, _ = _strong(scheduler, role, int(address[i]), kind, True, "gpu")
+        old = decoded(view[at : at + 1], kind)
+        view[at : at + 1] = encoded(change(old, given[i]), kind)
 
 
 # -- shared memory ---------------------------------------------------------------------------------
@@ -396,23 +409,40 @@ class Descriptor:
 
 def tma_copy(descriptor, at, barrier, into, pred=True):
     """The block comes, and its bytes count, some time later; until then nothing is there."""
+    if pred:
+        _copy(descriptor, descriptor.inside(tuple(int(i) for i in at)), barrier, into, 1)
+
+
+def tma_gather(descriptor, rows, col, barrier, into, pred=True):
+    """The same of rows, each a block of its own; one that the tensor does not have is zero."""
     if not pred:
         return
+    rows = np.asarray(rows.a).reshape(-1)
+    if descriptor.block[0] != 1 or len(rows) < 4 or len(into.v) != len(rows):
+        raise Violation(f"a gather of {len(rows)} rows in blocks of {descriptor.block}")
+    found = [descriptor.inside((int(row), int(col))) for row in rows]
+    offsets = np.concatenate([offset for offset, _ in found])
+    places = np.concatenate([at + i * descriptor.block[1] for i, (_, at) in enumerate(found)])
+    _copy(descriptor, (offsets, places), barrier, into, len(rows))
+
+
+def _copy(descriptor, inside, barrier, into, times):
     scheduler, role = _now()
     scheduler.step("copy")
+    offsets, places = inside
+    num_bytes = times * descriptor.nbytes
     if barrier.agent is None:
         barrier.agent = scheduler.agents.add(f"copies that complete on {barrier.name}")
     barrier.issued += 1
     number, order = barrier.issued, role.clocks[GLOBAL].copy()
     view = into.v
-    if not view.flags.c_contiguous or view.nbytes != descriptor.nbytes:
-        raise Violation(f"{descriptor.nbytes} bytes into {view.nbytes} of {into.cells.name}")
+    if not view.flags.c_contiguous or view.nbytes != num_bytes:
+        raise Violation(f"{num_bytes} bytes into {view.nbytes} of {into.cells.name}")
     into.cells.write(
         scheduler.memory, role.agent, number, into.rows(), role.clocks, True, barrier.agent
     )
     flat = view.reshape(-1).view(descriptor.kind.stored)
     flat.view(np.uint8)[:] = 0xFF
-    offsets, places = descriptor.inside(tuple(int(i) for i in at))
 
     def act():
         memory = scheduler.memory
@@ -426,7 +456,7 @@ def tma_copy(descriptor, at, barrier, into, pred=True):
         if late is not None:
             flat.reshape(-1, 1).view(np.uint8)[places[late]] = 0xFF
         barrier.so_far[SEEN, barrier.agent] = max(barrier.so_far[SEEN, barrier.agent], number)
-        barrier.bytes -= descriptor.nbytes
+        barrier.bytes -= num_bytes
         _check(scheduler, barrier)
 
     scheduler.issue(f"copy to {into.cells.name}", act)
@@ -626,7 +656,7 @@ def _signal(text, address, value, mask):
 
 
 def _push_word(text, address, *args):
-    """`exchange.SIGNAL`, which releases; or `exchange.TELL`, where something was not seen."""
+    """`exchange.SIGNAL`, which releases; or `STORE_IF_MISSED`, where something was missed."""
     scheduler, role = _now()
     at, args = int(raw(address)), [int(raw(v)) for v in args]
     if len(args) == 3:

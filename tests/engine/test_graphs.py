@@ -37,7 +37,7 @@ def test_buckets_are_powers_of_two_then_multiples_of_256():
     buckets = [bucket_of(num) for num in range(1, MAX_TOKENS + 1)]
     assert sorted(set(buckets)) == [1, 2, 4, 8, 16, 32, 64, 128, *range(256, 2049, 256)]
     assert all(num <= bucket < 2 * num for num, bucket in enumerate(buckets, 1))
-    assert bucket_of(5, most=6) == 6 and bucket_of(600, most=600) == 600
+    assert bucket_of(5, max_tokens=6) == 6 and bucket_of(600, max_tokens=600) == 600
 
 
 def test_replays_have_the_results_of_eager_calls(cuda):
@@ -102,7 +102,7 @@ def test_stats_are_added_once_a_call(cuda):
         assert torch.equal(one.stats, total)
 
 
-def test_faults_are_told_on_the_next_call_once(cuda):
+def test_faults_are_raised_by_the_next_call_once(cuda):
     one = make()
     x, idx, weight = tokens(5)
     idx[3, 1] = E

@@ -43,6 +43,10 @@ CASES = {
     ),
     "chain-late": failing.late_case,
     "chain-hurried": failing.hurried_case,
+    "chain-split": lambda: targets.split_case("w8a8", WIDE),
+    "chain-split-per-wave": lambda: targets.split_case(
+        "w4a8_block", PER_WAVE, num_sms=5, hidden=512, counts=(5, 3, 2)
+    ),
     "fused": lambda: targets.fused_case(),
     "fused-idle": lambda: targets.fused_case(
         num_sms=4, tokens=1, experts=1, intermediate=128, top_k=1

@@ -20,6 +20,7 @@ from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.blackwell import grouped
 from megamoe.kernels.blackwell import launch as blackwell_launch
 from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import (
@@ -31,6 +32,7 @@ from megamoe.kernels.gluon import (
     pipeline,
     pull,
     tile_scheduler,
+    window,
 )
 from megamoe.kernels.gluon.mega import combine, inbox, push, scheduler, state, sync
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
@@ -51,6 +53,7 @@ from megamoe.kernels.portable import dispatch as portable_dispatch
 from megamoe.kernels.portable import sort
 from megamoe.planner.hopper import exchange_of, num_rows, ring, weights_ahead
 from megamoe.planner.launches import Gemm, GemmSwapAb
+from megamoe.planner.tables import split as split_tables
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
@@ -87,7 +90,9 @@ _PLAIN = {"pool": (dispatch, "_pool_kernel"), "count": (permute, "_count_kernel"
           "schedule": (tile_scheduler, "_schedule_kernel"),
           "combine": (portable_combine, "_combine_kernel"),
           "rows_to_fp8": (portable_dispatch, "_dispatch_kernel"),
-          "quantize": (exchange, "_quantize_kernel"), "rows": (pull, "_rows_kernel")}  # fmt: skip
+          "quantize": (exchange, "_quantize_kernel"), "rows": (pull, "_rows_kernel"),
+          "window": (window, "_window_kernel"),
+          "place_groups": (grouped, "_place_groups_kernel")}  # fmt: skip
 GLUON = {name: getattr(*at) for name, at in _AT.items()}
 TRITON = {name: getattr(*at) for name, at in _PLAIN.items()}
 CHAIN = ("quantize", "count", "scan", "place", "exchange", "rows", "pull", "swap_ab", "plain",
@@ -459,6 +464,36 @@ def staged_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate
         plan = staged_plan(inputs, w, few_stages(tile, stages))
         hopper.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
     return Case("staged", kept, is_early=is_early)
+
+
+@functools.cache
+def split_case(recipe, tile, counts=(5, 3), num_sms=3, hidden=256, intermediate=256):
+    """L1 that counts its tiles and L2 that waits for them, on parts of few SMs."""
+    kept = []
+    w = weights_of(recipe, len(counts), hidden, intermediate)
+    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))]
+    x, _, gates = tokens_of(len(slots), len(counts), hidden, 1)
+    inputs = x, slots.view(-1, 1), gates
+    both = {name: Recorder(name, kept) for name in ("swap_ab", "plain")}
+    given = {"kernel": "gemm"} if isinstance(tile, Gemm) else {"block_m": tile.block_m}
+    if isinstance(tile, Gemm) and tile.decode_ahead:
+        given |= {"decode_ahead": tile.decode_ahead}
+    with installed(num_sms, both) as patch:
+        patch.setattr(split_tables, "SMS_UNIT", 1)
+        plan = plan_of(inputs, w, mode="split", **given)
+        (one,) = plan.passes
+        few = tuple(
+            replace(step, config=few_stages(step.config, tile.num_stages))
+            if step.name in ("l1", "l2")
+            else step
+            for step in one.launches
+        )
+        plan = replace(plan, passes=(replace(one, launches=few),))
+        hopper.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
+    kept.sort(key=lambda one: not one[2]["GATED"])  # each was launched by a thread of its own
+    assert len(kept) == 2
+    return Case("split", kept, is_early=True)
 
 
 def whole_case(tile, tokens, recipe="w8a8", experts=3, hidden=256, intermediate=128,

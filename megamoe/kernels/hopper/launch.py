@@ -98,9 +98,9 @@ def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems
         return None
     linears = [LinearTiles(-(-w.num_rows // 256), w.data.shape[1]) for w in weights]
     is_dynamic = tile.schedule == "dynamic"
-    most = len(pool.tiles)
+    max_tiles = len(pool.tiles)
     return WorkItems.empty(
-        pool.tiles, linears, step.num_ctas, tile.group_m, most, is_dynamic=is_dynamic
+        pool.tiles, linears, step.num_ctas, tile.group_m, max_tiles, is_dynamic=is_dynamic
     )
 
 
@@ -153,6 +153,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
          l1_n_tiles: int = 0, *, chain: Chain, **rest: Any) -> None:  # fmt: skip
     """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
     unused = x.num_tiles
+    assert chain.follows is None or chain.bound_s > 0, "a wait without a bound"
     factor_rows, factor_cols = factor_shape(w)
     rest |= {
         "factor": or_unused(w.factor, unused), "bias": or_unused(bias, unused),
