@@ -48,8 +48,10 @@ class Mutant:
 
 
 def short_name(module):
-    """The last two parts of a module's name."""
-    return ".".join(module.split(".")[-2:])
+    """The last two parts of a module's name; of Blackwell's, all from there on."""
+    parts = module.split(".")
+    at = parts.index("blackwell") if "blackwell" in parts else -2
+    return ".".join(parts[at:])
 
 
 # -- functions -------------------------------------------------------------------------------------

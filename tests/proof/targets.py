@@ -20,6 +20,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
 from megamoe.kernels.blackwell import launch as blackwell_launch
+from megamoe.kernels.blackwell.mega import launch as mega_tmem_launch
 from megamoe.kernels.gluon import (
     dispatch,
     exchange,
@@ -30,7 +31,7 @@ from megamoe.kernels.gluon import (
     pull,
     tile_scheduler,
 )
-from megamoe.kernels.gluon.mega import combine, inbox, push, scheduler, state, sync
+from megamoe.kernels.gluon.mega import begin, combine, inbox, push, scheduler, state, sync
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.gemm import (
@@ -63,7 +64,7 @@ CPU = torch.device("cpu")
 # What is mutated: every file that synchronises roles, CTAs or launches of a Gluon kernel.
 MODULES = (
     pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, push, inbox,
-    scheduler, state, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
+    scheduler, state, begin, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
     decode_per_wave, follow, pull,
 )  # fmt: skip
 # Functions that give PTX that waits, and with what.
@@ -74,7 +75,8 @@ TEXTS = (
 _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
        "plain": (launch, "gemm_kernel"), "pull": (pull, "pull_kernel"),
        "exchange": (exchange, "exchange_kernel"), "finish": (exchange, "finish_kernel"),
-       "tmem": (blackwell_launch, "gemm_tmem_kernel")}  # fmt: skip
+       "tmem": (blackwell_launch, "gemm_tmem_kernel"),
+       "mega-tmem": (mega_tmem_launch, "mega_tmem_kernel")}  # fmt: skip
 _GLUON = {name: getattr(*at) for name, at in _AT.items()}
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
@@ -205,7 +207,7 @@ class Case:
         self.wanted = None
         scheduler = self.run(policies.Calm())
         name, _, given = self.launches[-1]
-        result = given["y" if name == "mega" else "out"]
+        result = given["y" if name.startswith("mega") else "out"]
         result = result if self.used is None else result[self.used]
         assert not self.is_strict or bool(result.isfinite().all()), "poison in the result"
         return scheduler
