@@ -237,7 +237,7 @@ def test_a_wait_that_nobody_ends_is_reported_and_a_reset_helps(word, what, both)
 
 @pytest.mark.parametrize(
     ("recipe", "num", "match"),
-    [("w8a8", 100, "takes up to 32 tokens a tile"), ("w4a8", 300, "up to 64 tokens a tile"),
+    [("w8a8", 100, "takes up to 16 tokens a tile"), ("w4a8", 300, "up to 64 tokens a tile"),
      ("w4a4", 3000, "4096 slots at most")],
 )  # fmt: skip
 def test_what_no_fused_launch_takes_is_refused_by_name(recipe, num, match, both):
