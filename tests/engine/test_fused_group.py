@@ -264,7 +264,7 @@ def test_ranks_on_other_hosts_are_named():
 
 
 def test_a_room_holds_what_its_layout_says():
-    inbox = InboxSizes(2, 5, 256, 1, True, 4, 32)
+    inbox = InboxSizes(2, 5, 256, 16, 4, 32)
     where = exchange(5, 64, 3, 4096, 1, inbox)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
     buffer = symm_buffer.symm_buffer_in(memory, where)
