@@ -1,4 +1,4 @@
-"""Placement: which experts stand on which rank, hot ones more than once; and a proposal for one.
+"""Placement: which experts lie on which rank, hot ones more than once; and a proposal for one.
 
 A *logical* expert is one of the model's; a *physical* one is a place on a rank that holds a copy of
 it. Place i of rank r is physical expert r * slots_per_rank + i. Every copy gives the same bits, so
@@ -182,7 +182,7 @@ def propose(
             target = _make_room(expert, target, ranks, busy, share)
         ranks[target].add(expert)
         busy[target] += load
-    placement = Placement(len(loads), tuple(tuple(sorted(held)) for held in ranks))
+    placement = Placement(len(loads), tuple(tuple(sorted(experts)) for experts in ranks))
     if (
         current is not None
         and (current.num_ranks, current.slots_per_rank) == (num_ranks, slots_per_rank)

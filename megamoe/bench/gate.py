@@ -50,8 +50,10 @@ class Gate:
         if count <= limit:
             self.sample = torch.arange(count)
         else:  # the first, the last, and others at random
-            some = torch.randperm(count - 2, generator=torch.Generator().manual_seed(0)) + 1
-            self.sample = torch.cat([some[: limit - 2], torch.tensor([0, count - 1])]).sort().values
+            chosen = torch.randperm(count - 2, generator=torch.Generator().manual_seed(0)) + 1
+            self.sample = (
+                torch.cat([chosen[: limit - 2], torch.tensor([0, count - 1])]).sort().values
+            )
         self.sample = self.sample.to(job.device)
         self._exact: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}

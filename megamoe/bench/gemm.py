@@ -29,7 +29,7 @@ from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.numerics import HOPPER_RECIPES, narrowest_mma
+from megamoe.planner.numerics import BLACKWELL_RECIPES, HOPPER_RECIPES, narrowest_mma
 from megamoe.problem import RECIPES
 
 Factory = Callable[..., GemmEntry]  # of the inputs; Hopper's takes a tile too
@@ -52,6 +52,27 @@ def portable(
     x, w = inputs.rows_as(row.acts.name), inputs.weights_as(row.weights.name)
     return GemmEntry(
         run=lambda: grouped_gemm(x, w, inputs.counts, schedule=schedule, sort_by_m=sort_by_m),
+        check=inputs.check(recipe, row.tolerance),
+        weight_bytes=w.nbytes,
+        row_bytes=x.nbytes,
+        mma=narrowest_mma(recipe),
+        recipe=recipe,
+        ours=True,
+    )
+
+
+def blackwell(
+    inputs: GemmInputs, recipe: str, schedule: str = "auto", sort_by_m: bool = False
+) -> GemmEntry:
+    """Blackwell's grouped GEMM with the plan's tile; rows come quantised."""
+    backends.resolve("blackwell", "auto", inputs.device)
+    from megamoe.engine.grouped import grouped_gemm
+
+    row = recipe_named(recipe)
+    x, w = inputs.rows_as(row.acts.name), inputs.weights_as(row.weights.name)
+    how: dict[str, Any] = {"backend": "blackwell", "schedule": schedule, "sort_by_m": sort_by_m}
+    return GemmEntry(
+        run=lambda: grouped_gemm(x, w, inputs.counts, **how),
         check=inputs.check(recipe, row.tolerance),
         weight_bytes=w.nbytes,
         row_bytes=x.nbytes,
@@ -110,6 +131,11 @@ for _recipe in RECIPES:
         register(f"portable-{_recipe}{_ending}", _make)
 for _recipe in HOPPER_RECIPES:
     register(f"hopper-{_recipe}", partial(hopper, recipe=_recipe))
+for _recipe in BLACKWELL_RECIPES:
+    register(f"blackwell-{_recipe}", partial(blackwell, recipe=_recipe))  # as the plan says
+    for _ending, (_schedule, _sorted) in VARIANTS.items():
+        _make = partial(blackwell, recipe=_recipe, schedule=_schedule, sort_by_m=_sorted)
+        register(f"blackwell-{_recipe}{_ending or '-static'}", _make)
 register("torch-bf16", torch_bf16)
 register("torch-fp8", torch_fp8)
 

@@ -102,7 +102,7 @@ class Record:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             cells = tuple(Timed(**cell) for cell in data.pop("cells"))
             kind = data.pop("kind"), data.pop("version")
-            made = cls(cells=cells, **data)
+            record = cls(cells=cells, **data)
         except OSError as error:
             raise FileError(f"the record must be readable; got {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,7 +115,7 @@ class Record:
             got=f"{kind[0]} of version {kind[1]}",
             kind=FileError,
         )
-        return made
+        return record
 
     def of_line(self, line: Line) -> list[Timed]:
         """The cells of one line, by tokens; those that the record lacks are not measured."""

@@ -29,14 +29,14 @@ def write(report: Report, folder: str | Path, name: str) -> list[Path]:
     """Write `name`-times.png and `name`-roofline.png into `folder`, or `name`-lines.png."""
     pyplot = pyplot_or_refuse()
     where = writable_folder(folder)
-    made = []
+    paths = []
     kinds = {"times": _times, "roofline": _roofline}
     for kind, draw in ({"lines": _lines} if report.fixed_costs() else kinds).items():
         figure = pyplot.figure(figsize=SIZE, layout="constrained")
         draw(report, figure)
         figure.supxlabel(report.provenance, fontsize=6, color="gray")
-        made.append(save(figure, where / f"{name}-{kind}.png"))
-    return made
+        paths.append(save(figure, where / f"{name}-{kind}.png"))
+    return paths
 
 
 def save(figure: Any, path: Path) -> Path:
@@ -193,7 +193,7 @@ def _lines(report: Report, figure: Any) -> None:
     axes.set_ylim(bottom=min(0, *axes.get_ylim()))
     axes.set_xlabel("experts touched")
     axes.set_ylabel("microseconds")
-    axes.set_title("fixed cost of a call: where its line meets no experts")
+    axes.set_title("fixed cost of a call: its time extrapolated to no experts")
     axes.legend(fontsize=7)
 
 

@@ -55,8 +55,8 @@ class Choice:
 
     def as_dict(self) -> dict[str, object]:
         us = {row.contestant: row.us for row in self.timed}
-        kept = {name: value for name, value in asdict(self).items() if name != "timed"}
-        return {**kept, "worse_by": self.worse_by, "us": us}
+        columns = {name: value for name, value in asdict(self).items() if name != "timed"}
+        return {**columns, "worse_by": self.worse_by, "us": us}
 
 
 @dataclass(frozen=True, slots=True)

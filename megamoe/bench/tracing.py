@@ -122,7 +122,7 @@ class _Call:
             block_n=rows,
             block_k=tile.block_k,
             num_stages=tile.num_stages,
-            across=(ceil_div(acts, rows // 2), ceil_div(shape.hidden, rows)),
+            num_n_tiles=(ceil_div(acts, rows // 2), ceil_div(shape.hidden, rows)),
             num_ctas=len(stamps),
             events=events_of(stamps),
             plain_us=plain_us,

@@ -194,8 +194,8 @@ def _tile(target: Target, recipe: str, num_tokens: int) -> str:
         return ""
     sizes = target.sizes
     problem = Problem(num_tokens, sizes.hidden, sizes.intermediate, 4, 2, 1, recipe)
-    made = plan(problem, hardware_of(target.device), backend=target.backend, mode="staged")
-    return f"; tile {made.tile}"
+    chosen = plan(problem, hardware_of(target.device), backend=target.backend, mode="staged")
+    return f"; tile {chosen.tile}"
 
 
 # What a layer check varies: (routing, shared experts, options). Other than SwiGLU, with biases.
@@ -207,7 +207,7 @@ _CASES: dict[str, tuple[str, bool, dict[str, Any]]] = {
     "gpt-oss with biases": ("zipf", False, {"activation": "gpt_oss"}),
     "rows in fp8": ("uniform", False, {"combine": "fp8"}),
     "one expert": ("one", False, {}),
-    "nobody": ("nobody", False, {}),
+    "all masked": ("all_masked", False, {}),
 }
 
 

@@ -46,7 +46,7 @@ GPU_QUICK = Sizes(512, 256, 8, 2, 2048, (8, 64), (8, 64, 512), (7, 64), 200)
 SMALL = Sizes(96, 64, 4, 2, 256, (3,), (2, 9), (5,), 8)
 
 
-ONE_RANK_MODES = ("staged", "fused")  # others need a group, which a certificate says nothing of
+ONE_RANK_MODES = ("staged", "fused")  # that `auto` takes; others are only run if asked for
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from rich.console import Console
 from megamoe.balance.placement import Placement, propose
 from megamoe.balance.statistics import Statistics
 from megamoe.cli import problems as of
-from megamoe.cli.shared import reason_table, writable_folder
+from megamoe.cli.shared import Json, reason_table, writable_folder
 from megamoe.hardware import Hardware
 from megamoe.planner.call import CallSpec
 from megamoe.planner.plan import plan
@@ -45,9 +45,9 @@ def command(
     hardware: of.Machine = "h200",
     mode: Mode = "auto",
     out_file: Out = None,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
-    """Propose which experts stand on which rank, hot ones more than once, and predict the gain."""
+    """Propose which experts lie on which rank, hot ones more than once, and predict the gain."""
     statistics = Statistics.load(stats)
     if out_file is not None:
         writable_folder(Path(out_file).parent, "the folder of --out")

@@ -27,7 +27,7 @@ from megamoe.bench.cells import (
 )
 from megamoe.bench.peers import load
 from megamoe.bench.record import OK, WRONG, Report, Row, read, write
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder
 from megamoe.errors import NotAvailable, RangeError, require
 
 
@@ -77,8 +77,8 @@ BACKEND_HELP = (
     "torch-bf16, torch-fp8."
 )
 CONTESTANT_HELP = (
-    "Comma-separated: hopper-RECIPE with @TILE or @all if wanted; portable-RECIPE with -dynamic, "
-    "-sorted or -dynamic-sorted if wanted; torch-bf16, torch-fp8."
+    "Comma-separated: hopper-RECIPE with @TILE or @all if wanted; portable-RECIPE or "
+    "blackwell-RECIPE with -dynamic, -sorted or -dynamic-sorted if wanted; torch-bf16, torch-fp8."
 )
 FLUSH_HELP = "How L2 is emptied before each call: memset, read or none."
 
@@ -185,8 +185,8 @@ def plot(
 
     report = read(record, None if peers is None else load(peers))
     path = Path(record)
-    made = plots.write(report, writable_folder(path.parent if out is None else out), path.stem)
-    Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+    paths = plots.write(report, writable_folder(path.parent if out is None else out), path.stem)
+    Console().print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
 
 
 class SavedReport:
@@ -226,14 +226,14 @@ def finish(
     console = Console(stderr=as_json)
     show_or_dump(report, as_json, columns)
     if folder is not None:
-        made = write(report, folder, name)
+        paths = write(report, folder, name)
         from megamoe.bench import plots
 
         try:
-            made += plots.write(report, folder, name)
+            paths += plots.write(report, folder, name)
         except NotAvailable as error:
             console.print(f"no plots: {escape(str(error))}", soft_wrap=True)
-        console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+        console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
     raise typer.Exit(report.exit_code)
 
 
@@ -268,7 +268,7 @@ def show(report: Report, console: Console, columns: Columns = COLUMNS) -> None:
             table.add_row(*(text(row) for text in every.values()))
     wide = one_line_a_row(console)
     if table.row_count:
-        wide.print(table)
+        whole_table(wide, table, 3)
     for label, means in report.geomeans().items():
         parts = (
             f"{n.replace('_', ' ')} {mean:.3f} ({count})" for n, (mean, count) in means.items()

@@ -35,7 +35,7 @@ from megamoe.cli.bench import (
     number,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder, write_atomic
 
 if TYPE_CHECKING:
     from megamoe.bench.calls import Row
@@ -117,7 +117,7 @@ def _show_sweep(sweep: Sweep) -> None:
             table.add_row(
                 row.contestant, number(row.us, 1), number(spread, 1), number(ratio, 3), mark
             )
-        wide.print(table)
+        whole_table(wide, table, 1)
         worse = "was not timed"
         if choice.worse_by is not None:
             worse = f"is {100 * choice.worse_by:.1f}% above the best"
@@ -176,7 +176,7 @@ def _show_calls(rows: list[Row]) -> None:
         bits = "same" if row.has_same_bits else "[bold red]OTHER[/]"
         times = (number(us, 1) for us in (row.host_us, row.low_us, row.wall_us))
         table.add_row(row.cell, row.backend, row.recipe, row.how, *times, bits)
-    wide.print(table)
+    whole_table(wide, table, 4)
     if rows:
         wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)
 
@@ -233,7 +233,7 @@ def _show_fixed(costs: Sequence[FixedCost], bar_us: float) -> None:
             number(bar_us, 1), number(None if c.read is None else c.read.intercept, 1),
             number(c.line.slope, 3), number(c.gbs, 0), f"{c.worst_us:+,.1f}",
         )  # fmt: skip
-    one_line_a_row(Console()).print(table)
+    whole_table(one_line_a_row(Console()), table, 3)
 
 
 def _point_columns(costs: Sequence[FixedCost]) -> Columns:

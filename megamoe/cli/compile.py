@@ -45,11 +45,13 @@ def command(
         int | None, typer.Option(help="Experts over all ranks, if not the model's.")
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"{', '.join(MACHINES)}.")] = "h200",
-    mode: Annotated[str, typer.Option(help="auto, staged or fused.")] = "auto",
+    mode: Annotated[str, typer.Option(help="auto, staged, fused or split.")] = "auto",
     graphs: Annotated[
-        bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.")
+        bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.", metavar="")
     ] = True,
-    shared: Annotated[bool, typer.Option(help="With the model's shared experts.")] = False,
+    shared: Annotated[
+        bool, typer.Option(help="With the model's shared experts.", metavar="")
+    ] = False,
     processes: Annotated[
         int | None, typer.Option(help="That compile side by side; default: one per core.")
     ] = None,
@@ -76,14 +78,14 @@ def command(
     from megamoe.engine.precompile import compile_layer
 
     with Bars(quiet=as_json) as bars:
-        made = compile_layer(
+        compiled = compile_layer(
             layer, sizes, processes=processes,
             progress=lambda done, of: bars("cubins", done, of),
         )  # fmt: skip
     if as_json:
-        print(json.dumps(made._asdict(), indent=2))
+        print(json.dumps(compiled._asdict(), indent=2))
     else:
-        out.print(f"{model.name}, {layer.recipe}: {made}", highlight=False)
+        out.print(f"{model.name}, {layer.recipe}: {compiled}", highlight=False)
 
 
 def layer_spec(
@@ -96,7 +98,7 @@ def layer_spec(
 
     recipe, num = recipe or model.recipe, experts or model.num_experts
     fmt = recipe_named(recipe).weights
-    one_of(mode, ("auto", "staged", "fused"), "mode")
+    one_of(mode, ("auto", "staged", "fused", "split"), "mode")
     require(
         ranks >= 1 and num % ranks == 0, f"{num} experts must divide evenly over ranks", got=ranks,
         kind=RangeError,

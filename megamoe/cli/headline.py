@@ -22,7 +22,7 @@ from megamoe.cli.bench import (
     Rounds,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, Json, device_named, writable_folder
+from megamoe.cli.shared import Bars, Json, device_named, whole_table, writable_folder
 from megamoe.errors import NotAvailable, require
 
 PEERS = Path(headline.__file__).parents[2] / "benchmarks" / "h200" / "peers.json"
@@ -68,13 +68,13 @@ def command(
     else:
         _show(result)
     if folder is not None:
-        made = headline.write(result, folder)
+        paths = headline.write(result, folder)
         console = Console(stderr=as_json or markdown)
         try:
-            made.append(headline.draw(result, folder / "headline.png"))
+            paths.append(headline.draw(result, folder / "headline.png"))
         except NotAvailable as error:
             console.print(f"no picture: {escape(str(error))}", soft_wrap=True)
-        console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+        console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
     raise typer.Exit(result.exit_code)
 
 
@@ -102,6 +102,6 @@ def _show(record: headline.Record) -> None:
     for line in headline.LINES:
         cells = (headline.text_of(cell).replace("**", "") for cell in record.of_line(line))
         table.add_row(line.model, line.recipe, *cells)
-    out.print(table)
+    whole_table(out, table, 2)
     for words in (*record.summary(), f"{record.how}: {record.provenance}", record.method):
         out.print(words, highlight=False, markup=False, soft_wrap=True)

@@ -26,7 +26,7 @@ from megamoe.cli.bench import (
     one_line_a_row,
 )
 from megamoe.cli.problems import overrides_from
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder, write_atomic
 from megamoe.errors import RangeError, require
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def overlap(
         kind=RangeError,
     )  # fmt: skip
     from megamoe.bench.overlap import measure
-    from megamoe.bench.spans import draw, launches_of
+    from megamoe.bench.spans import draw, launches_of, overlap_us
 
     rows = []
 
@@ -91,7 +91,9 @@ def overlap(
         write_atomic(folder / f"{name}.json", json.dumps(trace))
         title = f"{row.cell}, {row.recipe}: {row.num_ranks} ranks of {row.sms} SMs on one GPU"
         title += f", links of {row.links_gbs:.0f} GB/s; profiled"
-        draw(launches_of(trace), title, row.provenance, folder / f"{name}.png")
+        launches = launches_of(trace)
+        title += f", {overlap_us(launches, 'pull', 'L1'):,.0f} us of rank 0's pull beside L1"
+        draw(launches, title, row.provenance, folder / f"{name}.png")
 
     with Bars(quiet=as_json) as bars:
         measure(
@@ -109,8 +111,8 @@ def _recorded(path: Path, out: str | None, quiet: bool) -> list[Overlap]:
 
     rows = overlap_picture.load(path)
     if folder is not None:
-        made = overlap_picture.draw(rows, folder / "overlap.png")
-        Console(stderr=quiet).print(f"wrote {made}", soft_wrap=True, highlight=False)
+        picture = overlap_picture.draw(rows, folder / "overlap.png")
+        Console(stderr=quiet).print(f"wrote {picture}", soft_wrap=True, highlight=False)
     return rows
 
 
@@ -143,6 +145,6 @@ def show(rows: list[Overlap]) -> None:
         sms = f"{r.sms - r.pull_sms} + {r.pull_sms}"
         about = r.cell, r.recipe, str(r.num_ranks), sms, f"{r.links_gbs:.0f}"
         table.add_row(*about, *us, *shares, bits)
-    wide.print(table)
+    whole_table(wide, table, 2)
     if rows:
         wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)

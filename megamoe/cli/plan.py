@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megamoe.bench.cells import GEMM_SHAPES, gemms_named
 from megamoe.cli import problems as of
-from megamoe.cli.shared import reason_table
+from megamoe.cli.shared import Json, reason_table
 from megamoe.errors import one_of
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import SharedMemory
@@ -48,9 +49,20 @@ def command(
     cubins: Annotated[
         str | None, typer.Option(help="Also count what calls of these sizes compile, e.g. 1-512.")
     ] = None,
-    as_json: of.Json = False,
+    gemm: Annotated[
+        str | None,
+        typer.Option(help=f"Grouped GEMMs alone instead of a layer: {', '.join(GEMM_SHAPES)}."),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
+    if gemm is not None:
+        from megamoe.cli import grouped
+
+        shapes = gemms_named([word.strip() for word in gemm.split(",")])
+        of_gemm = of.overrides_from(given)
+        grouped.print_plans(out, shapes, hardware, recipe, of_gemm, as_json=as_json)
+        return
     shape = {
         "hidden": hidden,
         "intermediate": intermediate,
@@ -111,7 +123,7 @@ def as_dict(plan: Plan) -> dict[str, Any]:
         "mode": plan.mode,
         "numerics": asdict(plan.numerics),
         "choices": [asdict(choice) for choice in plan.choices],
-        "launches": [_launch_dict(one, times) for one, times in _launches(plan)],
+        "launches": [launch_dict(one, times) for one, times in _launches(plan)],
         "shared_memory": shared_memory_dict(plan.shared_memory),
         "memory": [asdict(buffer) for buffer in plan.buffers],
         "floor": floor_dict(plan.floor) if plan.launches else None,
@@ -131,13 +143,15 @@ def _launches(plan: Plan) -> Iterator[tuple[Launch, int]]:
         yield last, times
 
 
-def _launch_dict(one: Launch, times: int) -> dict[str, Any]:
+def launch_dict(one: Launch, times: int) -> dict[str, Any]:
+    """A launch as plain values, so often in a row."""
     config = one.config
     return {
         "name": one.name,
         "kernel": one.kernel,
         "times": times,
         "grid": one.grid,
+        "partition": one.partition,
         "config": {
             "kind": type(config).__name__,
             **(asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}),
@@ -177,7 +191,7 @@ def _print_plan(plan: Plan) -> None:
                 one.name,
                 one.kernel.strip("_"),
                 f"{times} x " * (times > 1) + " x ".join(f"{n:,}" for n in one.grid),
-                str(one.config),
+                str(one.config) + f"; on {one.partition}_sms" * bool(one.partition),
             )
             for one, times in _launches(plan)
         ]

@@ -34,7 +34,6 @@ Ranks = Annotated[int, typer.Option(help="Ranks that share the experts, a GPU ea
 Machine = Annotated[str, typer.Option("--hardware", help=f"{', '.join(MACHINES)}.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)]
 Study = Annotated[str | None, typer.Option("--study", help=STUDY_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def counted(num: int, noun: str) -> str:

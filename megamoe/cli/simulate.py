@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megamoe.cli import problems as of
-from megamoe.cli.shared import Bars, reason_table, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, reason_table, writable_folder, write_atomic
 from megamoe.errors import FileError, MegaMoEError, one_of, require
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import Value
@@ -32,7 +32,8 @@ out = Console()
 FILES = ("trace.json", "timeline.html", "exposed.svg")
 PLOT_RANKS = 8  # the plot goes at least so far, where the machine and the experts allow
 
-Mode = Annotated[str, typer.Option(help="auto, fused or staged; of a study also split.")]
+MODE_HELP = "auto, staged, fused, split or, over ranks, chain; of a study its own."
+Mode = Annotated[str, typer.Option(help=MODE_HELP)]
 Skew = Annotated[str, typer.Option(help=f"{', '.join(SKEWS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of the sampled routing.")]
 CountsFile = Annotated[
@@ -41,9 +42,9 @@ CountsFile = Annotated[
 ]
 Folder = Annotated[str, typer.Option("--out", help=f"Folder for {', '.join(FILES)}.")]
 RanksPlot = Annotated[
-    bool, typer.Option(help="Simulate other numbers of ranks too, for exposed.svg.")
+    bool, typer.Option(help="Simulate other numbers of ranks too, for exposed.svg.", metavar="")
 ]
-NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.")]
+NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.", metavar="")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -70,7 +71,7 @@ def command(
     ranks_plot: RanksPlot = True,
     no_files: NoFiles = False,
     study: of.Study = None,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Predict what a call's launches cost, without a GPU: time, waits, a timeline to look at."""
     shape = {

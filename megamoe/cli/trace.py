@@ -77,11 +77,11 @@ def command(
         else:
             recording, is_same = _record(what, recipe, repeats, rounds, flush, eager, device, bars)
         pair = Pair.of(recording, hardware)
-        kept = "" if no_files else _write(where, pair, bars)
+        written = "" if no_files else _write(where, pair, bars)
     if as_json:
-        print(json.dumps({**pair.as_dict(), "has_same_bits": is_same, "folder": kept}, indent=2))
+        print(json.dumps({**pair.as_dict(), "has_same_bits": is_same, "folder": written}, indent=2))
     else:
-        _print(pair, is_same, kept)
+        _print(pair, is_same, written)
     raise typer.Exit(0 if is_same and not recording.faults() else 1)
 
 

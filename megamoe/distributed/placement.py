@@ -23,8 +23,8 @@ class Places:
     def __init__(self, placement: Placement, device: torch.device) -> None:
         self.placement, self.is_contiguous = placement, placement.is_contiguous
         replicas = placement.replicas()
-        most = max(map(len, replicas))
-        rows = [ids + ids[:1] * (most - len(ids)) for ids in replicas]
+        max_replicas = max(map(len, replicas))
+        rows = [ids + ids[:1] * (max_replicas - len(ids)) for ids in replicas]
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)  # [E, most]
         self.counts = torch.tensor([len(ids) for ids in replicas], device=device)
 

@@ -33,25 +33,25 @@ def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
     gpus = meeting.meet("look at the GPUs", lambda: _card(device))
     meeting.meet("reach the GPUs", lambda: check_reach(gpus))
     ranks_here = sum(gpu[:2] == gpus[meeting.rank][:2] for gpu in gpus)
-    made: list[Any] = []
+    allocated: list[Any] = []
 
     def allocate() -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        made.append(symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_())
+        allocated.append(symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_())
         torch.cuda.synchronize(device)
 
     def map_peers() -> list[int]:
         import torch.distributed._symmetric_memory as symmetric
 
         with _overlapping_allowed(gpus):
-            made.append(symmetric.rendezvous(made[0], meeting.group))
-        return _offsets(made[1], made[0], meeting.rank, meeting.num_ranks)
+            allocated.append(symmetric.rendezvous(allocated[0], meeting.group))
+        return _offsets(allocated[1], allocated[0], meeting.rank, meeting.num_ranks)
 
     # Two meetings: torch's rendezvous has no bound of its own, so all begin it or none does.
     meeting.meet("allocate symmetric memory", allocate)
     offsets = meeting.meet("map symmetric memory", map_peers)[meeting.rank]
-    return Shared(made[0], tuple(offsets), ranks_here, made[1])
+    return Shared(allocated[0], tuple(offsets), ranks_here, allocated[1])
 
 
 def _card(device: torch.device) -> list[Any]:

@@ -1,4 +1,4 @@
-"""moe(): the layer as one call, and the checks at its door."""
+"""moe(): the layer as one call, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -55,8 +55,9 @@ def moe(
     weights       the experts
     shared        experts that see every token with weight 1, in any recipe
     backend       "auto" is the best one that works on the weights' device
-    mode          "staged", "fused" (one launch) or "auto": the same bits; what a mode cannot take
-                  is refused; on a CPU the oracle computes what any mode would
+    mode          "staged", "fused" (one launch), "split" (L1 and L2 side by side) or "auto": the
+                  same bits; what a mode cannot take is refused; on a CPU the oracle computes what
+                  any mode would
     overrides     tile choices in place of the planner's, such as {"block_m": 64}
     returns       bf16 [T, H]
 
@@ -93,10 +94,10 @@ def _compiled(
     words = ""
     for one in (weights, shared):
         if one is not None:
-            held = one.held()
-            tensors += list(held.values())
+            parts = one.held()
+            tensors += list(parts.values())
             pictures = ":".join([str(pictured(matrix)) for matrix in (one.w13, one.w2)])
-            words += f"{one.recipe}:{','.join(held)}:{pictures};"
+            words += f"{one.recipe}:{','.join(parts)}:{pictures};"
     for name, value in how.items():
         words += f"|{name}={value}"
     for name, value in (overrides or {}).items():

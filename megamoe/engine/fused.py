@@ -120,29 +120,29 @@ def _run(
     config, device, extra = step.config, weights.device, num_of(shared)
     assert isinstance(config, Mega)
     check_activation(options)
-    made, launch, mega_launch = _kernels(config, weights, shared)
+    packed, launch, mega_launch = _kernels(config, weights, shared)
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
     experts, block_m = weights.num_experts // world.local + extra, config.tile.block_m
     pool = launch.pool(
-        made.how, slots, weights.hidden, experts, block_m, device, ranks=world.local,
+        packed.how, slots, weights.hidden, experts, block_m, device, ranks=world.local,
         is_far=world.num > 1, rows=config.pool_rows,
     )  # fmt: skip
     acts = launch.pool(
-        made.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
+        packed.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
         rows=config.pool_rows,
     )  # fmt: skip
     words = align_up(4 * max_tiles(slots, experts, block_m), 32) + WAVE_TABLE.value
     private = torch.empty(step.num_ctas, words, dtype=torch.int32, device=device)
-    kept = State(counters, private, status.report)
+    state = State(counters, private, status.report)
     if is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
     if not is_compiled_only:
         status.order_after_last()
     all_experts = Experts(
-        made.w13, made.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
+        packed.w13, packed.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
     )
     mega_launch.fused(
-        tokens, pool, acts, all_experts, step, made.how, options, kept, world=world,
+        tokens, pool, acts, all_experts, step, packed.how, options, state, world=world,
         timeout_s=bound_s(timeout_s), trace=trace, is_compiled_only=is_compiled_only,
     )  # fmt: skip
     return tokens.y

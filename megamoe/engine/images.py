@@ -94,8 +94,8 @@ def hold(
         return weights, shared
     experts = [weights, shared]
     for name in MATRICES:
-        some = [getattr(w, name) for w in experts]
-        for i, part in enumerate(_pack(image, some, some[0].device)):
+        matrices = [getattr(w, name) for w in experts]
+        for i, part in enumerate(_pack(image, matrices, matrices[0].device)):
             experts[i] = _with(experts[i], name, part)
     return experts[0], experts[1]
 
@@ -304,14 +304,14 @@ def _pack(
     for part in parts:
         fill(out, part, first)
         first += len(part)
-    made = parts_of(out, [len(part) for part in parts])
-    for new, part in zip(made, parts, strict=True):
+    images = parts_of(out, [len(part) for part in parts])
+    for new, part in zip(images, parts, strict=True):
         if isinstance(part, PackedMatrix):
             source = None if part.source is None else copy(part.source)
         else:
             source = Source(part) if is_watched and device.type != "meta" else None
         object.__setattr__(new, "source", source if is_watched else None)
-    return made
+    return images
 
 
 def _with(weights: ExpertWeights, name: str, part: PackedMatrix) -> ExpertWeights:
@@ -361,10 +361,10 @@ def renew(weights: ExpertWeights) -> None:
         if image.suits(part):
             fill(part, plain[name])
         else:
-            made = _pack(image, [plain[name]], weights.device, is_watched=False)[0]
+            packed = _pack(image, [plain[name]], weights.device, is_watched=False)[0]
             source = copy(source)  # who still has the old image must see that it is old
-            object.__setattr__(made, "source", source)
-            weights._hold(**{name: made})
+            object.__setattr__(packed, "source", source)
+            weights._hold(**{name: packed})
         if source is not None:
             source.accept()
 

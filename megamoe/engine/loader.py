@@ -176,18 +176,18 @@ class Checkpoint:
         numbers = range(rank * per_rank, (rank + 1) * per_rank)
         where = torch.device(device)
         names = self._names[layer][picked.prefix]
-        made = _Made(picked, len(numbers), where)
+        out = _Made(picked, len(numbers), where)
         with _bar(progress, picked, len(numbers)) as advance:
             for slot, expert in enumerate(numbers):
-                made.put(slot, expert, self._matrices(picked.prefix, names, expert, picked.gate_up))
+                out.put(slot, expert, self._matrices(picked.prefix, names, expert, picked.gate_up))
                 if picked.has_bias:
-                    made.put_bias(slot, self._biases(picked.prefix, names, expert, picked.gate_up))
+                    out.put_bias(slot, self._biases(picked.prefix, names, expert, picked.gate_up))
                 advance(slot + 1)
-        extras: dict[str, Any] = made.biases
+        extras: dict[str, Any] = out.biases
         if recipe_named(picked.recipe).acts.has_global:
             x_global = self._x_global(picked.prefix, names, picked.num_experts)
-            extras |= {"x_global": x_global.to(where), "acts_global": made.acts_global}
-        return ExpertWeights(picked.recipe, **{**made.matrices(), **extras})
+            extras |= {"x_global": x_global.to(where), "acts_global": out.acts_global}
+        return ExpertWeights(picked.recipe, **{**out.matrices(), **extras})
 
     # -- config ----------------------------------------------------------------------------------
 

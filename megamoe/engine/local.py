@@ -111,20 +111,20 @@ class LocalRanks:
             self._top_k = topk_idx[0].shape[1]
             return self._chain(x, topk_idx, topk_weights, self.stats)
         self._status.raise_if_seen()
-        most = max(counts)
-        if most == 0:
+        max_tokens = max(counts)
+        if max_tokens == 0:
             return [torch.empty_like(t) for t in x]
         self._top_k = topk_idx[0].shape[1]
-        step = self.plan(most, self._top_k).mega
+        step = self.plan(max_tokens, self._top_k).mega
         assert step is not None
-        self._make_buffers(most)
+        self._make_buffers(max_tokens)
         num = self.num_ranks
         with torch.no_grad(), device_guard.on(self.weights.device):
             self._status.order_after_last()  # before the buffers are written to
             for buffer, *one in zip(self._buffers, x, topk_idx, topk_weights, strict=True):
                 buffer.put(*one)
             y = fused.over(
-                self._buffers[0], most, self.weights, self.options,
+                self._buffers[0], max_tokens, self.weights, self.options,
                 World(num, num, 0, self._peers, self._buffers[0].signals, self._buffers[0].inbox),
                 self.stats, step=step, status=self._status,
                 timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,

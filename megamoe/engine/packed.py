@@ -1,6 +1,6 @@
 """PackedMatrix: a linear of all experts held as Hopper's image, and nothing else (decision 0028).
 
-It stands where a `Quantized` stands: whoever asks for `data` or `scale` gets the canonical bytes,
+It stands where a `Quantized` stands: `data` and `scale` give the canonical bytes,
 unpacked then and there, exactly.
 """
 
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.engine.fingerprint import Seal
+from megamoe.engine import packing
+from megamoe.engine.fingerprint import Seal, counter_of
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.kernels.hopper.weights.pack import (
@@ -47,7 +48,7 @@ class Source:
                          tuple(t.shape), t.stride())
             for name, t in tensors.items()
         }  # fmt: skip
-        self._counters = [_counter(t) for t in tensors.values()]
+        self._counters = [counter_of(t) for t in tensors.values()]
         self._versions = [t._version for t in self._counters]
         self._seal: Seal | None = Seal(list(tensors.values()))
 
@@ -64,7 +65,7 @@ class Source:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds any of it."""
+        """Whether no tensor of it is alive."""
         return not self._places
 
     def has_changed(self) -> bool:
@@ -116,20 +117,10 @@ class _Place(NamedTuple):
     def part(self, idx: slice) -> _Place:
         if not self.shape:
             return self
-        some = range(self.shape[0])[idx]
-        stride = (self.stride[0] * some.step, *self.stride[1:])
-        offset = self.offset + some.start * self.stride[0]
-        return self._replace(offset=offset, shape=(len(some), *self.shape[1:]), stride=stride)
-
-
-def _counter(t: Tensor) -> Tensor:
-    """A tensor without memory that counts the writes to `t`."""
-    keep_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    with torch.no_grad(), torch.inference_mode(False), keep_version(t):
-        alias = t.detach()  # counts with `t`; a view would keep it alive
-        none = torch.empty(0, dtype=t.dtype, device=t.device).untyped_storage()
-        alias.set_(none, 0, (0,), (1,))
-    return alias
+        experts = range(self.shape[0])[idx]
+        stride = (self.stride[0] * experts.step, *self.stride[1:])
+        offset = self.offset + experts.start * self.stride[0]
+        return self._replace(offset=offset, shape=(len(experts), *self.shape[1:]), stride=stride)
 
 
 class _Known:
@@ -175,7 +166,7 @@ class Aside:
 
     def lend(self, t: Tensor) -> Tensor:
         """A copy that a caller gets: a write to it is refused by the next call, not lost."""
-        counter = _counter(t)
+        counter = counter_of(t)
         ref = StorageWeakRef(t.untyped_storage())
         self._known.lent.append((ref, counter, counter._version, self._at))
         return t
@@ -348,11 +339,11 @@ class PackedMatrix(Quantized):
     def as_kind(self, kind: str, num: int) -> PackedMatrix:
         """Another kind of image of the first `num` experts, in the same memory but for scales."""
         image = empty_image(kind, self.shape, self.device, self.packed.data)
-        made = PackedMatrix(image, self.format, Aside(len(self)), self.global_ndim)
+        matrix = PackedMatrix(image, self.format, Aside(len(self)), self.global_ndim)
         spares = self.aside.spares()
         for expert in range(num):
-            made.write(expert, unpack(self.packed, spares, self.format, expert))
-        return made
+            matrix.write(expert, unpack(self.packed, spares, self.format, expert))
+        return matrix
 
     def renewed(self) -> Quantized:
         """The canonical bytes as the source has them now; what is gone, as it was packed."""
@@ -376,10 +367,18 @@ def empty_matrix(kind: str, like: Quantized, num: int, device: torch.device) -> 
 def fill(out: PackedMatrix, w: Quantized, first: int = 0) -> None:
     """Write the experts of `w`, from wherever they lie, one by one."""
     with torch.no_grad(), torch.inference_mode(False):
+        if packing.is_gpu(out.device) and w.device == out.device and not is_packed(w):
+            packing.write(out, range(first, first + len(w)), w)
+            return
         for expert in range(len(w)):
             one = w[expert : expert + 1]
             one = one.plain(out.device) if isinstance(one, PackedMatrix) else one.to(out.device)
-            out.write(first + expert, one)
+            packing.write(out, [first + expert], one)
+
+
+def is_packed(matrix: Quantized) -> bool:
+    """Whether it is held as an image."""
+    return isinstance(matrix, PackedMatrix)
 
 
 def parts_of(both: PackedMatrix, nums: Sequence[int]) -> list[PackedMatrix]:

@@ -18,6 +18,7 @@ import torch
 from megamoe.engine import device_guard
 from megamoe.engine.status import is_capturing
 from megamoe.errors import NotAvailable, require
+from megamoe.planner.plan import Plan
 
 FIX = "use mode='auto' or 'staged': the same bits"
 _SM = 1  # CU_DEV_RESOURCE_TYPE_SM
@@ -102,11 +103,37 @@ class Pair(NamedTuple):
     captured: tuple[torch.cuda.Stream, ...]
 
 
+class InOrder:
+    """The sides of a call of which nothing runs: tensors without memory."""
+
+    def run(self, side: int, launches: Callable[[], None]) -> None:
+        launches()
+
+    def mark(self, side: int) -> None:
+        pass
+
+    def wait(self, side: int, mark: None) -> None:
+        pass
+
+    def join(self) -> None:
+        pass
+
+
 def fork(device: torch.device, l1_sms: int, num_sms: int) -> Sides:
     """Both sides of a call: `l1_sms` of the GPU's `num_sms` SMs, and the rest."""
+    if device.type == "meta":
+        return InOrder()
     if device.type != "cuda":
         return Threads()
     return Streams(device, streams_of(device, l1_sms, num_sms))
+
+
+def prepare(plan: Plan, device: torch.device) -> None:
+    """Part the GPU of a layer in mode split as it is built: refused there, not in a call."""
+    if plan.mode == "split" and plan.backend == "hopper" and device.type == "cuda":
+        l1_sms = plan["l1_sms"]
+        assert isinstance(l1_sms, int)
+        streams_of(device, l1_sms, plan.hardware.num_sms)
 
 
 _MADE: dict[tuple[int, int], Pair] = {}

@@ -238,8 +238,8 @@ def _cubin(src: Any, target: Any, options: dict[str, Any], compile_it: Any) -> C
         driver.set_active(_Driver(target))
         try:
             with compiler_hooks.applied() if is_ours else nullcontext():
-                made: CompiledKernel = compile_it(src, target=target, options=options)
-                return made
+                kernel: CompiledKernel = compile_it(src, target=target, options=options)
+                return kernel
         finally:
             driver._active = before
 
@@ -330,19 +330,19 @@ def _over_group(
         for rows in row_counts(slots, layer.num_ranks):
             received = _like(sent, rows)
             expert = torch.empty(rows, dtype=torch.int64, device=META)
-            made = compute.rows(received, expert, torch.empty(rows, device=META))
+            result = compute.rows(received, expert, torch.empty(rows, device=META))
             if rows == slots:
                 at = torch.empty(rows, dtype=torch.int64, device=META)
-                compute.combine(made, at, x, idx, gates)
+                compute.combine(result, at, x, idx, gates)
 
 
 def _like(tokens: Quantized, rows: int) -> Quantized:
     """As many rows in the same format."""
-    made = empty((rows, tokens.shape[1]), tokens.spec, META)
-    if made.global_scale is None:
-        return made
+    acts = empty((rows, tokens.shape[1]), tokens.spec, META)
+    if acts.global_scale is None:
+        return acts
     ones = torch.empty(rows, device=META)
-    return Quantized(made.data, made.scale, made.format, made.shape, ones)
+    return Quantized(acts.data, acts.scale, acts.format, acts.shape, ones)
 
 
 def _tokens(layer: LayerSpec, num: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

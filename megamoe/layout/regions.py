@@ -134,7 +134,7 @@ class Workspace:
 def chain(segments: Iterable[Segment]) -> Workspace:
     """Place the segments one after the other, each at its own alignment.
 
-    To change a size is to change one segment: everything behind it moves by itself (A048).
+    To change a size is to change one segment: everything after it moves by itself (A048).
     """
     regions: list[Region] = []
     end = 0

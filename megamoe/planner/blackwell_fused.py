@@ -111,6 +111,8 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
         return refusal
     if call.shared is not None:
         return Refusal("fused calls on Blackwell have no shared experts: those have own launches")
+    if given.get("schedule", "strided") != "strided":
+        return Refusal("a fused launch draws tiles by tickets of its own, whatever the schedule")
     _, each = passes_of(call)
     slots = p.num_ranks * each * p.top_k
     limit = limits.MAX_SLOTS if p.num_ranks == 1 else limits.MAX_GROUP_SLOTS

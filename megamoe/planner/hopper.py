@@ -116,10 +116,10 @@ def overridden(
     _refuse("num_warps" in overrides, "Hopper kernels have fixed roles", "num_warps")
     kernel = word(given, "kernel", KERNELS) or _kernel_for(how, tile, overrides)
     if kernel == "gemm":
-        made: Tile = _gemm(recipe, how, tile, overrides)
+        changed: Tile = _gemm(recipe, how, tile, overrides)
     else:
-        made = _swap_ab(recipe, how, tile, overrides)
-    return made, "given: " + ", ".join(f"{name} {value}" for name, value in overrides.items())
+        changed = _swap_ab(recipe, how, tile, overrides)
+    return changed, "given: " + ", ".join(f"{name} {value}" for name, value in overrides.items())
 
 
 def _kernel_for(how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> str:
@@ -169,11 +169,11 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Val
     )
     k = _int(overrides, "block_k", base.block_k if base and base.block_m == m else 128)
     shape = Shape(m, n // 128, k // 128, _int(overrides, "group_m", base.group_m if base else 1))
-    made = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
-    assert isinstance(made, GemmSwapAb)
+    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
+    assert isinstance(changed, GemmSwapAb)
     if base is not None and base.block_m == m:
-        made = replace(made, evict_first=base.evict_first)
-    return replace(made, num_stages=_stages(overrides, made.num_stages))
+        changed = replace(changed, evict_first=base.evict_first)
+    return replace(changed, num_stages=_stages(overrides, changed.num_stages))
 
 
 def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> Gemm:
@@ -213,11 +213,11 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     )
 
 
-def _stages(overrides: Mapping[str, Value], most: int) -> int:
-    stages = _int(overrides, "num_stages", most)
+def _stages(overrides: Mapping[str, Value], max_stages: int) -> int:
+    stages = _int(overrides, "num_stages", max_stages)
     require(
-        2 <= stages <= most,
-        f"num_stages must lie between 2 and the {most} that fit in shared memory",
+        2 <= stages <= max_stages,
+        f"num_stages must lie between 2 and the {max_stages} that fit in shared memory",
         got=stages,
         fix="leave it out to fill shared memory, or take a smaller tile",
         kind=CapacityError,
@@ -280,8 +280,8 @@ def passes(
         rows = tokens * slots_per_token / num_experts
         return as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
 
-    most = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
-    each = bisect(range(1, most + 1), False, key=is_too_many)
+    max_tokens = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
+    each = bisect(range(1, max_tokens + 1), False, key=is_too_many)
     num = ceil_div(num_tokens, max(each, 1))
     return num, ceil_div(num_tokens, num)
 
@@ -345,8 +345,8 @@ def max_fused_tokens(call: CallSpec) -> int:
     """Tokens of the largest call of one rank that a fused launch takes."""
     p = call.problem
     slots = p.top_k + call.joined
-    most = max(tables.MAX_SLOTS // slots, 1)
-    _, each = passes(p.recipe, most, p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3)
+    max_tokens = max(tables.MAX_SLOTS // slots, 1)
+    _, each = passes(p.recipe, max_tokens, p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3)
     return each
 
 

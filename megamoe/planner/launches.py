@@ -107,7 +107,7 @@ class Gemm:
 
     def constants(self) -> Constants:
         """Of `gemm_kernel`."""
-        made: Constants = {
+        constants: Constants = {
             "HAS_ITEMS": self.has_items, "DYNAMIC": self.schedule == "dynamic",
             "DEPTH": self.decode_ahead, "CHUNK": self.decode_chunk if self.decode_ahead else 0,
             "STAGES": self.num_stages, "IMAGES": self.num_image_stages,
@@ -115,8 +115,8 @@ class Gemm:
             "DECODE_REGS": self.decode_regs, "LOAD_REGS": self.load_regs, "num_warps": NUM_WARPS,
         }  # fmt: skip
         if self.decode_ahead:
-            made["launch_cooperative_grid"] = True  # its CTAs wait for each other
-        return made
+            constants["launch_cooperative_grid"] = True  # its CTAs wait for each other
+        return constants
 
     def __str__(self) -> str:
         how = f", {self.schedule}" if self.schedule != "strided" else ""
@@ -137,26 +137,35 @@ class GemmTmem:
     num_warps: int = NUM_WARPS  # of the epilogue
     group_m: int = 1  # token tiles that share each tile of weights
     load_regs: int = 40
-    block_rows: int = 128  # weight rows of one MMA; a tile has two
+    block_rows: int = 128  # weight rows of one MMA
+    num_halves: int = 2  # of so many rows in a tile; a gated linear has two
+    schedule: str = "strided"  # dynamic: CTAs draw tiles; sorted: those of large experts first
     math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
     decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
     @property
     def block_n(self) -> int:
         """Weight rows of a tile."""
-        return 2 * self.block_rows
+        return self.num_halves * self.block_rows
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether CTAs draw their tiles."""
+        return self.schedule != "strided"
 
     def constants(self) -> Constants:
         """Of `gemm_tmem_kernel`."""
         return {
             "TOKENS": self.block_m, "BLOCK_K": self.block_k, "STAGES": self.num_stages,
             "SUMS": self.num_sums, "CHUNK": self.chunk, "SPAN": self.group_m,
-            "LOAD_REGS": self.load_regs, "NUM_WARPS": self.num_warps, "num_warps": self.num_warps,
+            "HALVES": self.num_halves, "DYNAMIC": self.is_dynamic, "LOAD_REGS": self.load_regs,
+            "NUM_WARPS": self.num_warps, "num_warps": self.num_warps,
         }  # fmt: skip
 
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums"
+        how = "" if self.schedule == "strided" else f", {self.schedule}"
+        return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums{how}"
 
 
 Tile = GemmSwapAb | Gemm
@@ -214,6 +223,7 @@ class Permute:
     max_experts: int
     max_top_k: int
     row_align: int  # rows of the pool at which an expert begins
+    is_sorted: bool = False  # tiles of experts with many rows come first
 
     def constants(self) -> Constants:
         """Of `_pool_kernel`."""
@@ -221,7 +231,7 @@ class Permute:
             "IS_SMALL": self.is_small, "BLOCK": self.block_m, "ALIGN": self.row_align,
             "COLS": self.cols,
             "SLOTS": self.max_slots, "E": self.max_experts, "K_SLOTS": self.max_top_k,
-            "num_warps": self.num_warps,
+            "SORTED": self.is_sorted, "num_warps": self.num_warps,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -241,6 +251,7 @@ class Place:
     is_dynamic: bool
     num_warps: int
     row_align: int  # rows of the pool at which an expert begins
+    is_sorted: bool = False  # tiles of experts with many rows come first
 
     def constants(self) -> Constants:
         """Of Hopper's `_place_kernel`."""
@@ -248,11 +259,33 @@ class Place:
             "BLOCK": self.block_m, "ALIGN": self.row_align, "CHUNK": self.chunk,
             "AT_ONCE": self.look,
             "IS_COUNTED": self.is_counted, "E": self.max_experts, "CTAS": self.max_ctas,
-            "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
+            "IS_DYNAMIC": self.is_dynamic, "SORTED": self.is_sorted, "num_warps": self.num_warps,
         }  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.chunk} slots a program, {self.num_warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGroups:
+    """Blackwell's grouped GEMM alone: its tiles, the row of each, scales where the MMA's lie."""
+
+    block_m: int
+    max_groups: int  # a power of two
+    cols: int  # scales of a row at a time
+    is_sorted: bool
+    num_warps: int = NUM_WARPS
+
+    def constants(self) -> Constants:
+        """Of `_place_groups_kernel`."""
+        return {
+            "TOKENS": self.block_m, "GROUPS": self.max_groups, "COLS": self.cols,
+            "SORTED": self.is_sorted, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        order = "large groups first" if self.is_sorted else "in order of groups"
+        return f"a tile of {self.block_m} rows a program, {order}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,12 +380,12 @@ class Quantize:
 
     def constants(self) -> Constants:
         """Of `_dispatch_kernel`, or of `_pack_kernel` where there are groups."""
-        made: Constants = {
+        constants: Constants = {
             "ROWS": self.rows, "IS_DEEP": self.is_deep, "num_warps": self.num_warps,
         }  # fmt: skip
         if self.group:
-            return {**made, "BLOCKS": self.cols // self.group}
-        return {**made, "COLS": self.cols}
+            return {**constants, "BLOCKS": self.cols // self.group}
+        return {**constants, "COLS": self.cols}
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols} values a program, {self.num_warps} warps"

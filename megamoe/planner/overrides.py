@@ -22,7 +22,7 @@ OVERRIDES: dict[str, tuple[type, str]] = {
     "block_k":      (int, "columns of K in a stage"),
     "num_stages":   (int, "stages of the ring in shared memory"),
     "group_m":      (int, "token tiles that share each tile of weights"),
-    "schedule":     (str, "hopper gemm: strided, static or dynamic"),
+    "schedule":     (str, "strided, dynamic; hopper gemm: static too; blackwell: sorted too"),
     "decode_ahead": (int, "hopper gemm, FP4: K blocks of each ring that weights are decoded into"),
     "num_warps":    (int, "portable: warps of a program"),
     "l1_sms":       (int, "split: SMs of dispatch and L1, a multiple of 8; L2 has the rest"),

@@ -34,6 +34,7 @@ from megamoe.planner.launches import (
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
 from megamoe.planner.tables.split import why_not_auto
@@ -98,7 +99,7 @@ class Plan:
         """Staged over a group: the launch that quantises tokens before they are sent."""
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
-        if self.mode == "chain":
+        if self.is_chained:
             return ()
         p = self.problem
         acts = recipe_named(p.recipe).acts.name
@@ -130,6 +131,11 @@ class Plan:
         return config
 
     @property
+    def is_chained(self) -> bool:
+        """Whether the launches are those of the chain: mode chain, and split over ranks."""
+        return _is_chained(self.call, self.mode)
+
+    @property
     def routed(self) -> Pass | None:
         """The first pass of the routed experts; None where nothing is launched, or all at once."""
         return next((one for one in self.passes if one.find("l1") is not None), None)
@@ -141,7 +147,7 @@ class Plan:
         Over a group other launches and all-to-alls lie between them.
         """
         given = dict(self.overrides).get("overlap_launches")
-        if self.call.is_group and self.mode != "chain":
+        if self.call.is_group and not self.is_chained:
             return False
         return self.backend == "hopper" if given is None else bool(given)
 
@@ -216,7 +222,7 @@ class Plan:
             ]
         if self.num_passes > 1:
             choices.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
-        if self.mode == "chain" and self.routed is not None:
+        if self.is_chained and self.routed is not None:
             pull = self.routed["pull"]
             choices.append(Choice("pull_sms", pull.num_ctas, pull.why))
             choices.append(Choice("l2", str(tile), self.routed["l2"].why))
@@ -226,6 +232,9 @@ class Plan:
             )
         choices += self._split_choices()
         if isinstance(tile, GemmTmem):
+            if self.mega is None:
+                why = BLACKWELL_SCHEDULES[tile.schedule]
+                choices.append(Choice("schedule", tile.schedule, why))
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
@@ -238,13 +247,16 @@ class Plan:
         if self.mode == "split" and self.routed is not None:
             on = split.parts(self.hardware.num_sms, dict(self.overrides))
             num = sum(one.experts.startswith("routed") for one in self.passes)
-            return [
-                Choice("l1_sms", on.l1, on.why),
+            l1 = "; the pull has its SMs among them" if self.is_chained else ""
+            found = [
+                Choice("l1_sms", on.l1, on.why + l1),
                 Choice("l2_sms", on.l2, "the rest: L2 follows L1 tile by tile"),
-                Choice("windows", num, "of the ring; more than one by choice"),
             ]
+            if not self.is_chained:
+                found.append(Choice("windows", num, "of the ring; more than one by choice"))
+            return found
         if self.backend == "hopper" and self.mode == "staged" and self.problem.num_ranks == 1:
-            return [Choice("split", False, why_not_auto(self.problem.recipe))]
+            return [Choice("split", "no", why_not_auto(self.problem.recipe))]
         return []
 
     def _why_backend(self) -> str:
@@ -409,10 +421,10 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
     rest: tuple[Launch, ...] = ()
-    if backend == "reference" or (call.problem.num_tokens == 0 and mode != "chain"):
+    if backend == "reference" or (call.problem.num_tokens == 0 and not _is_chained(call, mode)):
         pass
-    elif mode == "chain":
-        owner = chain.owner_passes(call, hw.num_sms, given)
+    elif _is_chained(call, mode):
+        owner = chain.owner_passes(call, hw.num_sms, given, is_split=mode == "split")
         passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
     elif mode == "split":
         passes = split.passes(call, hw.num_sms, given)
@@ -433,6 +445,10 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
     made = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
     return _with_buffers(made)
+
+
+def _is_chained(call: CallSpec, mode: str) -> bool:
+    return mode == "chain" or (mode == "split" and call.problem.num_ranks > 1)
 
 
 def _fused(backend: str) -> Any:
@@ -517,10 +533,12 @@ def _buffers(made: Plan) -> list[Buffer]:
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    elif made.mode == "chain" and made.routed is not None:
+    elif made.is_chained and made.routed is not None:
         config = made.routed["rows"].config
         assert isinstance(config, chain.Rows)
-        buffers += _pools(made, config.pool_rows)
+        is_ring = made.mode == "split" and len(made.passes) > 2
+        tokens, acts = _pools(made, config.pool_rows)
+        buffers += [tokens, _pools(made, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
         where = chain.memory(call)
         about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
         buffers.append(Buffer("exchange", where.num_bytes, "symmetric", about))

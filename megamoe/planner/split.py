@@ -8,7 +8,8 @@
 
 Both parts end before what follows, so one CUDA graph holds the call. With `pool_rows` the pool is a
 ring of two halves: L1 of a window begins when L2 of the one before the last has left its half, and
-L2 of a window runs while L1 writes the next.
+L2 of a window runs while L1 writes the next. Over ranks the launches are those of the chain
+(`planner/chain.py`), pull and L1 on one part, L2 on the other.
 """
 
 from __future__ import annotations
@@ -47,9 +48,13 @@ class Parts(NamedTuple):
 
 def why_not(call: CallSpec) -> hopper.Refusal | None:
     """Why no call like this is split; None where one is."""
-    if call.problem.num_ranks > 1:
-        return hopper.Refusal("split runs on one rank; over ranks there is mode='chain'")
-    return None
+    if call.problem.num_ranks == 1:
+        return None
+    from megamoe.planner import chain
+
+    if call.local_ranks > 1:
+        return hopper.Refusal("ranks that share a GPU have no parts of its SMs to themselves")
+    return chain.why_not(call)
 
 
 def parts(num_sms: int, given: Mapping[str, Value]) -> Parts:

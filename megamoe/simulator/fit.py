@@ -53,8 +53,8 @@ class Cell(NamedTuple):
         block_m = 64 if p.tokens_per_expert <= 64 else 128
         stage = (BLOCK + block_m) * BLOCK + 4 * block_m
         ring = (hw.smem_per_sm - FIXED) // stage * stage
-        across = (2 * p.intermediate // BLOCK, p.hidden // BLOCK)
-        linears = (Linear(block_m, BLOCK, num, ring) for num in across)
+        num_n = (2 * p.intermediate // BLOCK, p.hidden // BLOCK)
+        linears = (Linear(block_m, BLOCK, num, ring) for num in num_n)
         tokens = stored_bytes(p.hidden, recipe_named(p.recipe).acts)
         acts = stored_bytes(p.intermediate, recipe_named(p.recipe).acts)
         return Schedule(
@@ -73,7 +73,7 @@ class Cell(NamedTuple):
                 Step("l2", "gemm"),
                 Step("combine", "combine"),
             ),
-            deal="static",
+            assignment="static",
             writes_gate_up=True,
             study="grouped GEMM peer",
         )

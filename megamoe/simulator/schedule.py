@@ -158,9 +158,9 @@ class Schedule:
     shared: Experts | None = None  # in launches of their own
     num_joined: int = 0  # shared experts that are the last ones of `experts`
     num_passes: int = 1  # fused launches of a call, or passes of a chain, each with its part
-    pull_sms: int = 0  # chain: SMs that pull rows before they compute
-    l2_follows: bool = False  # chain: L2 follows L1 tile by tile
-    deal: str = "ticket"  # or "static": block i is for SM i mod num_sms
+    pull_sms: int = 0  # of the chain's launches: SMs that pull rows before they compute
+    l2_follows: bool = False  # of the chain's launches: L2 follows L1 tile by tile
+    assignment: str = "ticket"  # or "static": block i is for SM i mod num_sms
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
     is_own_stream: bool = False  # HBM is read as by this library's launches on Hopper
     writes_gate_up: bool = False  # L1 leaves gate and up in BF16 for a launch of its own
@@ -206,8 +206,10 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
-        made = {"fused": _fused, "chain": _chain, "split": _split}.get(plan.mode, _staged)
-        return made(plan)
+        if plan.is_chained:
+            return _chain(plan)
+        schedule = {"fused": _fused, "split": _split}.get(plan.mode, _staged)
+        return schedule(plan)
 
 
 def fused_schedule(
@@ -339,20 +341,24 @@ def _staged(plan: Plan) -> Schedule:
         steps=tuple(_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
         num_joined=call.joined if plan.passes[0].experts == "routed and shared" else 0,
-        deal="ticket" if is_drawn else "static",
+        assignment="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
+    )
+
+
+def _require_one_window(num: int) -> None:
+    require(
+        num == 1,
+        "a simulated split call has its rows in one window",
+        got=f"{num} windows",
+        fix="leave pool_rows out",
+        kind=NotAvailable,
     )
 
 
 def _split(plan: Plan) -> Schedule:
     """Staged launches of which L1 and L2 run side by side, each on its part of the SMs."""
-    require(
-        plan["windows"] == 1,
-        "a simulated split call has its rows in one window",
-        got=f"{plan['windows']} windows",
-        fix="leave pool_rows out",
-        kind=NotAvailable,
-    )
+    _require_one_window(sum(one.find("window") is not None for one in plan.passes))
     on = plan.launch("l1").num_ctas, plan.launch("l2").num_ctas
     steps = tuple(
         replace(step, follows=step.follows or (step.name == L2 and not step.is_shared))
@@ -363,25 +369,33 @@ def _split(plan: Plan) -> Schedule:
 
 
 def _chain(plan: Plan) -> Schedule:
-    """Exchange, then pull, L1 and L2 as launches that follow tiles."""
+    """Exchange, then pull, L1 and L2 as launches that follow tiles, or split over the SMs."""
     _, *owner = plan.passes
+    num_sms = owner[0]["l2"].num_ctas
+    l1_sms: int | None = None
+    if plan.mode == "split":
+        _require_one_window(len(owner))
+        given = plan["l1_sms"]
+        assert isinstance(given, int)
+        l1_sms, num_sms = given, num_sms + given
     shared, tile = _shared_pass(plan), owner[0]["l1"].config
     assert isinstance(tile, GemmSwapAb | Gemm)
     return Schedule(
         problem=plan.problem,
         hardware=plan.hardware,
         backend=plan.backend,
-        mode="chain",
+        mode=plan.mode,
         combine="bf16",  # FP8 rows are made at home
         experts=_experts(plan, owner[0]),
-        num_sms=owner[0]["l2"].num_ctas,
+        num_sms=num_sms,
+        l1_sms=l1_sms,
         order=Phases(),
         steps=tuple(_chain_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
         num_passes=len(owner),
         is_own_stream=True,
         pull_sms=owner[0]["pull"].num_ctas,
-        l2_follows=not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
+        l2_follows=l1_sms is not None or not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
     )
 
 

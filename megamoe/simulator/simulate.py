@@ -55,10 +55,10 @@ def simulate(
         counts = sample_counts(how.problem, skew, seed)
     given = checked(how.problem, counts)
     report = _reporter(_check_size(how, _num_blocks(how, given)), progress)
-    if how.mode == "staged" or (how.mode == "split" and how.steps):
-        stages = run_staged(how, given, constants, report)
-    elif how.mode == "chain":
+    if how.mode == "chain" or how.pull_sms:
         stages = run_chain(how, given, constants, report)
+    elif how.mode == "staged" or how.steps:
+        stages = run_staged(how, given, constants, report)
     else:
         stages = _run_fused(how, given, constants, report)
     return _prediction(how, given, stages)

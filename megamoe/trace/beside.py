@@ -82,7 +82,7 @@ class Pair(NamedTuple):
             both("first block", "an L1 block begins", lambda f: f.start),
             both("L1 beside L2", "some SMs in L1 while others are in L2", lambda f: f.overlap),
             both("tail", "first SM without blocks to the last", lambda f: f.tail),
-            both("meet", "last block until all SMs know of it", lambda f: f.meet),
+            both("barrier", "last block until all SMs know of it", lambda f: f.barrier),
             both("combine", "first SM that adds up to the last", lambda f: f.combine),
         ]  # fmt: skip
         loads = ours.loads

@@ -61,10 +61,10 @@ def page(
     return text
 
 
-def _data(line: Timeline, suffix: str, most: int) -> str:
+def _data(line: Timeline, suffix: str, max_spans: int) -> str:
     """What the script reads: facts of a timeline, and its spans."""
     num_ranks, packed = line.num_ranks, pack(line, line.num_ranks)
-    while len(packed) > most and num_ranks > 1:
+    while len(packed) > max_spans and num_ranks > 1:
         num_ranks //= 2
         packed = pack(line, num_ranks)
     meta = {

@@ -42,7 +42,7 @@ def timeline(recording: Recording) -> Timeline:
     spans: list[Span] = []
     for cta, events in sorted(by_cta.items()):
         rank, sm = divmod(cta, recording.ctas_per_rank)
-        spans += _Cta(rank, sm, tiles[rank], recording.across, first, done).spans(events)
+        spans += _Cta(rank, sm, tiles[rank], recording.num_n_tiles, first, done).spans(events)
     p = recording.problem
     name = f"{recording.name}, {p.recipe}, {p.num_tokens} tokens"
     name += f", one launch of {recording.num_ctas} CTAs"
@@ -64,7 +64,7 @@ class _Cta(NamedTuple):
     rank: int
     sm: int
     tiles: tuple[Tile, ...]
-    across: tuple[int, int]
+    num_n_tiles: tuple[int, int]
     first: int  # ns of the launch's first stamp
     done: float  # us, end of the launch's last block
 
@@ -139,8 +139,8 @@ class _Cta(NamedTuple):
     def _place(self, event: Event) -> tuple[int, int, int]:
         """(expert, row block, weight block) of a ticket: all of L1 comes before all of L2."""
         which = int(event.kind == SECOND)
-        number = event.ticket - which * len(self.tiles) * self.across[0]
-        tile, n = divmod(number, self.across[which])
+        number = event.ticket - which * len(self.tiles) * self.num_n_tiles[0]
+        tile, n = divmod(number, self.num_n_tiles[which])
         if not 0 <= tile < len(self.tiles):
             return -1, -1, -1
         return *self.tiles[tile], n
@@ -162,7 +162,7 @@ class Figures(NamedTuple):
     start: float  # the first block begins
     overlap: float  # some SM is in L1 while another is in L2
     tail: float  # from the first SM without blocks to the last
-    meet: float  # from the last block until all SMs know of it
+    barrier: float  # from the last block until all SMs know of it
     combine: float  # from the first SM that adds up to the last that is done
     pool: float | None  # the last SM learns that all tokens are in the pool
     loads: Loads | None
@@ -178,14 +178,14 @@ def figures(line: Timeline) -> Figures:
     last = max(ends.values(), default=0.0)
     l1, l2 = (joined((s.start_us, s.end_us) for s in blocks if s.phase == p) for p in ("l1", "l2"))
     waits = [s for s in line.spans if s.role == "wait"]
-    met = max((s.end_us for s in waits if s.phase == "barrier"), default=last)
+    barrier = max((s.end_us for s in waits if s.phase == "barrier"), default=last)
     adds = [s for s in line.spans if s.role == "combine"]
     return Figures(
         total=line.total_us,
         start=min((s.start_us for s in blocks), default=0.0),
         overlap=length(l1) + length(l2) - length(joined([*l1, *l2])),
         tail=last - min(ends.values(), default=0.0),
-        meet=max(met - last, 0.0),
+        barrier=max(barrier - last, 0.0),
         combine=max((s.end_us for s in adds), default=0.0)
         - min((s.start_us for s in adds), default=0.0),
         pool=max((s.end_us for s in waits if s.phase == "tokens"), default=None),

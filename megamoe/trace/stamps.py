@@ -16,7 +16,7 @@ from megamoe.layout.stamps import FIRST, MATH, SECOND
 from megamoe.problem import Problem
 from megamoe.simulator.sample import Counts, checked
 
-FORMAT = "megamoe stamps 1"
+FORMAT = "megamoe stamps 2"
 _WRAP = 1 << 32
 
 
@@ -48,7 +48,7 @@ class Recording:
     block_m: int  # tokens of a tile
     block_n: int  # weight rows
     block_k: int  # columns of a stage
-    across: tuple[int, int]  # tiles of weights of one tile of tokens, L1 and L2
+    num_n_tiles: tuple[int, int]  # tiles of weights of one tile of tokens, L1 and L2
     num_ctas: int  # of all ranks
     events: tuple[Event, ...]
     plain_us: float | None = None  # the call without stamps, CUDA events, median
@@ -65,7 +65,7 @@ class Recording:
             got=f"{self.num_ctas} CTAs, {ranks} ranks",
             kind=RangeError,
         )
-        sizes = (self.block_m, self.block_n, self.block_k, *self.across)
+        sizes = (self.block_m, self.block_n, self.block_k, *self.num_n_tiles)
         require(min(sizes) >= 1, "a tile has at least one row", got=sizes, kind=RangeError)
         wrong = next((e for e in self.events if not 0 <= e.cta < self.num_ctas), None)
         require(wrong is None, f"there are {self.num_ctas} CTAs", got=wrong, kind=RangeError)
@@ -92,7 +92,7 @@ class Recording:
         """Why the events are not those of a whole launch; empty where they are."""
         faults = []
         for rank in range(self.problem.num_ranks):
-            num = len(self.tiles(rank)) * sum(self.across)
+            num = len(self.tiles(rank)) * sum(self.num_n_tiles)
             seen = [
                 e.ticket
                 for e in self.events
@@ -131,7 +131,7 @@ class Recording:
             )
             data["problem"] = Problem(**data["problem"])
             data["counts"] = tuple(map(tuple, data["counts"]))
-            data["across"] = tuple(data["across"])
+            data["num_n_tiles"] = tuple(data["num_n_tiles"])
             data["events"] = tuple(_events(data["events"]))
             return Recording(**data)
         except (ValueError, TypeError, KeyError) as error:
@@ -165,8 +165,8 @@ def first_ns(events: Sequence[Event]) -> int:
     """
     if not events:
         return 0
-    some = events[0].begin
-    return (some + min(since(e.begin, some) for e in events)) % _WRAP
+    origin = events[0].begin
+    return (origin + min(since(e.begin, origin) for e in events)) % _WRAP
 
 
 def since(ns: int, first: int) -> int:

@@ -167,7 +167,6 @@ ASSEMBLY = {
     exchange.STORE_IF_MISSED.value: _store_if_missed,
     decode_per_wave.GIVE_UP.value: _give_up,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
-    decode.TO_E4M3.value: _to_e4m3,
     decode.FOUR_TO_E4M3.value: _four_to_e4m3,
     decode.PLACED_TO_BF16.value: _placed_to_bf16,
     decode.MX_TO_BF16.value: _mx_to_bf16,

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from megamoe.engine import blackwell
+from megamoe.engine import backends, blackwell
 from megamoe.engine.call import Call
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
-from megamoe.kernels.blackwell import launch
+from megamoe.kernels.blackwell import grouped, launch
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.blackwell.mega import launch as mega_launch
 from megamoe.kernels.blackwell.mega.kernel import mega_tmem_kernel
@@ -70,6 +70,15 @@ def install(monkeypatch, num_sms=3):
     for module, name in PLAIN:
         monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
     pretend_b200(monkeypatch, num_sms)
+    return made
+
+
+def install_grouped(monkeypatch, num_sms=3):
+    """The same for grouped GEMMs alone, which take the device for one that they run on."""
+    made = install(monkeypatch, num_sms)
+    place = Emulated(grouped._place_groups_kernel)
+    monkeypatch.setattr(grouped, "_place_groups_kernel", place)
+    monkeypatch.setattr(backends, "resolve", lambda *_: None)
     return made
 
 

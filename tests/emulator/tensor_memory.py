@@ -286,7 +286,9 @@ def commit(barrier):
 def install():
     """Scheduled kernels may use sm_100a."""
     device.REPLACED.update({
-        blackwell.tma: device.REPLACED[device.hopper.tma],
+        blackwell.tma: SimpleNamespace(
+            **vars(device.REPLACED[device.hopper.tma]), async_gather=device.tma_gather
+        ),
         blackwell.allocate_tensor_memory: allocate,
         blackwell.TensorMemoryLayout: arrays._Layout,
         blackwell.TensorMemoryScalesLayout: arrays._Layout,

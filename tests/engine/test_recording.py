@@ -34,6 +34,7 @@ def experts(recipe):
 
 @pytest.mark.parametrize(("recipe", "mode"), [
     ("w4a8_block", "fused"), ("w4a8_block", "staged"), ("w8a8", "staged"), ("nvfp4", "staged"),
+    ("w8a8", "split"),
 ])  # fmt: skip
 @pytest.mark.parametrize("num", [1, 16, 77])
 def test_a_launch_on_real_memory_asks_for_the_keys_that_are_found_without(recipe, mode, num):

@@ -1,7 +1,10 @@
 """The vLLM plugin without vLLM: layers that have the attributes it documents, and no others."""
 
+import inspect
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -27,12 +30,12 @@ def routing(num_experts=E):
     return x, ids, torch.rand(T, K, generator=rng(3))
 
 
-def stacked(recipe, gate_up="split", bias=False):
+def stacked(recipe, gate_up="split", bias=False, seed=0):
     """Experts of ours, and the tensors that vLLM would have loaded for them."""
-    w13, w2 = (torch.randn(s, generator=rng()) / 8 for s in ((E, 2 * I, H), (E, H, I)))
-    b13, b2 = (
-        (torch.randn(s, generator=rng(4)) for s in ((E, 2 * I), (E, H))) if bias else (None,) * 2
-    )
+    w13, w2 = (torch.randn(s, generator=rng(seed)) / 8 for s in ((E, 2 * I, H), (E, H, I)))
+    b13, b2 = (None,) * 2
+    if bias:
+        b13, b2 = (torch.randn(s, generator=rng(seed + 4)) for s in ((E, 2 * I), (E, H)))
     acts = {"x_global": 0.01, "acts_global": torch.linspace(0.01, 0.02, E)}
     extra = acts if recipe == "nvfp4" else {}
     w = mm.ExpertWeights.quantize(w13, w2, recipe, b13=b13, b2=b2, gate_up=gate_up, **extra)
@@ -383,6 +386,35 @@ def test_other_settings_are_refused(given):
         layers.settings_of({"megamoe": given})
 
 
+RELOADED = {"bf16": ("UnquantizedFusedMoEMethod", {}), "w8a8": ("Fp8MoEMethod", FP8),
+            "w4a16": ("GptOssMxfp4MoEMethod", MX)}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RELOADED)
+def test_weights_that_are_loaded_again_go_into_the_same_memory(recipe):
+    """As vLLM reloads: fresh parameters, then the method is asked to process them once more."""
+    cls, names = RELOADED[recipe]
+    is_oss = recipe == "w4a16"
+    order = "interleaved" if is_oss else "split"
+    how = method(cls, weight_block_size=[128, 128])
+    gate = {"activation": SimpleNamespace(value="swigluoai" if is_oss else "silu")}
+    first, again = (stacked(recipe, order, bias=is_oss, seed=seed) for seed in (0, 9))
+    one = layer(renamed(first[1], **names), **gate)
+    made = layers.make_layer(one, how, HERE)
+    held = {name: t.data_ptr() for name, t in made.weights.held().items()}
+    x, ids, weights = routing()
+    before = layers.apply(one, made, x, weights, ids)
+    for name, t in renamed(again[1], **names).items():
+        setattr(one, name, torch.nn.Parameter(t, requires_grad=False))
+    layers.reload(one, how, HERE, made)
+    assert held == {name: t.data_ptr() for name, t in made.weights.held().items()}
+    assert one.w13_weight.numel() == one.w2_weight.numel() == 0
+    y = layers.apply(one, made, x, weights, ids)
+    options = {"activation": "gpt_oss"} if is_oss else {}
+    assert torch.equal(y, mm.moe(x, ids, weights, again[0], weight_at="combine", **options))
+    assert not torch.equal(y, before)
+
+
 def test_slots_of_padding_rows_are_left_out_whatever_their_weights():
     w, tensors = stacked("bf16")
     one = layer(tensors)
@@ -445,7 +477,7 @@ def test_a_method_of_vllm_becomes_ours_and_keeps_its_loading(door):
     y = made.apply(one, x, weights, ids, None, None)
     assert torch.equal(y, mm.moe(x, ids, weights, w, weight_at="combine"))
     assert len(door) == 1 and "4 experts 64 x 32" in door[0] and "bf16" in door[0]
-    with pytest.raises(NotAvailable, match="second time"):
+    with pytest.raises(NotAvailable, match="is_checkpoint_format=True"):
         made.process_weights_after_loading(one)
 
 
@@ -483,6 +515,30 @@ def test_a_format_without_a_kernel_of_vllms_is_taken(door, monkeypatch):
         plugin.choose(layer(is_lora_enabled=True), Fp8MoEMethod)
 
 
+CALLS = Path(__file__).parents[1] / "data" / "deep_gemm_calls.json"
+ASKED = json.loads(CALLS.read_text())["methods"]
+VLLMS_OWN = {"create_weights", "moe_quant_config", "uses_weight_scale_2_pattern", "quant_config",
+             "apply_monolithic", "requantization_source", "requires_device_loading",
+             "supports_internal_mk", "mk_can_overlap_shared_experts", "moe_kernel"}  # fmt: skip
+
+
+def test_what_vllm_033_asks_of_a_method_of_experts_is_there():
+    """As its wheel has it (scripts/wheel_calls.py); vLLM 0.33 itself was not run."""
+    assert {row["wheel"] for row in ASKED} == {"vllm-0.33.0"}
+    names = {(row["of"], row["name"]) for row in ASKED}
+    assert {("method", "apply"), ("kernel", "output_is_reduced")} <= names
+    for row in ASKED:
+        mine = {"method": plugin._Method, "kernel": exchange.Finished}[row["of"]]
+        known = row["name"] in vars(mine)
+        # topk_indices_dtype, which asks a kernel's prepare_finalize, is ours too.
+        assert known or row["name"] in (*VLLMS_OWN, "prepare_finalize"), row
+        if not known or "by_position" not in row:
+            continue
+        args = [None] * (1 + row["by_position"])  # self
+        bound = inspect.signature(vars(mine)[row["name"]])
+        bound.bind(*args, **dict.fromkeys(row["by_name"]))
+
+
 def test_importing_megamoe_and_its_doors_imports_no_server():
     code = "import sys, megamoe.integrations.vllm.plugin, megamoe.integrations.sglang\n"
     code += "assert not {'vllm', 'sglang', 'transformers'} & set(sys.modules)"
@@ -492,7 +548,6 @@ def test_importing_megamoe_and_its_doors_imports_no_server():
 def test_the_entry_points_are_where_servers_look():
     import tomllib
     from importlib import import_module
-    from pathlib import Path
 
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     points = tomllib.loads(text)["project"]["entry-points"]

@@ -33,11 +33,11 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # its engine in this process
 # -- models ------------------------------------------------------------------------------------
 
 
-def qwen3(folder: Path) -> Path:
+def qwen3(folder: Path, seed: int = 7) -> Path:
     """A random BF16 model whose experts matter as much as its attention."""
     import transformers as tf
 
-    torch.manual_seed(7)  # few near ties among the tokens that it generates
+    torch.manual_seed(seed)  # of 7 few near ties among the tokens that it generates
     config = tf.Qwen3MoeConfig(
         vocab_size=VOCAB, hidden_size=H, intermediate_size=512, moe_intermediate_size=I,
         num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
@@ -118,8 +118,12 @@ class Served(NamedTuple):
 
 def served(
     folder: Path, ours: object, prompts: list[list[int]] = PROMPTS, num_new: int = NEW,
-    **options: object,
+    then: Path | None = None, **options: object,
 ) -> Served:  # fmt: skip
+    """What a model says.
+
+    then  a folder whose weights it has before it says anything
+    """
     from vllm import LLM, SamplingParams
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -138,6 +142,9 @@ def served(
             max_model_len=128, max_num_seqs=4, kv_cache_memory_bytes=64 << 20, max_logprobs=-1,
             additional_config={} if ours is None else {"megamoe": ours}, **options,
         )  # fmt: skip
+        if then is not None:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(then)})
+            calls.clear()  # of the profile of memory
         wanted = SamplingParams(max_tokens=num_new, temperature=0.0, detokenize=False, logprobs=-1)
         given = [{"prompt_token_ids": ids} for ids in prompts]
         answers = llm.generate(given, wanted, use_tqdm=False)
@@ -279,6 +286,14 @@ def one_rank(how: dict, out: str) -> None:
         distributed_executor_backend="external_launcher", **how,
     )  # fmt: skip
     torch.save((done.tokens, done.calls), out)
+
+
+def test_weights_that_are_reloaded_go_into_the_same_layers(plain, tmp_path):
+    """As reinforcement learning does: other weights, in the format of the checkpoint."""
+    first = quantised(plain, tmp_path / "first", "mxfp4")
+    other = quantised(qwen3(tmp_path / "plain", seed=3), tmp_path / "other", "mxfp4")
+    ours = served(first, OURS, then=other)
+    held_to_the_oracle(ours.calls, other, "w4a16")
 
 
 def test_gpt_oss_has_its_gate_biases_and_order_of_rows(tmp_path):

@@ -5,7 +5,7 @@ import torch
 
 from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.blackwell import launch
+from megamoe.kernels.blackwell import grouped, launch
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.blackwell.mega import launch as mega_launch
 from megamoe.kernels.blackwell.mega.kernel import mega_tmem_kernel
@@ -13,6 +13,7 @@ from megamoe.kernels.blackwell.weights import place
 from megamoe.kernels.gluon.mega.arguments import Experts, Inbox, State, Tokens, World
 from megamoe.planner.blackwell import num_rows
 from megamoe.planner.blackwell_fused import as_fused
+from megamoe.planner.grouped import GATED, GroupedSpec, plan_grouped
 from megamoe.planner.hopper import routing_bytes, slot_size
 from megamoe.planner.launches import Launch, Mega, next_power_of_2
 from megamoe.planner.tables.hopper import COUNTERS
@@ -28,6 +29,16 @@ def tile_name(tile):
     return f"tmem{tile.block_m}x{tile.block_k}"
 
 
+class Recorder:
+    """Stands for a kernel and keeps what it is launched with."""
+
+    def __init__(self):
+        self.given = {}
+
+    def __getitem__(self, grid):
+        return lambda **given: self.given.update(given)
+
+
 def quantized(fmt, *shape):
     """A tensor in a format, without memory."""
     data = torch.empty(data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=META)
@@ -41,12 +52,7 @@ def quantized(fmt, *shape):
 def launched(recipe, tile, gated, options=None, has_bias=False):
     """The arguments of one launch of a linear, on tensors without memory."""
     how, fmt = launch.arithmetic(recipe), recipe_named(recipe).weights
-    kept = {}
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda **given: kept.update(given)
-
+    kept = Recorder()
     widths = (H, I) if gated else (I, H)
     shape = (E, 2, I, H) if gated else (E, H, I)
     w = place(quantized(fmt, *shape))
@@ -56,20 +62,50 @@ def launched(recipe, tile, gated, options=None, has_bias=False):
     bias = torch.empty(E * (2 if gated else 1), widths[1], device=META) if has_bias else None
     more = {"bias": bias, "acts_factor": ones if recipe == "nvfp4" else None}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "gemm_tmem_kernel", Recorder())
+        patch.setattr(launch, "gemm_tmem_kernel", kept)
         if gated:
             out = launch.pool(how, 64, I, E, tile.block_m, META, x)
             launch.gated(x, w, out, step, how, options or Options(), **more)
         else:
             out = torch.empty(64, 2, H, dtype=torch.bfloat16, device=META)
             launch.linear(x, w, out, step, how, options or Options(), **more)
-    return kept
+    return kept.given
 
 
 def compiled(recipe, tile, gated, arch=100, **rest):
     """The cubin of one launch."""
     given = launched(recipe, tile, gated, **rest)
     return compile_kernel(gemm_tmem_kernel, (), arch, **given)
+
+
+def compiled_grouped(recipe, variant="gemm", rows=512, n=I, arch=100, **given):
+    """(the plan, cubins of its two launches) of a grouped GEMM alone, on tensors without memory."""
+    spec, row = GroupedSpec(recipe, rows, E, n, H, variant), recipe_named(recipe)
+    plan = plan_grouped(spec, "b200", backend="blackwell", **given)
+    is_gated = variant in GATED
+    w = place(quantized(row.weights, E, *([2] if is_gated else []), n, H))
+    x = quantized(row.acts, rows, H)
+    one = torch.ones((), device=META)
+    if row.acts.has_global:
+        x = Quantized(x.data, x.scale, x.format, x.shape, one)
+    index = torch.empty(rows, dtype=torch.int32, device=META)
+    counts, gemm, places = torch.empty(E, dtype=torch.int32, device=META), Recorder(), Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "gemm_tmem_kernel", gemm)
+        patch.setattr(grouped, "_place_groups_kernel", places)
+        if is_gated:
+            where = grouped.Rows(index if variant == "gather" else None)
+            factor = one if row.acts.has_global else None
+            grouped.gated(x, w, counts, plan.launches, recipe, Options(), where, factor)
+        else:
+            where, dtype = grouped.AS_THEY_LIE, torch.bfloat16
+            if variant == "finalize":
+                where = grouped.Rows(None, index, rows, 2, torch.ones(rows // 2, 2, device=META))
+                dtype = torch.float32
+            out = torch.empty(rows, n, dtype=dtype, device=META)
+            grouped.linear(x, w, counts, out, plan.launches, recipe, where)
+    kernels = (grouped._place_groups_kernel, places), (gemm_tmem_kernel, gemm)
+    return plan, [compile_kernel(kernel, (), arch, **kept.given) for kernel, kept in kernels]
 
 
 def fused_config(recipe, tile, slots, experts, ranks=1, top_k=K, wave_rows=0):
@@ -85,16 +121,11 @@ def fused_config(recipe, tile, slots, experts, ranks=1, top_k=K, wave_rows=0):
 
 def compiled_fused(recipe, tile, arch=100, **more):
     """The cubin of one fused launch."""
-    kept = {}
-
-    class Recorder:
-        def __getitem__(self, grid):
-            return lambda **given: kept.update(given)
-
+    kept = Recorder()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(mega_launch, "mega_tmem_kernel", Recorder())
+        patch.setattr(mega_launch, "mega_tmem_kernel", kept)
         launch_fused(recipe, tile, **more)
-    return compile_kernel(mega_tmem_kernel, (), arch, **kept)
+    return compile_kernel(mega_tmem_kernel, (), arch, **kept.given)
 
 
 def launch_fused(recipe, tile, slots=384, experts=32, ranks=1, local=None, wave_rows=0,

@@ -36,7 +36,7 @@ MORE = {
     "traced": {"has_trace": True},
     "large": {"slots": 4096, "experts": 256},
 }
-# In every run: the narrowest tile, one with ranks, one that adds stages in a ring, one that decodes.
+# In every run: the narrowest tile, one with ranks, a promoted one with a ring, one that decodes.
 DEFAULT = {("w4a8", 8, ""), ("nvfp4", 16, "apart"), ("w8a8", 16, "ring"), ("w4a16", 16, "")}
 
 

@@ -313,7 +313,7 @@ def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels
     assert ranks.status[0].bad_slot.item() == 3 * K + 1 and ranks.status[1].bad_slot.item() == NONE
 
 
-def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
+def test_a_launch_whose_peer_does_not_come_reports_it_and_signals_no_rank_that_it_is_done(kernels):
     w, inputs = weights_of("w4a8_block"), tokens(3)
     ranks = Processes(kernels, w, 2, 5, timeout_s=LATER)
     ranks.launch(1, inputs)

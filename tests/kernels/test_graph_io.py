@@ -101,7 +101,7 @@ def test_no_token_touches_nothing_but_the_count(_):
 
 
 @pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
-def test_more_tokens_than_the_graph_has_room_for_end_at_its_room(_):
+def test_more_tokens_than_the_graph_holds_end_at_its_capacity(_):
     """Never sent; if it were, nobody else's memory would be written."""
     x = torch.ones(5, 96, device=DEVICE).bfloat16()
     idx, weights = torch.zeros(5, 3, device=DEVICE).long(), torch.zeros(5, 3, device=DEVICE)

@@ -25,19 +25,17 @@ WANTED = ((launch, "gemm_kernel"), (launch, "gemm_swap_ab_kernel"), (window, "_w
 OTHERS = ((permute, "_count_kernel"), (permute, "_place_kernel"), (sort, "_scan_kernel"),
           (dispatch, "_pool_kernel"), (combine, "_combine_kernel"))  # fmt: skip
 
-# recipe, tokens, overrides: every kind of GEMM
+# recipe, tokens, overrides: every kind of GEMM that follows by words of its own
 CASES = {
     "swap_ab": ("w4a8_block", 8, {}),
-    "swap_ab-nvfp4": ("nvfp4", 512, {}),
     "decoded-per-tile": ("w4a8_block", 512, {}),
     "decoded-per-wave": ("w4a8_block", 2048, {"pool_rows": 6000}),
-    "dynamic": ("w8a8", 512, {}),
     "static": ("w8a8", 512, {"schedule": "static"}),
 }
 EVERY = {
     f"{recipe}-{num}": (recipe, num, {})
     for recipe in ("w4a8_block", "w8a8", "w4a16", "nvfp4", "bf16")
-    for num in (8, 64, 128, 300, 8192)
+    for num in (8, 64, 128, 300, 512, 8192)
 }
 
 

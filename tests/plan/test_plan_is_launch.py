@@ -181,8 +181,8 @@ def test_fused_on_blackwell(launched, monkeypatch, recipe):
         assert_planned(launched, plan.launches)
 
 
-SPLIT = [(r, t, {}) for r in HOPPER_RECIPES for t in (8, 512)]
-SPLIT += [(r, t, {}) for r in ("w8a8", "w4a8_block") for t in (1, 128, 2048, 8192)]
+SPLIT = [(r, 512, {}) for r in HOPPER_RECIPES]
+SPLIT += [(r, t, {}) for r in ("w8a8", "w4a8_block") for t in (1, 2048)]
 SPLIT += [("w8a8", 2048, {"l1_sms": 80, "pool_rows": 6000}), ("w4a8_block", 2048, {"l1_sms": 16})]
 
 
@@ -246,6 +246,20 @@ def test_a_chain_in_passes_with_shared_experts_and_fp8_rows(launched, num):
     assert len(plan.passes) == 1 + 5 and plan.launch("l2").grid == (128,)
     chain_over_ranks(plan, w, options, num, shared)
     assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("given", [{}, {"pool_rows": 5000}, {"l1_sms": 72, "reserve_sms": 4}])
+def test_split_over_eight_ranks(launched, monkeypatch, given):
+    sides, w, options, num = [], experts("w4a8_block"), Options(), 300
+    monkeypatch.setattr(partition, "fork", lambda *args: OneByOne(launched, sides))
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, max_tokens=512),
+        overrides=checked({"backend": "hopper", "mode": "split", **given}),
+    )  # fmt: skip
+    assert plan["l1_sms"] == given.get("l1_sms", 88) and plan["pull_sms"] == 16
+    chain_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+    assert [one.partition for one in plan.launches if one.partition] == sides
 
 
 def fused_over_ranks(plan, w, options):

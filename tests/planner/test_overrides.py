@@ -72,7 +72,7 @@ BAD = [
     (DECODE, {"block_m": 0}, RangeError, "block_m must be positive; got 0"),
     (DECODE, {"mode": 1}, DTypeError, "must be a word; got 1"),
     (DECODE, {"mode": "magic"}, RangeError, "mode must be one of auto, staged, fused"),
-    (replace(DECODE, num_ranks=2), {"mode": "split"}, NotAvailable, "split runs on one rank"),
+    (replace(DECODE, num_ranks=16), {"mode": "split"}, NotAvailable, "takes 8 ranks at most"),
     (DECODE, {"l1_sms": 88}, NotAvailable, "l1_sms parts the SMs of mode split; got mode fused"),
     (DECODE, {"mode": "split", "l1_sms": 90}, CapacityError, "multiple of 8 .* got 90; take 8 to"),
     (DECODE, {"mode": "split", "l1_sms": 128}, CapacityError, "leaves 8 of 132 SMs to L2"),

@@ -149,7 +149,7 @@ def test_figures_of_a_launch_that_is_easy_to_add_up():
         )
     )
     assert (f.total, f.start, f.overlap, f.tail) == (20.0, 5.0, 1.0, 2.0)
-    assert (f.meet, f.combine, f.pool) == (4.0, 3.0, 4.0)
+    assert (f.barrier, f.combine, f.pool) == (4.0, 3.0, 4.0)
     assert f.loads.first_us == 0.0 and f.loads.last_us == 10.0
     assert f.loads.any_share == pytest.approx(0.7)  # 0..4 is the wait for the pool, 7..8 a gap
     assert f.loads.sm_share == pytest.approx((4 / 10 + 5 / 5) / 2)
@@ -182,12 +182,12 @@ def test_figures_of_nothing_are_zero():
 def test_simulated_timelines_answer_the_same_questions(found):
     f = figures(Pair.of(found).prediction.timeline)
     assert f.loads is None and 0 < f.start < f.total
-    assert f.meet == pytest.approx(1.2) and f.combine > 0 and f.tail > 0
+    assert f.barrier == pytest.approx(1.2) and f.combine > 0 and f.tail > 0
 
 
 def test_ranks_have_their_own_tickets_and_ctas():
     problem = Problem(4, 512, 256, 8, 2, 2, "w4a8_block")
-    two = launch(problem, num_ctas=8, across=(2, 2))
+    two = launch(problem, num_ctas=8, num_n_tiles=(2, 2))
     assert two.faults() == () and two.ctas_per_rank == 4
     line = timeline(two)
     assert (line.num_ranks, line.num_sms) == (2, 4)
@@ -228,7 +228,7 @@ def test_a_recording_survives_its_file(found):
         (lambda d: json.dumps({**d, "events": 3}), "stamps must be readable"),
         (lambda d: json.dumps({**d, "counts": [[1, 2]]}), "counts must be 1 ranks by 32 experts"),
         (lambda d: json.dumps({**d, "num_ctas": 0}), "evenly over the ranks"),
-        (lambda d: json.dumps({**d, "across": [0, 1]}), "at least one row"),
+        (lambda d: json.dumps({**d, "num_n_tiles": [0, 1]}), "at least one row"),
         (lambda d: json.dumps({k: v for k, v in d.items() if k != "name"}), "name"),
         (lambda d: json.dumps({**d, "more": 1}), "more"),
     ],

@@ -18,9 +18,11 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import backends
+from megamoe.engine.fingerprint import counted
 from megamoe.engine.layer import MoE
 from megamoe.engine.parallel import MODES
-from megamoe.errors import DTypeError, RangeError, one_of, require
+from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import DTypeError, NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import RECIPES, recipe_named
 from megamoe.integrations.stacked import Stacked, drop, experts_of, local_ids
 from megamoe.integrations.vllm.exchange import Over
@@ -214,12 +216,10 @@ def make_layer(layer: Any, method: Any, settings: Settings, over: Over | None = 
     """
     how, gate = METHODS[type(method).__name__], gate_of(layer)
     assert gate is not None
-    recipe = recipe_of(method, how, settings)
-    weights = experts_of(layer, how, recipe=recipe, gate_up=gate.gate_up)
+    weights = _experts(layer, method, settings, over)
     num_experts, options = layer.local_num_experts, {}
     if over is not None:
-        weights, num_experts = over.with_common_scale(weights), over.num_experts
-        options = {**over.options(), "mode": settings.mode}
+        num_experts, options = over.num_experts, {**over.options(), "mode": settings.mode}
     made = MoE(
         weights, num_experts, layer.top_k, activation=gate.activation, clamp=gate.clamp,
         weight_at="combine", backend=settings.backend or "auto", **options,
@@ -228,6 +228,39 @@ def make_layer(layer: Any, method: Any, settings: Settings, over: Over | None = 
         over.check(made)
     drop(layer, how)
     return made
+
+
+def reload(
+    layer: Any, method: Any, settings: Settings, made: MoE, over: Over | None = None
+) -> None:
+    """Experts that vLLM loaded once more, in the memory of those that run: graphs stay valid."""
+    how = METHODS[type(method).__name__]
+    values = getattr(layer, f"w13_{how.values}")
+    require(
+        values.numel() > 0,
+        "experts must be loaded in the checkpoint's format before they are processed again",
+        got="none",
+        fix="reload_weights with is_checkpoint_format=True",
+        kind=NotAvailable,
+    )
+    new, held = _experts(layer, method, settings, over), made.weights
+    b13, b2 = (None if b is None else b.flatten(1) for b in (new.b13, new.b2))
+    made.refresh(new.w13, new.w2, b13=b13, b2=b2)
+    for name in ("x_global", "acts_global"):
+        mine, given = getattr(held, name), getattr(new, name)
+        if mine is not None:
+            with torch.no_grad(), torch.inference_mode(False):
+                counted(mine).copy_(given)
+    drop(layer, how)
+
+
+def _experts(layer: Any, method: Any, settings: Settings, over: Over | None) -> ExpertWeights:
+    """What vLLM loaded."""
+    how, gate = METHODS[type(method).__name__], gate_of(layer)
+    assert gate is not None
+    recipe = recipe_of(method, how, settings)
+    weights = experts_of(layer, how, recipe=recipe, gate_up=gate.gate_up)
+    return weights if over is None else over.with_common_scale(weights)
 
 
 def apply(

@@ -11,7 +11,6 @@ from typing import Any
 from torch import Tensor
 
 from megamoe.engine.layer import MoE
-from megamoe.errors import NotAvailable, require
 from megamoe.integrations.vllm import exchange, layers
 
 # Classes that hold experts: vLLM makes ours in their place. gpt-oss has one of its own.
@@ -165,13 +164,9 @@ class _Method:
         return None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        require(
-            self.megamoe is None,
-            "the experts of a running server cannot be replaced",
-            got="weights loaded a second time",
-            fix='start vLLM with additional_config {"megamoe": false} to reload weights',
-            kind=NotAvailable,
-        )
+        if self.megamoe is not None:
+            layers.reload(layer, self, self.megamoe_settings, self.megamoe, self.megamoe_over)
+            return
         made = layers.make_layer(layer, self, self.megamoe_settings, self.megamoe_over)
         object.__setattr__(self, "megamoe", made)  # no part of the model's own tree
         w = made.weights

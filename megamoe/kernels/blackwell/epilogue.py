@@ -66,17 +66,23 @@ def _group_scales(gemm, split, acts_factor):
 
 @gluon.jit
 def _store_scales(gemm, stored, tile, START: gl.constexpr):
-    """Bytes [groups, N] where the next linear's copies find them (`gluon/placed`)."""
+    """Bytes [groups, N] where the next linear's copies find them (`gluon/placed`), or by rows."""
     NUM: gl.constexpr = stored.shape[0]
     LAYOUT: gl.constexpr = stored.type.layout
-    group = gl.arange(0, NUM, gl.SliceLayout(1, LAYOUT))
+    group = tile.n_tile_idx * NUM + gl.arange(0, NUM, gl.SliceLayout(1, LAYOUT))
     token = START + gl.arange(0, stored.shape[1], gl.SliceLayout(0, LAYOUT))
-    tile_bytes = gemm.num_outputs // gemm.ACTS.GROUP * PLACED_ROWS
-    begin = gemm.out_scale + (tile.row_begin // gemm.TOKENS).to(gl.int64) * tile_bytes
-    group = placed_group(tile.n_tile_idx * NUM + group)
-    at = gl.expand_dims(group, 1) + gl.expand_dims(placed_row(token), 0)
-    used = gl.expand_dims(tile.row_begin + token < tile.row_end, 0)
-    gl.store(begin + at, stored, mask=used & (at >= 0))
+    num_groups = gemm.num_outputs // gemm.ACTS.GROUP
+    used = tile.row_begin + token < tile.row_end
+    if gemm.STORE == "pool":
+        begin = (tile.row_begin // gemm.TOKENS).to(gl.int64) * (num_groups * PLACED_ROWS)
+        at = gl.expand_dims(placed_group(group), 1) + gl.expand_dims(placed_row(token), 0)
+        mask = gl.expand_dims(used, 0) & (at >= 0)
+    else:
+        begin = 0
+        row = gl.load(gemm.row_dest + tile.row_begin + token, mask=used, other=0).to(gl.int64)
+        at = gl.expand_dims(group, 1) + gl.expand_dims(row * num_groups, 0)
+        mask = gl.expand_dims(used, 0) & gl.expand_dims(group < num_groups, 1)
+    gl.store(gemm.out_scale + begin + at, stored, mask=mask)
 
 
 @gluon.jit
@@ -97,8 +103,13 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
     elif gemm.ACTS.HOLD == "codes":
         scale, inverse = e4m3_step(gl.max(abs_bits(act), 0))
         row = tile.row_begin + START + gl.arange(0, N, scale.type.layout)
-        at = gemm.out_scale + tile.n_tile_idx * gemm.pool_rows + row
-        gl.store(at, scale, mask=row < tile.row_end)
+        used = row < tile.row_end
+        if gemm.STORE == "pool":
+            at = tile.n_tile_idx * gemm.pool_rows + row
+        else:
+            num_scales = (gemm.num_outputs + 127) // 128
+            at = gl.load(gemm.row_dest + row, mask=used, other=0) * num_scales + tile.n_tile_idx
+        gl.store(gemm.out_scale + at, scale, mask=used)
         ratio = divide(act, gl.expand_dims(scale, 0), gl.expand_dims(inverse, 0))
         _store_rows(gemm, e4m3_code(ratio), tile, tile.n_tile_idx * 128, START, False)
     else:
@@ -112,7 +123,7 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
 def finish_linear(gemm, sums, tile, HALF: gl.constexpr, START: gl.constexpr):
     """L2: sums [128, N] of a half -> BF16, 128 columns of each token's row."""
     N: gl.constexpr = sums.shape[1]
-    first = tile.n_tile_idx * 256 + HALF * 128
+    first = (tile.n_tile_idx * gemm.HALVES + HALF) * 128
     if gemm.FORMAT.FACTOR == "expert":
         factor = gl.load(gemm.factor + tile.expert) * gl.load(gemm.acts_factor + tile.expert)
         sums = times(sums, factor)
@@ -136,7 +147,8 @@ def finish_linear(gemm, sums, tile, HALF: gl.constexpr, START: gl.constexpr):
 def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.constexpr):
     """v [128 columns, N tokens from number START on] to rows of `out`, 16 bytes a thread.
 
-    PACKED: codes of FP4, two a byte. L2's rows go to their destinations.
+    PACKED: codes of FP4, two a byte. Rows go to their destinations, or stay where they are in the
+    pool. Sums over rows are added in no fixed order.
     """
     N: gl.constexpr = v.shape[1]
     VEC: gl.constexpr = 128 // v.dtype.primitive_bitwidth
@@ -152,8 +164,13 @@ def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.conste
     LAYOUT: gl.constexpr = turned.type.layout
     row = tile.row_begin + START + gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
     used = row < tile.row_end
-    if not gemm.GATED:
+    weight = 1.0
+    if gemm.STORE == "sum":
+        weight = gl.load(gemm.row_weight + row, mask=used, other=0.0)
+    if gemm.STORE != "pool":
         row = gl.load(gemm.row_dest + row, mask=used, other=0)
+        if gemm.SOURCE != "pool":  # whose destinations come from outside, -1 where they were wrong
+            used = used & (row >= 0)
     col = first_col // PACK + gl.arange(0, 128 // PACK, gl.SliceLayout(0, LAYOUT))
     width = gemm.num_outputs // PACK
     begin = row.to(gl.int64) * width
@@ -161,4 +178,8 @@ def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.conste
         begin = (row >> 3) * 8  # an offset; the compiler sees multiples of 16 bytes
     at = gl.expand_dims(begin, 1) + gl.expand_dims(col, 0)
     mask = gl.expand_dims(used, 1) & gl.expand_dims(col < width, 0)
-    gl.store(gemm.out + at, turned, mask=mask)
+    if gemm.STORE == "sum":
+        weighted = times(turned.to(gl.float32), gl.expand_dims(weight, 1))
+        gl.atomic_add(gemm.out + at, weighted, mask=mask, sem="relaxed")
+    else:
+        gl.store(gemm.out + at, turned, mask=mask)

@@ -95,10 +95,11 @@ def gated(x: Pool, w: Placed, out: Pool, step: Launch, how: Arithmetic, options:
           use_pdl: bool = False) -> None:  # fmt: skip
     """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate]."""
     data, scale = as_bytes(out.data), as_bytes(out.scale)
-    _run(
+    run(
         x, w, step, how, bias, acts_factor, out=data, out_scale=scale,
         num_outputs=out.data.shape[1] * how.pack, clamp=float(options.limit), ACTS=how.acts,
-        ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+        ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", STORE="pool",
+        launch_pdl=use_pdl,
     )  # fmt: skip
 
 
@@ -106,37 +107,45 @@ def linear(x: Pool, w: Placed, out: Tensor, step: Launch, how: Arithmetic, optio
            *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
            use_pdl: bool = False) -> None:  # fmt: skip
     """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
-    _run(
+    run(
         x, w, step, how, bias, acts_factor, out=out, out_scale=out, num_outputs=w.num_outputs,
         clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
-        launch_pdl=use_pdl,
+        STORE="rows", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
-def _run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
-         acts_factor: Tensor | None, **rest: Any) -> None:  # fmt: skip
+def run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
+         acts_factor: Tensor | None, *, source: Tensor | None = None, SOURCE: str = "pool",
+         **rest: Any) -> None:  # fmt: skip
+    """source: int32 [R], where the rows of the pool stand in x, by way of SOURCE (`gemm`)."""
     tile = step.config
     assert isinstance(tile, GemmTmem)
     unused = x.num_tiles
-    descriptors = operands(x, w, tile, how)
+    descriptors = operands(x, w, tile, how, gathers=SOURCE == "gather")
     gemm_tmem_kernel[step.grid](
         **descriptors, factor=or_unused(w.factor, unused), bias=or_unused(bias, unused),
         acts_factor=or_unused(acts_factor, unused), row_factor=x.factor, row_weight=x.weight,
-        row_dest=x.dest, tiles=x.tiles, num_tiles=x.num_tiles, pool_rows=x.data.shape[0],
+        row_dest=x.dest, row_source=or_unused(source, unused), tiles=x.tiles,
+        num_tiles=x.num_tiles, pool_rows=len(x.dest),
         steps=ceil_div(x.data.shape[1] * how.pack, tile.block_k), num_bias=w.num_outputs,
         num_blocks=w.num_blocks, factor_cols=factor_cols(w),
-        FORMAT=how.kind, GATED=w.is_gated, HAS_BIAS=bias is not None, **rest, **tile.constants(),
+        FORMAT=how.kind, GATED=w.is_gated, HAS_BIAS=bias is not None, SOURCE=SOURCE, **rest,
+        **tile.constants(),
     )  # fmt: skip
 
 
-def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic) -> dict[str, TensorDescriptor]:
-    """TMA over weights, tokens and their scales; refuses what the MMA would read otherwise."""
+def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic,
+             gathers: bool = False) -> dict[str, TensorDescriptor]:  # fmt: skip
+    """TMA over weights, tokens and their scales; refuses what the MMA would read otherwise.
+
+    gathers  copies name each row of a tile: a block of theirs is one row
+    """
     kind, k = how.kind, tile.block_k
     w_layout = operand_layout(kind, BLOCK, k, kind.W_BITS.value)
-    check_tile(kind, tile, w_layout)
+    check_tile(kind, tile, w_layout, is_gated=w.is_gated, gathers=gathers)
     data = _tma(w.data, [BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)], w_layout)
     x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value)
-    tokens = _tma(x.data, [tile.block_m, k // how.pack], x_layout)
+    tokens = _tma(x.data, [1 if gathers else tile.block_m, k // how.pack], x_layout)
     box = [1, 1, k // (4 * kind.VEC.value), 2, 256]
     w_scale, x_scale = data, tokens
     if w.scale is not None:

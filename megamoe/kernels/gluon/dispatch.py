@@ -88,7 +88,7 @@ def _pool_kernel(
     ACTS: tl.constexpr, READY: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, K_SLOTS: tl.constexpr,
     SLOTS: tl.constexpr, IS_SMALL: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    COLS: tl.constexpr, E: tl.constexpr, BY_GROUP: tl.constexpr,
+    COLS: tl.constexpr, E: tl.constexpr, SORTED: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of columns): quantise once, write to each of the token's rows.
 
@@ -176,7 +176,7 @@ def _pool_kernel(
                 inside = expert < num_experts - SHARED
                 total = tl.load(stats + expert, mask=inside)
                 tl.store(stats + expert, total + count, mask=inside)
-            write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
+            write_tiles(count, row_begin, tiles, num_tiles, BLOCK, SORTED)
 
 
 class Tokens(NamedTuple):

@@ -7,6 +7,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import tensor_memory_de
 from megamoe.kernels.blackwell.gemm import DECODES, TmemGemm, allocate_stages, allocate_tmem
 from megamoe.kernels.gluon.pipeline import GROUPS, barriers, record
 
+HALVES = gl.constexpr(2)  # of 128 weight rows in a tile
+
 
 @record
 class TmemLinear:
@@ -66,11 +68,12 @@ def allocate_shared(args, shape, linear):
     """The stage ring, the sums and their barriers; both linears have blocks of one shape."""
     FORMAT: gl.constexpr = shape.FORMAT
     gl.static_assert(shape.SUMS % GROUPS == 0, "a math warpgroup has sums of its own")
-    w, w_scale, x, x_scale = allocate_stages(
-        linear.w, linear.w_scale, linear.x, linear.x_scale, FORMAT, shape.STAGES
-    )
+    w, w_scale, x, _, x_scale = allocate_stages(
+        linear.w, linear.w_scale, linear.x, linear.x_scale, FORMAT, "pool", HALVES, args.TOKENS,
+        shape.STAGES,
+    )  # fmt: skip
     sums, scales, ones, decoded = allocate_tmem(
-        FORMAT, args.TOKENS, shape.BLOCK_K, shape.STAGES, shape.SUMS
+        FORMAT, HALVES, args.TOKENS, shape.BLOCK_K, shape.STAGES, shape.SUMS
     )
     full = barriers(shape.STAGES, 2, LOOP=True)
     READERS: gl.constexpr = 2 if FORMAT.PROMOTED or FORMAT.DECODED else 1
@@ -94,17 +97,19 @@ def gemm_of(args, shape, linear, shared, tile_list):
     """One linear over the CTA's ring, as the staged GEMM computes it."""
     return TmemGemm(
         w=linear.w, w_scale=linear.w_scale, x=linear.x, x_scale=linear.x_scale, w_bufs=shared.w,
-        ws_bufs=shared.w_scale, x_bufs=shared.x, xs_bufs=shared.x_scale, sums=shared.sums,
-        scales=shared.scales, ones=shared.ones, decoded=shared.decoded, full=shared.full,
-        empty=shared.empty, summed=shared.summed, taken=shared.taken,
-        decoded_full=shared.decoded_full, decoded_empty=shared.decoded_empty,
-        factor=linear.factor, bias=linear.bias, acts_factor=linear.acts_factor,
-        row_factor=args.row_factor, row_weight=args.row_weight, row_dest=args.row_dest,
-        out=linear.out, out_scale=linear.out_scale, tiles=tile_list, num_tiles=tile_list,
+        ws_bufs=shared.w_scale, x_bufs=shared.x, x_parts=shared.x, xs_bufs=shared.x_scale,
+        sums=shared.sums, scales=shared.scales, ones=shared.ones, decoded=shared.decoded,
+        full=shared.full, empty=shared.empty, summed=shared.summed, taken=shared.taken,
+        decoded_full=shared.decoded_full, decoded_empty=shared.decoded_empty, posted=shared.full,
+        posted_full=shared.full, posted_empty=shared.full, factor=linear.factor, bias=linear.bias,
+        acts_factor=linear.acts_factor, row_factor=args.row_factor, row_weight=args.row_weight,
+        row_dest=args.row_dest, row_source=args.row_dest, out=linear.out,
+        out_scale=linear.out_scale, tiles=tile_list, num_tiles=tile_list,
         pool_rows=args.pool_rows, steps=linear.steps, num_outputs=linear.num_outputs,
         num_bias=linear.num_bias, num_blocks=linear.num_blocks, factor_cols=linear.factor_cols,
         clamp=args.clamp, FORMAT=shape.FORMAT, ACTS=linear.ACTS, GATED=linear.GATED,
         HAS_BIAS=args.HAS_BIAS, WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION,
+        SOURCE="pool", STORE="pool" if linear.GATED else "rows", DYNAMIC=False, HALVES=HALVES,
         TOKENS=args.TOKENS, BLOCK_K=shape.BLOCK_K, STAGES=shape.STAGES, SUMS=shape.SUMS,
         CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, TURNS=GROUPS, IS_FAR=args.RANKS > 1,
     )  # fmt: skip

@@ -223,17 +223,6 @@ def _follows(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def parted(both: Packed, num: int) -> tuple[Packed, Packed]:
-    """The first `num` experts, and the others: parts of the same memory."""
-
-    def part(of: slice) -> Packed:
-        assert both.scale is not None
-        factor = None if both.factor is None else both.factor[of]
-        return replace(both, data=both.data[of], scale=both.scale[of], factor=factor)
-
-    return part(slice(num)), part(slice(num, None))
-
-
 def fits_e4m3(w: Quantized) -> bool:
     """Whether every MXFP4 value is an E4M3 value times one power of two per row, and none is lost.
 
