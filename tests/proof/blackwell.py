@@ -131,7 +131,7 @@ def local_case(recipe, counts=(2, 1), ctas=2, experts=4):
 # Of the fused launch, for what it has beside the GEMM and the shared parts.
 FUSED = {
     "fused": lambda: fused_case("w4a8"),
-    "fused-promoted": lambda: fused_case("w8a8", 18, has_bias=True),
+    "fused-promoted": lambda: fused_case("w8a8", 18, has_bias=True, block_m=16),
     "fused-nvfp4": lambda: fused_case("nvfp4"),
     "fused-decoded": lambda: fused_case("w4a16", 3),
     "fused-ring": lambda: fused_case("w4a4", 16, 3, pool_rows=32, block_m=8),
