@@ -77,7 +77,7 @@ MODULES = (
 # Functions that give PTX that waits, and with what; PTX that signals.
 TEXTS = (
     (exchange, "SIGNAL", None),
-    (exchange, "TELL", None),
+    (exchange, "STORE_IF_MISSED", None),
     *((pipeline, "wait_text", how) for how in (("gpu", "eq"), ("sys", "ge"), ("gpu", "ge"))),
     *((sync, "signal_text", (scope,)) for scope in ("gpu", "sys")),
 )
