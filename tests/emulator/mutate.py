@@ -52,8 +52,10 @@ class Mutant:
 
 
 def short_name(module):
-    """The last two parts of a module's name."""
-    return ".".join(module.split(".")[-2:])
+    """The last two parts of a module's name; of Blackwell's, all from there on."""
+    parts = module.split(".")
+    at = parts.index("blackwell") if "blackwell" in parts else -2
+    return ".".join(parts[at:])
 
 
 # -- functions -------------------------------------------------------------------------------------
@@ -125,7 +127,7 @@ def _is_hand_shake(node):
 
 HAND_SHAKE = (
     r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|wait_until_reached\("
-    r"|wait_for\(|gdc_wait|_tell\(|\bSIGNAL\b|\bTELL\b"
+    r"|wait_for\(|gdc_wait|_tell\(|\bSIGNAL\b|\bSTORE_IF_MISSED\b"
 )
 DROPPED = (
     "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared",
