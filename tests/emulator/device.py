@@ -331,6 +331,8 @@ def _arrive(barrier, count, size):
     scheduler.step("arrive")
     if barrier.count == 0:
         raise Violation(f"an arrival at {barrier.name}, which was not initialised")
+    if role.has_used_tensor:
+        raise Violation(f"{role.name} used tensor memory and arrives at {barrier.name} unfenced")
     role.sync()
     join(barrier.so_far, role.clocks)
     barrier.so_far[:, role.agent] = np.minimum(barrier.so_far[:, role.agent], role.synced)
@@ -353,6 +355,7 @@ def wait(barrier, phase):
     phase = int(phase)
     scheduler.step("wait")
     scheduler.wait((barrier,), lambda: barrier.phase != phase, f"phase {phase} of {barrier.name}")
+    role.has_waited = True
     if barrier.completed is not None:
         join(role.clocks, barrier.completed)
 
@@ -760,6 +763,10 @@ def _launch_control(text):
             join(role.clocks, before.end)
     elif "fence.proxy.async.global" in text:
         _fence_async_global(role)
+    elif "tcgen05.fence::after" in text:
+        role.has_waited = False
+    elif "tcgen05.fence::before" in text:
+        role.has_used_tensor = False
     return Value(0)
 
 
@@ -961,6 +968,8 @@ def warp_specialize(roles, num_warps, registers):
     """Every role as a coroutine; returns when all have ended."""
     scheduler, parent = _now()
     parent.sync()
+    if parent.has_used_tensor:
+        raise Violation(f"{parent.name} used tensor memory and begins roles unfenced")
     made = []
     for i, ((act, args), warps) in enumerate(zip(roles, [4, *num_warps], strict=True)):
         name = f"{act.__name__} {i} of {parent.cta}"
@@ -968,7 +977,7 @@ def warp_specialize(roles, num_warps, registers):
             functools.partial(act, *args), name, kind=f"{act.__name__} {i}", cta=parent.cta,
             launch=parent.launch, gpu=parent.gpu, num_warps=warps, parent=parent.clocks,
         )  # fmt: skip
-        role.ids = parent.ids
+        role.ids, role.has_waited = parent.ids, True
         made.append(role)
     for role in made:
         scheduler.wait((role,), lambda role=role: role not in scheduler.roles, role.name)

@@ -126,8 +126,8 @@ def _is_hand_shake(node):
 
 
 HAND_SHAKE = (
-    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|wait_until_reached\("
-    r"|wait_for\(|gdc_wait|_tell\(|\bSIGNAL\b|\bSTORE_IF_MISSED\b"
+    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|tcgen05\.fence|atomic_"
+    r"|_wait\(|wait_until_reached\(|wait_for\(|gdc_wait|_tell\(|\bSIGNAL\b|\bSTORE_IF_MISSED\b"
 )
 DROPPED = (
     "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared",

@@ -88,6 +88,8 @@ class Role:
         self.synced = 0  # its stores up to here are known to all its threads
         self.steps, self.waits_for = 0, None
         self.is_bounded = self.is_late = False
+        # Since its last tcgen05.fence after a wait, and before an arrival.
+        self.has_waited = self.has_used_tensor = False
         self.products = self.copies = None  # of wgmma and cp.async: `device` makes them
         self.last_launch = None  # a host's
         self.act = act

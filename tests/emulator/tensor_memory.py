@@ -5,8 +5,10 @@ than PTX gives (9.7.16.6.2): a copy before a later product, products of the same
 a thread issued before its commit. What PTX does not order is a violation unless the one who issues
 knows by an mbarrier that the earlier one has completed: a copy into scales that a product may still
 read, a read of sums that a product may still write. Until an operation completes, what it writes is
-poison. An MMA's products are exact; the sum is rounded to FP32 after every instruction (32 bytes of
-K), so that bits do not depend on BLOCK_K, as they do not on the hardware.
+poison. Between a wait and what follows, and between a load or a store and an arrival, PTX wants a
+tcgen05.fence; without one it is a violation. An MMA's products are exact; the sum is rounded to
+FP32 after every instruction (32 bytes of K), so that bits do not depend on BLOCK_K, as they do not
+on the hardware.
 
 Not seen here: layouts, swizzles, descriptors (`kernels/descriptors.py` and the compiler), how
 padded FP4 lies in shared memory, which thread issues, pairs of CTAs, how the tensor core rounds.
@@ -106,6 +108,11 @@ def _comes_before(earlier, later):
     return kinds == ("cp", "mma") or (kinds == ("mma", "mma") and earlier[1] == later[1])
 
 
+def _fenced(role, what):
+    if role.has_waited:
+        raise Violation(f"{role.name} waited, and then comes {what} without a tcgen05.fence")
+
+
 def _engine():
     scheduler, role = _now()
     if getattr(role, "tensor_core", None) is None:
@@ -144,6 +151,8 @@ class Tensor:
     def load(self, layout=None):
         scheduler, role = _now()
         scheduler.step("load of sums")
+        _fenced(role, f"a load of {self.cells.name}")
+        role.has_used_tensor = True
         clock = int(role.clocks[SEEN, role.agent])
         self.cells.read(scheduler.memory, role.agent, clock, (self.place or 0,), role.clocks, False)
         return Value(np.array(decoded(self.v, self.kind)))
@@ -151,6 +160,8 @@ class Tensor:
     def store(self, value):
         scheduler, role = _now()
         scheduler.step("store to tensor memory")
+        _fenced(role, f"a store to {self.cells.name}")
+        role.has_used_tensor = True
         place = self.place or 0
         clock = int(role.clocks[SEEN, role.agent])
         self.cells.write(scheduler.memory, role.agent, clock, (place,), role.clocks, False)
@@ -180,6 +191,7 @@ def copy(source, into):
     """tcgen05.cp of scales from shared memory."""
     scheduler, role, engine = _engine()
     scheduler.step("copy of scales")
+    _fenced(role, f"a copy to {into.cells.name}")
     if source.shape != into.shape or source.kind.size != into.kind.size:
         raise Violation(f"{source.shape} into {into.shape} of {into.cells.name}")
     number = engine.issued + 1
@@ -234,6 +246,7 @@ def _check_shapes(a, b, acc, scales, elements):
 def _multiply(a, b, acc, scales, elements, use_acc):
     scheduler, role, engine = _engine()
     scheduler.step("product")
+    _fenced(role, f"a product into {acc.cells.name}")
     vec = _check_shapes(a, b, acc, scales, elements)
     number, memory = engine.issued + 1, scheduler.memory
     for operand in (a, b):

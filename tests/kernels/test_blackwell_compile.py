@@ -33,6 +33,7 @@ from tests.kernels.blackwell import compiled, compiled_grouped, launched, tile_n
 from tests.kernels.compiling import resources
 from tests.kernels.descriptors import decoded, faults
 from tests.kernels.support import INTERPRETED
+from tests.proof.compiled import assert_arrivals_follow_barriers, assert_tensor_memory_is_fenced
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
@@ -65,6 +66,8 @@ def assert_is_as_planned(recipe, tile, kernel):
     assert set(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::(\S+)", ptx)) == {mma_of(recipe)}
     assert ("tcgen05.cp.cta_group::1.warpx4.32x128b" in ptx) == kind.SCALED.value
     assert "cp.async.bulk.tensor.2d" in ptx and "tcgen05.commit" in ptx
+    assert_arrivals_follow_barriers(ptx, least=1)
+    assert_tensor_memory_is_fenced(ptx)
     rows = decoded(ptx)
     depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
     # The first stage may be peeled.

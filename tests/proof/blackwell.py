@@ -206,9 +206,6 @@ BY_HAND = (
 
 # {mutant: why no run can tell it from the kernel}
 EXCUSED = {
-    "blackwell.gemm.decode_tile: mbarrier.arrive(gemm.empty.index(stage.idx), count=1) before "
-    "fence_async_shared()":
-        "decoded_full follows the fence, and issue_mma's commit, which empty needs too, brings it",
     "blackwell.gemm.decode_tile: mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1) "
     "before mbarrier.arrive(gemm.empty.index(stage.idx), count=1)":
         "two arrivals after the same fence",

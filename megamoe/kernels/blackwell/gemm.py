@@ -76,6 +76,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from megamoe.kernels.blackwell.decode import decode_block
 from megamoe.kernels.blackwell.epilogue import finish_gated, finish_linear
+from megamoe.kernels.blackwell.fences import fence_after_wait, fence_before_arrival
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     Stage,
@@ -392,11 +393,12 @@ def multiply_tile(gemm, steps, stage, turn, ready):
         if gemm.FORMAT.PROMOTED:
             mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
+        if gemm.FORMAT.DECODED:
+            mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
+        fence_after_wait()
         if gemm.FORMAT.SCALED:
             _multiply_scaled(gemm, stage, turn, use_acc)
         else:
-            if gemm.FORMAT.DECODED:
-                mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
             _multiply_plain(gemm, stage, ready, turn, use_acc)
         tcgen05_commit(gemm.empty.index(stage.idx))
         if gemm.FORMAT.DECODED:
@@ -436,6 +438,7 @@ def decode_tile(gemm, steps, stage, room):
     for _k in range(steps):
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
         mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
+        fence_after_wait()
         for half in gl.static_range(HALVES):
             at = stage.idx * HALVES + half
             scales = scale_block(gemm.ws_bufs.index(at), NUM)
@@ -443,6 +446,7 @@ def decode_tile(gemm, steps, stage, room):
                 gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
             )
         fence_async_shared()
+        fence_before_arrival()
         mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
         mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
         stage = advance(stage, gemm.STAGES)
@@ -512,7 +516,9 @@ def _add_stages(gemm, tile, stage, turn):
         # Reads of the stage come before the copies that follow.
         fence_async_shared()
         mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
+        fence_after_wait()
         part, other = _read_sums(gemm, turn, 0, gemm.TOKENS)
+        fence_before_arrival()
         mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
         low += part * gl.expand_dims(scale * low_factor, 0)
         if gemm.HALVES == 2:
@@ -541,9 +547,11 @@ def finish_tile(gemm, tile, stage, turn):
         _finish(gemm, low, high, tile, 0)
     else:
         mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
+        fence_after_wait()
         for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
             low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
             if start + gemm.CHUNK == gemm.TOKENS:
+                fence_before_arrival()
                 mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
             _finish(gemm, low, high, tile, start)
         turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
@@ -587,6 +595,7 @@ def allocate_tmem(
             REGS: gl.constexpr = get_tmem_reg_layout(gl.uint8, (128, NUM), rows, gl.num_warps())
             ones = allocate_tensor_memory(gl.uint8, [128, NUM], rows)
             ones.store(gl.full([128, NUM], ONE, gl.uint8, REGS))
+            fence_before_arrival()  # entering warp_specialize is one
     if FORMAT.DECODED:
         halves: gl.constexpr = TensorMemoryLayout((128, BLOCK_K), col_stride=1)
         decoded = allocate_tensor_memory(gl.bfloat16, [DECODES * HALVES, 128, BLOCK_K], halves)
