@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.certify.rules import GRIDS
+from megamoe.kernels.blackwell.fences import fence_after_wait
 from megamoe.kernels.gluon.pipeline import barriers
 
 ROWS = 128  # weight rows: the M of a block-scaled MMA
@@ -98,6 +99,7 @@ def product_kernel(
         tma.async_copy_global_to_shared(xs, [0, 0, at, 0, 0], loaded, xs_buf)
         mbarrier.wait(loaded, phase)
         if MULTIPLY:
+            fence_after_wait()
             tcgen05_copy(_placed(ws_buf, NUM), w_scales)
             tcgen05_copy(_placed(xs_buf, NUM), x_scales)
             tcgen05_mma_scaled(
@@ -108,7 +110,8 @@ def product_kernel(
         phase ^= 1
         use_acc = True
     REGISTERS: gl.constexpr = get_tmem_reg_layout(gl.float32, (128, N), layout, gl.num_warps())
-    if MULTIPLY:  # noqa: SIM108
+    if MULTIPLY:
+        fence_after_wait()
         found = sums.load(REGISTERS)
     else:
         found = gl.full([128, N], 1.0, gl.float32, REGISTERS)

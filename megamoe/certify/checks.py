@@ -93,6 +93,10 @@ def _layers(target: Target) -> Iterator[Check]:
     for recipe in target.recipes:
         for num in target.sizes.gemms:
             yield Check("gemms", f"{recipe}, {num} tokens", partial(_gemm, target, recipe, num))
+    if target.is_gpu and target.backend == "blackwell":
+        from megamoe.certify import grouped_checks
+
+        yield from grouped_checks.all_checks(target)
     for recipe in target.recipes:
         for mode in target.modes:
             for case in _CASES:
@@ -100,7 +104,7 @@ def _layers(target: Target) -> Iterator[Check]:
                 yield Check("layers", name, partial(_layer, target, recipe, mode, case))
 
 
-def _held(error: float, bound: float, what: str = "error") -> str:
+def held(error: float, bound: float, what: str = "error") -> str:
     """The finding, or Failed: NaN never passes."""
     text = f"{what} {error:.2e} of {bound:.1e}" if bound else f"{what} {error:.2e}: bit for bit"
     if not error <= bound:
@@ -118,11 +122,11 @@ def _oracle(target: Target, recipe: str) -> str:
         x, idx, gates = (t.float().numpy() for t in inputs)
         wanted = rules.layer(x.astype("float64"), idx.astype(int), gates, weights)
         error = relative(y, torch.from_numpy(wanted))
-        _held(error, ORACLE_BOUND)
+        held(error, ORACLE_BOUND)
         worst = max(worst, error)
         if target.is_gpu and not torch.equal(target.wanted(inputs, weights), y):
             raise Failed(f"other bits on {target.device} than on the CPU")
-    return _held(worst, ORACLE_BOUND, "worst error")
+    return held(worst, ORACLE_BOUND, "worst error")
 
 
 def _format(target: Target, name: str) -> str:
@@ -144,7 +148,7 @@ def _format(target: Target, name: str) -> str:
         return "the CPU's bytes"
     values = dequantize(quantize(x, name)).double()
     wanted = torch.from_numpy(rules.rounded(x.double().numpy(), spec))
-    return _held(relative(values, wanted), 0.0 if spec.scale is not Scale.FP32 else 1e-7)
+    return held(relative(values, wanted), 0.0 if spec.scale is not Scale.FP32 else 1e-7)
 
 
 def _product(target: Target, recipe: str, num_tokens: int) -> str:
@@ -152,7 +156,7 @@ def _product(target: Target, recipe: str, num_tokens: int) -> str:
     hidden = max(256, target.sizes.hidden // 4)
     case = known(recipe, num_tokens, 2, hidden, 64, is_long=False)
     error = relative(target.run(case.inputs, case.weights), case.y)
-    return _held(error, _exact_bound(target, recipe))
+    return held(error, _exact_bound(target, recipe))
 
 
 def _exact_bound(target: Target, recipe: str) -> float:
@@ -172,7 +176,7 @@ def _sum(target: Target, recipe: str) -> str:
     case = known(recipe, 8, 1, 256, target.sizes.long_k, is_long=True)
     off = (target.run(case.inputs, case.weights).double() - case.y.double()).abs()
     share = float((off / case.magnitude.clamp_min(1e-300)).max())
-    return _held(share, SUM_BOUND, "off by, of the sum of sizes,")
+    return held(share, SUM_BOUND, "off by, of the sum of sizes,")
 
 
 def _gemm(target: Target, recipe: str, num_tokens: int) -> str:
@@ -181,7 +185,7 @@ def _gemm(target: Target, recipe: str, num_tokens: int) -> str:
     weights = random_experts(recipe, experts, sizes.hidden, sizes.intermediate, seed=2)
     inputs = random_inputs(num_tokens, experts, 2, sizes.hidden, "uniform", seed=num_tokens)
     error = relative(target.run(inputs, weights), target.wanted(inputs, weights))
-    return f"{_held(error, target.bound(recipe))}{_tile(target, recipe, num_tokens)}"
+    return f"{held(error, target.bound(recipe))}{_tile(target, recipe, num_tokens)}"
 
 
 def _tile(target: Target, recipe: str, num_tokens: int) -> str:
@@ -228,10 +232,10 @@ def _layer(target: Target, recipe: str, mode: str, case: str) -> str:
         got = target.run(inputs, weights, shared, mode, **options)
         error = relative(got, target.wanted(inputs, weights, shared, **options))
         worst = max(worst, error) if error == error else error
-        _held(error, bound)
+        held(error, bound)
     if not taken:
         return f"mode {mode} takes none of them, and says so"
-    return _held(worst, bound, f"{taken} sizes, worst error")
+    return held(worst, bound, f"{taken} sizes, worst error")
 
 
 def _bits(target: Target, recipe: str) -> str:
@@ -273,7 +277,7 @@ def _soak(target: Target, recipe: str, mode: str) -> str:
         there = [t.to(target.device) for t in inputs]
         first = target.call(*there, weights, backend=target.backend, mode=mode)
         error = relative(first.cpu(), target.wanted(inputs, weights))
-        _held(error, target.bound(recipe))
+        held(error, target.bound(recipe))
         batches.append((there, first))
     wrong = torch.zeros((), dtype=torch.int64, device=target.device)
     for step in range(sizes.num_soak):

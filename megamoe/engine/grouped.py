@@ -200,6 +200,23 @@ def _placed(w: Quantized, plan: GroupedPlan) -> Placed:
     return made
 
 
+def _check_rows(x: Quantized, num_rows: int) -> None:
+    """What copies can read: rows of 16 bytes, from an address of 16 bytes."""
+    data = x.data
+    steps = data.stride(0) * data.element_size(), data.data_ptr()
+    require(
+        data.stride(1) == 1 and not any(step % 16 for step in steps),
+        "rows of x must be contiguous and begin at multiples of 16 bytes",
+        got=f"strides {data.stride()}, address {data.data_ptr():#x}",
+        fix="copy x.data",
+        kind=ShapeError,
+    )
+    require(
+        len(x) > 0 or num_rows == 0, "x must have the rows that are gathered", got=0,
+        kind=ShapeError,
+    )  # fmt: skip
+
+
 def _check_map(name: str, given: Tensor | None, num: int, counts: Tensor) -> None:
     """int32, one for each sorted row, beside the counts; values are not read."""
     if given is None:
@@ -225,6 +242,7 @@ def _plan(
     """The plan of these operands on their device, once they fit each other."""
     recipe = check_operands(x, w, counts, is_gated=variant in GATED)
     device = w.device
+    _check_rows(x, num_rows)
     hw = planning.hardware_of(device)
     spec = GroupedSpec(recipe, num_rows, w.shape[0], w.shape[-2], w.shape[-1], variant)
     plan = plan_grouped(

@@ -156,7 +156,11 @@ def tile_of(spec: GroupedSpec, given: Mapping[str, Value]) -> tuple[GemmTmem, st
     once instead of twice; narrow matrices rather have twice the tiles for the SMs (C009).
     """
     tile, why = blackwell.pick(spec.recipe, spec.num_rows / spec.num_groups)
-    is_gated = spec.variant in GATED
+    is_gated, bits = spec.variant in GATED, recipe_named(spec.recipe).acts.element.bits
+    if spec.variant == "gather" and bits == 4 and tile.block_k * bits // 8 != LINE:
+        tile = replace(tile, block_k=LINE * 8 // bits, num_stages=0)
+        tile = replace(tile, num_stages=blackwell.max_stages(spec.recipe, tile))
+        why = f"a gather brings {LINE} bytes of each row to a stage"
     if not is_gated and tile.block_m == tables.BLOCK_MS[-1]:
         if spec.n <= tables.WIDE_N:
             tile = blackwell.narrowed(spec.recipe, tile)
@@ -166,7 +170,6 @@ def tile_of(spec: GroupedSpec, given: Mapping[str, Value]) -> tuple[GemmTmem, st
                 f"n above {tables.WIDE_N}: 256 weight rows a tile, whose tokens serve twice as many"
             )
     made, asked = blackwell.overridden(spec.recipe, tile, given, is_gated=is_gated)
-    bits = recipe_named(spec.recipe).acts.element.bits
     require(
         spec.variant != "gather" or made.block_k * bits // 8 == LINE,
         f"a gather brings {LINE} bytes of each row to a stage",

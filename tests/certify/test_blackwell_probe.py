@@ -59,5 +59,7 @@ def test_hardware_comes_before_products_on_blackwell_alone(monkeypatch):
     monkeypatch.setitem(plan.BACKEND_MODES, "blackwell", ("staged",))
     stages = [c.stage for c in all_checks(Target("blackwell", torch.device("cuda"), ("w4a8",)))]
     assert stages.index("hardware") < stages.index("products")
+    names = [c.name for c in all_checks(Target("blackwell", torch.device("cuda"), ("w4a8",)))]
+    assert "w4a8, grouped alone" in names
     others = {c.stage for c in all_checks(Target("hopper", torch.device("cuda"), ("w4a8",)))}
     assert "hardware" not in others and {"graphs", "soak"} <= others

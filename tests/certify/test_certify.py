@@ -217,7 +217,7 @@ def test_what_cannot_be_certified_is_refused_by_name(megamoe, args, code, words)
 def test_a_failed_check_is_exit_code_1(megamoe, monkeypatch):
     from megamoe.certify import checks
 
-    monkeypatch.setattr(checks, "_product", lambda *_: checks._held(1.0, 0.0))
+    monkeypatch.setattr(checks, "_product", lambda *_: checks.held(1.0, 0.0))
     code, out, _ = megamoe("certify", "--backend", "reference", "--recipe", "w4a8")
     assert code == 1 and "FAILED products" in out and "not bit for bit" in out
 

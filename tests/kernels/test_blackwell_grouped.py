@@ -8,6 +8,9 @@ import torch
 
 import megamoe as mm
 from megamoe.bench.cells import UNEVEN_GEMMS
+from megamoe.certify import grouped_checks
+from megamoe.certify.checks import Failed
+from megamoe.certify.target import Target
 from megamoe.engine import planning
 from megamoe.engine.grouped import grouped_finalize, grouped_gemm, grouped_swiglu
 from megamoe.errors import DTypeError, MegaMoEError, NotAvailable, ShapeError
@@ -148,6 +151,34 @@ def test_rows_and_slots_that_are_not_there_touch_nothing(gemm):
         assert y[:2].any(1).all() and not y[2].any() and y.isfinite().all()
 
 
+@pytest.mark.parametrize("recipe", ["w4a8", "w8a8"])
+def test_scales_may_lie_by_columns(recipe, gemm):
+    x, w, counts = operands(recipe, [3, 4])
+    turned = mm.Quantized(x.data, x.scale.mT.contiguous().mT, x.format, x.shape)
+    both = [grouped_gemm(one, w, counts, backend="blackwell") for one in (x, turned)]
+    assert torch.equal(*both)
+
+
+def test_rows_that_copies_cannot_read_are_refused(gemm):
+    x, w, counts = operands("bf16", [3, 4])
+    for data in (x.data.mT.contiguous().mT, torch.zeros(7 * 352 + 1).bfloat16()[1:].view(7, 352)):
+        odd = mm.Quantized(data, None, "bf16", x.shape)
+        with pytest.raises(ShapeError, match="multiples of 16 bytes"):
+            grouped_gemm(odd, w, counts, backend="blackwell")
+    x, w, counts = operands("bf16", [3, 4], num_rows=0, lead=(2,))
+    with pytest.raises(ShapeError, match="rows that are gathered"):
+        grouped_swiglu(x, w, counts, rows=torch.zeros(7, dtype=torch.int32), backend="blackwell")
+
+
+def test_a_gather_has_a_line_of_each_row_at_every_load():
+    for recipe in set(BLACKWELL_RECIPES) - {"w4a16"}:
+        for rows in (8, 96, 128, 512, 640, 2048):
+            spec = GroupedSpec(recipe, rows, 8, 256, 512, "gather")
+            tile = plan_grouped(spec, "b200", backend="blackwell").gemm.config
+            bits = recipe_named(recipe).acts.element.bits
+            assert tile.block_k * bits // 8 == 128 and tile.num_stages >= 3
+
+
 def test_a_scale_that_bf16_cannot_hold_is_refused(gemm):
     x, w, counts = operands("w4a16", [3, 4])
     w.scale.view(torch.uint8)[0, 0, 0], w.data[0, 0, :16] = 0, 0x77
@@ -189,6 +220,23 @@ def test_the_variants_make_a_layer(gemm):
     y = grouped_finalize(acts, w.w2, counts, order, gates, backend="blackwell")
     wanted = mm.moe(x, idx, gates, w, backend="reference", weight_at="combine")
     assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("recipe", [
+    pytest.param(r, marks=() if r == "nvfp4" else pytest.mark.every) for r in BLACKWELL_RECIPES
+])  # fmt: skip
+def test_a_certificate_covers_them(recipe, gemm, monkeypatch):
+    """`auto` takes them with a recipe's certificate: its checks run them, see what is wrong."""
+    target = Target("blackwell", torch.device("cpu"), (recipe,))
+    (check,) = grouped_checks.all_checks(target)
+    assert check.run().startswith("22 rows in 3 groups")
+
+    def late(*given, deterministic, **rest):
+        return grouped_finalize(*given, deterministic=deterministic, **rest) * (2 - deterministic)
+
+    monkeypatch.setattr(grouped_checks, "grouped_finalize", late)
+    with pytest.raises(Failed, match="sums of slots"):
+        check.run()
 
 
 def test_what_is_launched_is_what_the_plan_says(gemm):

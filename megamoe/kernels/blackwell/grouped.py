@@ -138,10 +138,11 @@ def place_groups(x: Quantized, counts: Tensor, step: Launch, how: Arithmetic,
         new(4, dtype=torch.int32),
     )  # fmt: skip
     source, unused, g = new(places, dtype=torch.int32), counts, x.global_scale
+    x_scale = unused if x.scale is None else _raw(x.scale.contiguous())
     _place_groups_kernel[step.grid](
         counts=counts, source_in=_or(rows.source, unused), dest_in=_or(rows.dest, unused),
         weight_in=_or(rows.weights, unused), g=_or(g, unused),
-        x_scale=unused if x.scale is None else _raw(x.scale), source=source, dest=pool.dest,
+        x_scale=x_scale, source=source, dest=pool.dest,
         weight=pool.weight, factor=pool.factor, scale=_raw(scale), tiles=pool.tiles,
         num_tiles=pool.num_tiles, rows=sorted_rows, num_sources=x.shape[0],
         num_dests=rows.num_dests, num_groups=num, pool_rows=places,

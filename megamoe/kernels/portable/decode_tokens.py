@@ -96,6 +96,7 @@ def decoding(x: Quantized, how: Arithmetic) -> Decoding:
     """Room for rows [T, k], and what must be decoded into it."""
     data, scale = x.data.contiguous(), x.scale
     if not how.is_ordered:
+        scale = None if scale is None else scale.contiguous()
         return Decoding(Activations(data, scale), None, data, data, data, 0)
     kind, scale = TOKEN_FORMATS[x.format], data if scale is None else scale.contiguous()
     empty = torch.zeros if x.shape[1] % 128 else torch.empty
