@@ -48,8 +48,8 @@ def test_a_launch_writes_what_pack_writes_and_counts_groups_of_zeros(_, kind, in
     w = experts(kind, intermediate, hidden)
     for part in (w.w13, w.w2):
         shape = (5, *part.shape[1:])
-        wanted = pack.room(kind, shape, torch.device("cpu"))
-        found = pack.room(kind, shape, DEV)
+        wanted = pack.empty_image(kind, shape, torch.device("cpu"))
+        found = pack.empty_image(kind, shape, DEV)
         for one in (wanted, found):
             for t in (one.data, one.scale, one.factor):
                 if t is not None:
