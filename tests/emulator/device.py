@@ -24,6 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.kernels.common import compat
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.hopper.gemm.decode_per_wave import GIVE_UP
 from megamoe.kernels.hopper.weights.decode import NV_TO_BF16
 from tests.emulator import arrays, assembly, running, values
@@ -962,6 +963,7 @@ REPLACED = {
     async_copy: SimpleNamespace(
         async_copy_global_to_shared=cp_async, commit_group=commit_group, wait_group=wait_group
     ),
+    reinterpret: lambda desc, *what: desc._reinterpret(*what),
     hopper.fence_async_shared: fence_async_shared,
     hopper.warpgroup_mma: warpgroup_mma,
     hopper.warpgroup_mma_wait: warpgroup_mma_wait,

@@ -9,7 +9,9 @@ from pathlib import Path
 from struct import unpack_from
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
@@ -17,9 +19,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import compiler_hooks
+from megamoe.kernels.gluon.compat import VERSION
 
 FUNCTION = 2  # type of a symbol
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+if VERSION in ((3, 7), (3, 8)):  # they ask this machine's GPU whether copies may pad FP4
+    tl.target_info.cuda_capability_geq = lambda *_: True
 
 
 class Stand:
@@ -125,14 +131,8 @@ def advice(kernel, arch="sm_90a"):
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(kernel.asm["ptx"])
-        command = [
-            TOOLS / "ptxas",
-            "-v",
-            f"--gpu-name={arch}",
-            source,
-            "-o",
-            source.with_suffix(""),
-        ]
+        assembler = get_ptxas(int(re.sub(r"\D", "", arch))).path  # the one that Triton takes
+        command = [assembler, "-v", f"--gpu-name={arch}", source, "-o", source.with_suffix("")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return re.findall(r"wgmma.mma_async instructions are serialized.*", done.stderr + done.stdout)
 

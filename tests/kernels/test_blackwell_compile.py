@@ -15,6 +15,7 @@ from megamoe.errors import NotAvailable
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.kernels.blackwell.formats import FORMATS, SCALED_MMAS, check_tile, operand_layout
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.compat import VERSION
 from megamoe.planner.blackwell import shared_memory, shipped, tile_of, tmem_columns
 from megamoe.planner.launches import GemmTmem, next_power_of_2
 from megamoe.planner.numerics import BLACKWELL_RECIPES
@@ -36,12 +37,20 @@ SOME += [("w4a8", shipped("w4a8")[0], False), ("w4a8_block", shipped("w4a8_block
 PLAIN = {"bf16": "f16", "w4a16": "f16", "w8a8": "f8f6f4"}
 
 
+# Later PTX names the values under a scale, earlier how many scales four lanes of K have.
+BLOCK = {"scale_vec::1X": "block32", "scale_vec::2X": "block32", "scale_vec::4X": "block16"}
+
+
 def mma_of(recipe):
     """The MMA of a recipe as PTX names it."""
     kind = FORMATS[recipe]
     if not kind.SCALED.value:
         return PLAIN[recipe]
-    return SCALED_MMAS[kind.W.value, kind.X.value, kind.VEC.value]
+    name = SCALED_MMAS[kind.W.value, kind.X.value, kind.VEC.value]
+    if VERSION >= (3, 8):
+        name, vector = name.rsplit(".", 1)
+        name += f".{BLOCK[vector]}"
+    return name
 
 
 def assert_is_as_planned(recipe, tile, kernel):

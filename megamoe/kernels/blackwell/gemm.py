@@ -51,18 +51,18 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma,
     tcgen05_mma_scaled,
     tensor_memory_descriptor,
-    tma,
 )
 
 from megamoe.kernels.blackwell.decode import decode_block
 from megamoe.kernels.blackwell.epilogue import finish_gated, finish_linear
+from megamoe.kernels.gluon.compat import blackwell_tma as tma
+from megamoe.kernels.gluon.compat import get_tmem_reg_layout, reinterpret
 from megamoe.kernels.gluon.pipeline import (
     advance,
     allow_next_launch,
@@ -236,7 +236,7 @@ def _scale_columns(gemm, stage, WHICH: gl.constexpr):
     """
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
     columns = gemm.scales.index(stage.idx * (HALVES + 1) + WHICH)
-    return columns._reinterpret(gemm.w_scale.dtype, [128, NUM], TensorMemoryScalesLayout())
+    return reinterpret(columns, gemm.w_scale.dtype, [128, NUM], TensorMemoryScalesLayout())
 
 
 @gluon.jit

@@ -2,8 +2,8 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from megamoe.kernels.gluon.compat import tma
 from megamoe.kernels.gluon.pipeline import record
 
 PART_COLS = gl.constexpr(2048)  # columns of a part of a token: what is quantised at a time

@@ -3,6 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.gluon.operands import EpilogueOperands, allocate_operands
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, barriers, record
 from megamoe.kernels.hopper.gemm.swap_ab import SwapAbGemm, allocate_stages
@@ -34,7 +35,7 @@ def allocate_shared(args, l1, l2):
     w_l2 = w_l1
     if not args.WEIGHTS.DECODED:
         shape: gl.constexpr = [args.STAGES * args.DEPTH] + l2.w.block_type.shape
-        w_l2 = w_l1._reinterpret(l2.w.dtype, shape, l2.w.layout)
+        w_l2 = reinterpret(w_l1, l2.w.dtype, shape, l2.w.layout)
     amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS * 4, args.TOKENS], FLAT_SHARED)
     gl.static_assert(args.TOKENS < 64, "wider tiles are transposed in memory that is not here")
     full = barriers(args.STAGES, 2, LOOP=True)
