@@ -22,6 +22,7 @@ from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.gluon.compat import VERSION
 
 FUNCTION = 2  # type of a symbol
+SIZED, REGISTERS, FRAME, STACK = 4, 0x2F, 0x11, 0x12  # attributes in a cubin's .nv.info
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 if VERSION in ((3, 7), (3, 8)):  # they ask this machine's GPU whether copies may pad FP4
@@ -88,10 +89,22 @@ def sass(kernel):
 
 
 def resources(kernel):
-    """Registers, stack (spills) and shared memory of a compiled kernel, in bytes where bytes."""
-    text = _dump(kernel, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
+    """Registers, stack (spills) and shared memory of a compiled kernel, in bytes where bytes.
+
+    Read from the cubin itself: the wheel's `cuobjdump` cannot read those of sm_103a.
+    """
+    cubin = kernel.asm["cubin"]
+    at, size = _sections(cubin)[".nv.info"]
+    end, found = at + size, {REGISTERS: 0, FRAME: 0, STACK: 0}
+    while at < end:
+        form, what, length = unpack_from("<2BH", cubin, at)
+        if form == SIZED:
+            if what in found:  # of a function: its symbol, the figure
+                found[what] = max(found[what], unpack_from("<2I", cubin, at + 4)[1])
+            at += length
+        at += 4
+    stack = max(found[FRAME], found[STACK])
+    return {"registers": found[REGISTERS], "stack": stack, "shared": kernel.metadata.shared}
 
 
 def _sections(cubin):
