@@ -58,7 +58,7 @@ def shared_memory(recipe: str, tile: GemmTmem) -> SharedMemory:
     stage = (
         Term("weights", tile.block_n * k * padded // 8, about),
         Term("weight scales", 2 * blocks * SCALE_BLOCK, "128 rows x 4 in 512 bytes"),
-        Term("tokens", m * k * x_bits // 8, "as the MMA reads them"),
+        Term("tokens", m * k * x_bits // (8 * tile.num_ctas), "as the MMA reads them"),
         Term("token scales", own, "128 rows however few tokens; FP32 where sums are promoted"),
         Term("barriers", 16, "full and empty"),
     )
@@ -93,12 +93,13 @@ def pick(recipe: str, rows_per_expert: float) -> tuple[GemmTmem, str]:
     )
 
 
-def tile_of(recipe: str, shape: Shape) -> GemmTmem:
+def tile_of(recipe: str, shape: Shape, num_ctas: int = 1) -> GemmTmem:
     """An entry of the table as a tile, with as many stages as fit."""
     chunk = min(shape.block_m, tables.CHUNK)
     made = GemmTmem(
-        shape.block_m, shape.block_k, 0, shape.num_sums, chunk, shape.num_warps, shape.group_m
-    )
+        shape.block_m, shape.block_k, 0, shape.num_sums, chunk, shape.num_warps, shape.group_m,
+        num_ctas=num_ctas,
+    )  # fmt: skip
     return replace(made, num_stages=max_stages(recipe, made))
 
 
@@ -122,7 +123,7 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
     asked = {name: given[name] for name in TILE if name in given}
     if not asked:
         return tile, ""
-    legal = {"block_m", "block_k", "num_stages", "group_m"}
+    legal = {"block_m", "block_k", "num_stages", "group_m", "cta_pair"}
     unknown = sorted(asked.keys() - legal)
     require(
         not unknown,
@@ -153,7 +154,15 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
         kind=NotAvailable,
     )
     assert isinstance(k, int)
-    made = tile_of(recipe, base._replace(block_m=m, block_k=k))
+    num_ctas = 2 if asked.get("cta_pair") else 1
+    require(
+        num_ctas == 1 or (recipe in tables.PAIRED and m >= tables.LEAST_PAIRED),
+        f"a pair of CTAs multiplies {', '.join(tables.PAIRED)} in tiles of {tables.LEAST_PAIRED} "
+        "tokens or more",
+        got=f"{recipe}, block_m {m}",
+        kind=NotAvailable,
+    )
+    made = tile_of(recipe, base._replace(block_m=m, block_k=k), num_ctas)
     made = replace(made, group_m=int(asked.get("group_m", base.group_m) or 1))
     stages = int(asked.get("num_stages", made.num_stages) or 0)
     require(
@@ -204,7 +213,8 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
     grid = (sizes.num_tokens, ceil_div(width, cols))
     launches.append(Launch("permute", "_pool_kernel", grid, permute, small))
     for name in ("l1", "l2"):
-        launches.append(Launch(name, "gemm_tmem_kernel", (num_sms,), tile, why))
+        grid = (max(num_sms // tile.num_ctas, 1),)  # CTAs, or clusters of two
+        launches.append(Launch(name, "gemm_tmem_kernel", grid, tile, why))
     return Pass(experts, slots, sizes.num_experts, tuple(launches))
 
 

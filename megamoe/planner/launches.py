@@ -138,23 +138,27 @@ class GemmTmem:
     group_m: int = 1  # token tiles that share each tile of weights
     load_regs: int = 40
     block_rows: int = 128  # weight rows of one MMA; a tile has two
+    num_ctas: int = 1  # that share a product; 2: a pair of a cluster, each with rows of its own
 
     @property
     def block_n(self) -> int:
-        """Weight rows of a tile."""
+        """Weight rows of a tile, in each CTA."""
         return 2 * self.block_rows
 
     def constants(self) -> Constants:
         """Of `gemm_tmem_kernel`."""
+        pair: Constants = {"PAIR": True, "num_ctas": 2} if self.num_ctas == 2 else {}
         return {
             "TOKENS": self.block_m, "BLOCK_K": self.block_k, "STAGES": self.num_stages,
             "SUMS": self.num_sums, "CHUNK": self.chunk, "SPAN": self.group_m,
             "LOAD_REGS": self.load_regs, "NUM_WARPS": self.num_warps, "num_warps": self.num_warps,
+            **pair,
         }  # fmt: skip
 
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums"
+        pair = ", pairs of CTAs" if self.num_ctas == 2 else ""
+        return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums{pair}"
 
 
 Tile = GemmSwapAb | Gemm

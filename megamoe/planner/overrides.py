@@ -24,6 +24,7 @@ OVERRIDES: dict[str, tuple[type, str]] = {
     "group_m":      (int, "token tiles that share each tile of weights"),
     "schedule":     (str, "hopper gemm: strided, static or dynamic"),
     "decode_ahead": (int, "hopper gemm, FP4: K blocks of each ring that weights are decoded into"),
+    "cta_pair":     (bool, "blackwell: two CTAs share each product (Triton 3.8 and newer)"),
     "num_warps":    (int, "portable: warps of a program"),
 }
 # fmt: on

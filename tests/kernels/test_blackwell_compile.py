@@ -126,7 +126,6 @@ TILE = GemmTmem(16, 128, 4, 2, 16)
     [
         ("w4a8", GemmTmem(16, 128, 4, 2, 16, block_rows=64), {}, "M = 128 in one CTA; got M = 64"),
         ("w4a8", TILE, {"VEC": 16}, "scales of so many values; got e2m1 x e4m3, 16 values"),
-        ("w4a8", TILE, {"num_ctas": 2}, "pair of CTAs needs Triton 3.8; got 2 CTAs"),
         ("w4a8", TILE, {"padded": False}, "padded to a byte a value, .* got e2m1 x e4m3"),
         ("w4a4", TILE, {"padded": True}, "FP4 beside FP4 packed; got e2m1 x e2m1"),
         ("w4a8", GemmTmem(24, 128, 4, 2, 8), {}, "one of 8, 16, 32, 64, 128; got block_m 24"),
@@ -137,13 +136,13 @@ TILE = GemmTmem(16, 128, 4, 2, 16)
 )
 def test_the_launcher_refuses_by_name_what_the_compiler_takes(recipe, tile, changes, match):
     kind = FORMATS[recipe]
-    num_ctas, padded = changes.pop("num_ctas", 1), changes.pop("padded", None)
+    padded = changes.pop("padded", None)
     layout = operand_layout(kind, 128, tile.block_k, kind.W_BITS.value)
     if padded is not None:
-        layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.uint8, fp4_padded=padded)
+        layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.uint8, fp4_padded=padded)
     kind = Kind(recipe, **{**kind._members, **changes})
     with pytest.raises(NotAvailable, match=match):
-        check_tile(kind, tile, layout, num_ctas)
+        check_tile(kind, tile, layout)
 
 
 def test_a_wider_shape_than_tensor_memory_has_no_stages():

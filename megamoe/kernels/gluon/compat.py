@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as _language
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import blackwell as _blackwell
 from triton.experimental.gluon.language.nvidia.ampere import async_copy as _async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier as _mbarrier
 from triton.experimental.gluon.language.nvidia.hopper import tma as _tma
 
 
@@ -51,6 +52,10 @@ def _copies(module: ModuleType) -> ModuleType:
 tma, blackwell_tma, async_copy = _copies(_tma), _copies(_blackwell.tma), _copies(_async_copy)
 
 
+# mbarriers of several CTAs; 3.6 has none, and compiles nothing that asks for them.
+allocate_mbarrier = getattr(_mbarrier, "allocate_mbarrier", None)
+
+
 @builtin
 def reinterpret(desc, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
     """Memory of a CTA under another type, shape and layout."""
@@ -70,6 +75,7 @@ get_tmem_reg_layout = getattr(_blackwell, "get_tmem_reg_layout", _reg_layout)
 __all__ = [
     "HAS_PAIRS",
     "VERSION",
+    "allocate_mbarrier",
     "async_copy",
     "blackwell_tma",
     "get_tmem_reg_layout",
