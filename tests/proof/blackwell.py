@@ -9,6 +9,7 @@ from megamoe.engine.call import Call
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.kernels.blackwell import decode, epilogue, gemm
+from megamoe.kernels.gluon import compat
 from megamoe.planner.launches import GemmTmem
 from megamoe.planner.overrides import checked
 from megamoe.problem import Options
@@ -29,9 +30,12 @@ def case_of(recipe, tile, counts=(9, 3), num_sms=2, hidden=384, intermediate=256
     inputs, options = (x, slots.view(-1, 1), gates), Options()
     with targets.installed(num_sms, {"tmem": targets.Recorder("tmem", kept)}) as patch:
         pretend_b200(patch, num_sms)
+        patch.setattr(compat, "HAS_PAIRS", True)  # the emulator needs no Triton that compiles them
         plan = plan_for(
             w, options, traits_of("blackwell", w, None), num_tokens=len(x), top_k=1,
-            overrides=checked({"backend": "blackwell", "block_m": tile.block_m}),
+            overrides=checked({
+                "backend": "blackwell", "block_m": tile.block_m, "cta_pair": tile.num_ctas == 2,
+            }),
         )  # fmt: skip
         call = Call(*inputs, w, options, None, DeviceStatus(targets.CPU))
         blackwell.run(call, with_tmem_tile(plan, tile))
@@ -43,6 +47,9 @@ CASES = {
     "promoted": lambda: case_of("w8a8", GemmTmem(16, 128, 2, 2, 16), (17, 3)),
     "promoted-fp4": lambda: case_of("w4a8_block", GemmTmem(8, 128, 2, 2, 8)),
     "decoded": lambda: case_of("w4a16", GemmTmem(16, 128, 4, 2, 16), (17, 3), hidden=640),
+    "pair": lambda: case_of(
+        "w4a8", GemmTmem(16, 128, 2, 2, 16, num_ctas=2), (17, 3), num_sms=4, intermediate=384
+    ),
     "chunks": lambda: case_of("nvfp4", GemmTmem(16, 128, 2, 1, 8), (17, 3), has_bias=True),
 }
 
@@ -75,18 +82,19 @@ BY_HAND = (
     (gemm, "_scale_columns", "stage.idx * (HALVES + 1) + WHICH", "stage.idx * (HALVES + 1)"),
     (gemm, "scale_block", "(0, 3, 2, 1, 4)", "(0, 2, 3, 1, 4)"),
     (gemm, "weight_block", "(tile.expert * 2 + HALF)", "(tile.expert + HALF)"),
-    (gemm, "weight_block", "tile.n_tile_idx * 2 + HALF", "tile.n_tile_idx + HALF"),
+    (gemm, "weight_block", "(tile.n_tile_idx * 2 + HALF)", "(tile.n_tile_idx + HALF)"),
     (gemm, "load_weights", "HALVES * (gemm.w.block_type.nbytes", "(gemm.w.block_type.nbytes"),
     (gemm, "load_weights", "k * WIDTH]", "0 * WIDTH]"),
-    (gemm, "load_tokens", "gemm.x.block_type.nbytes + SCALE_BYTES", "gemm.x.block_type.nbytes"),
+    (gemm, "load_tokens", "gemm.x.block_type.nbytes // gemm.CTAS + SCALE_BYTES",
+     "gemm.x.block_type.nbytes // gemm.CTAS"),
     (gemm, "load_tokens", "row // gemm.TOKENS", "0 * row"),
     (gemm, "load_tokens", "k * gemm.pool_rows + row", "row"),
     (gemm, "_multiply_scaled", "gemm.sums.index(turn.idx * HALVES + half)",
      "gemm.sums.index(turn.idx * HALVES)"),
     (gemm, "_multiply_plain", "gemm.decoded.index(ready.idx * HALVES + half)",
      "gemm.decoded.index(half)"),
-    (gemm, "_allocate_tmem", "[SUMS * HALVES, 128, TOKENS]", "[SUMS * HALVES * 16, 128, TOKENS]"),
-    (gemm, "gemm_tmem_kernel", "full = barriers(STAGES, 2)", "full = barriers(STAGES, 1)"),
+    (gemm, "_allocate_tmem", "[SUMS * HALVES, LANES", "[SUMS * HALVES * 16, LANES"),
+    (gemm, "gemm_tmem_kernel", "full = ring_barriers(STAGES, 2", "full = ring_barriers(STAGES, 1"),
     (gemm, "_add_stages", "scale * low_factor", "scale * high_factor"),
     (gemm, "_block_factor", "block * gemm.factor_cols + k", "block * gemm.factor_cols"),
     (gemm, "store", "start + gemm.CHUNK == gemm.TOKENS", "start == 0"),
@@ -98,6 +106,28 @@ BY_HAND = (
     (epilogue, "_activated", "gemm.factor + tile.expert * 2 + 1", "gemm.factor + tile.expert"),
     (epilogue, "_biased", "matrix * gemm.num_bias + output", "output"),
     (epilogue, "finish_linear", "HALF * 128", "0"),
+    # Of pairs of CTAs.
+    (gemm, "gemm_tmem_kernel", "full = ring_barriers(STAGES, 2, PAIR, True)",
+     "full = ring_barriers(STAGES, 2, PAIR)"),
+    (gemm, "gemm_tmem_kernel", "taken = ring_barriers(SUMS, 1, PAIR, True)",
+     "taken = ring_barriers(SUMS, 1, PAIR)"),
+    (gemm, "gemm_tmem_kernel", "taken = ring_barriers(SUMS, 1, PAIR, True)",
+     "taken = ring_barriers(SUMS, 2, PAIR, True)"),
+    (gemm, "gemm_tmem_kernel", "empty = ring_barriers(STAGES, READERS, PAIR)",
+     "empty = ring_barriers(STAGES, READERS, PAIR, True)"),
+    (gemm, "gemm_tmem_kernel", "summed = ring_barriers(SUMS, 1, PAIR)",
+     "summed = ring_barriers(SUMS, 1, PAIR, True)"),
+    (gemm, "load_weights", "SCALE_BYTES) // gemm.CTAS", "SCALE_BYTES)"),
+    (gemm, "load_tokens", "gemm.x.block_type.nbytes // gemm.CTAS", "gemm.x.block_type.nbytes"),
+    (gemm, "weight_block", "tile.n_tile_idx * gemm.CTAS", "tile.n_tile_idx"),
+    (gemm, "weight_block", "(tile.n_tile_idx * 2 + HALF) * gemm.CTAS",
+     "tile.n_tile_idx * 2 * gemm.CTAS + HALF"),
+    (gemm, "_tile_at", "ROWS * gemm.CTAS", "ROWS"),
+    (epilogue, "_store_scales", "NUM: gl.constexpr = 128 * gemm.CTAS", "NUM: gl.constexpr = 128"),
+    (epilogue, "_store_scales", "group < last", "group >= 0"),
+    (epilogue, "finish_gated", "OUTPUTS: gl.constexpr = 128 * gemm.CTAS",
+     "OUTPUTS: gl.constexpr = 128"),
+    (epilogue, "finish_linear", "HALF * 128) * gemm.CTAS", "HALF * 128)"),
     (decode, "_decode_part", "byte >> 4 & 15", "byte & 15"),
 )  # fmt: skip
 

@@ -75,12 +75,12 @@ def _store_scales(gemm, stored, tile, START: gl.constexpr):
     token = START + gl.arange(0, stored.shape[1], gl.SliceLayout(0, LAYOUT))
     tile_bytes = gemm.num_outputs // gemm.ACTS.GROUP * PLACED_ROWS
     begin = gemm.out_scale + (tile.row_begin // gemm.TOKENS).to(gl.int64) * tile_bytes
+    group = tile.n_tile_idx * NUM + group
     used = gl.expand_dims(tile.row_begin + token < tile.row_end, 0)
     if gemm.PAIR:  # the second CTA of the last tile may have outputs that are not there
         last = gemm.num_outputs // gemm.ACTS.GROUP
-        used = used & gl.expand_dims(tile.n_tile_idx * NUM + group < last, 1)
-    group = placed_group(tile.n_tile_idx * NUM + group)
-    at = gl.expand_dims(group, 1) + gl.expand_dims(placed_row(token), 0)
+        used = used & gl.expand_dims(group < last, 1)
+    at = gl.expand_dims(placed_group(group), 1) + gl.expand_dims(placed_row(token), 0)
     gl.store(begin + at, stored, mask=used & (at >= 0))
 
 
