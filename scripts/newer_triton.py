@@ -24,13 +24,20 @@ import machine_code
 import pytest
 import triton
 
+from megamoe.kernels.gluon.compat import HAS_PAIRS
 from tests.kernels import test_blackwell_compile, test_chain_compile, test_compile
 from tests.kernels.blackwell import compiled, tile_name
 from tests.kernels.compiling import resources
 
 Compile = Callable[[Any], list[Any]]
 ARCHS = {90: "sm_90a", 100: "sm_100a", 103: "sm_103a"}
-STACK = {"blackwell": 0, "hopper": 96, "chain": 96, "portable": 1024}  # bytes of a thread
+STACK = {
+    "blackwell": 0,
+    "pairs": 0,
+    "hopper": 96,
+    "chain": 96,
+    "portable": 1024,
+}  # bytes of a thread
 
 
 def hopper() -> Iterator[tuple[str, int, Compile]]:
@@ -64,6 +71,20 @@ def blackwell() -> Iterator[tuple[str, int, Compile]]:
         yield f"blackwell/{recipe}-{tile_name(tile)}-{linear}", arch, made
 
 
+def pairs() -> Iterator[tuple[str, int, Compile]]:
+    """The staged GEMM by pairs of CTAs, which is offered, no default: Triton 3.8 and newer."""
+    each = test_blackwell_compile.PAIRS if HAS_PAIRS else ()
+    for arch, (recipe, tile, gated) in itertools.product((100, 103), each):
+
+        def made(patch, recipe=recipe, tile=tile, gated=gated, arch=arch):  # type: ignore[no-untyped-def]
+            kernel = compiled(recipe, tile, gated, arch=arch)
+            test_blackwell_compile.assert_is_of_pairs(recipe, tile, kernel)
+            return [kernel]
+
+        linear = "l1" if gated else "l2"
+        yield f"pairs/{recipe}-{tile_name(tile)}-{linear}", arch, made
+
+
 def portable() -> Iterator[tuple[str, int, Compile]]:
     """The grouped GEMMs; on sm_90a `hopper` has one tile of each already."""
     for arch, recipe, rows in itertools.product(ARCHS, test_compile.RECIPES, (1, 64, 1000)):
@@ -79,7 +100,7 @@ def portable() -> Iterator[tuple[str, int, Compile]]:
 
 def configurations() -> dict[str, tuple[int, Compile]]:
     found: dict[str, tuple[int, Compile]] = {}
-    for part in (hopper, chain, blackwell, portable):
+    for part in (hopper, chain, blackwell, pairs, portable):
         for name, arch, make in part():
             found[f"{name} {ARCHS[arch]}"] = arch, make
     return found

@@ -12,6 +12,7 @@ there is as if this file did not exist. A kernel that needs none of them imports
   reinterpret(desc, ..)           desc._reinterpret in all                desc.reinterpret
 """
 
+import math
 from types import ModuleType
 from typing import Any
 
@@ -58,9 +59,20 @@ allocate_mbarrier = getattr(_mbarrier, "allocate_mbarrier", None)
 
 @builtin
 def reinterpret(desc, dtype, shape, layout, _semantic=None):  # type: ignore[no-untyped-def]
-    """Memory of a CTA under another type, shape and layout."""
+    """Memory of a CTA, or the beginning of it, under another type, shape and layout."""
     view = getattr(desc, "reinterpret", None) or desc._reinterpret
+    if VERSION == (3, 8) and isinstance(desc, _language.shared_memory_descriptor):
+        times = _bits(desc.dtype, desc.shape) // _bits(dtype, shape)
+        if times > 1:  # 3.8 wants views of all of it: the first of so many
+            whole = view(dtype, [times, *shape], layout, _semantic=_semantic)
+            return whole.index(0, _semantic=_semantic)
     return view(dtype, shape, layout, _semantic=_semantic)
+
+
+def _bits(dtype: Any, shape: Any) -> int:
+    """Of a tensor, whose type and shape may be compile-time values."""
+    bits = getattr(dtype, "value", dtype).primitive_bitwidth
+    return int(bits * math.prod(int(getattr(n, "value", n)) for n in shape))
 
 
 @constexpr_function
