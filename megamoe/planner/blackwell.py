@@ -213,8 +213,8 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
     grid = (sizes.num_tokens, ceil_div(width, cols))
     launches.append(Launch("permute", "_pool_kernel", grid, permute, small))
     for name in ("l1", "l2"):
-        grid = (max(num_sms // tile.num_ctas, 1),)  # CTAs, or clusters of two
-        launches.append(Launch(name, "gemm_tmem_kernel", grid, tile, why))
+        num = max(num_sms // tile.num_ctas, 1)  # CTAs, or clusters of two
+        launches.append(Launch(name, "gemm_tmem_kernel", (num,), tile, why))
     return Pass(experts, slots, sizes.num_experts, tuple(launches))
 
 
