@@ -16,6 +16,7 @@ _HOME = {
     "ExpertWeights": "engine.weights",
     "FileError": "errors",
     "Hardware": "hardware",
+    "LocalRanks": "engine.local",
     "MegaMoEError": "errors",
     "MegaMoETimeout": "errors",
     "MoE": "engine.layer",
@@ -42,7 +43,7 @@ _HOME = {
 }
 __all__ = [
     "CapacityError", "Checkpoint", "DTypeError", "DeviceError", "ExpertWeights", "FileError",
-    "Hardware",
+    "Hardware", "LocalRanks",
     "MegaMoEError", "MegaMoETimeout", "MoE", "NotAvailable", "Options", "Placement",
     "Plan", "Problem", "Quantized", "RangeError", "RankError", "Router", "ShapeError", "Statistics",
     "dequantize", "doctor", "moe", "plan", "propose", "quantize", "route", "simulate", "warmup",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and completion
     from megamoe.engine.functional import moe
     from megamoe.engine.layer import MoE
     from megamoe.engine.loader import Checkpoint
+    from megamoe.engine.local import LocalRanks
     from megamoe.engine.warm import warmup
     from megamoe.engine.weights import ExpertWeights
     from megamoe.errors import (

@@ -22,7 +22,7 @@ from megamoe.files import write_atomic
 KIND, VERSION = "megamoe.certificate", 1
 # Rooms whose bytes decide what a call computes, beside the files at the root (problem.py has limits
 # and clamps): a change in one of them ends a certificate.
-ROOMS = ("formats", "routing", "layout", "planner", "kernels", "engine")
+PACKAGES = ("formats", "routing", "layout", "planner", "kernels", "engine")
 ANEW = "run `megamoe certify` again"
 
 
@@ -96,12 +96,12 @@ def remove(backend: str, machine: Machine) -> None:
 def read(path: Path) -> Certificate:
     """The certificate in a file, or FileError."""
     try:
-        found = json.loads(path.read_text())
-        if (found.pop("kind"), found.pop("version")) != (KIND, VERSION):
+        data = json.loads(path.read_text())
+        if (data.pop("kind"), data.pop("version")) != (KIND, VERSION):
             raise ValueError(f"not a {KIND} of version {VERSION}")
-        machine = Machine(**found.pop("machine"))
-        recipes, checks = (tuple(found.pop(name)) for name in ("recipes", "checks"))
-        return Certificate(machine=machine, recipes=recipes, checks=checks, **found)
+        machine = Machine(**data.pop("machine"))
+        recipes, checks = (tuple(data.pop(name)) for name in ("recipes", "checks"))
+        return Certificate(machine=machine, recipes=recipes, checks=checks, **data)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise FileError(f"{path} must be a certificate; got {error}; {ANEW}") from error
 
@@ -117,26 +117,26 @@ def find(
     if not path.is_file():
         return None, f"no certificate of backend {backend} on {machine.gpu}: run `megamoe certify`"
     try:
-        found = read(path)
+        certificate = read(path)
     except FileError as error:
         return None, str(error)
-    changed = found.machine.unlike(machine)
+    changed = certificate.machine.unlike(machine)
     if changed:
-        return None, f"the certificate of {found.date} is stale: {changed}; {ANEW}"
-    if found.backend != backend:
-        return None, f"{path} is of backend {found.backend}, not {backend}; {ANEW}"
-    if recipe is not None and recipe not in found.recipes:
-        return None, f"the certificate of {found.date} is not of recipe {recipe}; {ANEW}"
-    return found, ""
+        return None, f"the certificate of {certificate.date} is stale: {changed}; {ANEW}"
+    if certificate.backend != backend:
+        return None, f"{path} is of backend {certificate.backend}, not {backend}; {ANEW}"
+    if recipe is not None and recipe not in certificate.recipes:
+        return None, f"the certificate of {certificate.date} is not of recipe {recipe}; {ANEW}"
+    return certificate, ""
 
 
 @functools.cache
 def code_digest() -> str:
-    """Twelve digits that stand for the Python files of ROOMS and the root, as they lie on disk."""
+    """Twelve digits that stand for the Python files of PACKAGES and the root, as on disk."""
     root, digest = Path(__file__).parent, hashlib.sha256()
     paths = sorted(root.glob("*.py"))
-    for room in ROOMS:
-        paths += sorted((root / room).rglob("*.py"))
+    for package in PACKAGES:
+        paths += sorted((root / package).rglob("*.py"))
     for path in paths:
         digest.update(f"{path.relative_to(root).as_posix()}\0".encode())
         digest.update(path.read_bytes())

@@ -54,7 +54,9 @@ class Hardware:
 
     @staticmethod
     def named(name: str) -> Hardware:
-        """The machine of that name in any case, or an error that lists the names.
+        """The machine of that name, or an error that lists the names.
+
+        name  in any case: "h200", "b200", ...
 
         >>> Hardware.named("H200").num_sms
         132
@@ -70,16 +72,19 @@ class Hardware:
         return MACHINES[known]
 
     def tensor(self, mma: str) -> Rate:
-        """Peak of one MMA type, or an error that lists those the machine has."""
-        found = dict(self.tensor_tflops)
+        """Peak of one MMA type, or an error that lists those the machine has.
+
+        mma  "fp8", "bf16", ...
+        """
+        rates = dict(self.tensor_tflops)
         require(
-            mma in found,
-            f"{self.label} multiplies {', '.join(found)}",
+            mma in rates,
+            f"{self.label} multiplies {', '.join(rates)}",
             got=mma,
             fix="choose a recipe whose operands it has",
             kind=NotAvailable,
         )
-        return found[mma]
+        return rates[mma]
 
     def figures(self) -> tuple[tuple[str, float, str, str], ...]:
         """Every number as (name, value, unit, source), for printing."""
@@ -265,16 +270,16 @@ def match(device_name: str, num_sms: int) -> Hardware:
     figures too, so it is refused rather than guessed.
     """
     words = device_name.lower().split()
-    found = [hw for hw in MACHINES.values() if hw.name in words and hw.num_sms == num_sms]
+    machines = [hw for hw in MACHINES.values() if hw.name in words and hw.num_sms == num_sms]
     known = ", ".join(f"{hw.name} ({hw.num_sms} SMs)" for hw in MACHINES.values())
     require(
-        len(found) == 1,
+        len(machines) == 1,
         f"the GPU must be one of {known}",
         got=f"{device_name!r} with {num_sms} SMs",
         fix="pass a Hardware built with dataclasses.replace",
         kind=NotAvailable,
     )
-    return found[0]
+    return machines[0]
 
 
 def of_gpu(device_name: str, num_sms: int, arch: str, hbm_bytes: int) -> Hardware:
@@ -310,5 +315,5 @@ def detect(device: int = 0) -> Hardware:
         fix="name one of " + ", ".join(MACHINES),
         kind=NotAvailable,
     )
-    found = torch.cuda.get_device_properties(device)
-    return match(found.name, found.multi_processor_count)
+    properties = torch.cuda.get_device_properties(device)
+    return match(properties.name, properties.multi_processor_count)

@@ -129,8 +129,8 @@ def _divisors(num_experts: int) -> str:
     >>> _divisors(8)
     '1, 2, 4 or 8'
     """
-    found = [str(n) for n in range(1, min(num_experts, 64) + 1) if num_experts % n == 0]
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
+    divisors = [str(n) for n in range(1, min(num_experts, 64) + 1) if num_experts % n == 0]
+    return " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
 
 
 def check_width(name: str, value: int) -> None:

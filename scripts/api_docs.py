@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "api.md"
 GROUPS = {
     "The layer": ("moe", "MoE", "ExpertWeights", "Checkpoint", "Options", "warmup", "doctor"),
     "Formats and routing": ("quantize", "dequantize", "Quantized", "route", "Router"),
-    "Several ranks": ("Placement", "propose", "Statistics"),
+    "Several ranks": ("Placement", "propose", "Statistics", "LocalRanks"),
     "Plan and simulate": ("Problem", "Hardware", "plan", "Plan", "simulate"),
     "Errors": (
         "MegaMoEError", "ShapeError", "DTypeError", "DeviceError", "RangeError", "FileError",

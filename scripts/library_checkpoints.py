@@ -2,9 +2,9 @@
 
     python scripts/library_checkpoints.py tests/data/checkpoints
 
-in an environment with compressed-tensors 0.20.0 and nvidia-modelopt 0.47.0, as the files here were.
-Each file holds two experts of one layer, and under "values.*" what the library itself reads back of
-the last one.
+in an environment with compressed-tensors 0.20.0, nvidia-modelopt 0.47.0 and amd-quark 0.13, as the
+files here were; of a library that is not there its files stay as they are. Each file holds two
+experts of one layer, and under "values.*" what the library itself reads back of the last one.
 """
 
 from __future__ import annotations
@@ -68,6 +68,30 @@ def modelopt(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], 
     return {"weight": made._quantized_data, "weight_scale": scale}, back
 
 
+def quark(weight: torch.Tensor, name: str) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
+    from quark.torch.quantization.config import config
+    from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
+
+    makers = {
+        "mxfp4": lambda: config.OCP_MXFP4Spec(ch_axis=-1, is_dynamic=False),
+        "fp8_channel": lambda: config.FP8E4M3PerChannelSpec(ch_axis=0, is_dynamic=False),
+        "fp8_tensor": lambda: config.FP8E4M3PerTensorSpec(is_dynamic=False),
+    }
+    spec, cpu = makers[name]().to_quantization_spec(), torch.device("cpu")
+    fake = FakeQuantizeBase.get_fake_quantize(spec, device=cpu)
+    fake.enable_observer()
+    fake.enable_fake_quant()
+    back = fake(weight)
+    real = get_real_quantizer(
+        qspec=spec, quantizer=fake, reorder=False, real_quantized=False, device=cpu,
+        float_dtype=torch.float32,
+    )  # fmt: skip
+    made = {"weight": real.to_real_quantize_params(weight)}
+    real.maybe_convert_and_transpose_scale()
+    return made | {"weight_scale": real.scale}, back
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
@@ -79,8 +103,16 @@ def main() -> None:
         "compressed_tensors_fp8_block": lambda w: compressed(w, "FP8_BLOCK"),
         "modelopt_nvfp4": lambda w: modelopt(w, "nvfp4"),
         "modelopt_mxfp4": lambda w: modelopt(w, "mxfp4"),
+        "quark_mxfp4": lambda w: quark(w, "mxfp4"),
+        "quark_fp8_channel": lambda w: quark(w, "fp8_channel"),
+        "quark_fp8_tensor": lambda w: quark(w, "fp8_tensor"),
     }
     for name, make in makers.items():
+        try:
+            make(torch.ones(I, H))
+        except ImportError as error:
+            print(f"{name} stays as it is: {error}")
+            continue
         rng = torch.Generator().manual_seed(0)
         tensors = {}
         for expert in range(E):

@@ -27,12 +27,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe.files import write_atomic
+from megamoe.planner.numerics import HOPPER_RECIPES
 from megamoe.problem import RECIPES
 
 ROOT = Path(__file__).parent.parent
 CALLS = ROOT / "scripts" / "sanitize_calls.py"
 PORTABLE = (*RECIPES, "quantisers", "graphs")
-HOPPER = tuple(f"hopper-{recipe}" for recipe in RECIPES)
+HOPPER = tuple(f"hopper-{recipe}" for recipe in HOPPER_RECIPES)
+HOPPER += tuple(f"chain-{recipe}" for recipe in HOPPER_RECIPES)
 TOOLS = {  # tool: the parts it runs
     "memcheck": PORTABLE + HOPPER,
     "racecheck": PORTABLE + HOPPER,
@@ -41,8 +43,10 @@ TOOLS = {  # tool: the parts it runs
 }
 UNSEEN = (
     "racecheck sees shared memory accessed by threads, not by TMA or wgmma; ConSan sees those, but "
-    "not inline PTX: the bounded waits on global memory, griddepcontrol, proxy fences of global "
-    "memory, prefetches, L2 policies. Order between CTAs and launches is what tests/proof schedules"
+    "not inline PTX: the bounded waits on global memory, signals and reports, griddepcontrol, "
+    "proxy fences of global memory, prefetches, L2 policies, decoding of FP4. Chains run on one "
+    "rank: tools may hold apart what ranks launch side by side. Order between CTAs, launches and "
+    "ranks is what tests/proof schedules"
 )
 SUMMARY = re.compile(r"(ERROR SUMMARY|RACECHECK SUMMARY): .*")
 FAULT = re.compile(r".*(device-side assert|Assertion|CUDA error|illegal).*")

@@ -1,7 +1,7 @@
 """Small calls of the kernels, for compute-sanitizer: sanitize_calls.py [PART ...]
 
 A part is a recipe (every portable kernel), `quantisers`, `graphs` (the kernels around a captured
-call), or hopper-RECIPE (Hopper's, on one).
+call), hopper-RECIPE (Hopper's, on one rank, and fused over two) or chain-RECIPE (the chain's).
 Sizes are odd on purpose: short last blocks, ragged and empty experts, masked slots, padding rows.
 """
 
@@ -15,6 +15,7 @@ import triton
 import megamoe as mm
 from megamoe.engine import portable, status
 from megamoe.engine.call import Call
+from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
@@ -141,6 +142,36 @@ def hopper_layer(recipe: str) -> None:
             one, *others = (mm.MoE(w, E, K, mode=mode, **how)(*inputs) for mode in modes)
             assert one.isfinite().all() and all(torch.equal(one, other) for other in others)
 
+    fused_ranks(w[:2])
+
+
+def fused_ranks(w: mm.ExpertWeights) -> None:
+    """One launch of two ranks: tokens pushed to inboxes, rows to their homes."""
+    ranks, parts = LocalRanks(w, 2, timeout_s=60.0), []
+    for num in (5, 2):
+        idx, weight = sample_routing(num, 2, K, masked_ratio=0.2)
+        parts.append((normal(num, H), idx.to(DEVICE), weight.to(DEVICE)))
+    found = ranks(*map(list, zip(*parts, strict=True)))
+    ranks.check()
+    assert all(y.isfinite().all() for y in found)
+
+
+def chain_layer(recipe: str) -> None:
+    """Every launch of the chain, on one rank: tools may hold apart what ranks launch side by side.
+
+    A few rows, many in several passes, rows home in FP8, tokens that come quantised.
+    """
+    w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
+    is_w8a8 = recipe == "w8a8"
+    for num, pool_rows in ((21, None), (300, 256)):
+        options = Options(combine="fp8" if is_w8a8 and pool_rows else "bf16")
+        ranks = LocalRanks(w, 1, options, mode="chain", timeout_s=60.0, pool_rows=pool_rows)
+        idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K, masked_ratio=0.2))
+        x = normal(num, H)
+        for tokens in (x, mm.quantize(x, "fp8_1x128")) if is_w8a8 else (x,):
+            assert ranks([tokens], [idx], [weight])[0].isfinite().all()
+        ranks.check()
+
 
 OTHERS = {"quantisers": quantisers, "graphs": graphs}
 
@@ -158,6 +189,8 @@ if __name__ == "__main__":
             OTHERS[name]()
         elif name.startswith("hopper-"):
             hopper_layer(name.removeprefix("hopper-"))
+        elif name.startswith("chain-"):
+            chain_layer(name.removeprefix("chain-"))
         else:
             layer(name)
             alone(name)

@@ -28,7 +28,8 @@ def pretend_h200(monkeypatch, num_sms=132):
 def pretend_b200(monkeypatch, num_sms=148):
     """Plans for the CPU are those of a B200 with so many SMs."""
     machine = replace(B200, num_sms=num_sms)
-    monkeypatch.setattr(planning, "hardware_of", lambda device: machine)
+    for module in (planning, local):
+        monkeypatch.setattr(module, "hardware_of", lambda device: machine)
     uncached = getattr(planning._planned, "__wrapped__", planning._planned)
     monkeypatch.setattr(planning, "_planned", uncached)
 

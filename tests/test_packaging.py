@@ -62,6 +62,11 @@ def test_the_source_archive_has_docs_examples_and_tests():
         assert (ROOT / name).is_file(), name
 
 
+def test_authors_are_those_of_the_license():
+    (author,) = PROJECT["authors"]
+    assert f"Copyright (c) 2026 {author['name']}\n" in (ROOT / "LICENSE").read_text()
+
+
 def test_types_are_shipped():
     assert (ROOT / "megamoe" / "py.typed").is_file()
     assert "Typing :: Typed" in PROJECT["classifiers"]

@@ -25,6 +25,7 @@ EXCUSED = {
     ("cli/bench.py", "layer"): OPTIONS,
     ("cli/bench_more.py", "fixed"): OPTIONS,
     ("cli/compile.py", "command"): OPTIONS,
+    ("cli/overlap.py", "overlap"): OPTIONS,
     ("cli/plan.py", "command"): OPTIONS,
     ("cli/simulate.py", "command"): OPTIONS,
     # A kernel's own body, which one of two loops runs.

@@ -1,1 +1,1 @@
-"""Balance: which experts stand on which rank, out of recorded statistics. Standard library only."""
+"""Balance: which experts lie on which rank, out of recorded statistics. Standard library only."""

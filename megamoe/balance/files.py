@@ -18,16 +18,16 @@ def write_json(path: str | Path, whole: dict[str, Any]) -> None:
 def read_json(path: str | Path, kind: str, version: int) -> dict[str, Any]:
     """The object in a file of ours."""
     try:
-        found = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FileError(f"{path} must be a JSON file; got {error}") from error
-    is_ours = isinstance(found, dict) and found.get("kind") == kind
-    got = found.get("kind") if isinstance(found, dict) else type(found).__name__
+    is_ours = isinstance(data, dict) and data.get("kind") == kind
+    got = data.get("kind") if isinstance(data, dict) else type(data).__name__
     require(is_ours, f"{path} must be of kind {kind}", got=got, kind=FileError)
     require(
-        found.get("version") == version,
+        data.get("version") == version,
         f"{path} must be of version {version}",
-        got=found.get("version"),
+        got=data.get("version"),
         kind=FileError,
     )
-    return dict(found)
+    return dict(data)

@@ -1,4 +1,4 @@
-"""Placement: which experts stand on which rank, hot ones more than once; and a proposal for one.
+"""Placement: which experts lie on which rank, hot ones more than once; and a proposal for one.
 
 A *logical* expert is one of the model's; a *physical* one is a place on a rank that holds a copy of
 it. Place i of rank r is physical expert r * slots_per_rank + i. Every copy gives the same bits, so
@@ -24,7 +24,7 @@ class Placement:
     """slots[rank][i] is the logical expert in place i of a rank; all ranks have as many places."""
 
     num_experts: int
-    slots: tuple[tuple[int, ...], ...]
+    slots: tuple[tuple[int, ...], ...]  # by rank: the logical expert of each place
 
     def __post_init__(self) -> None:
         widths = {len(row) for row in self.slots}
@@ -74,9 +74,12 @@ class Placement:
         )
 
     @classmethod
-    def from_dict(cls, found: Any) -> Placement:
-        """Out of the parts that JSON keeps."""
-        return cls(found["num_experts"], tuple(map(tuple, found["slots"])))
+    def from_dict(cls, parts: Any) -> Placement:
+        """Out of the parts that JSON keeps.
+
+        parts  a dictionary of num_experts and slots
+        """
+        return cls(parts["num_experts"], tuple(map(tuple, parts["slots"])))
 
     def save(self, path: str | Path) -> None:
         """Write JSON."""
@@ -85,9 +88,9 @@ class Placement:
     @classmethod
     def load(cls, path: str | Path) -> Placement:
         """Read what `save`, or `megamoe balance --out`, wrote."""
-        found = read_json(path, KIND, VERSION)
+        data = read_json(path, KIND, VERSION)
         try:
-            return cls.from_dict(found)
+            return cls.from_dict(data)
         except (KeyError, TypeError, MegaMoEError) as error:
             raise FileError(f"{path} must hold a placement; got {error!r}") from error
 
@@ -112,11 +115,11 @@ class Placement:
 
     def replicas(self) -> tuple[tuple[int, ...], ...]:
         """The physical ids of every logical expert, ascending."""
-        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        places: list[list[int]] = [[] for _ in range(self.num_experts)]
         for rank, row in enumerate(self.slots):
             for place, expert in enumerate(row):
-                found[expert].append(rank * self.slots_per_rank + place)
-        return tuple(tuple(ids) for ids in found)
+                places[expert].append(rank * self.slots_per_rank + place)
+        return tuple(tuple(ids) for ids in places)
 
     def rank_loads(self, loads: Sequence[float]) -> tuple[float, ...]:
         """Load of each rank when the copies of an expert share its load evenly."""
@@ -131,6 +134,8 @@ class Placement:
 
     def spread(self, sent: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
         """Rows per physical expert out of rows per logical one, [rank][expert] both.
+
+        sent  rows that each rank's tokens ask of each logical expert
 
         Copies share alike; what does not divide goes to the copies in turn, by rank and expert.
         """
@@ -155,9 +160,12 @@ def propose(
 ) -> Placement:
     """A placement that evens out `loads`, the rows of every logical expert. Deterministic.
 
+    slots_per_rank  places of a rank, each for a copy of one expert
+    current         a placement in use, or None
+
     Spare places go one by one to the expert whose copies are busiest; then the copies, busiest
-    first, each to the least busy rank that has room and no such expert yet. `current` is kept if it
-    has as many places and is no worse.
+    first, each to the least busy rank with a free place and no such expert yet. `current` is kept
+    if it has as many places and is no worse.
     """
     _check(loads, num_ranks, slots_per_rank)
     counts = _copies(loads, num_ranks, num_ranks * slots_per_rank)
@@ -174,15 +182,15 @@ def propose(
             target = _make_room(expert, target, ranks, busy, share)
         ranks[target].add(expert)
         busy[target] += load
-    found = Placement(len(loads), tuple(tuple(sorted(held)) for held in ranks))
+    placement = Placement(len(loads), tuple(tuple(sorted(experts)) for experts in ranks))
     if (
         current is not None
         and (current.num_ranks, current.slots_per_rank) == (num_ranks, slots_per_rank)
         and current.num_experts == len(loads)
-        and current.imbalance(loads) <= found.imbalance(loads)
+        and current.imbalance(loads) <= placement.imbalance(loads)
     ):
         return current
-    return found
+    return placement
 
 
 def _check(loads: Sequence[float], num_ranks: int, slots_per_rank: int) -> None:

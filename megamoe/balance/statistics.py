@@ -21,7 +21,7 @@ class Statistics:
     intermediate: int
     top_k: int
     recipe: str
-    placement: Placement
+    placement: Placement  # with which they were counted
     sent: tuple[tuple[int, ...], ...]  # [rank][logical expert]: rows that a rank's tokens asked for
     received: tuple[tuple[int, ...], ...]  # [rank][place]: rows that each physical expert computed
 
@@ -60,16 +60,16 @@ class Statistics:
     @classmethod
     def load(cls, path: str | Path) -> Statistics:
         """Read what `save` wrote."""
-        found = read_json(path, KIND, VERSION)
+        data = read_json(path, KIND, VERSION)
         try:
             return cls(
-                found["hidden"],
-                found["intermediate"],
-                found["top_k"],
-                found["recipe"],
-                Placement.from_dict(found["placement"]),
-                sent=tuple(map(tuple, found["sent"])),
-                received=tuple(map(tuple, found["received"])),
+                data["hidden"],
+                data["intermediate"],
+                data["top_k"],
+                data["recipe"],
+                Placement.from_dict(data["placement"]),
+                sent=tuple(map(tuple, data["sent"])),
+                received=tuple(map(tuple, data["received"])),
             )
         except (KeyError, TypeError, MegaMoEError) as error:
             raise FileError(f"{path} must hold statistics; got {error!r}") from error

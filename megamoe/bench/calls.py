@@ -132,7 +132,7 @@ def _times(
     calls: dict[str, Call], device: torch.device, rounds: int
 ) -> dict[str, list[tuple[float, float]]]:
     """Seconds of CALLS calls: until the last returns, and until the GPU is done."""
-    found: dict[str, list[tuple[float, float]]] = {how: [] for how in calls}
+    times: dict[str, list[tuple[float, float]]] = {how: [] for how in calls}
     for _ in range(rounds):
         for how, call in calls.items():
             call()
@@ -142,8 +142,8 @@ def _times(
                 call()
             host = time.perf_counter() - began
             _synchronize(device)
-            found[how].append((host, time.perf_counter() - began))
-    return found
+            times[how].append((host, time.perf_counter() - began))
+    return times
 
 
 def _synchronize(device: torch.device) -> None:

@@ -51,9 +51,9 @@ def _us(timer: Timer, run: Run) -> float:
 def _matmuls(timer: Timer, width: int, device: torch.device) -> dict[str, float]:
     """Microseconds per MMA type: cuBLAS in BF16, and in FP8 with the better kind of scale."""
     a, b = (normal(device, seed, width, width).bfloat16() for seed in range(2))
-    found = {"bf16": _us(timer, lambda: a @ b.T)}
+    times = {"bf16": _us(timer, lambda: a @ b.T)}
     if device.type != "cuda":
-        return found
+        return times
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
     rows = torch.ones(width, 1, device=device)
     one = torch.ones((), device=device)
@@ -67,5 +67,5 @@ def _matmuls(timer: Timer, width: int, device: torch.device) -> dict[str, float]
             )
         except (RuntimeError, MegaMoEError):
             continue
-        found["fp8"] = min(us, found.get("fp8", us))
-    return found
+        times["fp8"] = min(us, times.get("fp8", us))
+    return times

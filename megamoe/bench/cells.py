@@ -34,7 +34,7 @@ class Shape:
     top_k: int
     options: Options = field(default_factory=Options)
     has_bias: bool = False
-    tokens: tuple[int, ...] = TOKENS  # of its cells unless told otherwise
+    tokens: tuple[int, ...] = TOKENS  # of its cells unless others are given
     num_shared: int = 0  # experts that see every token
 
 
@@ -79,11 +79,24 @@ SHARED = {
 }
 # The shape of a public fused kernel's published times: benchmarks/h200/peers-public-48.json.
 PUBLIC = {s.name: s for s in (Shape("public-48", 6144, 2048, 48, 8, tokens=(8, 32, 64, 128, 256)),)}
+# One rank's share of what the published split kernels were timed on: 384 experts over eight ranks,
+# or over four.
+SPLIT = {
+    s.name: s
+    for s in (
+        Shape(
+            f"split-ep{ranks}-{width}", 7168, width, 384 // ranks, 6, Options(clamp=10.0),
+            tokens=(16, 32, 64, 128, 512, 1024, 4096, 8192),
+        )
+        for ranks in (8, 4)
+        for width in (3072, 2048)
+    )
+}  # fmt: skip
 PRESETS = {
     m.name: Shape(m.name, m.hidden, m.intermediate, m.num_experts, m.top_k, m.options, m.has_bias)
     for m in MODELS.values()
 }
-SHAPES = SHARES | SHARED | PUBLIC | PRESETS
+SHAPES = SHARES | SHARED | PUBLIC | SPLIT | PRESETS
 
 
 def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tuple[Cell, ...]:
@@ -93,7 +106,7 @@ def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tu
     ['v3-ep8/8', 'public-48/8@34', 'tiny/16']
     """
     require(len(names) > 0, "there must be at least one workload", got="none", kind=RangeError)
-    found: dict[str, Cell] = {}
+    cells: dict[str, Cell] = {}
     for name in names:
         shape_name, slash, count = name.partition("/")
         one_of(shape_name, tuple(SHAPES), "workload")
@@ -108,8 +121,8 @@ def cells_named(names: Sequence[str], tokens: Sequence[int] | None = None) -> tu
                 kind=RangeError,
             )
             cell = _touching(Cell(shape, num_tokens), _count(touched) if at else None)
-            found[cell.name] = cell
-    return tuple(found.values())
+            cells[cell.name] = cell
+    return tuple(cells.values())
 
 
 def touching(cell: Cell, counts: Sequence[int] | None = None) -> tuple[Cell, ...]:
@@ -122,15 +135,15 @@ def touching(cell: Cell, counts: Sequence[int] | None = None) -> tuple[Cell, ...
         low, high = cell.shape.top_k, min(cell.shape.num_experts, cell.num_pairs)
         counts = [round(low + (high - low) * at / (USUAL - 1)) for at in range(USUAL)]
     numbers = sorted(set(counts))
-    found = tuple(_touching(cell, number) for number in numbers)
+    cells = tuple(_touching(cell, number) for number in numbers)
     require(
-        len(found) >= FEWEST,
+        len(cells) >= FEWEST,
         f"a line needs at least {FEWEST} numbers of experts touched",
         got=f"{', '.join(map(str, numbers)) or 'none'} at {cell.name}",
         fix="take more tokens, or a shape with more experts than top_k",
         kind=RangeError,
     )
-    return found
+    return cells
 
 
 def _touching(cell: Cell, num_touched: int | None) -> Cell:

@@ -67,21 +67,21 @@ def contestants(
     require(len(names) > 0, "there must be at least one backend", got="none", kind=RangeError)
     for recipe in recipes:
         recipe_named(recipe)
-    found: list[Contestant] = []
+    rows: list[Contestant] = []
     for name in dict.fromkeys(names):
         backend, _, mode = name.partition(":")
         one_of(backend, (*backends.NAMES, *FOREIGN), "backend")
         if backend in FOREIGN:
             recipe, make = FOREIGN[backend]
-            found.append(Contestant(backend, recipe, False, make))
+            rows.append(Contestant(backend, recipe, False, make))
             continue
         one_of(mode or "auto", MODES, "mode")
         if backend == "auto":
             chosen = backends.resolve("auto", mode or "auto", device).name
             name = f"{chosen}:{mode}" if mode else chosen
         for recipe in recipes:
-            found.append(Contestant(name, recipe, True, ours(name, recipe, overrides)))
-    return tuple({(c.name, c.recipe): c for c in found}.values())
+            rows.append(Contestant(name, recipe, True, ours(name, recipe, overrides)))
+    return tuple({(c.name, c.recipe): c for c in rows}.values())
 
 
 def ours(name: str, recipe: str, overrides: Mapping[str, Value] | None = None) -> Factory:
@@ -211,14 +211,14 @@ def rowwise_experts(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def torch_function(name: str) -> Callable[..., Tensor]:
-    found = getattr(torch, name, None)
+    function = getattr(torch, name, None)
     require(
-        found is not None,
+        function is not None,
         f"this contestant needs torch.{name}",
         got=f"torch {torch.__version__}",
         kind=NotAvailable,
     )
-    return found  # type: ignore[return-value]
+    return function  # type: ignore[return-value]
 
 
 # name -> (recipe as it stands in the table, factory)

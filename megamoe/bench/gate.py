@@ -50,8 +50,10 @@ class Gate:
         if count <= limit:
             self.sample = torch.arange(count)
         else:  # the first, the last, and others at random
-            some = torch.randperm(count - 2, generator=torch.Generator().manual_seed(0)) + 1
-            self.sample = torch.cat([some[: limit - 2], torch.tensor([0, count - 1])]).sort().values
+            chosen = torch.randperm(count - 2, generator=torch.Generator().manual_seed(0)) + 1
+            self.sample = (
+                torch.cat([chosen[: limit - 2], torch.tensor([0, count - 1])]).sort().values
+            )
         self.sample = self.sample.to(job.device)
         self._exact: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}
@@ -94,8 +96,8 @@ class Gate:
         off = (y.float() - plain).norm(dim=1) / plain.norm(dim=1)
         worst = int(off.argmax())
         limit = max(ROW_BOUND[recipe_named(recipe).acts.element.bits], 3 * bound)
-        found = float(off[worst])
-        return "" if found <= limit else f"token {worst} is off by {found:.2g} (bound {limit:.2g})"
+        error = float(off[worst])
+        return "" if error <= limit else f"token {worst} is off by {error:.2g} (bound {limit:.2g})"
 
     def eager(self, run: Run, recipe: str, bound: float, timer: Timer) -> Verdict:
         """Judge a direct call, made in poisoned memory."""

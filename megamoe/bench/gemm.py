@@ -29,7 +29,7 @@ from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.numerics import HOPPER_RECIPES, narrowest_mma
+from megamoe.planner.numerics import BLACKWELL_RECIPES, HOPPER_RECIPES, narrowest_mma
 from megamoe.problem import RECIPES
 
 Factory = Callable[..., GemmEntry]  # of the inputs; Hopper's takes a tile too
@@ -52,6 +52,27 @@ def portable(
     x, w = inputs.rows_as(row.acts.name), inputs.weights_as(row.weights.name)
     return GemmEntry(
         run=lambda: grouped_gemm(x, w, inputs.counts, schedule=schedule, sort_by_m=sort_by_m),
+        check=inputs.check(recipe, row.tolerance),
+        weight_bytes=w.nbytes,
+        row_bytes=x.nbytes,
+        mma=narrowest_mma(recipe),
+        recipe=recipe,
+        ours=True,
+    )
+
+
+def blackwell(
+    inputs: GemmInputs, recipe: str, schedule: str = "auto", sort_by_m: bool = False
+) -> GemmEntry:
+    """Blackwell's grouped GEMM with the plan's tile; rows come quantised."""
+    backends.resolve("blackwell", "auto", inputs.device)
+    from megamoe.engine.grouped import grouped_gemm
+
+    row = recipe_named(recipe)
+    x, w = inputs.rows_as(row.acts.name), inputs.weights_as(row.weights.name)
+    how: dict[str, Any] = {"backend": "blackwell", "schedule": schedule, "sort_by_m": sort_by_m}
+    return GemmEntry(
+        run=lambda: grouped_gemm(x, w, inputs.counts, **how),
         check=inputs.check(recipe, row.tolerance),
         weight_bytes=w.nbytes,
         row_bytes=x.nbytes,
@@ -101,7 +122,7 @@ def torch_fp8(inputs: GemmInputs) -> GemmEntry:
     )  # fmt: skip
 
 
-# Tiles dealt by number or drawn by ticket (C005), groups as they come or large ones first (C010).
+# Tiles by number or from a counter, groups as they come or large ones first.
 VARIANTS = {"": ("static", False), "-sorted": ("static", True),
             "-dynamic": ("dynamic", False), "-dynamic-sorted": ("dynamic", True)}  # fmt: skip
 for _recipe in RECIPES:
@@ -110,19 +131,24 @@ for _recipe in RECIPES:
         register(f"portable-{_recipe}{_ending}", _make)
 for _recipe in HOPPER_RECIPES:
     register(f"hopper-{_recipe}", partial(hopper, recipe=_recipe))
+for _recipe in BLACKWELL_RECIPES:
+    register(f"blackwell-{_recipe}", partial(blackwell, recipe=_recipe))  # as the plan says
+    for _ending, (_schedule, _sorted) in VARIANTS.items():
+        _make = partial(blackwell, recipe=_recipe, schedule=_schedule, sort_by_m=_sorted)
+        register(f"blackwell-{_recipe}{_ending or '-static'}", _make)
 register("torch-bf16", torch_bf16)
 register("torch-fp8", torch_fp8)
 
 
 def field_of(names: Sequence[str], shape: GemmShape) -> dict[str, Factory]:
     """The contestants of a shape by name; tiles after an @ are spelled out."""
-    found: dict[str, Factory] = {}
+    factories: dict[str, Factory] = {}
     for name in names:
         plain, at, tile = name.partition("@")
         one_of(plain, tuple(CONTESTANTS), "contestant")
         make = CONTESTANTS[plain]
         if not at:
-            found[name] = make
+            factories[name] = make
             continue
         backend, _, recipe = plain.partition("-")
         one_of(backend, ("hopper",), "backend with a choice of tiles")
@@ -130,8 +156,8 @@ def field_of(names: Sequence[str], shape: GemmShape) -> dict[str, Factory]:
         if tile != "all":
             one_of(tile, tuple(labels), "tile")
             labels = {tile: labels[tile]}
-        found |= {f"{plain}@{text}": partial(make, tile=one) for text, one in labels.items()}
-    return found
+        factories |= {f"{plain}@{text}": partial(make, tile=one) for text, one in labels.items()}
+    return factories
 
 
 def measure(

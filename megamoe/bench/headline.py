@@ -99,10 +99,10 @@ class Record:
     def load(cls, path: str | Path) -> Record:
         """The record that `megamoe bench headline --out` wrote."""
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
-            cells = tuple(Timed(**cell) for cell in found.pop("cells"))
-            kind = found.pop("kind"), found.pop("version")
-            made = cls(cells=cells, **found)
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+            cells = tuple(Timed(**cell) for cell in data.pop("cells"))
+            kind = data.pop("kind"), data.pop("version")
+            record = cls(cells=cells, **data)
         except OSError as error:
             raise FileError(f"the record must be readable; got {error}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -115,14 +115,14 @@ class Record:
             got=f"{kind[0]} of version {kind[1]}",
             kind=FileError,
         )
-        return made
+        return record
 
     def of_line(self, line: Line) -> list[Timed]:
         """The cells of one line, by tokens; those that the record lacks are not measured."""
-        found = {(c.recipe, c.cell): c for c in self.cells}
+        by_cell = {(c.recipe, c.cell): c for c in self.cells}
         names = [(n, f"{line.workload}/{n}") for n in line.tokens]
         return [
-            found.get((line.recipe, name), Timed(line.model, line.recipe, name, n))
+            by_cell.get((line.recipe, name), Timed(line.model, line.recipe, name, n))
             for n, name in names
         ]
 
@@ -160,7 +160,7 @@ class Record:
 
     def summary(self) -> list[str]:
         """One sentence a recipe: its range of ratios in decode, in between and in prefill."""
-        found = []
+        lines = []
         for recipe in dict.fromkeys(line.recipe for line in LINES):
             cells = [c for line in LINES if line.recipe == recipe for c in self.of_line(line)]
             parts = []
@@ -169,8 +169,8 @@ class Record:
                 ratios = [c.ratio for c in cells if c.num_tokens in counts and c.ratio is not None]
                 ran = any(c.us is not None for c in cells if c.num_tokens in counts)
                 parts.append(f"{what} {_span(ratios) if ratios else _without(ran)}")
-            found.append(f"`{recipe}`, our time over the fastest peer's: {'; '.join(parts)}.")
-        return found
+            lines.append(f"`{recipe}`, our time over the fastest peer's: {'; '.join(parts)}.")
+        return lines
 
 
 def _span(ratios: Sequence[float]) -> str:

@@ -60,7 +60,7 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     step = l2_launch(chosen, shape.k, hardware_of(inputs.device).num_sms)
     work = launch.work_items(x, (w,), step)
     if work is not None and work.is_dynamic:
-        schedule(work, counts)  # once, like the list of tiles: nobody writes to them
+        schedule(work, counts)  # once, like the list of tiles: nothing writes to them
 
     def run() -> Tensor:
         y = torch.empty(sum(shape.rows), shape.n, dtype=torch.bfloat16, device=inputs.device)

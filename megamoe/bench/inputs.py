@@ -55,11 +55,11 @@ class Weights:
     def _both(self, recipe: str) -> tuple[ExpertWeights, ExpertWeights | None]:
         if recipe not in self._made:
             num, extra = self.shape.num_experts, self.shape.num_shared
-            made = ExpertWeights.quantize_each(
+            pair = ExpertWeights.quantize_each(
                 map(self.expert, range(num + extra)), num + extra, recipe
             )
-            shared = made[num:] if extra else None
-            self._made[recipe] = replace(made[:num], **self._biases()), shared
+            shared = pair[num:] if extra else None
+            self._made[recipe] = replace(pair[:num], **self._biases()), shared
         return self._made[recipe]
 
     def _biases(self) -> dict[str, Tensor]:

@@ -100,10 +100,10 @@ def run(
     require(0 <= seed < 2**32, "seed must lie between 0 and 2**32 - 1", got=seed, kind=RangeError)
     chosen = _backend(backend, num_ranks, where)
     _check_memory(layer, problem, where)
-    made = _Synthetic(layer, where, seed)
-    weights = made.routed(name, lambda done: progress("weights", done, layer.num_experts))
-    shared = made.shared(name)
-    tokens = [made.tokens(num_tokens, rank) for rank in range(num_ranks)]
+    synthetic = _Synthetic(layer, where, seed)
+    weights = synthetic.routed(name, lambda done: progress("weights", done, layer.num_experts))
+    shared = synthetic.shared(name)
+    tokens = [synthetic.tokens(num_tokens, rank) for rank in range(num_ranks)]
 
     progress("layer", 0, 1)
     if chosen != "reference":
@@ -118,7 +118,7 @@ def run(
     y = torch.cat(outputs)
     sample = torch.linspace(0, len(x) - 1, min(SAMPLE, len(x))).long().to(where)
     exact = _one_by_one(x, idx, weight, weights, shared, layer, sample, progress)
-    plain = made.bf16_layer(x[sample], idx[sample], weight[sample], progress)
+    plain = synthetic.bf16_layer(x[sample], idx[sample], weight[sample], progress)
     counts = expert_counts(idx, layer.num_experts)
     moved = _bytes_moved(weights, counts, x, name)
     row = recipe_named(name)
@@ -263,8 +263,8 @@ class _Synthetic:
     def routed(self, recipe: str, progress: Callable[[int], None]) -> ExpertWeights:
         n = self.layer.num_experts
         experts: Iterator[tuple[Tensor, Tensor]] = (self._expert(e) for e in range(n))
-        made = ExpertWeights.quantize_each(experts, n, recipe, progress=progress)
-        return replace(made, **self._biases(list(range(n))))
+        weights = ExpertWeights.quantize_each(experts, n, recipe, progress=progress)
+        return replace(weights, **self._biases(list(range(n))))
 
     def shared(self, recipe: str) -> ExpertWeights | None:
         n = self.layer.num_shared

@@ -5,7 +5,7 @@ NVLink, so that arithmetic and links stand to each other as on as many GPUs. Thr
 same call are timed, their replays shuffled:
 
     compute  links as fast as the GPU's memory
-    links    paced links without the GEMMs: tokens come, rows go home, nobody computes
+    links    paced links without the GEMMs: tokens come, rows go home, nothing is computed
     both     the call over paced links
 
     hidden = (compute + links - both) / min(compute, links)

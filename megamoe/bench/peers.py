@@ -30,10 +30,10 @@ class Peers:
 
     def ratios(self, cell: str, us: float) -> dict[str, float]:
         """us / peer for each peer that was recorded in the cell, and for the best of them."""
-        found = self.best(cell)
-        if found is None:
+        best = self.best(cell)
+        if best is None:
             return {}
-        return {BEST: us / found[1], **{n: us / t for n, t in self.cells[cell].items()}}
+        return {BEST: us / best[1], **{n: us / t for n, t in self.cells[cell].items()}}
 
     @property
     def common(self) -> tuple[str, ...]:
@@ -45,19 +45,19 @@ class Peers:
 def load(path: str | Path) -> Peers:
     """Read a file of recorded times; anything else is refused with what is wrong."""
     try:
-        found = json.loads(Path(path).read_text())
+        data = json.loads(Path(path).read_text())
     except OSError as error:
         raise FileError(f"the peers file must be readable; got {error}") from error
     except ValueError as error:
         raise FileError(f"the peers file must be JSON; got {error} in {path}") from error
     require(
-        isinstance(found, dict) and isinstance(found.get("cells"), dict),
+        isinstance(data, dict) and isinstance(data.get("cells"), dict),
         'the peers file must hold {"provenance", "method", "cells": {cell: {peer: us}}}',
-        got=f"{type(found).__name__} in {path}",
+        got=f"{type(data).__name__} in {path}",
         kind=FileError,
     )
     cells: dict[str, dict[str, float]] = {}
-    for cell, times in found["cells"].items():
+    for cell, times in data["cells"].items():
         good = isinstance(times, dict) and all(
             isinstance(t, int | float) and t > 0 for t in times.values()
         )
@@ -68,4 +68,4 @@ def load(path: str | Path) -> Peers:
             kind=FileError,
         )
         cells[str(cell)] = {str(name): float(t) for name, t in times.items()}
-    return Peers(str(found.get("provenance", "")), str(found.get("method", "")), cells)
+    return Peers(str(data.get("provenance", "")), str(data.get("method", "")), cells)

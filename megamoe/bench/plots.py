@@ -29,14 +29,14 @@ def write(report: Report, folder: str | Path, name: str) -> list[Path]:
     """Write `name`-times.png and `name`-roofline.png into `folder`, or `name`-lines.png."""
     pyplot = pyplot_or_refuse()
     where = writable_folder(folder)
-    made = []
+    paths = []
     kinds = {"times": _times, "roofline": _roofline}
     for kind, draw in ({"lines": _lines} if report.fixed_costs() else kinds).items():
         figure = pyplot.figure(figsize=SIZE, layout="constrained")
         draw(report, figure)
         figure.supxlabel(report.provenance, fontsize=6, color="gray")
-        made.append(save(figure, where / f"{name}-{kind}.png"))
-    return made
+        paths.append(save(figure, where / f"{name}-{kind}.png"))
+    return paths
 
 
 def save(figure: Any, path: Path) -> Path:
@@ -64,13 +64,13 @@ def pyplot_or_refuse() -> Any:
 
 def ours_in(report: Report) -> dict[str, dict[str, Row]]:
     """Our rows as series: label -> cell -> row; where there are many, the fastest of each cell."""
-    found: dict[str, dict[str, Row]] = {}
+    series: dict[str, dict[str, Row]] = {}
     for r in report.rows:
         if r.ours and r.status == OK and r.us is not None:
-            found.setdefault(r.label, {})[r.cell] = r
-    if len(found) > MAX_SERIES:
-        found = {"ours, fastest recipe": report.best_of_ours()}
-    return found
+            series.setdefault(r.label, {})[r.cell] = r
+    if len(series) > MAX_SERIES:
+        series = {"ours, fastest recipe": report.best_of_ours()}
+    return series
 
 
 def times_of(report: Report) -> tuple[list[str], dict[str, list[float]]]:
@@ -149,10 +149,10 @@ def _panel(report: Report, axes: Any, cells: list[str], series: dict[str, list[f
 def _floors(axes: Any, bars: dict[float, Row | None], width: float) -> None:
     """Across each bar, what its own recipe cannot or hardly beat."""
     for column, (text, dashes, color) in FLOORS.items():
-        found = {x: us for x, row in bars.items() if row and (us := getattr(row, column))}
-        left, right = ([x + side * 0.46 * width for x in found] for side in (-1, 1))
+        us_at = {x: us for x, row in bars.items() if row and (us := getattr(row, column))}
+        left, right = ([x + side * 0.46 * width for x in us_at] for side in (-1, 1))
         axes.hlines(
-            list(found.values()), left, right, label=text, linestyles=[dashes], colors=color,
+            list(us_at.values()), left, right, label=text, linestyles=[dashes], colors=color,
             linewidth=1.4,
         )  # fmt: skip
 
@@ -193,7 +193,7 @@ def _lines(report: Report, figure: Any) -> None:
     axes.set_ylim(bottom=min(0, *axes.get_ylim()))
     axes.set_xlabel("experts touched")
     axes.set_ylabel("microseconds")
-    axes.set_title("fixed cost of a call: where its line meets no experts")
+    axes.set_title("fixed cost of a call: its time extrapolated to no experts")
     axes.legend(fontsize=7)
 
 

@@ -49,16 +49,16 @@ def measure(
         w[1:] = w[0]
     before = _peak(where, reset=True)
     began = time.perf_counter()
-    made = ExpertWeights.quantize(
+    weights = ExpertWeights.quantize(
         w13, w2, recipe, progress=lambda n: progress("quantise", n, count)
     )
     if where.type == "cuda":
         torch.cuda.synchronize(where)
     seconds = time.perf_counter() - began
     in_bytes = 2 * (w13.numel() + w2.numel())
-    extra = max(_peak(where) - before - made.nbytes, 0)
+    extra = max(_peak(where) - before - weights.nbytes, 0)
     return Row(
-        model.name, recipe, count, in_bytes, made.nbytes, seconds, in_bytes / seconds / 1e9,
+        model.name, recipe, count, in_bytes, weights.nbytes, seconds, in_bytes / seconds / 1e9,
         extra, extra / (in_bytes / count), provenance(where),
     )  # fmt: skip
 

@@ -159,7 +159,7 @@ class Report:
 
     def geomeans(self) -> dict[str, dict[str, tuple[float, int]]]:
         """Per contestant: geometric mean of each ratio, and over how many cells it was taken."""
-        found: dict[str, dict[str, tuple[float, int]]] = {}
+        means: dict[str, dict[str, tuple[float, int]]] = {}
         ratios = {"x floor": "of_floor", "x read": "of_read"}
         for label in dict.fromkeys(r.label for r in self.rows if r.status == OK):
             rows = [r for r in self.rows if r.label == label and r.status == OK]
@@ -168,18 +168,18 @@ class Report:
                 for name, column in ratios.items()
             }
             values |= {f"/ {n}": [r.versus[n] for r in rows if n in r.versus] for n in self.rivals}
-            found[label] = {n: (geomean(v), len(v)) for n, v in values.items() if v}
-        return found
+            means[label] = {n: (geomean(v), len(v)) for n, v in values.items() if v}
+        return means
 
     def fixed_costs(self) -> tuple[FixedCost, ...]:
         """Of every contestant that was timed with several numbers of experts touched."""
-        found: dict[tuple[str, str], list[Row]] = {}
+        groups: dict[tuple[str, str], list[Row]] = {}
         for r in self.rows:
             cell, at, _ = r.cell.partition(AT)
             if at and r.status == OK:
-                found.setdefault((cell, r.label), []).append(r)
+                groups.setdefault((cell, r.label), []).append(r)
         return tuple(
-            FixedCost.of(cell, rows) for (cell, _), rows in found.items() if len(rows) >= FEWEST
+            FixedCost.of(cell, rows) for (cell, _), rows in groups.items() if len(rows) >= FEWEST
         )
 
     def best_of_ours(self) -> dict[str, Row]:
@@ -224,15 +224,15 @@ def write(report: Report, folder: str | Path, name: str) -> list[Path]:
 def read(path: str | Path, peers: Peers | None = None) -> Report:
     """The report that `write` left as JSON; `peers`, if given, take the place of its own."""
     try:
-        found = json.loads(Path(path).read_text())
-        rows = [Row(**row) for row in found["rows"]]
+        data = json.loads(Path(path).read_text())
+        rows = [Row(**row) for row in data["rows"]]
         if peers is not None:
             rows = [replace(r, versus=peers.ratios(r.cell, r.us)) if r.us else r for r in rows]
-        elif found["peers"] is not None:
-            peers = Peers(**found["peers"])
-        ceilings = Ceilings(**found["ceilings"])
+        elif data["peers"] is not None:
+            peers = Peers(**data["peers"])
+        ceilings = Ceilings(**data["ceilings"])
         return Report(
-            found["title"], found["provenance"], found["method"], ceilings, tuple(rows), peers
+            data["title"], data["provenance"], data["method"], ceilings, tuple(rows), peers
         )
     except OSError as error:
         raise FileError(f"the record must be readable; got {error}") from error

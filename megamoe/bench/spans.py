@@ -50,8 +50,8 @@ def recorded(call: Callable[[], object]) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return found
+        trace: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return trace
 
 
 def launches_of(trace: dict[str, Any]) -> list[Launched]:
@@ -62,7 +62,7 @@ def launches_of(trace: dict[str, Any]) -> list[Launched]:
     first = kernels[0]["ts"]
     ranks: dict[int, int] = {}
     gemms: dict[int, int] = {}
-    found = []
+    launches = []
     for event in kernels:
         rank = ranks.setdefault(event["args"]["stream"], len(ranks))
         line = LINES[event["name"]]
@@ -70,8 +70,8 @@ def launches_of(trace: dict[str, Any]) -> list[Launched]:
             line = ("L1", "L2")[gemms.get(rank, 0) % 2]
             gemms[rank] = gemms.get(rank, 0) + 1
         start = event["ts"] - first
-        found.append(Launched(rank, line, start, start + event["dur"]))
-    return found
+        launches.append(Launched(rank, line, start, start + event["dur"]))
+    return launches
 
 
 def overlap_us(launches: Sequence[Launched], one: str, other: str, rank: int = 0) -> float:

@@ -55,8 +55,8 @@ class Choice:
 
     def as_dict(self) -> dict[str, object]:
         us = {row.contestant: row.us for row in self.timed}
-        kept = {name: value for name, value in asdict(self).items() if name != "timed"}
-        return {**kept, "worse_by": self.worse_by, "us": us}
+        columns = {name: value for name, value in asdict(self).items() if name != "timed"}
+        return {**columns, "worse_by": self.worse_by, "us": us}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +75,9 @@ class Sweep:
         return 0 if any(row.status == OK for row in self.report.rows) else 3
 
     def as_dict(self) -> dict[str, object]:
-        found = self.report.as_dict()
+        data = self.report.as_dict()
         choices = [choice.as_dict() for choice in self.choices]
-        return {**found, "recipe": self.recipe, "choices": choices, "exit_code": self.exit_code}
+        return {**data, "recipe": self.recipe, "choices": choices, "exit_code": self.exit_code}
 
 
 def sweep(

@@ -58,11 +58,11 @@ class Timer:
         chain: int = 1,
     ) -> None:
         one_of(flush, FLUSHES, "flush")
-        most = {"repeats": 10_000, "rounds": 10_000, "chain": 100}
+        limits = {"repeats": 10_000, "rounds": 10_000, "chain": 100}
         for name, value in (("repeats", repeats), ("rounds", rounds), ("chain", chain)):
             require(
-                1 <= value <= most[name],
-                f"{name} must lie between 1 and {most[name]}",
+                1 <= value <= limits[name],
+                f"{name} must lie between 1 and {limits[name]}",
                 got=value,
                 kind=RangeError,
             )

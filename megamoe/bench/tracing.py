@@ -53,10 +53,12 @@ def record(
     progress("trace", 2, len(steps))
     times = timer.time({"plain": plain, "traced": traced})
     progress("trace", 3, len(steps))
-    found = call.recording(_stamped(timer, traced, stamps), times["plain"].us, times["traced"].us)
+    recording = call.recording(
+        _stamped(timer, traced, stamps), times["plain"].us, times["traced"].us
+    )
     call.status.check(cell.shape.top_k)
     progress("trace", 4, len(steps))
-    return found, is_same
+    return recording, is_same
 
 
 def check_device(device: torch.device) -> None:
@@ -120,7 +122,7 @@ class _Call:
             block_n=rows,
             block_k=tile.block_k,
             num_stages=tile.num_stages,
-            across=(ceil_div(acts, rows // 2), ceil_div(shape.hidden, rows)),
+            num_n_tiles=(ceil_div(acts, rows // 2), ceil_div(shape.hidden, rows)),
             num_ctas=len(stamps),
             events=events_of(stamps),
             plain_us=plain_us,
@@ -131,12 +133,12 @@ class _Call:
 
 def _stamped(timer: Timer, traced: Prepared, stamps: Tensor) -> Tensor:
     """The stamps of some cold launches: those of the launch with the median time."""
-    found = []
+    stamped = []
     for _ in range(LAUNCHES):
         stamps.zero_()
         timer.cold(traced)
-        found.append(stamps.to("cpu", copy=True))
-    return sorted(found, key=_total_ns)[LAUNCHES // 2]
+        stamped.append(stamps.to("cpu", copy=True))
+    return sorted(stamped, key=_total_ns)[LAUNCHES // 2]
 
 
 def _total_ns(stamps: Tensor) -> int:

@@ -85,7 +85,7 @@ def product_kernel(
     w_scales = allocate_tensor_memory(ws.dtype, [128, NUM], TensorMemoryScalesLayout())
     x_scales = allocate_tensor_memory(xs.dtype, [128, NUM], TensorMemoryScalesLayout())
     loaded = barriers(1, 1).index(0)
-    if MULTIPLY:  # a barrier that nobody waits for must not be there
+    if MULTIPLY:  # a barrier that is never waited for must not be there
         done = barriers(1, 1).index(0)
     phase = 0
     use_acc = False

@@ -22,9 +22,9 @@ def all_checks(target: Target) -> Iterator[Check]:
     """In the order of `checks.STAGES`."""
     for recipe in target.recipes:
         yield Check("graphs", recipe, partial(_graphs, target, recipe))
-    if target.backend != "hopper":  # the only one whose launches have ranks or waits so far
+    if "fused" not in target.modes:  # the only launches with ranks or waits of one GPU
         return
-    for recipe in ("w4a8_block", "w8a8"):
+    for recipe in ("w4a8_block", "w8a8", *(("nvfp4",) if target.backend == "blackwell" else ())):
         if recipe in target.recipes:
             for num in (2, 4):
                 yield Check("ranks", f"{recipe}, {num} ranks", partial(_ranks, target, recipe, num))
@@ -67,14 +67,14 @@ def _ranks(target: Target, recipe: str, num_ranks: int) -> str:
     weights = random_experts(
         recipe, sizes.num_experts, sizes.hidden, sizes.intermediate, seed=9
     ).to(target.device)
-    ranks = LocalRanks(weights, num_ranks)
+    ranks = LocalRanks(weights, num_ranks, backend=target.backend)
     parts = [_there(target, 4 + 3 * rank, rank) for rank in range(num_ranks)]
     whole = [torch.cat(each) for each in zip(*parts, strict=True)]
     wanted = target.call(*whole, weights, backend=target.backend, mode="staged")
     for call in range(3):
-        found = torch.cat(ranks(*map(list, zip(*parts, strict=True))))
+        y = torch.cat(ranks(*map(list, zip(*parts, strict=True))))
         ranks.check()
-        if not torch.equal(found, wanted):
+        if not torch.equal(y, wanted):
             raise Failed(f"call {call} of {num_ranks} ranks has other bits than one rank")
     return "3 calls back to back"
 
@@ -106,7 +106,7 @@ def _waits(target: Target, recipe: str) -> str:
     try:
         status.check(sizes.top_k)
     except MegaMoETimeout as error:
-        found = str(error)
+        text = str(error)
     else:
         raise Failed("the launch ended without a report")
     status.reset()
@@ -114,4 +114,4 @@ def _waits(target: Target, recipe: str) -> str:
     status.check(sizes.top_k)
     if not torch.equal(again, wanted):
         raise Failed("other bits after the reset")
-    return found
+    return text

@@ -113,7 +113,7 @@ ROUTINGS = {
     "masked":   "a fifth of the slots masked, one token without any",
     "repeated": "the same expert in every slot of a token",
     "one":      "all tokens to one expert",
-    "nobody":   "every slot masked",
+    "all_masked": "every slot masked",
 }
 # fmt: on
 
@@ -135,6 +135,6 @@ def random_inputs(
         idx[:] = idx[:, :1].clone()
     elif routing == "one":
         idx[:] = num_experts - 1
-    elif routing == "nobody":
+    elif routing == "all_masked":
         idx[:] = -1
     return x, idx, gates

@@ -93,12 +93,12 @@ def certify(target: Target, progress: Progress = lambda stage, done, of: None) -
     total, findings = len(names), []
     source = _apart(target, names) if target.is_gpu else _here(target)
     bad_stage = ""
-    for found in source:
-        if bad_stage and found.stage != bad_stage:
+    for finding in source:
+        if bad_stage and finding.stage != bad_stage:
             break
-        findings.append(found)
-        bad_stage = bad_stage or ("" if found.ok else found.stage)
-        progress(found.stage, len(findings), total)
+        findings.append(finding)
+        bad_stage = bad_stage or ("" if finding.ok else finding.stage)
+        progress(finding.stage, len(findings), total)
     return Report(
         backend=target.backend,
         label=target.label,
@@ -115,9 +115,9 @@ def certify(target: Target, progress: Progress = lambda stage, done, of: None) -
 
 def keep(report: Report) -> str:
     """Write the certificate of a report, or take back an older one; says which."""
-    found = report.certificate()
-    if found is not None:
-        return f"certificate written to {certificate.write(found)}"
+    proof = report.certificate()
+    if proof is not None:
+        return f"certificate written to {certificate.write(proof)}"
     if report.is_quick and report.ok:
         return "no certificate: a quick run certifies nothing"
     certificate.remove(report.backend, report.machine)
@@ -145,8 +145,8 @@ def _here(target: Target) -> Iterator[Finding]:
 
 
 def _child(pipe: Connection, target: Target) -> None:
-    for found in _here(target):
-        pipe.send(found)
+    for finding in _here(target):
+        pipe.send(finding)
     pipe.send(None)
 
 
@@ -163,7 +163,7 @@ def _apart(target: Target, names: list[tuple[str, str]]) -> Iterator[Finding]:
             began = time.perf_counter()
             came = here.poll(CHECK_S)
             try:
-                found = here.recv() if came else None
+                message = here.recv() if came else None
             except EOFError:
                 child.join()
                 why = f"the process ended with exit code {child.exitcode}"
@@ -173,10 +173,10 @@ def _apart(target: Target, names: list[tuple[str, str]]) -> Iterator[Finding]:
                 why = f"did not end in {CHECK_S:.0f} s: a wait without a bound, or a lost barrier"
                 yield Finding(*names[done], False, why, CHECK_S)
                 return
-            if found is None:
+            if message is None:
                 return
             done += 1
-            yield found
+            yield message
     finally:
         here.close()
         if child.is_alive():

@@ -12,8 +12,11 @@ from torch import Tensor
 from megamoe import reference
 from megamoe.certify.layers import Inputs
 from megamoe.engine.functional import moe
+from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import CapacityError, NotAvailable
 from megamoe.formats.spec import INTERPRETER_FACTOR, recipe_named
+from megamoe.planner.overrides import checked
 from megamoe.planner.plan import BACKEND_MODES
 from megamoe.problem import RECIPES, Options
 
@@ -43,7 +46,7 @@ GPU_QUICK = Sizes(512, 256, 8, 2, 2048, (8, 64), (8, 64, 512), (7, 64), 200)
 SMALL = Sizes(96, 64, 4, 2, 256, (3,), (2, 9), (5,), 8)
 
 
-ONE_RANK_MODES = ("staged", "fused")  # others need a group, which a certificate says nothing of
+ONE_RANK_MODES = ("staged", "fused")  # that `auto` takes; others are only run if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,29 @@ class Target:
         if self.backend == "reference":
             return ("staged",)
         return tuple(mode for mode in BACKEND_MODES[self.backend] if mode in ONE_RANK_MODES)
+
+    def takes(
+        self,
+        mode: str,
+        inputs: Inputs,
+        weights: ExpertWeights,
+        shared: ExpertWeights | None = None,
+        **options: Any,
+    ) -> bool:
+        """Whether the mode takes such a call; fused launches refuse some by name."""
+        if mode != "fused" or not self.is_gpu:
+            return True
+        x, idx, _ = inputs
+        asked = checked({"backend": self.backend, "mode": mode})
+        traits = traits_of(self.backend, weights.to(self.device), shared)
+        try:
+            plan_for(
+                weights.to(self.device), Options(**options), traits, num_tokens=len(x),
+                top_k=idx.shape[1], overrides=asked,
+            )  # fmt: skip
+        except (NotAvailable, CapacityError):
+            return False
+        return True
 
     def bound(self, recipe: str) -> float:
         """The recipe's tolerance; the interpreter's is wider. The oracle has none."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from megamoe.balance.placement import Placement, propose
 from megamoe.balance.statistics import Statistics
 from megamoe.cli import problems as of
-from megamoe.cli.shared import reason_table, writable_folder
+from megamoe.cli.shared import Json, reason_table, writable_folder
 from megamoe.hardware import Hardware
 from megamoe.planner.call import CallSpec
 from megamoe.planner.plan import plan
@@ -45,52 +45,52 @@ def command(
     hardware: of.Machine = "h200",
     mode: Mode = "auto",
     out_file: Out = None,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
-    """Propose which experts stand on which rank, hot ones more than once, and predict the gain."""
-    found = Statistics.load(stats)
+    """Propose which experts lie on which rank, hot ones more than once, and predict the gain."""
+    statistics = Statistics.load(stats)
     if out_file is not None:
         writable_folder(Path(out_file).parent, "the folder of --out")
-    old = found.placement
+    old = statistics.placement
     num_ranks = old.num_ranks if ranks is None else ranks
     before = old if num_ranks == old.num_ranks else Placement.contiguous(old.num_experts, num_ranks)
     slots = before.slots_per_rank if slots_per_rank is None else slots_per_rank
-    after = propose(found.logical, num_ranks, slots, before)
+    after = propose(statistics.logical, num_ranks, slots, before)
     machine = Hardware.named(hardware)
-    both = [_predict(found, p, machine, tokens, mode) for p in (before, after)]
+    both = [_predict(statistics, p, machine, tokens, mode) for p in (before, after)]
     if out_file is not None:
         after.save(out_file)
     if as_json:
-        print(json.dumps(_as_dict(found, (before, after), both), indent=2))
+        print(json.dumps(_as_dict(statistics, (before, after), both), indent=2))
         return
-    _print(found, (before, after), both, machine)
+    _print(statistics, (before, after), both, machine)
     if out_file is not None:
         out.print(f"wrote {out_file}", highlight=False, soft_wrap=True)
 
 
 def _predict(
-    found: Statistics, placement: Placement, machine: Hardware, tokens: int, mode: str
+    statistics: Statistics, placement: Placement, machine: Hardware, tokens: int, mode: str
 ) -> Prediction:
     """One average call as a layer with that placement launches it."""
     problem = Problem(
-        tokens, found.hidden, found.intermediate, placement.num_physical, found.top_k,
-        placement.num_ranks, found.recipe,
+        tokens, statistics.hidden, statistics.intermediate, placement.num_physical,
+        statistics.top_k, placement.num_ranks, statistics.recipe,
     )  # fmt: skip
-    sent = found.per_call(placement.num_ranks, tokens)
+    sent = statistics.per_call(placement.num_ranks, tokens)
     call = CallSpec(problem, is_placed=not placement.is_contiguous, max_tokens=tokens)
     return simulate(plan(call, machine, mode=mode), placement.spread(sent))
 
 
 def _as_dict(
-    found: Statistics, placements: tuple[Placement, Placement], both: list[Prediction]
+    statistics: Statistics, placements: tuple[Placement, Placement], both: list[Prediction]
 ) -> dict[str, Any]:
     rows = {
         name: {
             "slots_per_rank": p.slots_per_rank,
             "slots": p.slots,
             "replicas": [len(ids) for ids in p.replicas()],
-            "rank_rows": p.rank_loads(found.logical),
-            "imbalance": p.imbalance(found.logical),
+            "rank_rows": p.rank_loads(statistics.logical),
+            "imbalance": p.imbalance(statistics.logical),
             "predicted_us": predicted.time_us,
             "floor_us": predicted.floor.time_us,
             "backend": predicted.schedule.backend,
@@ -101,14 +101,14 @@ def _as_dict(
     return {
         "num_ranks": placements[0].num_ranks,
         "num_experts": placements[0].num_experts,
-        "logical": found.logical,
+        "logical": statistics.logical,
         "gain": both[0].time_us / both[1].time_us,
         **rows,
     }
 
 
 def _print(
-    found: Statistics,
+    statistics: Statistics,
     placements: tuple[Placement, Placement],
     both: list[Prediction],
     machine: Hardware,
@@ -123,7 +123,7 @@ def _print(
         (
             str(q.slots_per_rank),
             str(q.num_physical - q.num_experts),
-            f"{q.imbalance(found.logical):.3f}",
+            f"{q.imbalance(statistics.logical):.3f}",
             predicted.schedule.mode,
             f"{predicted.time_us:,.1f} us",
             f"{predicted.floor.time_us:,.1f} us",
@@ -147,7 +147,7 @@ def _print(
         return
     gain = both[0].time_us / both[1].time_us
     out.print(f"predicted gain: [bold]{gain:.2f}x[/]", highlight=False)
-    hot = sorted(range(after.num_experts), key=lambda e: (-found.logical[e], e))[:5]
+    hot = sorted(range(after.num_experts), key=lambda e: (-statistics.logical[e], e))[:5]
     counts = [len(ids) for ids in after.replicas()]
-    told = ", ".join(f"{e} ({found.logical[e]:,} rows, on {counts[e]})" for e in hot)
-    out.print(f"hottest experts, and on how many ranks: {told}", highlight=False)
+    names = ", ".join(f"{e} ({statistics.logical[e]:,} rows, on {counts[e]})" for e in hot)
+    out.print(f"hottest experts, and on how many ranks: {names}", highlight=False)

@@ -27,7 +27,7 @@ from megamoe.bench.cells import (
 )
 from megamoe.bench.peers import load
 from megamoe.bench.record import OK, WRONG, Report, Row, read, write
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder
 from megamoe.errors import NotAvailable, RangeError, require
 
 
@@ -77,8 +77,8 @@ BACKEND_HELP = (
     "torch-bf16, torch-fp8."
 )
 CONTESTANT_HELP = (
-    "Comma-separated: hopper-RECIPE with @TILE or @all if wanted; portable-RECIPE with -dynamic, "
-    "-sorted or -dynamic-sorted if wanted; torch-bf16, torch-fp8."
+    "Comma-separated: hopper-RECIPE with @TILE or @all if wanted; portable-RECIPE or "
+    "blackwell-RECIPE with -dynamic, -sorted or -dynamic-sorted if wanted; torch-bf16, torch-fp8."
 )
 FLUSH_HELP = "How L2 is emptied before each call: memset, read or none."
 
@@ -141,8 +141,8 @@ def layer(
         **({} if seed is None else {"seed": seed}),
     )
 
-    with Kept(out, "layer", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
-        report = measure(cells, settings, peers=recorded, progress=bars, on_cell=kept)
+    with SavedReport(out, "layer", as_json, COLUMNS) as saved, Bars(quiet=as_json) as bars:
+        report = measure(cells, settings, peers=recorded, progress=bars, on_cell=saved)
     finish(report, out, "layer", as_json)
 
 
@@ -185,11 +185,11 @@ def plot(
 
     report = read(record, None if peers is None else load(peers))
     path = Path(record)
-    made = plots.write(report, writable_folder(path.parent if out is None else out), path.stem)
-    Console().print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+    paths = plots.write(report, writable_folder(path.parent if out is None else out), path.stem)
+    Console().print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
 
 
-class Kept:
+class SavedReport:
     """The report so far: written after every cell where there is a folder, printed if interrupted.
 
     Both Ctrl-C and a signal to end (`timeout`, a scheduler) interrupt.
@@ -205,7 +205,7 @@ class Kept:
         if self.folder is not None:
             write(so_far, self.folder, self.name)
 
-    def __enter__(self) -> Kept:
+    def __enter__(self) -> SavedReport:
         self.before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         return self
 
@@ -226,14 +226,14 @@ def finish(
     console = Console(stderr=as_json)
     show_or_dump(report, as_json, columns)
     if folder is not None:
-        made = write(report, folder, name)
+        paths = write(report, folder, name)
         from megamoe.bench import plots
 
         try:
-            made += plots.write(report, folder, name)
+            paths += plots.write(report, folder, name)
         except NotAvailable as error:
             console.print(f"no plots: {escape(str(error))}", soft_wrap=True)
-        console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
+        console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
     raise typer.Exit(report.exit_code)
 
 
@@ -268,7 +268,7 @@ def show(report: Report, console: Console, columns: Columns = COLUMNS) -> None:
             table.add_row(*(text(row) for text in every.values()))
     wide = one_line_a_row(console)
     if table.row_count:
-        wide.print(table)
+        whole_table(wide, table, 3)
     for label, means in report.geomeans().items():
         parts = (
             f"{n.replace('_', ' ')} {mean:.3f} ({count})" for n, (mean, count) in means.items()

@@ -22,11 +22,11 @@ from megamoe.cli.bench import (
     Device,
     Eager,
     Flush,
-    Kept,
     Out,
     Recipes,
     Repeats,
     Rounds,
+    SavedReport,
     Tokens,
     Workloads,
     counts_in,
@@ -35,7 +35,7 @@ from megamoe.cli.bench import (
     number,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder, write_atomic
 
 if TYPE_CHECKING:
     from megamoe.bench.calls import Row
@@ -91,21 +91,21 @@ def sweep(
         device=where, recipes=(recipe,), repeats=repeats, rounds=rounds, flush=flush
     )
     with Bars(quiet=as_json) as bars:
-        found = measure(
+        result = measure(
             cells, recipe, settings, budget_s=budget, workers=workers, progress=bars
         )  # fmt: skip
-    _keep(found.as_dict(), out, "sweep")
+    _keep(result.as_dict(), out, "sweep")
     if as_json:
-        print(json.dumps(found.as_dict(), indent=1))
+        print(json.dumps(result.as_dict(), indent=1))
     else:
-        _show_sweep(found)
-    raise typer.Exit(found.exit_code)
+        _show_sweep(result)
+    raise typer.Exit(result.exit_code)
 
 
-def _show_sweep(found: Sweep) -> None:
+def _show_sweep(sweep: Sweep) -> None:
     wide = one_line_a_row(Console())
-    for choice in found.choices:
-        title = f"{choice.cell}, {found.recipe}: {choice.rows_per_expert:,.1f} rows an expert"
+    for choice in sweep.choices:
+        title = f"{choice.cell}, {sweep.recipe}: {choice.rows_per_expert:,.1f} rows an expert"
         table = Table("tile", "us", "±%", "/ best", "", title=title)
         for column in table.columns[1:4]:
             column.justify = "right"
@@ -117,7 +117,7 @@ def _show_sweep(found: Sweep) -> None:
             table.add_row(
                 row.contestant, number(row.us, 1), number(spread, 1), number(ratio, 3), mark
             )
-        wide.print(table)
+        whole_table(wide, table, 1)
         worse = "was not timed"
         if choice.worse_by is not None:
             worse = f"is {100 * choice.worse_by:.1f}% above the best"
@@ -125,13 +125,13 @@ def _show_sweep(found: Sweep) -> None:
             f"{choice.cell}: {choice.picked} {worse}; the table says: {escape(choice.why)}",
             highlight=False,
         )
-    for row in found.report.rows:
+    for row in sweep.report.rows:
         if row.status != OK:
             wide.print(
                 f"{row.status} {row.cell} {row.contestant}: {escape(row.note)}",
                 highlight=False, soft_wrap=True,
             )  # fmt: skip
-    for fact in (f"method: {found.report.method}", found.report.provenance):
+    for fact in (f"method: {sweep.report.method}", sweep.report.provenance):
         wide.print(fact, style="dim", highlight=False, soft_wrap=True)
 
 
@@ -176,7 +176,7 @@ def _show_calls(rows: list[Row]) -> None:
         bits = "same" if row.has_same_bits else "[bold red]OTHER[/]"
         times = (number(us, 1) for us in (row.host_us, row.low_us, row.wall_us))
         table.add_row(row.cell, row.backend, row.recipe, row.how, *times, bits)
-    wide.print(table)
+    whole_table(wide, table, 4)
     if rows:
         wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)
 
@@ -212,8 +212,8 @@ def fixed(
         backends=names_in(backends), recipes=names_in(recipes), device=where,
         repeats=repeats, rounds=rounds, flush=flush, eager=eager, chain=chain,
     )  # fmt: skip
-    with Kept(out, "fixed", as_json, COLUMNS) as kept, Bars(quiet=as_json) as bars:
-        report = measure([*points.values()], settings, progress=bars, on_cell=kept)
+    with SavedReport(out, "fixed", as_json, COLUMNS) as saved, Bars(quiet=as_json) as bars:
+        report = measure([*points.values()], settings, progress=bars, on_cell=saved)
     costs = report.fixed_costs()
     if costs and not as_json:
         _show_fixed(costs, bar)
@@ -233,7 +233,7 @@ def _show_fixed(costs: Sequence[FixedCost], bar_us: float) -> None:
             number(bar_us, 1), number(None if c.read is None else c.read.intercept, 1),
             number(c.line.slope, 3), number(c.gbs, 0), f"{c.worst_us:+,.1f}",
         )  # fmt: skip
-    one_line_a_row(Console()).print(table)
+    whole_table(one_line_a_row(Console()), table, 3)
 
 
 def _point_columns(costs: Sequence[FixedCost]) -> Columns:
@@ -249,6 +249,6 @@ def _point_columns(costs: Sequence[FixedCost]) -> Columns:
     return {**first, "experts": lambda r: str(r.touched), **COLUMNS, "off us": off}
 
 
-def _keep(found: object, folder: str | None, name: str) -> None:
+def _keep(result: object, folder: str | None, name: str) -> None:
     if folder is not None:
-        write_atomic(writable_folder(folder) / f"{name}.json", json.dumps(found, indent=1) + "\n")
+        write_atomic(writable_folder(folder) / f"{name}.json", json.dumps(result, indent=1) + "\n")

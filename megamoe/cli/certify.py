@@ -35,11 +35,12 @@ Recipe = Annotated[
     list[str] | None, typer.Option(help=f"Some of {', '.join(RECIPES)}; default: all.")
 ]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="Fewer sizes and launches; writes no certificate.")
+    bool, typer.Option("--quick", help="Fewer sizes and launches; no certificate.", metavar="")
 ]
 File = Annotated[str | None, typer.Option("--out", help="File for the report, as JSON.")]
 NoCertificate = Annotated[
-    bool, typer.Option("--no-certificate", help="Report only: keep and take back nothing.")
+    bool,
+    typer.Option("--no-certificate", help="Report only: keep and take back nothing.", metavar=""),
 ]
 
 
@@ -71,13 +72,13 @@ def command(
     target = run.with_recipes(run.on(backend, where, is_quick=quick), tuple(recipe or ()))
     with Bars(quiet=as_json) as bars:
         report = run.certify(target, bars)
-    kept = "no certificate: not asked for" if no_certificate else run.keep(report)
+    outcome = "no certificate: not asked for" if no_certificate else run.keep(report)
     if file is not None:
         write_atomic(file, json.dumps(report.as_dict(), indent=2) + "\n")
     if as_json:
-        print(json.dumps({**report.as_dict(), "kept": kept}, indent=2))
+        print(json.dumps({**report.as_dict(), "kept": outcome}, indent=2))
     else:
-        _print(report, kept, file)
+        _print(report, outcome, file)
     raise typer.Exit(0 if report.ok else 1)
 
 
@@ -108,16 +109,16 @@ def _interpret() -> None:
     )
 
 
-def _print(report: Report, kept: str, file: str | None) -> None:
+def _print(report: Report, outcome: str, file: str | None) -> None:
     from megamoe.certify.checks import STAGES
 
     rows = []
     for stage, about in STAGES.items():
         of_stage = [one for one in report.findings if one.stage == stage]
         if of_stage:
-            held = sum(one.ok for one in of_stage)
+            num_held = sum(one.ok for one in of_stage)
             seconds = sum(one.seconds for one in of_stage)
-            rows.append((stage, f"{held} of {len(of_stage)}", f"{seconds:.1f}", about))
+            rows.append((stage, f"{num_held} of {len(of_stage)}", f"{seconds:.1f}", about))
     title = f"{report.backend}, {report.label}: {MEANING[report.label]}"
     reason_table(out, title, ("stage", "held", "s", "what"), rows, right=(1, 2))
     for one in report.failed:
@@ -126,7 +127,7 @@ def _print(report: Report, kept: str, file: str | None) -> None:
     if report.not_run:
         out.print(f"{report.not_run} checks not run: they lean on what failed", highlight=False)
     out.print(report.provenance, style="dim", highlight=False, soft_wrap=True)
-    out.print(kept, highlight=False, soft_wrap=True)
+    out.print(outcome, highlight=False, soft_wrap=True)
     if file is not None:
         out.print(f"report for us in {file}", highlight=False, soft_wrap=True)
     verdict = "[bold green]every check held[/]" if report.ok else "[bold red]a check FAILED[/]"

@@ -45,11 +45,13 @@ def command(
         int | None, typer.Option(help="Experts over all ranks, if not the model's.")
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"{', '.join(MACHINES)}.")] = "h200",
-    mode: Annotated[str, typer.Option(help="auto, staged or fused.")] = "auto",
+    mode: Annotated[str, typer.Option(help="auto, staged, fused or split.")] = "auto",
     graphs: Annotated[
-        bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.")
+        bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.", metavar="")
     ] = True,
-    shared: Annotated[bool, typer.Option(help="With the model's shared experts.")] = False,
+    shared: Annotated[
+        bool, typer.Option(help="With the model's shared experts.", metavar="")
+    ] = False,
     processes: Annotated[
         int | None, typer.Option(help="That compile side by side; default: one per core.")
     ] = None,
@@ -66,24 +68,24 @@ def command(
         graphs=graphs, shared=shared, max_tokens=max_tokens or max(sizes),
     )  # fmt: skip
     if dry_run:
-        told = count_cubins(layer, sizes)
+        cubins = count_cubins(layer, sizes)
         if as_json:
-            print(json.dumps(told, indent=2))
+            print(json.dumps(cubins, indent=2))
         else:
-            print_cubins(told, len(sizes))
+            print_cubins(cubins, len(sizes))
         return
     _need_triton()
     from megamoe.engine.precompile import compile_layer
 
     with Bars(quiet=as_json) as bars:
-        made = compile_layer(
+        compiled = compile_layer(
             layer, sizes, processes=processes,
             progress=lambda done, of: bars("cubins", done, of),
         )  # fmt: skip
     if as_json:
-        print(json.dumps(made._asdict(), indent=2))
+        print(json.dumps(compiled._asdict(), indent=2))
     else:
-        out.print(f"{model.name}, {layer.recipe}: {made}", highlight=False)
+        out.print(f"{model.name}, {layer.recipe}: {compiled}", highlight=False)
 
 
 def layer_spec(
@@ -96,9 +98,9 @@ def layer_spec(
 
     recipe, num = recipe or model.recipe, experts or model.num_experts
     fmt = recipe_named(recipe).weights
-    one_of(mode, ("auto", "staged", "fused"), "mode")
+    one_of(mode, ("auto", "staged", "fused", "split"), "mode")
     require(
-        ranks >= 1 and num % ranks == 0, f"{num} experts must be dealt to ranks evenly", got=ranks,
+        ranks >= 1 and num % ranks == 0, f"{num} experts must divide evenly over ranks", got=ranks,
         kind=RangeError,
     )  # fmt: skip
     extra = None
@@ -120,13 +122,13 @@ def count_cubins(layer: LayerSpec, sizes: Sequence[int]) -> dict[str, int]:
     return dict(Counter(one.kernel for one in cubins_of(layer, sizes)))
 
 
-def print_cubins(told: dict[str, int], num_sizes: int) -> None:
+def print_cubins(cubins: dict[str, int], num_sizes: int) -> None:
     """A table of them."""
     sizes = f"{num_sizes} size{'s' * (num_sizes != 1)}"
-    table = Table(title=f"{sum(told.values())} cubins for {sizes}", title_justify="left")
+    table = Table(title=f"{sum(cubins.values())} cubins for {sizes}", title_justify="left")
     table.add_column("kernel")
     table.add_column("cubins", justify="right")
-    for name, num in told.items():
+    for name, num in cubins.items():
         table.add_row(name, str(num))
     out.print(table)
 
@@ -137,19 +139,19 @@ def sizes_from(text: str) -> list[int]:
     >>> sizes_from("8,1-3"), sizes_from("64")
     ([1, 2, 3, 8], [64])
     """
-    found: set[int] = set()
+    sizes: set[int] = set()
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
         is_number = first.isdigit() and (not dash or last.isdigit())
         require(is_number, "tokens must be numbers or ranges", got=part, fix="such as 1,8,64-128",
                 kind=RangeError)  # fmt: skip
-        found |= set(range(int(first), int(last or first) + 1))
-    found -= {0}
+        sizes |= set(range(int(first), int(last or first) + 1))
+    sizes -= {0}
     require(
-        0 < len(found) <= MAX_SIZES, f"there must be 1 to {MAX_SIZES} numbers of tokens",
-        got=len(found), kind=RangeError,
+        0 < len(sizes) <= MAX_SIZES, f"there must be 1 to {MAX_SIZES} numbers of tokens",
+        got=len(sizes), kind=RangeError,
     )  # fmt: skip
-    return sorted(found)
+    return sorted(sizes)
 
 
 def _need_triton() -> None:

@@ -22,7 +22,7 @@ from megamoe.cli.bench import (
     Rounds,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, Json, device_named, writable_folder
+from megamoe.cli.shared import Bars, Json, device_named, whole_table, writable_folder
 from megamoe.errors import NotAvailable, require
 
 PEERS = Path(headline.__file__).parents[2] / "benchmarks" / "h200" / "peers.json"
@@ -51,7 +51,7 @@ def command(
 ) -> None:
     """Time the cells of README's table, contestants shuffled call by call; table and picture."""
     if record is not None:
-        found = headline.Record.load(record)
+        result = headline.Record.load(record)
         folder = None if out is None else writable_folder(out)
     else:
         where = device_named(device)
@@ -60,22 +60,22 @@ def command(
             fix="print and draw a record with --from RECORD", kind=NotAvailable,
         )  # fmt: skip
         folder = None if out is None else writable_folder(out)
-        found = _measure(where, repeats, rounds, flush, peers, folder, as_json)
+        result = _measure(where, repeats, rounds, flush, peers, folder, as_json)
     if as_json:
-        print(found.to_json(), end="")
+        print(result.to_json(), end="")
     elif markdown:
-        print(found.markdown(), end="")
+        print(result.markdown(), end="")
     else:
-        _show(found)
+        _show(result)
     if folder is not None:
-        made = headline.write(found, folder)
+        paths = headline.write(result, folder)
         console = Console(stderr=as_json or markdown)
         try:
-            made.append(headline.draw(found, folder / "headline.png"))
+            paths.append(headline.draw(result, folder / "headline.png"))
         except NotAvailable as error:
             console.print(f"no picture: {escape(str(error))}", soft_wrap=True)
-        console.print(f"wrote {', '.join(map(str, made))}", soft_wrap=True, highlight=False)
-    raise typer.Exit(found.exit_code)
+        console.print(f"wrote {', '.join(map(str, paths))}", soft_wrap=True, highlight=False)
+    raise typer.Exit(result.exit_code)
 
 
 def _measure(
@@ -96,12 +96,12 @@ def _measure(
         return headline.measure(settings, recorded, progress=bars, on_cell=keep)
 
 
-def _show(found: headline.Record) -> None:
+def _show(record: headline.Record) -> None:
     out = one_line_a_row(Console())
     table = Table("model", "recipe", *(f"{n:,} tokens" for n in TOKENS), title="us of one layer")
     for line in headline.LINES:
-        cells = (headline.text_of(cell).replace("**", "") for cell in found.of_line(line))
+        cells = (headline.text_of(cell).replace("**", "") for cell in record.of_line(line))
         table.add_row(line.model, line.recipe, *cells)
-    out.print(table)
-    for words in (*found.summary(), f"{found.how}: {found.provenance}", found.method):
+    whole_table(out, table, 2)
+    for words in (*record.summary(), f"{record.how}: {record.provenance}", record.method):
         out.print(words, highlight=False, markup=False, soft_wrap=True)

@@ -27,6 +27,7 @@ from megamoe.cli import headline as headline_command
 from megamoe.cli import overlap as overlap_command
 from megamoe.cli import plan as plan_command
 from megamoe.cli import simulate as simulate_command
+from megamoe.cli import split as split_command
 from megamoe.cli import trace as trace_command
 from megamoe.cli.shared import Bars, Json, device_named, plain_where_needed, reason_table
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
@@ -43,6 +44,7 @@ bench_commands.add_to(bench)
 bench_more.add_to(bench)
 headline_command.add_to(bench)
 overlap_command.add_to(bench)
+split_command.add_to(bench)
 app.add_typer(bench, name="bench")
 plan_command.add_to(app)
 simulate_command.add_to(app)
@@ -125,16 +127,16 @@ def formats(as_json: Json = False) -> None:
         print(json.dumps({"formats": rows, "recipes": recipes}, indent=2))
         return
     columns = ("format", "element", "block", "scale", "bits/value", "about")
-    found = []
+    parts = []
     for f in FORMATS.values():
         block = "x".join(map(str, f.block)) if f.scale.value != "none" else "-"
         scale = f.scale.value + (" x fp32" if f.has_global else "")
-        found.append((f.name, f.element.name, block, scale, f"{f.bits_per_value:.3g}", f.about))
-    reason_table(out, "Formats", columns, found)
-    found = [
+        parts.append((f.name, f.element.name, block, scale, f"{f.bits_per_value:.3g}", f.about))
+    reason_table(out, "Formats", columns, parts)
+    parts = [
         (r.name, r.weights.name, r.acts.name, f"{r.tolerance:g}", r.about) for r in RECIPES.values()
     ]
-    reason_table(out, "Recipes", ("recipe", "weights", "activations", "tolerance", "about"), found)
+    reason_table(out, "Recipes", ("recipe", "weights", "activations", "tolerance", "about"), parts)
 
 
 @app.command()

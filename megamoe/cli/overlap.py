@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,7 +26,7 @@ from megamoe.cli.bench import (
     one_line_a_row,
 )
 from megamoe.cli.problems import overrides_from
-from megamoe.cli.shared import Bars, Json, gpu_named, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder, write_atomic
 from megamoe.errors import RangeError, require
 
 if TYPE_CHECKING:
@@ -38,6 +39,9 @@ def add_to(bench: typer.Typer) -> None:
 
 
 def overlap(
+    record: Annotated[
+        str | None, typer.Option("--from", help="A record; nothing is measured then.")
+    ] = None,
     workloads: Workloads = ALL_SHARES,
     tokens: Tokens = "512,2048,8192",
     recipes: Recipes = "w4a8_block,w8a8",
@@ -60,6 +64,9 @@ def overlap(
     as_json: Json = False,
 ) -> None:
     """Time ranks of a chain on one GPU: arithmetic alone, links alone, both; what is hidden."""
+    if record is not None:
+        rows = _recorded(Path(record), out, quiet=as_json)
+        raise typer.Exit(_shown(rows, as_json))
     cells = cells_named(names_in(workloads), counts_in(tokens) if tokens else None)
     where = gpu_named(device)
     folder = None if out is None else writable_folder(out)
@@ -68,9 +75,9 @@ def overlap(
         kind=RangeError,
     )  # fmt: skip
     from megamoe.bench.overlap import measure
-    from megamoe.bench.spans import draw, launches_of
+    from megamoe.bench.spans import draw, launches_of, overlap_us
 
-    rows: list[Overlap] = []
+    rows = []
 
     def keep(row: Overlap) -> None:
         rows.append(row)
@@ -84,7 +91,9 @@ def overlap(
         write_atomic(folder / f"{name}.json", json.dumps(trace))
         title = f"{row.cell}, {row.recipe}: {row.num_ranks} ranks of {row.sms} SMs on one GPU"
         title += f", links of {row.links_gbs:.0f} GB/s; profiled"
-        draw(launches_of(trace), title, row.provenance, folder / f"{name}.png")
+        launches = launches_of(trace)
+        title += f", {overlap_us(launches, 'pull', 'L1'):,.0f} us of rank 0's pull beside L1"
+        draw(launches, title, row.provenance, folder / f"{name}.png")
 
     with Bars(quiet=as_json) as bars:
         measure(
@@ -92,11 +101,28 @@ def overlap(
             overrides=overrides_from(given), repeats=repeats, rounds=rounds, progress=bars,
             on_row=keep, on_trace=keep_trace if picture else None,
         )  # fmt: skip
+    raise typer.Exit(_shown(rows, as_json))
+
+
+def _recorded(path: Path, out: str | None, quiet: bool) -> list[Overlap]:
+    """The rows of a record; with --out, its picture."""
+    folder = None if out is None else writable_folder(out)
+    from megamoe.bench import overlap_picture
+
+    rows = overlap_picture.load(path)
+    if folder is not None:
+        picture = overlap_picture.draw(rows, folder / "overlap.png")
+        Console(stderr=quiet).print(f"wrote {picture}", soft_wrap=True, highlight=False)
+    return rows
+
+
+def _shown(rows: list[Overlap], as_json: bool) -> int:
+    """Print the rows; the exit code that they ask for."""
     if as_json:
         print(json.dumps([as_dict(row) for row in rows], indent=1))
     else:
         show(rows)
-    raise typer.Exit(0 if all(row.same_bits for row in rows) else 1)
+    return 0 if all(row.same_bits for row in rows) else 1
 
 
 def as_dict(row: Overlap) -> dict[str, object]:
@@ -119,6 +145,6 @@ def show(rows: list[Overlap]) -> None:
         sms = f"{r.sms - r.pull_sms} + {r.pull_sms}"
         about = r.cell, r.recipe, str(r.num_ranks), sms, f"{r.links_gbs:.0f}"
         table.add_row(*about, *us, *shares, bits)
-    wide.print(table)
+    whole_table(wide, table, 2)
     if rows:
         wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from megamoe.bench.cells import GEMM_SHAPES, gemms_named
 from megamoe.cli import problems as of
-from megamoe.cli.shared import reason_table
+from megamoe.cli.shared import Json, reason_table
 from megamoe.errors import one_of
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import SharedMemory
@@ -48,9 +49,20 @@ def command(
     cubins: Annotated[
         str | None, typer.Option(help="Also count what calls of these sizes compile, e.g. 1-512.")
     ] = None,
-    as_json: of.Json = False,
+    gemm: Annotated[
+        str | None,
+        typer.Option(help=f"Grouped GEMMs alone instead of a layer: {', '.join(GEMM_SHAPES)}."),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Print what moe and MoE launch for a call: choices with reasons, launches, memory, floor."""
+    if gemm is not None:
+        from megamoe.cli import grouped
+
+        shapes = gemms_named([word.strip() for word in gemm.split(",")])
+        of_gemm = of.overrides_from(given)
+        grouped.print_plans(out, shapes, hardware, recipe, of_gemm, as_json=as_json)
+        return
     shape = {
         "hidden": hidden,
         "intermediate": intermediate,
@@ -61,9 +73,10 @@ def command(
     machines = [word.strip() for word in compare.split(",")] if compare else [hardware]
     fixed = of.overrides_from(given)
     p = problem
+    ranks_text = f" on each of {p.num_ranks} ranks" if p.num_ranks > 1 else " on one rank"
     head = (
-        f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')} on each of "
-        f"{of.counted(p.num_ranks, 'rank')}, top-{p.top_k} of {p.num_experts} experts, "
+        f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')}{ranks_text}, "
+        f"top-{p.top_k} of {p.num_experts} experts, "
         f"{p.hidden} x {p.intermediate}, {p.recipe}"
     )
     if study is not None:
@@ -74,7 +87,7 @@ def command(
         return
     plans = [plan(problem, Hardware.named(machine), **fixed) for machine in machines]
     if as_json:
-        dicts = {found.hardware.name: as_dict(found) for found in plans}
+        dicts = {one.hardware.name: as_dict(one) for one in plans}
         print(json.dumps(dicts if compare else dicts[plans[0].hardware.name], indent=2))
         return
     out.print(head, highlight=False, soft_wrap=True)
@@ -86,42 +99,42 @@ def command(
             _print_cubins(plans[0], cubins)
 
 
-def _print_cubins(found: Plan, sizes: str) -> None:
+def _print_cubins(plan: Plan, sizes: str) -> None:
     """How many compilations a layer of this problem needs."""
     from megamoe.cli import compile as of_compile
     from megamoe.engine.recording import LayerSpec
 
-    p, machine, nums = found.problem, found.hardware, of_compile.sizes_from(sizes)
+    p, machine, nums = plan.problem, plan.hardware, of_compile.sizes_from(sizes)
     layer = LayerSpec(
         p.recipe, p.hidden, p.intermediate, p.num_experts, p.top_k,
         (machine.label, machine.num_sms, machine.arch, machine.hbm_bytes), num_ranks=p.num_ranks,
-        max_tokens=max(nums), overrides=found.overrides,
+        max_tokens=max(nums), overrides=plan.overrides,
     )  # fmt: skip
     of_compile.print_cubins(of_compile.count_cubins(layer, nums), len(nums))
 
 
-def as_dict(found: Plan) -> dict[str, Any]:
+def as_dict(plan: Plan) -> dict[str, Any]:
     """The plan as plain values."""
     return {
         "study": "",
-        "problem": asdict(found.problem),
-        "hardware": found.hardware.name,
-        "backend": found.backend,
-        "mode": found.mode,
-        "numerics": asdict(found.numerics),
-        "choices": [asdict(choice) for choice in found.choices],
-        "launches": [_launch_dict(one, times) for one, times in _launches(found)],
-        "shared_memory": shared_memory_dict(found.shared_memory),
-        "memory": [asdict(buffer) for buffer in found.buffers],
-        "floor": floor_dict(found.floor) if found.launches else None,
-        "overrides": dict(found.overrides),
+        "problem": asdict(plan.problem),
+        "hardware": plan.hardware.name,
+        "backend": plan.backend,
+        "mode": plan.mode,
+        "numerics": asdict(plan.numerics),
+        "choices": [asdict(choice) for choice in plan.choices],
+        "launches": [launch_dict(one, times) for one, times in _launches(plan)],
+        "shared_memory": shared_memory_dict(plan.shared_memory),
+        "memory": [asdict(buffer) for buffer in plan.buffers],
+        "floor": floor_dict(plan.floor) if plan.launches else None,
+        "overrides": dict(plan.overrides),
     }
 
 
-def _launches(found: Plan) -> Iterator[tuple[Launch, int]]:
+def _launches(plan: Plan) -> Iterator[tuple[Launch, int]]:
     """Each launch, and how often in a row."""
     last, times = None, 0
-    for one in found.launches:
+    for one in plan.launches:
         if one != last and last is not None:
             yield last, times
             times = 0
@@ -130,13 +143,15 @@ def _launches(found: Plan) -> Iterator[tuple[Launch, int]]:
         yield last, times
 
 
-def _launch_dict(one: Launch, times: int) -> dict[str, Any]:
+def launch_dict(one: Launch, times: int) -> dict[str, Any]:
+    """A launch as plain values, so often in a row."""
     config = one.config
     return {
         "name": one.name,
         "kernel": one.kernel,
         "times": times,
         "grid": one.grid,
+        "partition": one.partition,
         "config": {
             "kind": type(config).__name__,
             **(asdict(config) if is_dataclass(config) and not isinstance(config, type) else {}),
@@ -164,36 +179,36 @@ def floor_dict(floor: Floor) -> dict[str, Any]:
     return {**asdict(floor), "time_us": floor.time_us, "bound": floor.bound}
 
 
-def _print_plan(found: Plan) -> None:
-    given = {name for name, _ in found.overrides}
-    rows = [(c.name, shown(c.value), c.why) for c in found.choices]
-    bold = [at for at, c in enumerate(found.choices) if c.name in given]
-    title = f"Plan on {found.hardware.label}"
+def _print_plan(plan: Plan) -> None:
+    given = {name for name, _ in plan.overrides}
+    rows = [(c.name, shown(c.value), c.why) for c in plan.choices]
+    bold = [at for at, c in enumerate(plan.choices) if c.name in given]
+    title = f"Plan on {plan.hardware.label}"
     reason_table(out, title, ("choice", "value", "why"), rows, bold=bold)
-    if found.launches:
+    if plan.launches:
         launches = [
             (
                 one.name,
                 one.kernel.strip("_"),
                 f"{times} x " * (times > 1) + " x ".join(f"{n:,}" for n in one.grid),
-                str(one.config),
+                str(one.config) + f"; on {one.partition}_sms" * bool(one.partition),
             )
-            for one, times in _launches(found)
+            for one, times in _launches(plan)
         ]
         title = "Launches of a rank, in order" + (
             "; rows cross the links before and after those of the experts"
-            if found.call.is_group and found.mode == "staged"
+            if plan.call.is_group and plan.mode == "staged"
             else ""
         )
         columns = ("launch", "kernel", "grid", "configuration")
         reason_table(out, title, columns, launches, right=(2,))
     else:
         out.print("no launches: the oracle computes this call", highlight=False)
-    if found.shared_memory is not None:
-        print_shared_memory(out, found.shared_memory)
-    _print_memory(found)
-    if found.launches:
-        print_floor(out, found.floor)
+    if plan.shared_memory is not None:
+        print_shared_memory(out, plan.shared_memory)
+    _print_memory(plan)
+    if plan.launches:
+        print_floor(out, plan.floor)
 
 
 def shown(value: object) -> str:
@@ -217,10 +232,10 @@ def print_shared_memory(console: Console, smem: SharedMemory) -> None:
     reason_table(console, title, columns, rows, right=(1,), bold=(len(rows) - 1,))
 
 
-def _print_memory(found: Plan) -> None:
-    rows = [(b.name, b.kind, f"{b.num_bytes:,}", b.about) for b in found.buffers]
+def _print_memory(plan: Plan) -> None:
+    rows = [(b.name, b.kind, f"{b.num_bytes:,}", b.about) for b in plan.buffers]
     sums: dict[str, int] = {}
-    for buffer in found.buffers:
+    for buffer in plan.buffers:
         sums[buffer.kind] = sums.get(buffer.kind, 0) + buffer.num_bytes
     about = {
         "weights": "for as long as the layer lives",
@@ -228,7 +243,7 @@ def _print_memory(found: Plan) -> None:
         "symmetric": "that the ranks of a group see of each other",
     }
     rows += [("sum", kind, f"{size:,}", about.get(kind, "")) for kind, size in sums.items()]
-    bold = range(len(found.buffers), len(rows))
+    bold = range(len(plan.buffers), len(rows))
     columns = ("memory", "kind", "bytes", "what")
     reason_table(out, "Memory of a rank", columns, rows, right=(2,), bold=tuple(bold))
 
@@ -252,23 +267,23 @@ def _side_by_side(plans: list[Plan]) -> Table:
     """One column a machine; rows that differ are bold."""
     table = Table(title="Plans side by side", title_justify="left")
     table.add_column("", no_wrap=True)
-    for found in plans:
-        table.add_column(found.hardware.label)
-    names = dict.fromkeys(choice.name for found in plans for choice in found.choices)
-    values = [{choice.name: choice.value for choice in found.choices} for found in plans]
+    for one in plans:
+        table.add_column(one.hardware.label)
+    names = dict.fromkeys(choice.name for one in plans for choice in one.choices)
+    values = [{choice.name: choice.value for choice in one.choices} for one in plans]
 
     def add(name: str, cells: list[str]) -> None:
         is_same = len(set(cells)) == 1
         table.add_row(name, *(escape(c) if is_same else f"[bold]{escape(c)}[/]" for c in cells))
 
     for name in names:
-        add(name, [shown(found[name]) if name in found else "-" for found in values])
-    add("launches", [", ".join(_named(found)) for found in plans])
+        add(name, [shown(one[name]) if name in one else "-" for one in values])
+    add("launches", [", ".join(_named(one)) for one in plans])
     table.add_section()
-    smem = [found.shared_memory for found in plans]
+    smem = [one.shared_memory for one in plans]
     add("shared memory, bytes", ["-" if s is None else f"{s.num_bytes:,}" for s in smem])
     for kind in ("weights", "local", "symmetric"):
-        sums = [sum(b.num_bytes for b in found.buffers if b.kind == kind) for found in plans]
+        sums = [sum(b.num_bytes for b in one.buffers if b.kind == kind) for one in plans]
         add(f"{kind}, MB", [f"{size / 1e6:,.1f}" for size in sums])
     table.add_section()
     add("tensor floor, us", [f"{p.floor.tensor_us:,.1f}" for p in plans])
@@ -278,6 +293,6 @@ def _side_by_side(plans: list[Plan]) -> Table:
     return table
 
 
-def _named(found: Plan) -> Iterator[str]:
-    for one, times in _launches(found):
+def _named(plan: Plan) -> Iterator[str]:
+    for one, times in _launches(plan):
         yield f"{times} x {one.name}" if times > 1 else one.name

@@ -34,7 +34,6 @@ Ranks = Annotated[int, typer.Option(help="Ranks that share the experts, a GPU ea
 Machine = Annotated[str, typer.Option("--hardware", help=f"{', '.join(MACHINES)}.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help=SET_HELP)]
 Study = Annotated[str | None, typer.Option("--study", help=STUDY_HELP)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
 def counted(num: int, noun: str) -> str:
@@ -90,7 +89,7 @@ def problem_from(
 
 def overrides_from(pairs: list[str] | None) -> dict[str, Value]:
     """--set block_m=64 --set mode=staged: integers and true or false where they look like one."""
-    found: dict[str, Value] = {}
+    overrides: dict[str, Value] = {}
     for pair in pairs or []:
         name, equals, text = pair.partition("=")
         require(
@@ -100,8 +99,8 @@ def overrides_from(pairs: list[str] | None) -> dict[str, Value]:
             fix="for example --set block_m=64",
             kind=RangeError,
         )
-        found[name.strip().replace("-", "_")] = _value(text)
-    return found
+        overrides[name.strip().replace("-", "_")] = _value(text)
+    return overrides
 
 
 def _value(text: str) -> Value:

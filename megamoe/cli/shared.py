@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
@@ -19,7 +20,7 @@ from megamoe.files import writable_folder, write_atomic
 
 __all__ = [
     "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table",
-    "writable_folder", "write_atomic",
+    "whole_table", "writable_folder", "write_atomic",
 ]  # fmt: skip
 
 # metavar="": a flag takes no value, and help must not show one.
@@ -44,11 +45,11 @@ def device_named(name: str) -> str:
         got=name,
         kind=RangeError,
     )
-    found = torch.cuda.device_count()
+    num_gpus = torch.cuda.device_count()
     require(
-        kind == "cpu" or int(idx or 0) < found,
+        kind == "cpu" or int(idx or 0) < num_gpus,
         f"device {name} must exist",
-        got=f"{found} CUDA device(s)",
+        got=f"{num_gpus} CUDA device(s)",
         fix="use --device cpu",
         kind=NotAvailable,
     )
@@ -57,15 +58,15 @@ def device_named(name: str) -> str:
 
 def gpu_named(name: str) -> str:
     """The device of a benchmark: a GPU unless a CPU is asked for by name."""
-    found = device_named(name)
+    device = device_named(name)
     require(
-        name != "auto" or found != "cpu",
+        name != "auto" or device != "cpu",
         "a benchmark times a GPU",
         got="none on this machine",
         fix="name the CPU with --device cpu to time the reference there",
         kind=NotAvailable,
     )
-    return found
+    return device
 
 
 def plain_where_needed() -> None:
@@ -102,6 +103,30 @@ class Bars:
         if step not in self.tasks:
             self.tasks[step] = self.bars.add_task(step, total=of)
         self.bars.update(self.tasks[step], completed=done, total=of)
+
+
+def whole_table(console: Console, table: Table, num_keys: int) -> None:
+    """Print a table of figures, none of which is cut off.
+
+    num_keys  first columns, which name a row: on a terminal that is too narrow for the table each
+              row is a line of these, then its figures with their columns' names
+    """
+    whole = console.measure(table, options=console.options.update(width=10_000)).maximum
+    if not console.is_terminal or whole <= console.width:
+        console.print(table)
+        return
+    names = [str(column.header) for column in table.columns]
+    if table.title:
+        console.print(f"[bold]{table.title}[/]", highlight=False)
+    for row in zip(*(column.cells for column in table.columns), strict=True):
+        cells = [str(cell) for cell in row]
+        console.print(f"[bold]{', '.join(cells[:num_keys])}[/]", highlight=False, soft_wrap=True)
+        figures = (
+            f"{name} {cell}".strip()
+            for name, cell in zip(names[num_keys:], cells[num_keys:], strict=True)
+            if cell
+        )
+        console.print(Padding("; ".join(figures), (0, 0, 0, 4)), highlight=False)
 
 
 def reason_table(

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megamoe.cli import problems as of
-from megamoe.cli.shared import Bars, reason_table, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, reason_table, writable_folder, write_atomic
 from megamoe.errors import FileError, MegaMoEError, one_of, require
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import Value
@@ -32,7 +32,8 @@ out = Console()
 FILES = ("trace.json", "timeline.html", "exposed.svg")
 PLOT_RANKS = 8  # the plot goes at least so far, where the machine and the experts allow
 
-Mode = Annotated[str, typer.Option(help="auto, fused or staged; of a study also split.")]
+MODE_HELP = "auto, staged, fused, split or, over ranks, chain; of a study its own."
+Mode = Annotated[str, typer.Option(help=MODE_HELP)]
 Skew = Annotated[str, typer.Option(help=f"{', '.join(SKEWS)}.")]
 Seed = Annotated[int, typer.Option(help="Seed of the sampled routing.")]
 CountsFile = Annotated[
@@ -41,9 +42,9 @@ CountsFile = Annotated[
 ]
 Folder = Annotated[str, typer.Option("--out", help=f"Folder for {', '.join(FILES)}.")]
 RanksPlot = Annotated[
-    bool, typer.Option(help="Simulate other numbers of ranks too, for exposed.svg.")
+    bool, typer.Option(help="Simulate other numbers of ranks too, for exposed.svg.", metavar="")
 ]
-NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.")]
+NoFiles = Annotated[bool, typer.Option("--no-files", help="Print only; write nothing.", metavar="")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -70,7 +71,7 @@ def command(
     ranks_plot: RanksPlot = True,
     no_files: NoFiles = False,
     study: of.Study = None,
-    as_json: of.Json = False,
+    as_json: Json = False,
 ) -> None:
     """Predict what a call's launches cost, without a GPU: time, waits, a timeline to look at."""
     shape = {
@@ -91,18 +92,18 @@ def command(
     how = make(problem, fixed)
     where = None if no_files else writable_folder(folder)
     with Bars(quiet=as_json) as bars:
-        found = simulate(
+        prediction = simulate(
             how, measured, skew=skew, seed=seed,
             progress=lambda done, num: bars("blocks", done, num),
         )  # fmt: skip
         written: list[str] = []
         if where is not None:
-            swept = _sweep(make, fixed, skew, seed, found, bars) if ranks_plot else []
-            written = _write(where, name, found, swept, bars)
+            swept = _sweep(make, fixed, skew, seed, prediction, bars) if ranks_plot else []
+            written = _write(where, name, prediction, swept, bars)
     if as_json:
-        print(json.dumps({**as_dict(found), "files": written}, indent=2))
+        print(json.dumps({**as_dict(prediction), "files": written}, indent=2))
         return
-    _print(name, found, written)
+    _print(name, prediction, written)
 
 
 class _Maker(NamedTuple):
@@ -119,41 +120,41 @@ class _Maker(NamedTuple):
         return Schedule.of_plan(plan(problem, self.machine, **fixed))
 
 
-def as_dict(found: Prediction) -> dict[str, Any]:
+def as_dict(prediction: Prediction) -> dict[str, Any]:
     """The prediction as plain values."""
-    how, s, u = found.schedule, found.summary, found.usage
+    how, s, u = prediction.schedule, prediction.summary, prediction.usage
     return {
         "study": how.label,
-        "note": found.note,
+        "note": prediction.note,
         "hardware": how.hardware.name,
         "backend": how.backend,
         "mode": how.mode,
         "num_ranks": how.problem.num_ranks,
         "num_tokens": how.problem.num_tokens,
-        "time_us": found.time_us,
-        "floor_us": found.floor.time_us,
-        "floor_bound": found.floor.bound,
-        "exposed_us": found.exposed_us,
-        "exposed_share": found.exposed_share,
+        "time_us": prediction.time_us,
+        "floor_us": prediction.floor.time_us,
+        "floor_bound": prediction.floor.bound,
+        "exposed_us": prediction.exposed_us,
+        "exposed_share": prediction.exposed_share,
         "tail_us": s.tail_us,
         "imbalance": s.imbalance,
-        "num_waves": found.timeline.num_waves,
-        "num_spans": len(found.timeline.spans),
+        "num_waves": prediction.timeline.num_waves,
+        "num_spans": len(prediction.timeline.spans),
         "busy": dict(s.busy),
         "usage": {"tensor": u.tensor, "hbm": u.hbm, "nvlink": u.nvlink},
-        "steps": [{"name": step, "us": us} for step, us in found.steps],
+        "steps": [{"name": step, "us": us} for step, us in prediction.steps],
     }
 
 
 def _counts(path: str) -> list[list[int]]:
     what = "counts must be a JSON file with one list of integers per rank"
     try:
-        found = json.loads(Path(path).read_text())
+        counts = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise FileError(f"{what}; got {path}: {error}") from error
-    is_lists = isinstance(found, list) and all(isinstance(row, list) for row in found)
-    require(is_lists, what, got=f"{path}: {type(found).__name__}", kind=FileError)
-    return [list(row) for row in found]
+    is_lists = isinstance(counts, list) and all(isinstance(row, list) for row in counts)
+    require(is_lists, what, got=f"{path}: {type(counts).__name__}", kind=FileError)
+    return [list(row) for row in counts]
 
 
 def _sweep_ranks(problem: Problem, machine: Hardware) -> Iterator[int]:
@@ -170,18 +171,18 @@ def _sweep(
     fixed: dict[str, Value],
     skew: str,
     seed: int,
-    found: Prediction,
+    prediction: Prediction,
     bars: Bars,
 ) -> list[Bar]:
     """The call with other numbers of ranks, and staged; what cannot run is left out."""
-    problem = found.schedule.problem
-    modes = dict.fromkeys((found.schedule.mode, "staged"))
+    problem = prediction.schedule.problem
+    modes = dict.fromkeys((prediction.schedule.mode, "staged"))
     wanted = [(r, mode) for r in _sweep_ranks(problem, make.machine) for mode in modes]
     swept = []
     for done, (ranks, mode) in enumerate(wanted):
         bars("ranks", done, len(wanted))
-        if (ranks, mode) == (problem.num_ranks, found.schedule.mode):
-            swept.append(Bar.of(found))
+        if (ranks, mode) == (problem.num_ranks, prediction.schedule.mode):
+            swept.append(Bar.of(prediction))
             continue
         try:
             other = make(replace(problem, num_ranks=ranks), {**fixed, "mode": mode})
@@ -192,13 +193,15 @@ def _sweep(
     return swept
 
 
-def _write(folder: Path, name: str, found: Prediction, swept: list[Bar], bars: Bars) -> list[str]:
-    how = found.schedule
+def _write(
+    folder: Path, name: str, prediction: Prediction, swept: list[Bar], bars: Bars
+) -> list[str]:
+    how = prediction.schedule
     title = f"{name}: one Mixture-of-Experts call, block by block"
     what = f"{name}, {of.counted(how.problem.num_tokens, 'token')} a rank, {how.problem.recipe}"
     texts: dict[str, Callable[[], str]] = {
-        "trace.json": lambda: perfetto(found.timeline),
-        "timeline.html": lambda: prediction_page(found, title),
+        "trace.json": lambda: perfetto(prediction.timeline),
+        "timeline.html": lambda: prediction_page(prediction, title),
     }
     if swept:
         label = f"{what} on {how.hardware.label}"
@@ -212,34 +215,40 @@ def _write(folder: Path, name: str, found: Prediction, swept: list[Bar], bars: B
     return written
 
 
-def _print(name: str, found: Prediction, written: list[str]) -> None:
-    s, u, floor = found.summary, found.usage, found.floor
-    ratio = f"{found.time_us / floor.time_us:.2f} times the floor" if floor.time_us else "no rows"
-    if found.schedule.study:
-        out.print(f"[bold red]{found.schedule.label}[/]", highlight=False, soft_wrap=True)
-    if found.note:
-        out.print(found.note, highlight=False, soft_wrap=True)
+def _print(name: str, prediction: Prediction, written: list[str]) -> None:
+    s, u, floor = prediction.summary, prediction.usage, prediction.floor
+    ratio = (
+        f"{prediction.time_us / floor.time_us:.2f} times the floor" if floor.time_us else "no rows"
+    )
+    if prediction.schedule.study:
+        out.print(f"[bold red]{prediction.schedule.label}[/]", highlight=False, soft_wrap=True)
+    if prediction.note:
+        out.print(prediction.note, highlight=False, soft_wrap=True)
     rows = (
-        ("predicted time", f"{found.time_us:,.1f} us", ratio),
+        ("predicted time", f"{prediction.time_us:,.1f} us", ratio),
         ("floor", f"{floor.time_us:,.1f} us", f"set by {floor.bound}"),
         (
             "exposed communication",
             f"{s.exposed_us:,.1f} us",
-            f"{found.exposed_share:.1%} of the call, mean over SMs",
+            f"{prediction.exposed_share:.1%} of the call, mean over SMs",
         ),
         ("tail", f"{s.tail_us:,.1f} us", "from an SM's mean last block to the rank's last"),
         ("imbalance", f"{s.imbalance:.2f}", "busiest rank over the mean"),
         ("tensor cores", f"{u.tensor:.0%}", "of what they reach"),
         ("HBM", f"{u.hbm:.0%}", "of what it reaches"),
         ("NVLink in", f"{u.nvlink:.0%}", "of what it reaches"),
-        ("waves", str(found.timeline.num_waves), f"{len(found.timeline.spans):,} spans simulated"),
+        (
+            "waves",
+            str(prediction.timeline.num_waves),
+            f"{len(prediction.timeline.spans):,} spans simulated",
+        ),
     )
-    title = f"{escape(name)}: {escape(found.timeline.name)} (simulated)"
+    title = f"{escape(name)}: {escape(prediction.timeline.name)} (simulated)"
     reason_table(out, title, ("figure", "value", "what it means"), rows, right=(1,))
     busy = ", ".join(f"{role} {share:.1%}" for role, share in s.busy if share >= 0.0005)
     out.print(f"busy: {busy}", highlight=False)
-    out.print("steps: " + ", ".join(f"{step} {us:,.1f}" for step, us in found.steps) + " us\n")
-    chart = gantt(found.timeline, width=max(20, min(out.width, 140) - MARGIN))
+    out.print("steps: " + ", ".join(f"{step} {us:,.1f}" for step, us in prediction.steps) + " us\n")
+    chart = gantt(prediction.timeline, width=max(20, min(out.width, 140) - MARGIN))
     out.print(chart, highlight=False, markup=False, soft_wrap=True)
     for file in written:
         out.print(f"wrote {file}", highlight=False, soft_wrap=True)

@@ -46,7 +46,7 @@ def print_plans(
     """The study's plan on one machine, or side by side on several."""
     plans = [plan(problem, Hardware.named(machine), **fixed) for machine in machines]
     if as_json:
-        dicts = {found.hardware.name: as_dict(found) for found in plans}
+        dicts = {one.hardware.name: as_dict(one) for one in plans}
         print(json.dumps(dicts if len(plans) > 1 else dicts[plans[0].hardware.name], indent=2))
         return
     out.print(head, highlight=False, soft_wrap=True)
@@ -54,51 +54,51 @@ def print_plans(
     if len(plans) > 1:
         out.print(_side_by_side(plans))
         return
-    found = plans[0]
-    rows = [(c.name, shown(c.value), c.why) for c in found.choices]
-    title = f"Study on {found.hardware.label}"
+    one = plans[0]
+    rows = [(c.name, shown(c.value), c.why) for c in one.choices]
+    title = f"Study on {one.hardware.label}"
     reason_table(out, title, ("choice", "value", "why"), rows)
-    roles = [(r.name, str(r.num_warps), str(r.registers), r.why) for r in found.roles]
+    roles = [(r.name, str(r.num_warps), str(r.registers), r.why) for r in one.roles]
     columns = ("role", "warps", "registers", "why")
     reason_table(out, "Warps of a CTA", columns, roles, right=(1, 2))
-    print_shared_memory(out, found.smem)
-    regions = [(r.name, f"{r.num_bytes:,}", r.about) for r in found.workspace.regions]
-    regions.append(("total", f"{found.workspace.num_bytes:,}", "of a rank"))
+    print_shared_memory(out, one.smem)
+    regions = [(r.name, f"{r.num_bytes:,}", r.about) for r in one.workspace.regions]
+    regions.append(("total", f"{one.workspace.num_bytes:,}", "of a rank"))
     reason_table(out, "Workspace", ("region", "bytes", "what"), regions, right=(1,))
-    print_floor(out, found.floor)
+    print_floor(out, one.floor)
 
 
-def as_dict(found: Plan) -> dict[str, Any]:
+def as_dict(plan: Plan) -> dict[str, Any]:
     """The study's plan as plain values."""
     return {
         "study": LABEL,
-        "problem": asdict(found.problem),
-        "hardware": found.hardware.name,
-        "choices": [asdict(choice) for choice in found.choices],
-        "roles": [asdict(role) for role in found.roles],
-        "shared_memory": shared_memory_dict(found.smem),
+        "problem": asdict(plan.problem),
+        "hardware": plan.hardware.name,
+        "choices": [asdict(choice) for choice in plan.choices],
+        "roles": [asdict(role) for role in plan.roles],
+        "shared_memory": shared_memory_dict(plan.smem),
         "workspace": {
-            "num_bytes": found.workspace.num_bytes,
-            "control_bytes": found.workspace.control_bytes,
+            "num_bytes": plan.workspace.num_bytes,
+            "control_bytes": plan.workspace.control_bytes,
             "regions": [
-                {"name": r.name, "room": r.room, "num_bytes": r.num_bytes, "shape": r.shape}
-                for r in found.workspace.regions
+                {"name": r.name, "section": r.section, "num_bytes": r.num_bytes, "shape": r.shape}
+                for r in plan.workspace.regions
             ],
         },
-        "floor": floor_dict(found.floor),
+        "floor": floor_dict(plan.floor),
     }
 
 
 def _side_by_side(plans: list[Plan]) -> Table:
     table = Table(title=LABEL, title_justify="left")
     table.add_column("", no_wrap=True)
-    for found in plans:
-        table.add_column(found.hardware.label)
-    names = dict.fromkeys(choice.name for found in plans for choice in found.choices)
-    values = [{choice.name: choice.value for choice in found.choices} for found in plans]
+    for one in plans:
+        table.add_column(one.hardware.label)
+    names = dict.fromkeys(choice.name for one in plans for choice in one.choices)
+    values = [{choice.name: choice.value for choice in one.choices} for one in plans]
     for name in names:
-        cells = [shown(found[name]) if name in found else "-" for found in values]
+        cells = [shown(one[name]) if name in one else "-" for one in values]
         table.add_row(name, *map(escape, cells))
-    table.add_row("waves", *(str(found.num_waves) for found in plans))
+    table.add_row("waves", *(str(one.num_waves) for one in plans))
     table.add_row("floor, us", *(f"{p.floor.time_us:,.1f}, {p.floor.bound}" for p in plans))
     return table

@@ -73,16 +73,16 @@ def command(
         where = writable_folder(where if folder is None else folder)
     with Bars(quiet=as_json) as bars:
         if is_file:
-            found = _read(Path(what))
+            recording = _read(Path(what))
         else:
-            found, is_same = _record(what, recipe, repeats, rounds, flush, eager, device, bars)
-        pair = Pair.of(found, hardware)
-        kept = "" if no_files else _write(where, pair, bars)
+            recording, is_same = _record(what, recipe, repeats, rounds, flush, eager, device, bars)
+        pair = Pair.of(recording, hardware)
+        written = "" if no_files else _write(where, pair, bars)
     if as_json:
-        print(json.dumps({**pair.as_dict(), "has_same_bits": is_same, "folder": kept}, indent=2))
+        print(json.dumps({**pair.as_dict(), "has_same_bits": is_same, "folder": written}, indent=2))
     else:
-        _print(pair, is_same, kept)
-    raise typer.Exit(0 if is_same and not found.faults() else 1)
+        _print(pair, is_same, written)
+    raise typer.Exit(0 if is_same and not recording.faults() else 1)
 
 
 def _record(
@@ -131,7 +131,7 @@ def _write(folder: Path, pair: Pair, bars: Bars) -> str:
 
 def _print(pair: Pair, is_same: bool, folder: str) -> None:
     out = one_line_a_row(Console())
-    found = pair.recording
+    recording = pair.recording
     table = Table(title=pair.measured.name, title_justify="left")
     for column in ("figure", "measured", "simulated", "simulated less measured", "what it means"):
         right = column in ("measured", "simulated", "simulated less measured")
@@ -140,11 +140,15 @@ def _print(pair: Pair, is_same: bool, folder: str) -> None:
         cells = row.text(row.measured), row.text(row.simulated), row.difference
         table.add_row(row.name, *cells, row.about)
     out.print(table)
-    if found.plain_us is not None and found.traced_us is not None and found.overhead is not None:
-        verdict = "within" if found.overhead < MAX_OVERHEAD else "[red]beyond[/]"
+    if (
+        recording.plain_us is not None
+        and recording.traced_us is not None
+        and recording.overhead is not None
+    ):
+        verdict = "within" if recording.overhead < MAX_OVERHEAD else "[red]beyond[/]"
         out.print(
-            f"stamping: {found.plain_us:,.1f} us without, {found.traced_us:,.1f} us with, "
-            f"{found.overhead:+.1%}: {verdict} the bar of {MAX_OVERHEAD:.0%}",
+            f"stamping: {recording.plain_us:,.1f} us without, {recording.traced_us:,.1f} us with, "
+            f"{recording.overhead:+.1%}: {verdict} the bar of {MAX_OVERHEAD:.0%}",
             highlight=False,
         )
     width = max(20, min(out.width, 140) - MARGIN)
@@ -153,9 +157,9 @@ def _print(pair: Pair, is_same: bool, folder: str) -> None:
         out.print(gantt(line, width=width), highlight=False, markup=False, soft_wrap=True)
     if not is_same:
         out.print("[bold red]WRONG[/]: the launch gave other bits with stamps than without")
-    for fault in found.faults():
+    for fault in recording.faults():
         out.print(f"[bold red]NOT WHOLE[/]: {escape(fault)}", highlight=False, soft_wrap=True)
-    if found.provenance:
-        out.print(found.provenance, style="dim", highlight=False, soft_wrap=True)
+    if recording.provenance:
+        out.print(recording.provenance, style="dim", highlight=False, soft_wrap=True)
     if folder:
         out.print(f"wrote {', '.join(FILES)} to {folder}", highlight=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Other libraries' doors to the layer: their names, arguments and tensors, our engine behind."""
+"""Other libraries' APIs: their names, arguments and tensors over our engine."""

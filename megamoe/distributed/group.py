@@ -41,7 +41,7 @@ from megamoe.formats.quantized import Quantized
 TRANSPORTS = ("link", "collective")
 
 
-class Calc(Protocol):
+class Compute(Protocol):
     """What a rank computes; the world moves rows and knows no arithmetic."""
 
     @property
@@ -80,11 +80,11 @@ class GroupWorld:
         max_tokens  a call with more on any rank is refused on every rank
         transport   None: NCCL's all-to-all for CUDA tensors where the group has it, else the link
         """
-        made: list[Placement] = []
+        placements: list[Placement] = []
 
         def card() -> dict[str, Any]:
             placement, what = make()
-            made.append(placement)
+            placements.append(placement)
             what["max_tokens_per_rank"] = max_tokens
             return {"what": what, **link_card(meeting)}
 
@@ -94,7 +94,7 @@ class GroupWorld:
         self.meeting, self.group = meeting, meeting.group
         self.rank, self.num_ranks = meeting.rank, meeting.num_ranks
         self.timeout_s = meeting.timeout_s
-        self.placement, self.max_tokens = made[0], max_tokens
+        self.placement, self.max_tokens = placements[0], max_tokens
         self._transport = transport
         self._places: dict[torch.device, Places] = {}
         self.number = _next_number(meeting.members)
@@ -105,7 +105,7 @@ class GroupWorld:
 
     def run(
         self,
-        calc: Calc,
+        compute: Compute,
         x: Tensor | Quantized,
         topk_idx: Tensor,
         topk_weights: Tensor,
@@ -123,26 +123,26 @@ class GroupWorld:
         refusal: BaseException | None = None
         try:
             check()
-            sent = self._prepare(calc, x, topk_idx, topk_weights)
+            sent = self._prepare(compute, x, topk_idx, topk_weights)
         except Exception as error:
             refusal = error
-        with self._or_tell("step counts"):
+        with self._reported("step counts"):
             heads = self._heads(sent, refusal)
         self._judge(heads, refusal)
         assert sent is not None
-        with self._or_tell("step tokens"):
+        with self._reported("step tokens"):
             tokens = self._swap(sent.tokens, sent.num_tokens, [h.tokens for h in heads])
             slots = self._swap(sent.slots, sent.num_slots, [h.slots for h in heads])
-        with self._or_tell("step experts"):
-            rows = self._owned(calc, tokens, slots, heads)
-        with self._or_tell("step rows home"):
+        with self._reported("step experts"):
+            rows = self._owned(compute, tokens, slots, heads)
+        with self._reported("step rows home"):
             home = self._swap(rows, [h.slots for h in heads], sent.num_slots)
-        with self._or_tell("step combine"):
-            unpacked = calc.rows_wire.unpack(home)
-            return calc.combine(unpacked, sent.flat, x, topk_idx, topk_weights)
+        with self._reported("step combine"):
+            unpacked = compute.rows_wire.unpack(home)
+            return compute.combine(unpacked, sent.flat, x, topk_idx, topk_weights)
 
     @contextmanager
-    def _or_tell(self, step: str) -> Iterator[None]:
+    def _reported(self, step: str) -> Iterator[None]:
         """If this rank fails here, no peer shall wait for what will not come."""
         self._where = f"call {self.calls} of layer {self.number}, {step}"
         try:
@@ -155,7 +155,7 @@ class GroupWorld:
     # -- one call --------------------------------------------------------------------------------
 
     def _prepare(
-        self, calc: Calc, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor
+        self, compute: Compute, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor
     ) -> _Sent:
         """Tokens packed by destination, and which of their slots they are for."""
         device = topk_idx.device
@@ -173,7 +173,7 @@ class GroupWorld:
         counts = torch.cat([needed.sum(0), goes.sum((0, 1)), is_bad.sum()[None]])
         host = self._to_host(counts)
         if host[-1]:
-            calc.check(topk_idx, topk_weights)
+            compute.check(topk_idx, topk_weights)
         num_to, num_slots = host[: self.num_ranks], host[self.num_ranks : -1]
         # Stable sorts by rank, cut at known lengths: no further wait for the GPU.
         by_rank = ranks[:, None].where(needed.T, self.num_ranks).reshape(-1)
@@ -183,11 +183,13 @@ class GroupWorld:
         place = (needed.cumsum(0) - 1)[flat // max(top_k, 1), to]
         local = physical.reshape(-1)[flat] % per_rank
         weight = topk_weights.reshape(-1)[flat].contiguous().view(torch.int32)
-        words = calc.tokens_wire.pack(calc.tokens(x))[token]
+        words = compute.tokens_wire.pack(compute.tokens(x))[token]
         slots = torch.stack([place.int(), local.int(), weight], 1)
         return _Sent(num_tokens, words, slots, flat, num_to, num_slots)
 
-    def _owned(self, calc: Calc, tokens: Tensor, slots: Tensor, heads: Sequence[Head]) -> Tensor:
+    def _owned(
+        self, compute: Compute, tokens: Tensor, slots: Tensor, heads: Sequence[Head]
+    ) -> Tensor:
         """The rows of this rank's experts, packed, in the order in which their slots came."""
         first = [0]
         for head in heads[:-1]:
@@ -197,8 +199,8 @@ class GroupWorld:
         start = torch.repeat_interleave(offsets, num, output_size=sum(head.slots for head in heads))
         at = slots[:, 0].long() + start
         weight = slots[:, 2].contiguous().view(torch.float32)
-        x = calc.tokens_wire.unpack(tokens[at])
-        return calc.rows_wire.pack(calc.rows(x, slots[:, 1].long(), weight))
+        x = compute.tokens_wire.unpack(tokens[at])
+        return compute.rows_wire.pack(compute.rows(x, slots[:, 1].long(), weight))
 
     def _heads(self, sent: _Sent | None, refusal: BaseException | None) -> list[Head]:
         """What every rank says before anything moves."""

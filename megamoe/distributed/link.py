@@ -105,7 +105,7 @@ class Link:
     def _failed(
         self, peer: int, what: str, seen: int, timeout_s: float, *, is_late: bool
     ) -> MegaMoEError:
-        """The error to raise: that of whoever saw the fault first."""
+        """The error to raise: that of the rank that saw the fault first."""
         error: MegaMoEError
         if is_late:
             bound = f"rank {peer} in {what} (the bound is {timeout_s:g} s)"

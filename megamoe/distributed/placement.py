@@ -23,8 +23,8 @@ class Places:
     def __init__(self, placement: Placement, device: torch.device) -> None:
         self.placement, self.is_contiguous = placement, placement.is_contiguous
         replicas = placement.replicas()
-        most = max(map(len, replicas))
-        rows = [ids + ids[:1] * (most - len(ids)) for ids in replicas]
+        max_replicas = max(map(len, replicas))
+        rows = [ids + ids[:1] * (max_replicas - len(ids)) for ids in replicas]
         self.table = torch.tensor(rows, dtype=torch.int64, device=device)  # [E, most]
         self.counts = torch.tensor([len(ids) for ids in replicas], device=device)
 
@@ -43,8 +43,8 @@ class Places:
         """As `physical`, but that ids which are neither legal nor masked stay so, for kernels."""
         if self.is_contiguous:
             return topk_idx
-        found = self.physical(topk_idx, rank)
-        return found.where((found >= 0) | (topk_idx == -1), self.placement.num_physical)
+        ids = self.physical(topk_idx, rank)
+        return ids.where((ids >= 0) | (topk_idx == -1), self.placement.num_physical)
 
 
 def replica_hash(rank: int, row: Tensor, expert: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class Rendezvous:
         name = hashlib.sha256(repr(self.members).encode()).hexdigest()[:16]
         self.base = distributed_c10d._get_default_store()
         self.store = distributed_c10d.PrefixStore(f"megamoe/{name}", self.base)
-        self.fault_key = ""  # of the link, once there is one: nobody waits for a rank that failed
+        self.fault_key = ""  # of the link, once there is one: no rank waits for one that failed
 
     def meet(self, step: str, make: Callable[[], Any], timeout_s: float | None = None) -> list[Any]:
         """Every rank's `make()`, as JSON keeps it, by rank; any rank's failure is everyone's."""
@@ -62,7 +62,7 @@ class Rendezvous:
         except Exception as error:
             own, card = error, {"error": error_to_json(error)}
         cards = self._exchange(prefix, step, card, timeout_s or self.timeout_s)
-        with suppress(Exception):  # all have come here, so nobody reads the last meeting's cards
+        with suppress(Exception):  # all have come here, so no rank reads the last meeting's cards
             self.store.delete_key(f"{before}/{self.rank}")
         for rank, other in enumerate(cards):
             if "error" in other:
@@ -109,7 +109,7 @@ class Rendezvous:
     def _late(
         self, prefix: str, step: str, keys: Sequence[str], waited_s: float, timeout_s: float
     ) -> MegaMoEError:
-        """Who did not come, or why; ranks that come later learn that nobody waits any more."""
+        """Who did not come, or why; ranks that come later learn that no rank waits any more."""
         if self.fault_key and self.store.check([self.fault_key]):
             return error_from_json(json.loads(self.store.get(self.fault_key)))
         missing = [r for r, key in enumerate(keys) if not self.store.check([key])]

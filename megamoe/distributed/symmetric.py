@@ -33,31 +33,31 @@ def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
     gpus = meeting.meet("look at the GPUs", lambda: _card(device))
     meeting.meet("reach the GPUs", lambda: check_reach(gpus))
     ranks_here = sum(gpu[:2] == gpus[meeting.rank][:2] for gpu in gpus)
-    made: list[Any] = []
+    allocated: list[Any] = []
 
     def allocate() -> None:
         import torch.distributed._symmetric_memory as symmetric
 
-        made.append(symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_())
+        allocated.append(symmetric.empty(num_bytes, dtype=torch.uint8, device=device).zero_())
         torch.cuda.synchronize(device)
 
     def map_peers() -> list[int]:
         import torch.distributed._symmetric_memory as symmetric
 
         with _overlapping_allowed(gpus):
-            made.append(symmetric.rendezvous(made[0], meeting.group))
-        return _offsets(made[1], made[0], meeting.rank, meeting.num_ranks)
+            allocated.append(symmetric.rendezvous(allocated[0], meeting.group))
+        return _offsets(allocated[1], allocated[0], meeting.rank, meeting.num_ranks)
 
     # Two meetings: torch's rendezvous has no bound of its own, so all begin it or none does.
     meeting.meet("allocate symmetric memory", allocate)
     offsets = meeting.meet("map symmetric memory", map_peers)[meeting.rank]
-    return Shared(made[0], tuple(offsets), ranks_here, made[1])
+    return Shared(allocated[0], tuple(offsets), ranks_here, allocated[1])
 
 
 def _card(device: torch.device) -> list[Any]:
     """Host, GPU, and the GPU's number in this process."""
-    found = torch.cuda.get_device_properties(device)
-    return [socket.gethostname(), str(found.uuid), device.index]
+    properties = torch.cuda.get_device_properties(device)
+    return [socket.gethostname(), str(properties.uuid), device.index]
 
 
 @contextmanager
@@ -80,15 +80,15 @@ def _offsets(handle: Any, own: Tensor, rank: int, num_ranks: int) -> list[int]:
     Buffers of a handle are whole blocks: the tensor must be its block's first, or two layers would
     share memory.
     """
-    found = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(num_ranks)]
+    addresses = [handle.get_buffer(r, (1,), torch.uint8).data_ptr() for r in range(num_ranks)]
     require(
-        found[rank] == own.data_ptr(),
+        addresses[rank] == own.data_ptr(),
         "symmetric memory must begin where its block begins",
-        got=f"a tensor {own.data_ptr() - found[rank]} bytes into it",
+        got=f"a tensor {own.data_ptr() - addresses[rank]} bytes into it",
         fix="allocate it outside torch's symmetric memory pools, or use mode='staged'",
         kind=NotAvailable,
     )
-    return [at - own.data_ptr() for at in found]
+    return [at - own.data_ptr() for at in addresses]
 
 
 def check_reach(gpus: list[list[Any]]) -> None:

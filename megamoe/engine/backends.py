@@ -157,16 +157,16 @@ def _package(name: str, use: str, warn: Callable[[str], str] = lambda version: "
 
 def _certificates(device: torch.device) -> list[Finding]:
     """Certificates that hold here, and those that are needed and do not."""
-    found = []
+    findings = []
     for backend in BACKENDS:
         if backend.why_not(device):
             continue
         one, why = certified.found_on(backend.name, device)
         if one is not None:
-            found.append(Finding(f"certificate {backend.name}", True, f"{device}: {one}"))
+            findings.append(Finding(f"certificate {backend.name}", True, f"{device}: {one}"))
         elif backend.name in OPT_IN or "stale" in why:
-            found.append(Finding(f"certificate {backend.name}", False, f"{device}: {why}"))
-    return found
+            findings.append(Finding(f"certificate {backend.name}", False, f"{device}: {why}"))
+    return findings
 
 
 def _gpu(device: torch.device) -> Finding:

@@ -1,4 +1,4 @@
-"""The Blackwell backend: placed weights, and the staged launches of a plan.
+"""The Blackwell backend: placed weights, and the staged launches of a plan (fused: `fused.py`).
 
 Emulated and compiled, not yet run on the hardware: `auto` takes it only where a machine has proven
 it. Weights stay as checkpoints have them, only scales are placed (`kernels.blackwell.weights`). No
@@ -75,7 +75,16 @@ def check_activation(options: Options) -> None:
 
 
 def run(call: Call, plan: Plan) -> Tensor:
-    """Permute, L1, L2 and combine as launches on one stream: bf16 [T, H] -> bf16 [T, H]."""
+    """The launches of a plan: bf16 [T, H] -> bf16 [T, H]."""
+    if plan.mega is not None:
+        from megamoe.engine import fused
+
+        return fused.run(call, plan.mega)
+    return staged(call, plan)
+
+
+def staged(call: Call, plan: Plan) -> Tensor:
+    """Permute, L1, L2 and combine as launches on one stream."""
     device, hidden, top_k = call.weights.device, call.weights.hidden, call.top_k
     num_tokens, extra, pdl = call.num_tokens, num_of(call.shared), plan.overlaps
     y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=device)

@@ -59,11 +59,11 @@ def found_on(backend: str, device: torch.device) -> tuple[Certificate | None, st
 def driver_version() -> str:
     """The NVIDIA driver, as the kernel module says; where that is hidden, as nvidia-smi does."""
     try:
-        found = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", DRIVER_FILE.read_text())
+        match = re.search(r"NVRM version:.*?\s(\d+\.[\d.]+)\s", DRIVER_FILE.read_text())
     except OSError:
-        found = None
-    if found is not None:
-        return found[1]
+        match = None
+    if match is not None:
+        return match[1]
     ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(ask, capture_output=True, text=True, check=True, timeout=20)

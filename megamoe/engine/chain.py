@@ -135,15 +135,21 @@ def stretches(
     yield None
     _exchange(here, source, pushed)
     yield None
-    for steps in owner:
-        _compute(here, steps)
+    is_split = plan.mode == "split"
+    if is_split:
+        from megamoe.engine import chain_split
+
+        chain_split.compute(here, owner, plan)
+    else:
+        for steps in owner:
+            _compute(here, steps)
     yield None
     finish, *rest = plan.rest
     exchange.finish_kernel[finish.grid](
         done=me.buffer.done, error=call.status.bad_slot, **here.control,
         counts_in=me.buffer.counts_in, pitch=me.buffer.counts_in.shape[1], l2_begun=begun,
         ns_per_row=0 if links is None else links.ns_of(2 * hidden),
-        **finish.config.constants(), **overlap(here.pdl),
+        **finish.config.constants(), **overlap(here.pdl and not is_split),
     )  # fmt: skip
     yield None
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
@@ -242,44 +248,73 @@ def _sort(here: _Ranked, steps: Pass, routing: Routing, counts: Tensor) -> tuple
     return slots, weights
 
 
+class _Window(NamedTuple):
+    """Memory of one window of this rank's rows."""
+
+    pool: Pool
+    acts: Pool
+    pulled: pull.Pulled
+    work: tuple[WorkItems, WorkItems] | None
+
+
 def _compute(here: _Ranked, steps: Pass) -> None:
     """One window of this rank's rows, from what sources pushed to rows at their homes."""
-    call, made, pdl = here.call, here.made, here.pdl
-    weights, how, options = call.weights, made.how, call.options
-    own = steps["rows"].config
-    assert isinstance(own, planned.Rows)
-    tile = hopper.tile_in(steps["l1"])
-    pool = launch.pool(
-        how, steps.num_slots, weights.hidden, steps.num_experts, tile.block_m, weights.device,
-        is_far=True, rows=own.pool_rows,
-    )  # fmt: skip
-    counters = pool.num_tiles.new_empty(2, own.pool_rows // 8)
-    origin = pool.dest.new_empty(own.pool_rows)
-    pulled = pull.Pulled(origin, *counters)
-    work = _items(here, steps, pool)
-    _rows(here, steps["rows"], own, pool, pulled, work)
-    _pull(here, steps["pull"], pool, pulled)
+    window = _window(here, steps)
+    _rows(here, steps, window)
+    _pull(here, steps["pull"], window, pdl=here.pdl)
     if here.links is not None and here.links.is_alone:
         return
-    acts = launch.pool(
-        how, steps.num_slots, weights.intermediate, steps.num_experts, tile.block_m,
-        weights.device, pool, rows=own.pool_rows,
-    )  # fmt: skip
-    follows = planned.following(tile)
-    first, second = (None, None) if work is None else (one.items for one in work)
-    error = call.status.bad_slot
-    publishes = pulled.l1_done if follows.publishes else None
+    follows = planned.following(hopper.tile_in(steps["l1"]))
+    _l1(here, steps, window, follows)
+    _l2(here, steps, window, follows, pdl=here.pdl)
+
+
+def _window(here: _Ranked, steps: Pass, first: _Window | None = None) -> _Window:
+    """Memory of a window; tokens and their scales are those of the `first` half of a ring."""
+    weights, how = here.call.weights, here.made.how
+    own = steps["rows"].config
+    assert isinstance(own, planned.Rows)
+    block_m = hopper.tile_in(steps["l1"]).block_m
+    sizes = steps.num_slots, steps.num_experts, block_m, weights.device
+
+    def pool_of(width: int, tiles: Pool | None = None) -> Pool:
+        slots, experts, block, device = sizes
+        return launch.pool(
+            how, slots, width, experts, block, device, tiles, is_far=True, rows=own.pool_rows
+        )
+
+    pool = pool_of(weights.hidden if first is None else 1)
+    if first is not None:
+        pool = pool._replace(data=first.pool.data, scale=first.pool.scale)
+    counters = pool.num_tiles.new_empty(2, own.pool_rows // 8)
+    pulled = pull.Pulled(pool.dest.new_empty(own.pool_rows), *counters)
+    acts = pool_of(weights.intermediate, pool)
+    return _Window(pool, acts, pulled, _items(here, steps, pool))
+
+
+def _l1(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following) -> None:
+    """Rows of the pool to activations, tile by tile after the pull."""
+    call, work, pulled = here.call, window.work, window.pulled
     launch.gated(
-        pool, made.w13, acts, steps["l1"], how, options, items=first, bias=weights.b13,
-        acts_factor=weights.acts_global, error=error, use_pdl=pdl,
-        chain=Chain(pulled.arrived, publishes),
+        window.pool, here.made.w13, window.acts, steps["l1"], here.made.how, call.options,
+        items=None if work is None else work[0].items, bias=call.weights.b13,
+        acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=here.pdl,
+        chain=Chain(pulled.arrived, pulled.l1_done if follows.publishes else None),
     )  # fmt: skip
-    follows_l1 = pulled.l1_done if follows.l2 else None
+
+
+def _l2(
+    here: _Ranked, steps: Pass, window: _Window, follows: planned.Following, *, pdl: bool
+) -> None:
+    """Activations to rows at their homes."""
+    call, work = here.call, window.work
     launch.linear(
-        acts, made.w2, here.me.buffer.rows, steps["l2"], how, options, items=second,
-        bias=weights.b2, acts_factor=weights.acts_global, error=error, use_pdl=pdl,
+        window.acts, here.made.w2, here.me.buffer.rows, steps["l2"], here.made.how, call.options,
+        items=None if work is None else work[1].items, bias=call.weights.b2,
+        acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=pdl,
         chain=Chain(
-            follows_l1, dest_unit=pull.DEST_UNIT, after=made.w13, begun=here.l2_begun
+            window.pulled.l1_done if follows.l2 else None, dest_unit=pull.DEST_UNIT,
+            after=here.made.w13, begun=here.l2_begun,
         ),
     )  # fmt: skip
 
@@ -300,11 +335,11 @@ def _items(here: _Ranked, steps: Pass, pool: Pool) -> tuple[WorkItems, WorkItems
     return l1, l2
 
 
-def _rows(
-    here: _Ranked, step: Launch, own: planned.Rows, pool: Pool, pulled: pull.Pulled,
-    work: tuple[WorkItems, WorkItems] | None,
-) -> None:  # fmt: skip
-    """Rows, tiles and items of a window."""
+def _rows(here: _Ranked, steps: Pass, window: _Window, *, pdl: bool | None = None) -> None:
+    """Rows, tiles and items of a window; pdl  None: as the call's launches."""
+    step, (pool, _, pulled, work) = steps["rows"], window
+    own = step.config
+    assert isinstance(own, planned.Rows)
     call, buffer, unused = here.call, here.me.buffer, pool.num_tiles
     names = "n_tiles", "slabs", "ctas"
     items: dict[str, Tensor | int] = {
@@ -327,12 +362,14 @@ def _rows(
         hidden=call.weights.hidden, record_bytes=4 * here.words.pitch,
         pitch=buffer.counts_in.shape[1], capacity=buffer.list_in.shape[1], chunks=own.chunks,
         first_row=own.first_row, pool_rows=own.pool_rows, **items,
-        HAS_STATS=call.stats is not None, **step.config.constants(), **overlap(here.pdl),
+        HAS_STATS=call.stats is not None, **step.config.constants(),
+        **overlap(here.pdl if pdl is None else pdl),
     )  # fmt: skip
 
 
-def _pull(here: _Ranked, step: Launch, pool: Pool, pulled: pull.Pulled) -> None:
+def _pull(here: _Ranked, step: Launch, window: _Window, *, pdl: bool) -> None:
     """Tokens of a window into the pool."""
+    pool, _, pulled, _ = window
     words, tokens, links = here.words, here.me.buffer.tokens, here.links
     ns_per_row = 0
     if links is not None:  # every CTA is one of the link's lanes
@@ -343,5 +380,5 @@ def _pull(here: _Ranked, step: Launch, pool: Pool, pulled: pull.Pulled) -> None:
         rank=here.me.rank, pool_rows=pool.data.shape[0], pitch=words.pitch, data_words=words.data,
         scale_words=words.scales, own_units=tokens.numel() // pull.ORIGIN_UNIT,
         ns_per_row=ns_per_row, HAS_FACTOR=words.factor > 0, PACE=links is not None,
-        **step.config.constants(), **overlap(here.pdl),
+        **step.config.constants(), **overlap(pdl),
     )  # fmt: skip

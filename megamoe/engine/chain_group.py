@@ -46,7 +46,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[Any, str]:
     mode = layer._wanted[1]
     if layer.backend != "hopper" or mode in ("staged", "fused"):
         return fused_group.join(layer, world)
-    if mode == "chain":
+    if mode in ("chain", "split"):
         return ChainGroup(layer, world.meeting, world.placement), ""
 
     def look() -> list[Any]:
@@ -80,14 +80,13 @@ def describe(plan: Plan) -> dict[str, Any]:
 class ChainGroup:
     """This rank's shared memory, and where its peers' lies. Make it on all ranks."""
 
-    mode = "chain"
-
     def __init__(self, layer: MoE, meeting: Rendezvous, placement: Placement) -> None:
         from megamoe.distributed.symmetric import share
         from megamoe.engine import chain
 
         weights, most = layer.weights, layer.max_tokens_per_rank
-        plan = layer._plan_in("chain")
+        self.mode = "split" if layer._wanted[1] == "split" else "chain"
+        plan = layer._plan_in(self.mode)
         assert most is not None
         self.num_tokens, self._fits = most, plan.call.fits_e4m3
         where = planned.memory(plan.call)
@@ -95,6 +94,13 @@ class ChainGroup:
         # Ranks that share a GPU share its SMs.
         kept = dict(plan.overrides).get("reserve_sms") or 0
         assert isinstance(kept, int)
+        require(
+            self.mode == "chain" or self._shared.ranks_here == 1,
+            "mode split needs a GPU for each rank: it parts all of the GPU's SMs",
+            got=f"{self._shared.ranks_here} ranks on one",
+            fix="use mode='chain'",
+            kind=NotAvailable,
+        )
         num_sms = plan.hardware.num_sms
         layer._reserve(num_sms - (num_sms - kept) // self._shared.ranks_here)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)

@@ -1,4 +1,4 @@
-"""Foreign tensors at the door of ExpertWeights: layouts, dtypes, gate and up order, NaN."""
+"""Foreign tensors into ExpertWeights: layouts, dtypes, gate and up order, NaN."""
 
 from __future__ import annotations
 

@@ -98,10 +98,10 @@ class ExpertModule(nn.Module):
         before = self.weights
         try:
             self.take(_without_memory(before))
-            told = {**local_metadata, "assign_to_params_buffers": True}
+            metadata = {**local_metadata, "assign_to_params_buffers": True}
             *_, errors = args
             num_errors = len(errors)
-            super()._load_from_state_dict(state_dict, prefix, told, *args)
+            super()._load_from_state_dict(state_dict, prefix, metadata, *args)
             if len(errors) > num_errors:
                 self.take(before)
                 return
@@ -135,7 +135,7 @@ class ExpertModule(nn.Module):
 def _without_memory(weights: ExpertWeights) -> ExpertWeights:
     """Canonical experts of the same shapes, to be replaced by what is loaded."""
     w = weights
-    made = ExpertWeights.empty(w.recipe, w.num_experts, w.hidden, w.intermediate, "meta")
+    bare = ExpertWeights.empty(w.recipe, w.num_experts, w.hidden, w.intermediate, "meta")
     parts: dict[str, Any] = {
         name: torch.empty_like(t, device="meta")
         for name in ("b13", "b2", "x_global", "acts_global")
@@ -145,8 +145,8 @@ def _without_memory(weights: ExpertWeights) -> ExpertWeights:
         g = getattr(w, name).global_scale
         if g is not None:
             g = torch.empty_like(g, device="meta")
-            parts[name] = replace(getattr(made, name), global_scale=g)
-    return replace(made, **parts)
+            parts[name] = replace(getattr(bare, name), global_scale=g)
+    return replace(bare, **parts)
 
 
 def _put_beside(weights: ExpertWeights, other: ExpertWeights) -> ExpertWeights:

@@ -40,6 +40,16 @@ def counted(t: Tensor) -> Tensor:
         return alias.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())
 
 
+def counter_of(t: Tensor) -> Tensor:
+    """A tensor without memory that counts the writes to `t`."""
+    keep_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
+    with torch.no_grad(), torch.inference_mode(False), keep_version(t):
+        alias = t.detach()  # counts with `t`; a view would keep it alive
+        none = torch.empty(0, dtype=t.dtype, device=t.device).untyped_storage()
+        alias.set_(none, 0, (0,), (1,))
+    return alias
+
+
 class Seal:
     """What some tensors held when something was made from them.
 

@@ -1,4 +1,4 @@
-"""moe(): the layer as one call, and the checks at its door."""
+"""moe(): the layer as one call, and the checks of its arguments."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megamoe.errors import (
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.choice import Value
-from megamoe.planner.overrides import TILE, checked
+from megamoe.planner.overrides import CHOICES, checked
 from megamoe.planner.plan import Plan, choose_backend
 from megamoe.planner.tables.blackwell import ACTIVATIONS as BLACKWELL_ACTIVATIONS
 from megamoe.problem import Options, check_top_k
@@ -55,8 +55,9 @@ def moe(
     weights       the experts
     shared        experts that see every token with weight 1, in any recipe
     backend       "auto" is the best one that works on the weights' device
-    mode          "staged", "fused" (one launch) or "auto": the same bits; what a mode cannot take
-                  is refused; on a CPU the oracle computes what any mode would
+    mode          "staged", "fused" (one launch), "split" (L1 and L2 side by side) or "auto": the
+                  same bits; what a mode cannot take is refused; on a CPU the oracle computes what
+                  any mode would
     overrides     tile choices in place of the planner's, such as {"block_m": 64}
     returns       bf16 [T, H]
 
@@ -93,10 +94,10 @@ def _compiled(
     words = ""
     for one in (weights, shared):
         if one is not None:
-            held = one.held()
-            tensors += list(held.values())
+            parts = one.held()
+            tensors += list(parts.values())
             pictures = ":".join([str(pictured(matrix)) for matrix in (one.w13, one.w2)])
-            words += f"{one.recipe}:{','.join(held)}:{pictures};"
+            words += f"{one.recipe}:{','.join(parts)}:{pictures};"
     for name, value in how.items():
         words += f"|{name}={value}"
     for name, value in (overrides or {}).items():
@@ -123,7 +124,7 @@ def _moe(
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
     name, traits, _ = choose(backend, mode, weights, shared, options.activation)
-    given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=TILE)
+    given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=CHOICES)
     is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
     plan = plan_for(
         weights, options, traits, num_tokens=x.shape[0], top_k=topk_idx.shape[1],
@@ -194,7 +195,7 @@ def run(call: Call, plan: Plan) -> Tensor:
     """One checked call; stats are added to.
 
     The reference reads ids and weights and refuses bad ones at once. A GPU backend reads nothing
-    back: the status words tell of them on the next call.
+    back: the next call raises them from the status words.
     """
     if plan.backend == "reference":
         check_values(call.topk_idx, call.topk_weights, call.weights.num_experts)

@@ -1,30 +1,49 @@
-"""Fused launches of the Hopper backend: bit for bit what staged ones give."""
+"""Fused launches of the Hopper and Blackwell backends: bit for bit what staged ones give."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.engine.call import Call
 from megamoe.engine.hopper import check_activation, num_of
-from megamoe.engine.images import prepared, with_shared
 from megamoe.engine.launch_options import bound_s
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.symm_buffer import SymmBuffer
 from megamoe.engine.weights import ExpertWeights
+from megamoe.kernels.gluon.mega.arguments import Experts, State, Tokens, World
 from megamoe.kernels.gluon.mega.scheduler import WAVE_TABLE
-from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.layout.regions import align_up
 from megamoe.planner.hopper import max_tiles
-from megamoe.planner.launches import Launch, Mega
+from megamoe.planner.launches import GemmTmem, Launch, Mega
 from megamoe.problem import Options
+
+
+def _kernels(
+    config: Mega, weights: ExpertWeights, shared: ExpertWeights | None
+) -> tuple[Any, Any, Any]:
+    """(weights as the kernels read them, where pools are made, the launcher) of a configuration."""
+    if isinstance(config.tile, GemmTmem):
+        from megamoe.engine import blackwell
+        from megamoe.kernels.blackwell import launch as tmem_launch
+        from megamoe.kernels.blackwell.mega import launch as mega_tmem_launch
+
+        assert shared is None, "shared experts have launches of their own"
+        return blackwell.prepare(weights), tmem_launch, mega_tmem_launch
+    from megamoe.engine.images import prepared, with_shared
+    from megamoe.kernels.hopper import launch
+    from megamoe.kernels.hopper.mega import launch as mega_launch
+
+    made = prepared(weights) if shared is None else with_shared(weights, shared)
+    return made, launch, mega_launch
 
 
 def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = -1) -> Tensor:
     """One rank, one launch: bf16 [T, H] -> bf16 [T, H].
 
-    trace   buffer for stamps (`kernels/hopper/stamps.py`)
+    trace   buffer for stamps (`kernels/gluon/mega/events.py`)
     absent  a rank that never says it is done, for tests of the bound
     """
     weights, status = call.weights, call.status
@@ -34,12 +53,12 @@ def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = 
         torch.empty(n, weights.hidden, dtype=torch.bfloat16, device=weights.device)
         for n in (num, call.num_tokens)
     )
-    tokens = mega_launch.Tokens(
+    tokens = Tokens(
         call.x, call.topk_idx, call.topk_weights, call.num_valid, weights.x_global, rows, y,
         status.bad_slot, call.stats,
     )  # fmt: skip
     return _run(
-        tokens, status.counters, weights, call.options, mega_launch.World(absent=absent),
+        tokens, status.counters, weights, call.options, World(absent=absent),
         call.shared, step=step, status=status, timeout_s=call.timeout_s,
         is_poisoned=call.is_poisoned, trace=trace,
     )  # fmt: skip
@@ -50,7 +69,7 @@ def over(
     num_tokens: int,
     weights: ExpertWeights,
     options: Options,
-    world: mega_launch.World,
+    world: World,
     stats: Tensor,
     *,
     step: Launch,
@@ -72,7 +91,7 @@ def over(
     end, top_k = first + num_tokens, buffer.topk_idx.shape[1]
     rows = buffer.rows[first * top_k : end * top_k]
     y = buffer.tokens.new_empty(world.local * num_tokens, buffer.tokens.shape[1])
-    tokens = mega_launch.Tokens(
+    tokens = Tokens(
         buffer.tokens[first:end], buffer.topk_idx[first:end], buffer.topk_weights[first:end],
         buffer.num_valid[number : number + 1], weights.x_global, rows, y, status.bad_slot,
         stats, first,
@@ -84,11 +103,11 @@ def over(
 
 
 def _run(
-    tokens: mega_launch.Tokens,
+    tokens: Tokens,
     counters: Tensor,
     weights: ExpertWeights,
     options: Options,
-    world: mega_launch.World,
+    world: World,
     shared: ExpertWeights | None = None,
     *,
     step: Launch,
@@ -101,29 +120,29 @@ def _run(
     config, device, extra = step.config, weights.device, num_of(shared)
     assert isinstance(config, Mega)
     check_activation(options)
-    made = prepared(weights) if shared is None else with_shared(weights, shared)
+    packed, launch, mega_launch = _kernels(config, weights, shared)
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
     experts, block_m = weights.num_experts // world.local + extra, config.tile.block_m
     pool = launch.pool(
-        made.how, slots, weights.hidden, experts, block_m, device, ranks=world.local,
+        packed.how, slots, weights.hidden, experts, block_m, device, ranks=world.local,
         is_far=world.num > 1, rows=config.pool_rows,
     )  # fmt: skip
     acts = launch.pool(
-        made.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
+        packed.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
         rows=config.pool_rows,
     )  # fmt: skip
     words = align_up(4 * max_tiles(slots, experts, block_m), 32) + WAVE_TABLE.value
     private = torch.empty(step.num_ctas, words, dtype=torch.int32, device=device)
-    kept = mega_launch.State(counters, private, status.report)
+    state = State(counters, private, status.report)
     if is_poisoned:
         poison(*pool, acts.data, acts.scale, private, tokens.rows, tokens.y)
     if not is_compiled_only:
         status.order_after_last()
-    all_experts = mega_launch.Experts(
-        made.w13, made.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
+    all_experts = Experts(
+        packed.w13, packed.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
     )
     mega_launch.fused(
-        tokens, pool, acts, all_experts, step, made.how, options, kept, world=world,
+        tokens, pool, acts, all_experts, step, packed.how, options, state, world=world,
         timeout_s=bound_s(timeout_s), trace=trace, is_compiled_only=is_compiled_only,
     )  # fmt: skip
     return tokens.y

@@ -1,8 +1,8 @@
 """FusedGroup: fused calls of a layer whose ranks are processes, over symmetric memory.
 
 Every rank puts its tokens and routing into its buffer, then launches; the launch pushes them to the
-ranks that own their experts, and the launches meet on the GPU. The host never waits. A rank that
-refuses its own input takes part with no tokens, so that nobody waits for it, and raises afterwards.
+ranks that own their experts, and launches synchronise on the GPU. The host never waits. A rank that
+refuses its own input takes part with no tokens, so that no rank waits for it, and raises later.
 
 A launch holds all SMs until its peers have come. So the launches of all layers of a process and
 device follow each other in the order in which the host made them, whatever their streams: with two
@@ -32,7 +32,7 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
-from megamoe.planner.hopper import check_grid, exchange_of, passes_of
+from megamoe.planner.hopper import check_grid
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
     `auto` is fused where the plan of every rank is.
     """
     mode = layer._wanted[1]
-    if layer.backend != "hopper":  # as on all ranks
+    if layer.backend not in ("hopper", "blackwell"):  # as on all ranks
         return None, f"backend {layer.backend} has no fused calls over a group"
     if mode == "fused":
         return FusedGroup(layer, world.meeting), ""
@@ -86,14 +86,14 @@ class FusedGroup:
 
     def __init__(self, layer: MoE, meeting: Rendezvous) -> None:
         from megamoe.distributed.symmetric import share
-        from megamoe.kernels.hopper.mega.launch import World
+        from megamoe.kernels.gluon.mega.arguments import World
 
-        weights, most = layer.weights, layer.max_tokens_per_rank
-        assert most is not None
+        weights, max_tokens = layer.weights, layer.max_tokens_per_rank
+        assert max_tokens is not None
         plan = layer._plan_in("fused")
-        self.num_tokens = most
-        self.num_passes, self._each = passes_of(plan.call)
-        where = exchange_of(plan.call)
+        self.num_tokens = max_tokens
+        self.num_passes, self._each = plan.num_passes, plan.fused_tokens
+        where = plan.exchange
         self._shared = share(meeting, where.num_bytes, weights.device)
         self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
@@ -102,9 +102,9 @@ class FusedGroup:
         )
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
         num_sms = plan.hardware.num_sms
-        kept = dict(plan.overrides).get("reserve_sms") or 0
-        assert isinstance(kept, int)
-        taken = num_sms - (num_sms - kept) // self._shared.ranks_here
+        reserved = dict(plan.overrides).get("reserve_sms") or 0
+        assert isinstance(reserved, int)
+        taken = num_sms - (num_sms - reserved) // self._shared.ranks_here
 
         def card() -> dict[str, int]:
             check_grid(num_sms, taken, 1)
@@ -154,7 +154,7 @@ class FusedGroup:
         return y[: len(x)]
 
     def compile(self, layer: MoE) -> None:
-        """Compile what a call launches, and launch nothing: nobody waits for a peer's compiler."""
+        """Compile what a call launches, and launch nothing: no rank waits for a peer's compiler."""
         self._launch(layer, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
 
     def warm(self, layer: MoE) -> None:
@@ -169,8 +169,11 @@ class FusedGroup:
     ) -> Tensor:
         from megamoe.engine import fused, images
 
+        is_alike = self.plan.backend != "hopper" or (
+            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3
+        )
         require(
-            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3,
+            is_alike,
             "weights of a fused layer over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",

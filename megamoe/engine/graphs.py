@@ -35,18 +35,18 @@ if TYPE_CHECKING:
 
 STEP = 256  # buckets above this are its multiples
 MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
-MAX_MET = 4096  # looks of calls that are remembered
+MAX_SIGNATURES = 4096  # signatures of calls that are remembered
 
 
-def bucket_of(num_tokens: int, most: int = MAX_TOKENS) -> int:
+def bucket_of(num_tokens: int, max_tokens: int = MAX_TOKENS) -> int:
     """The tokens of the graph that serves a call: a power of two up to STEP, then its multiples.
 
-    >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, most=100)
+    >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, max_tokens=100)
     ([1, 4, 8, 16, 256, 512], 100)
     """
     is_small = num_tokens <= STEP
     bucket = 1 << (num_tokens - 1).bit_length() if is_small else align_up(num_tokens, STEP)
-    return min(bucket, most)
+    return min(bucket, max_tokens)
 
 
 class Parts(NamedTuple):
@@ -126,10 +126,10 @@ class Graphs:
     most  tokens of the largest call that is served
     """
 
-    def __init__(self, most: int | None = None) -> None:
-        self.most = MAX_TOKENS if most is None else min(most, MAX_TOKENS)
+    def __init__(self, max_tokens: int | None = None) -> None:
+        self.most = MAX_TOKENS if max_tokens is None else min(max_tokens, MAX_TOKENS)
         self._held: dict[int, Captured] = {}
-        self._met: dict[Signature, Ready] = {}
+        self._by_signature: dict[Signature, Ready] = {}
         self._parts: Parts | None = None
         self._gpu: Gpu | None = None
         self._replays = 0
@@ -142,9 +142,9 @@ class Graphs:
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
         return is_plain and not torch.cuda.is_current_stream_capturing()
 
-    def find(self, looks: Signature | None) -> Ready | None:
+    def find(self, signature: Signature | None) -> Ready | None:
         """What a call like one before needs, if it may be replayed; its parts are not compared."""
-        one = self._met.get(looks)  # type: ignore[arg-type]
+        one = self._by_signature.get(signature)  # type: ignore[arg-type]
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
             return None
         self._replays += 1
@@ -153,7 +153,7 @@ class Graphs:
         return one
 
     def __call__(
-        self, looks: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
+        self, signature: Signature, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, parts: Parts,
         *, copy: bool = True,
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
@@ -163,8 +163,8 @@ class Graphs:
         assert self._gpu is not None
         words = x.stride(0), num_tokens, topk_idx.dtype == torch.int64
         one = Ready(parts, self._gpu, held.graph.replay, held.rows(num_tokens), words)
-        if len(self._met) < MAX_MET:
-            self._met[looks] = one
+        if len(self._by_signature) < MAX_SIGNATURES:
+            self._by_signature[signature] = one
         return self.replay(one, x, topk_idx, topk_weights, copy)
 
     def replay(
@@ -213,7 +213,7 @@ class Graphs:
     def drop(self) -> None:
         """Let all graphs go, once the GPU is done with them."""
         gpu, held = self._gpu, self._held
-        self._held, self._met = {}, {}
+        self._held, self._by_signature = {}, {}
         self._parts, self._gpu = None, None
         if gpu is not None:
             finish(gpu.device)

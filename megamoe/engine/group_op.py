@@ -36,7 +36,7 @@ def group_moe_op(
     handle: int,
 ) -> Tensor:
     """bf16 [T, H], [T, k], [T, k] -> bf16 [T, H] on every rank of the layer's group."""
-    return _LAYERS[handle]._across(x, topk_idx, topk_weights, stats, sent)
+    return _LAYERS[handle]._call_over_group(x, topk_idx, topk_weights, stats, sent)
 
 
 @group_moe_op.register_fake

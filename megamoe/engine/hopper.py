@@ -54,6 +54,10 @@ def run(call: Call, plan: Plan) -> Tensor:
         from megamoe.engine import fused
 
         return fused.run(call, plan.mega)
+    if plan.mode == "split":
+        from megamoe.engine import split
+
+        return split.run(call, plan)
     return staged(call, plan)
 
 
@@ -120,12 +124,12 @@ def run_pass(
     Shared experts that are given (`why_apart` is empty) have the slots after the routed ones.
     """
     check_activation(options)
-    made = prepared(weights) if shared is None else with_shared(weights, shared)
-    how, experts, num_slots = made.how, steps.num_experts, steps.num_slots
+    packed = prepared(weights) if shared is None else with_shared(weights, shared)
+    how, experts, num_slots = packed.how, steps.num_experts, steps.num_slots
     l1, l2 = steps["l1"], steps["l2"]
     block_m = tile_in(l1).block_m
     pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
-    work = launch.work_items(pool, (made.w13, made.w2), l1)
+    work = launch.work_items(pool, (packed.w13, packed.w2), l1)
     tokens = _ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
     route(
         tokens, routing, how.acts, pool, steps, work=work, stats=stats, first_slot=first_slot,
@@ -134,13 +138,13 @@ def run_pass(
     acts = launch.pool(how, num_slots, weights.intermediate, experts, block_m, weights.device, pool)
     first, second = (None, None) if work is None else work.each()
     launch.gated(
-        pool, made.w13, acts, l1, how, options, items=first, bias=weights.b13,
+        pool, packed.w13, acts, l1, how, options, items=first, bias=weights.b13,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
     )  # fmt: skip
     launch.linear(
-        acts, made.w2, rows, l2, how, options, items=second, bias=weights.b2,
+        acts, packed.w2, rows, l2, how, options, items=second, bias=weights.b2,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
-        chain=launch.Chain(after=made.w13),
+        chain=launch.Chain(after=packed.w13),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.engine.fingerprint import Seal, counted
-from megamoe.engine.packed import PackedMatrix, Source, fill, packed_room, parts_of
+from megamoe.engine.packed import PackedMatrix, Source, empty_matrix, fill, parts_of
 from megamoe.engine.planning import why_unlike
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
@@ -92,12 +92,12 @@ def hold(
     pairs = [(getattr(weights, name), getattr(shared, name)) for name in MATRICES]
     if all(image.suits(a) and image.suits(b) and joined(a.packed, b.packed) for a, b in pairs):
         return weights, shared
-    found = [weights, shared]
+    experts = [weights, shared]
     for name in MATRICES:
-        some = [getattr(w, name) for w in found]
-        for i, part in enumerate(_pack(image, some, some[0].device)):
-            found[i] = _with(found[i], name, part)
-    return found[0], found[1]
+        matrices = [getattr(w, name) for w in experts]
+        for i, part in enumerate(_pack(image, matrices, matrices[0].device)):
+            experts[i] = _with(experts[i], name, part)
+    return experts[0], experts[1]
 
 
 def hold_on(
@@ -108,10 +108,10 @@ def hold_on(
     groups = (
         [both] if shared is not None and not why_apart(weights, shared) else [[w] for w in both]
     )
-    found: list[ExpertWeights] = []
+    experts: list[ExpertWeights] = []
     for group in groups:
         if not is_image(group[0]):
-            found.append(group[0].to(device))
+            experts.append(group[0].to(device))
             continue
         known = [facts(w) for w in group]
         image = _image_of(group[0].recipe, known[0] & known[-1])
@@ -124,8 +124,8 @@ def hold_on(
                 n: None if (t := getattr(w, n)) is None else t.to(device)
                 for n in ("b13", "b2", "x_global", "acts_global")
             }
-            found.append(replace(w, **{n: parts[n][i] for n in MATRICES}, **rest))  # type: ignore[arg-type]
-    return found[0], found[1] if len(found) > 1 else None
+            experts.append(replace(w, **{n: parts[n][i] for n in MATRICES}, **rest))  # type: ignore[arg-type]
+    return experts[0], experts[1] if len(experts) > 1 else None
 
 
 def is_image(weights: ExpertWeights) -> bool:
@@ -155,7 +155,7 @@ class Packing:
             kind = kind_of(part, to_e4m3=image.to_e4m3, is_placed=image.is_placed)
             had = self._made.get(name)
             if had is None:
-                self._made[name] = packed_room(kind, part, self._num, self._device)
+                self._made[name] = empty_matrix(kind, part, self._num, self._device)
             elif had.kind != kind:
                 self._made[name] = had.as_kind(kind, expert)
             fill(self._made[name], part, expert)
@@ -247,11 +247,11 @@ def facts(weights: ExpertWeights) -> Facts:
     renew(weights)
     if not is_image(weights):
         return NO_IMAGE
-    found = []
+    parts = []
     for part in (weights.w13, weights.w2):
         is_packed = isinstance(part, PackedMatrix)
-        found.append(part.facts if is_packed else _facts(part))  # type: ignore[attr-defined]
-    return found[0] & found[1]
+        parts.append(part.facts if is_packed else _facts(part))  # type: ignore[attr-defined]
+    return parts[0] & parts[1]
 
 
 def _image_of(recipe: str, known: Facts) -> Image:
@@ -268,12 +268,12 @@ def _facts(w: Quantized) -> Facts:
     if w.spec.element.bits != 4 or w.spec.scale is not Scale.E8M0:
         return pack.facts_of(w)
     parts = tuple(w.tensors().values())
-    refs, seal, found = _KNOWN.get(w.data, ((), None, None))
+    refs, seal, facts = _KNOWN.get(w.data, ((), None, None))
     is_new = seal is None or any(ref() is not t for ref, t in zip(refs, parts, strict=True))
     if is_new or not seal.holds(parts):
-        found = pack.facts_of(w)
-        _KNOWN[w.data] = tuple(map(weakref.ref, parts)), Seal(parts), found
-    known: Facts = found
+        facts = pack.facts_of(w)
+        _KNOWN[w.data] = tuple(map(weakref.ref, parts)), Seal(parts), facts
+    known: Facts = facts
     return known
 
 
@@ -299,19 +299,19 @@ def _pack(
     is_watched  writes to what they are packed from are seen, while somebody holds it
     """
     kind = kind_of(parts[0], to_e4m3=image.to_e4m3, is_placed=image.is_placed)
-    out = packed_room(kind, parts[0], sum(map(len, parts)), device)
+    out = empty_matrix(kind, parts[0], sum(map(len, parts)), device)
     first = 0
     for part in parts:
         fill(out, part, first)
         first += len(part)
-    made = parts_of(out, [len(part) for part in parts])
-    for new, part in zip(made, parts, strict=True):
+    images = parts_of(out, [len(part) for part in parts])
+    for new, part in zip(images, parts, strict=True):
         if isinstance(part, PackedMatrix):
             source = None if part.source is None else copy(part.source)
         else:
             source = Source(part) if is_watched and device.type != "meta" else None
         object.__setattr__(new, "source", source if is_watched else None)
-    return made
+    return images
 
 
 def _with(weights: ExpertWeights, name: str, part: PackedMatrix) -> ExpertWeights:
@@ -328,14 +328,14 @@ def _with(weights: ExpertWeights, name: str, part: PackedMatrix) -> ExpertWeight
 
 def has_changed(*all_of_them: ExpertWeights | None) -> bool:
     """Whether somebody wrote to memory that images were packed from; refuses writes to copies."""
-    found = False
+    is_changed = False
     for part in _images(*all_of_them):
         part.aside.refuse_written()
         if part.source is not None:
-            found |= part.source.has_changed()
+            is_changed |= part.source.has_changed()
             if part.source.is_gone:
                 object.__setattr__(part, "source", None)
-    return found
+    return is_changed
 
 
 def verify(*all_of_them: ExpertWeights | None) -> None:
@@ -361,10 +361,10 @@ def renew(weights: ExpertWeights) -> None:
         if image.suits(part):
             fill(part, plain[name])
         else:
-            made = _pack(image, [plain[name]], weights.device, is_watched=False)[0]
+            packed = _pack(image, [plain[name]], weights.device, is_watched=False)[0]
             source = copy(source)  # who still has the old image must see that it is old
-            object.__setattr__(made, "source", source)
-            weights._hold(**{name: made})
+            object.__setattr__(packed, "source", source)
+            weights._hold(**{name: packed})
         if source is not None:
             source.accept()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from megamoe.errors import RangeError, require
 
-MAX_S = 60.0  # a fused launch takes milliseconds: whoever waits this long waits in vain
+MAX_S = 60.0  # a fused launch takes milliseconds: a wait this long is in vain
 SLOWER = 20.0  # under compute-sanitizer
 
 

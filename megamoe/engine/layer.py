@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
-from megamoe.engine import backends, chain_group, device_guard, fused_group, parallel, status
+from megamoe.engine import (
+    backends,
+    chain_group,
+    device_guard,
+    fused_group,
+    parallel,
+    partition,
+    status,
+)
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, megabytes
 from megamoe.engine.fingerprint import counted
@@ -33,8 +41,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import max_fused_tokens
-from megamoe.planner.overrides import TILE, Overrides, checked
+from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
 
@@ -42,7 +49,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
 
 
-MAX_PASSED = 4096  # shapes of calls that are remembered as checked
+MAX_CHECKED = 4096  # shapes of calls that are remembered as checked
 
 
 class MoE(nn.Module):
@@ -55,8 +62,9 @@ class MoE(nn.Module):
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
                          fused calls over a group do not take
-    placement            which experts stand on which rank; None: contiguous, each once
-    mode                 "staged", "fused" (one launch, docs/fused.md), over a group also "chain"
+    placement            which experts lie on which rank; None: contiguous, each once
+    mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
+                         side, docs/split.md), over a group also "chain"
                          (docs/expert-parallel.md), or "auto": the same bits; what a mode cannot
                          take is refused; `why` says what `auto` came to
     timeout_s            bound of every wait for another rank; in a fused launch at most 60
@@ -66,8 +74,8 @@ class MoE(nn.Module):
                          counts: the same bits, less time on the host; without a GPU calls are eager
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
-    pool_rows            rows of the pool of fused launches and of the chain: a call with more runs
-                         in waves or passes; None is room for all
+    pool_rows            rows of the pool of fused launches, of split and of the chain: a call with
+                         more runs in waves or passes; None: enough rows for all
     overrides            tile choices in place of the planner's, such as {"block_m": 64}; refused
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
@@ -120,7 +128,7 @@ class MoE(nn.Module):
                 "pool_rows": pool_rows,
                 "overlap_launches": overlap_launches,
             }
-        ) + checked(overrides or {}, legal=TILE)
+        ) + checked(overrides or {}, legal=CHOICES)
         self._launch = LaunchOptions(timeout_s, debug_poison)
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
@@ -167,7 +175,7 @@ class MoE(nn.Module):
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
         layer = cls(weights, num_experts, top_k, **options)
-        layer.experts.owns = True  # nobody else has them: a load may write in place
+        layer.experts.owns = True  # no other layer has them: a load may write in place
         return layer
 
     def _build(
@@ -196,7 +204,7 @@ class MoE(nn.Module):
             not (self._has_group and self._wants_graphs),
             "a layer over a process group keeps no graphs of its own",
             got="cuda_graphs=True with a group",
-            fix="capture calls of mode='fused' or 'chain' yourself; staged ones wait for the GPU",
+            fix="capture calls of another mode than 'staged' yourself: those wait for the GPU",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -224,6 +232,8 @@ class MoE(nn.Module):
 
     def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
         """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
+
+        is_quantized  whether tokens come as `mm.Quantized`
 
         Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
         staged, those of even routing.
@@ -267,7 +277,8 @@ class MoE(nn.Module):
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
         text = f"backend {self._backend}: {backend}"
         if self._world is not None:
-            can = {"fused": "every rank can, in one launch", "chain": "no host between ranks"}
+            can = dict.fromkeys(("chain", "split"), "no host between ranks")
+            can["fused"] = "every rank can, in one launch"
             mode = self._why_staged or can[self.mode]
             return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
@@ -295,6 +306,7 @@ class MoE(nn.Module):
     ) -> Tensor:
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H].
 
+        x     the tokens, bf16 [T, H], or `Quantized` in the recipe's activation format
         copy  with `cuda_graphs`, False gives the graph's own output, which the next call of about
               as many tokens overwrites
         """
@@ -311,19 +323,19 @@ class MoE(nn.Module):
             )
             return y
         graphs = self._graphs  # none over a group
-        looks = signature_of(x, topk_idx, topk_weights)
+        signature = signature_of(x, topk_idx, topk_weights)
         if graphs is not None:
-            one = graphs.find(looks)
+            one = graphs.find(signature)
             if one is not None and self._is_current(one.parts):
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
         self._renew()
         if self._world is not None:
-            return self._across(x, topk_idx, topk_weights, self.stats, self._sent)
+            return self._call_over_group(x, topk_idx, topk_weights, self.stats, self._sent)
         graphs = self._graphs
-        self._check_once(looks, x, topk_idx, topk_weights)
+        self._check_once(signature, x, topk_idx, topk_weights)
         if graphs is not None and graphs.serves(x):
-            assert isinstance(x, Tensor) and looks is not None
-            return graphs(looks, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
+            assert isinstance(x, Tensor) and signature is not None
+            return graphs(signature, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
         call = self._call(x, topk_idx, topk_weights)
         traits = traits_of(self._backend, call.weights, call.shared)
         plan = self._plan(x.shape[0], traits, is_quantized=not isinstance(x, Tensor))
@@ -338,10 +350,10 @@ class MoE(nn.Module):
         )  # fmt: skip
 
     def _check_once(
-        self, looks: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+        self, signature: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
     ) -> None:
-        """The checks at the door; a call that looks like one that passed is not checked again."""
-        if looks in self._passed:
+        """The checks of a call; a call that looks like one that passed is not checked again."""
+        if signature in self._checked:
             return
         self._check(x, idx, weights)
         limit = self.max_tokens_per_rank
@@ -352,10 +364,10 @@ class MoE(nn.Module):
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
-        if looks is not None and len(self._passed) < MAX_PASSED:
-            self._passed.add(looks)
+        if signature is not None and len(self._checked) < MAX_CHECKED:
+            self._checked.add(signature)
 
-    def _across(
+    def _call_over_group(
         self,
         x: Tensor | Quantized,
         topk_idx: Tensor,
@@ -480,20 +492,22 @@ class MoE(nn.Module):
         its own experts; what one refuses, all refuse.
         """
         self._renew()
-        held = self.shared if shared else self.experts
-        require(held is not None, "the layer must have shared experts", got="none", kind=ShapeError)
-        assert held is not None
-        found: list[Refresh] = []
+        module = self.shared if shared else self.experts
+        require(
+            module is not None, "the layer must have shared experts", got="none", kind=ShapeError
+        )
+        assert module is not None
+        parts: list[Refresh] = []
 
         def check() -> None:
-            found.append(Refresh.of(held.weights, w13, w2, experts, b13, b2, gate_up))
-            found[0].check(held.weights)
+            parts.append(Refresh.of(module.weights, w13, w2, experts, b13, b2, gate_up))
+            parts[0].check(module.weights)
 
         if self._world is None:
             check()
         else:
             self._world.meeting.meet("refresh", check)
-        found[0].write(held.weights)
+        parts[0].write(module.weights)
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""
@@ -530,7 +544,7 @@ class MoE(nn.Module):
         self._what = describe(
             weights, shared, self.options, name, self._launch, self._call_overrides
         )
-        self._passed: set[Signature] = set()
+        self._checked: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay()) if has_graphs else None
 
@@ -540,13 +554,13 @@ class MoE(nn.Module):
         if backend == "hopper":
             from megamoe.engine import images
 
-            found = images.hold(weights, shared)
+            experts = images.hold(weights, shared)
         else:
-            found = weights.canonical(), None if shared is None else shared.canonical()
-        self.experts.take(found[0])
-        if self.shared is not None and found[1] is not None:
-            self.shared.take(found[1])
-        return found
+            experts = weights.canonical(), None if shared is None else shared.canonical()
+        self.experts.take(experts[0])
+        if self.shared is not None and experts[1] is not None:
+            self.shared.take(experts[1])
+        return experts
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -556,15 +570,15 @@ class MoE(nn.Module):
         if self._has_group:
             self._plan_in("staged")
         else:
-            self._plan(1, traits)
+            partition.prepare(self._plan(1, traits), self.weights.device)
 
     def _largest_replay(self) -> int | None:
         """Tokens of the largest graph: in mode fused those that one launch takes."""
-        most = self.max_tokens_per_rank
+        max_tokens = self.max_tokens_per_rank
         if self._wanted[1] != "fused":
-            return most
-        fits = max_fused_tokens(self.plan(1).call)
-        return fits if most is None else min(most, fits)
+            return max_tokens
+        fits = self.plan(1).max_fused_tokens
+        return fits if max_tokens is None else min(max_tokens, fits)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoE:
         if self._graphs is not None:
@@ -573,8 +587,8 @@ class MoE(nn.Module):
         self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
-            held = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
-            for t in (*held, self.stats):
+            buffers = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
+            for t in (*buffers, self.stats):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
@@ -590,17 +604,17 @@ class MoE(nn.Module):
         if name == "hopper":
             from megamoe.engine import images
 
-            found = images.hold_on(device, weights, shared)
-            self.experts.take(found[0])
-            if self.shared is not None and found[1] is not None:
-                self.shared.take(found[1])
+            experts = images.hold_on(device, weights, shared)
+            self.experts.take(experts[0])
+            if self.shared is not None and experts[1] is not None:
+                self.shared.take(experts[1])
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
-        held = [one for one in (self.experts, self.shared) if one is not None]
-        if not any(one.was_loaded for one in held):
+        modules = [one for one in (self.experts, self.shared) if one is not None]
+        if not any(one.was_loaded for one in modules):
             return
-        for one in held:
+        for one in modules:
             one.was_loaded = False
         device = self.weights.device
         if self.stats.device != device:

@@ -168,7 +168,7 @@ class Checkpoint:
         picked = self.picked(layer, recipe)
         require(
             num_ranks >= 1 and picked.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
-            f"{picked.num_experts} experts must be dealt to ranks evenly",
+            f"{picked.num_experts} experts must divide evenly over ranks",
             got=f"rank {rank} of {num_ranks}",
             kind=RangeError,
         )
@@ -176,18 +176,18 @@ class Checkpoint:
         numbers = range(rank * per_rank, (rank + 1) * per_rank)
         where = torch.device(device)
         names = self._names[layer][picked.prefix]
-        made = _Made(picked, len(numbers), where)
+        out = _Made(picked, len(numbers), where)
         with _bar(progress, picked, len(numbers)) as advance:
             for slot, expert in enumerate(numbers):
-                made.put(slot, expert, self._matrices(picked.prefix, names, expert, picked.gate_up))
+                out.put(slot, expert, self._matrices(picked.prefix, names, expert, picked.gate_up))
                 if picked.has_bias:
-                    made.put_bias(slot, self._biases(picked.prefix, names, expert, picked.gate_up))
+                    out.put_bias(slot, self._biases(picked.prefix, names, expert, picked.gate_up))
                 advance(slot + 1)
-        extras: dict[str, Any] = made.biases
+        extras: dict[str, Any] = out.biases
         if recipe_named(picked.recipe).acts.has_global:
             x_global = self._x_global(picked.prefix, names, picked.num_experts)
-            extras |= {"x_global": x_global.to(where), "acts_global": made.acts_global}
-        return ExpertWeights(picked.recipe, **{**made.matrices(), **extras})
+            extras |= {"x_global": x_global.to(where), "acts_global": out.acts_global}
+        return ExpertWeights(picked.recipe, **{**out.matrices(), **extras})
 
     # -- config ----------------------------------------------------------------------------------
 
@@ -308,13 +308,13 @@ class _Made:
         fmt = recipe_named(picked.recipe).weights
         hidden, wide = picked.hidden, picked.intermediate
         self._packing = _packing(picked.recipe, num, device)
-        room = num if self._packing is None else 1
-        self.w13 = empty((room, 2, wide, hidden), fmt, device)
+        num_held = num if self._packing is None else 1
+        self.w13 = empty((num_held, 2, wide, hidden), fmt, device)
         if fmt.has_global:  # gate and up may have different ones
-            ones = torch.ones(room, 2, device=device)
+            ones = torch.ones(num_held, 2, device=device)
             w = self.w13
             self.w13 = Quantized(w.data, w.scale, w.format, w.shape, ones)
-        self.w2 = empty((room, hidden, wide), fmt, device)
+        self.w2 = empty((num_held, hidden, wide), fmt, device)
         self.acts_global = torch.ones(num, device=device)
         self.biases: dict[str, Tensor] = {}
         if picked.has_bias:

@@ -22,7 +22,7 @@ from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, ShapeError, one_of, require
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import check_grid, exchange_of
+from megamoe.planner.hopper import check_grid
 from megamoe.planner.overrides import TILE, checked
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import MAX_RANKS
@@ -30,12 +30,18 @@ from megamoe.problem import Options
 
 
 class LocalRanks:
-    """Calls of `num_ranks` ranks over `weights`, the experts of all ranks in order.
+    """Several ranks of a layer on one Hopper GPU: expert parallelism, tried without several GPUs.
 
-    mode     "fused", or "chain" for calls of any size
+    Calls take and return a list, one tensor a rank. Bit for bit the result of one rank over all
+    tokens. `stats`, int64 [E], counts the tokens that each expert received.
+
+    weights    the experts of all ranks, in order
+    num_ranks  1 to 8, each with its share of the SMs and of the experts
+    options    what the layer computes; None: `mm.Options()`
+    mode       "fused", or "chain" for calls of any size
     links_gbs  chain: GB/s at which a rank pulls tokens of others, at most; None: as fast as it can
+    backend  "hopper", or "blackwell" for fused calls
     timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
-    stats    int64 [E], added to by every call: tokens each expert received
     """
 
     def __init__(
@@ -51,6 +57,7 @@ class LocalRanks:
         pool_rows: int | None = None,
         links_gbs: float | None = None,
         overrides: Mapping[str, Value] | None = None,
+        backend: str = "hopper",
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
         self._launch = LaunchOptions(timeout_s, debug_poison)
@@ -61,7 +68,9 @@ class LocalRanks:
             "pool_rows": pool_rows,
         }
         tile = dict(checked(overrides or {}, legal=TILE))
-        self._given = checked({"backend": "hopper", **routes, **tile})
+        one_of(backend, ("hopper", "blackwell") if mode == "fused" else ("hopper",), "backend")
+        self._backend = backend
+        self._given = checked({"backend": backend, **routes, **tile})
         require(
             1 <= num_ranks <= MAX_RANKS,
             f"one launch runs 1 to {MAX_RANKS} ranks",
@@ -75,7 +84,7 @@ class LocalRanks:
             kind=ShapeError,
         )
         device = weights.device
-        backends.resolve("hopper", mode, device)
+        backends.resolve(backend, mode, device)
         self._launch.check()
         check_grid(hardware_of(device).num_sms, reserve_sms, num_ranks)
         self.stats = torch.zeros(weights.num_experts, dtype=torch.int64, device=device)
@@ -95,27 +104,27 @@ class LocalRanks:
     ) -> list[Tensor]:
         """One call on every rank: bf16 [T_r, H] each -> bf16 [T_r, H] each; T_r may differ."""
         from megamoe.engine import fused
-        from megamoe.kernels.hopper.mega.launch import World
+        from megamoe.kernels.gluon.mega.arguments import World
 
         counts = self._check(x, topk_idx, topk_weights)
         if self._chain is not None:
             self._top_k = topk_idx[0].shape[1]
             return self._chain(x, topk_idx, topk_weights, self.stats)
         self._status.raise_if_seen()
-        most = max(counts)
-        if most == 0:
+        max_tokens = max(counts)
+        if max_tokens == 0:
             return [torch.empty_like(t) for t in x]
         self._top_k = topk_idx[0].shape[1]
-        step = self.plan(most, self._top_k).mega
+        step = self.plan(max_tokens, self._top_k).mega
         assert step is not None
-        self._make_buffers(most)
+        self._make_buffers(max_tokens)
         num = self.num_ranks
         with torch.no_grad(), device_guard.on(self.weights.device):
             self._status.order_after_last()  # before the buffers are written to
             for buffer, *one in zip(self._buffers, x, topk_idx, topk_weights, strict=True):
                 buffer.put(*one)
             y = fused.over(
-                self._buffers[0], most, self.weights, self.options,
+                self._buffers[0], max_tokens, self.weights, self.options,
                 World(num, num, 0, self._peers, self._buffers[0].signals, self._buffers[0].inbox),
                 self.stats, step=step, status=self._status,
                 timeout_s=self._launch.timeout_s, is_poisoned=self._launch.is_poisoned,
@@ -128,7 +137,7 @@ class LocalRanks:
         if self._chain is not None:
             return self._chain.plan(num_tokens, top_k)
         return plan_for(
-            self.weights, self.options, traits_of("hopper", self.weights, None),
+            self.weights, self.options, traits_of(self._backend, self.weights, None),
             num_tokens=num_tokens, top_k=top_k, overrides=self._given,
             ranks=Ranks(self.num_ranks, self.weights.num_experts, self.num_ranks),
         )  # fmt: skip
@@ -153,7 +162,7 @@ class LocalRanks:
             had, top_k = self._buffers[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
-        where = exchange_of(self.plan(num_tokens, self._top_k).call)
+        where = self.plan(num_tokens, self._top_k).exchange
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)

@@ -22,13 +22,13 @@ def known(
 ) -> Any:
     """find(w), found once for these bytes and scales, and the other's, as they are now."""
     parts = tuple(t for q in (w, other) if q is not None for t in q.tensors().values())
-    made = _MADE.setdefault(w.data, {})
-    refs, seal, found = made.get(what, ((), None, None))
+    values = _MADE.setdefault(w.data, {})
+    refs, seal, value = values.get(what, ((), None, None))
     is_new = seal is None or any(ref() is not t for ref, t in zip(refs, parts, strict=True))
     if is_new or not seal.holds(parts):
-        found = find(w)
-        made[what] = tuple(map(weakref.ref, parts)), Seal(parts), found
-    return found
+        value = find(w)
+        values[what] = tuple(map(weakref.ref, parts)), Seal(parts), value
+    return value
 
 
 def verify(*both: ExpertWeights | None) -> None:

@@ -1,6 +1,6 @@
 """PackedMatrix: a linear of all experts held as Hopper's image, and nothing else (decision 0028).
 
-It stands where a `Quantized` stands: whoever asks for `data` or `scale` gets the canonical bytes,
+It stands where a `Quantized` stands: `data` and `scale` give the canonical bytes,
 unpacked then and there, exactly.
 """
 
@@ -16,15 +16,16 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.engine.fingerprint import Seal
+from megamoe.engine import packing
+from megamoe.engine.fingerprint import Seal, counter_of
 from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.kernels.hopper.weights.pack import (
     Facts,
     Packed,
     Spare,
+    empty_image,
     facts_of,
-    room,
     spare_of,
     unpack,
     write,
@@ -47,7 +48,7 @@ class Source:
                          tuple(t.shape), t.stride())
             for name, t in tensors.items()
         }  # fmt: skip
-        self._counters = [_counter(t) for t in tensors.values()]
+        self._counters = [counter_of(t) for t in tensors.values()]
         self._versions = [t._version for t in self._counters]
         self._seal: Seal | None = Seal(list(tensors.values()))
 
@@ -59,12 +60,12 @@ class Source:
 
     def tensors(self) -> dict[str, Tensor]:
         """Those whose memory somebody holds."""
-        found = {name: place.tensor() for name, place in self._places.items()}
-        return {name: t for name, t in found.items() if t is not None}
+        tensors = {name: place.tensor() for name, place in self._places.items()}
+        return {name: t for name, t in tensors.items() if t is not None}
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds any of it."""
+        """Whether no tensor of it is alive."""
         return not self._places
 
     def has_changed(self) -> bool:
@@ -91,8 +92,8 @@ class Source:
             self._seal.verify(tensors)
 
     def _all_of_them(self) -> list[Tensor] | None:
-        found = self.tensors()
-        return list(found.values()) if len(found) == len(self._places) else None
+        tensors = self.tensors()
+        return list(tensors.values()) if len(tensors) == len(self._places) else None
 
 
 class _Place(NamedTuple):
@@ -116,20 +117,10 @@ class _Place(NamedTuple):
     def part(self, idx: slice) -> _Place:
         if not self.shape:
             return self
-        some = range(self.shape[0])[idx]
-        stride = (self.stride[0] * some.step, *self.stride[1:])
-        offset = self.offset + some.start * self.stride[0]
-        return self._replace(offset=offset, shape=(len(some), *self.shape[1:]), stride=stride)
-
-
-def _counter(t: Tensor) -> Tensor:
-    """A tensor without memory that counts the writes to `t`."""
-    keep_version = torch.autograd.grad_mode._unsafe_preserve_version_counter
-    with torch.no_grad(), torch.inference_mode(False), keep_version(t):
-        alias = t.detach()  # counts with `t`; a view would keep it alive
-        none = torch.empty(0, dtype=t.dtype, device=t.device).untyped_storage()
-        alias.set_(none, 0, (0,), (1,))
-    return alias
+        experts = range(self.shape[0])[idx]
+        stride = (self.stride[0] * experts.step, *self.stride[1:])
+        offset = self.offset + experts.start * self.stride[0]
+        return self._replace(offset=offset, shape=(len(experts), *self.shape[1:]), stride=stride)
 
 
 class _Known:
@@ -175,7 +166,7 @@ class Aside:
 
     def lend(self, t: Tensor) -> Tensor:
         """A copy that a caller gets: a write to it is refused by the next call, not lost."""
-        counter = _counter(t)
+        counter = counter_of(t)
         ref = StorageWeakRef(t.untyped_storage())
         self._known.lent.append((ref, counter, counter._version, self._at))
         return t
@@ -206,7 +197,7 @@ class Aside:
 
 
 # By address, experts and kind of an image: compiled models pass tensors, and what is watched is
-# found again. The last one made stays: a matrix is made as the whole of a room that goes.
+# found again. The last one made stays: a matrix is made as the whole of an image that goes.
 _BY_IMAGE: WeakValueDictionary[tuple[int, int, str], PackedMatrix] = WeakValueDictionary()
 
 
@@ -322,8 +313,8 @@ class PackedMatrix(Quantized):
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> PackedMatrix:
         """The same with every tensor of the image changed, such as moved."""
-        found = {TENSORS[name]: change(t) for name, t in self.held().items()}
-        image = replace(self.packed, **found)  # type: ignore[arg-type]
+        tensors = {TENSORS[name]: change(t) for name, t in self.held().items()}
+        image = replace(self.packed, **tensors)  # type: ignore[arg-type]
         return PackedMatrix(image, self.format, deepcopy(self.aside), self.global_ndim)
 
     def plain(self, device: torch.device | str | None = None) -> Quantized:
@@ -347,17 +338,17 @@ class PackedMatrix(Quantized):
 
     def as_kind(self, kind: str, num: int) -> PackedMatrix:
         """Another kind of image of the first `num` experts, in the same memory but for scales."""
-        image = room(kind, self.shape, self.device, self.packed.data)
-        made = PackedMatrix(image, self.format, Aside(len(self)), self.global_ndim)
+        image = empty_image(kind, self.shape, self.device, self.packed.data)
+        matrix = PackedMatrix(image, self.format, Aside(len(self)), self.global_ndim)
         spares = self.aside.spares()
         for expert in range(num):
-            made.write(expert, unpack(self.packed, spares, self.format, expert))
-        return made
+            matrix.write(expert, unpack(self.packed, spares, self.format, expert))
+        return matrix
 
     def renewed(self) -> Quantized:
         """The canonical bytes as the source has them now; what is gone, as it was packed."""
-        found = {} if self.source is None else self.source.tensors()
-        return replace(self.plain(), **found)  # type: ignore[arg-type]
+        tensors = {} if self.source is None else self.source.tensors()
+        return replace(self.plain(), **tensors)  # type: ignore[arg-type]
 
 
 def plain(matrix: Quantized) -> Quantized:
@@ -365,9 +356,9 @@ def plain(matrix: Quantized) -> Quantized:
     return matrix.plain() if isinstance(matrix, PackedMatrix) else matrix
 
 
-def packed_room(kind: str, like: Quantized, num: int, device: torch.device) -> PackedMatrix:
+def empty_matrix(kind: str, like: Quantized, num: int, device: torch.device) -> PackedMatrix:
     """An image for `num` experts like those of a matrix, to be written."""
-    image = room(kind, (num, *like.shape[1:]), device)
+    image = empty_image(kind, (num, *like.shape[1:]), device)
     g = like.global_scale
     ndim = 1 if g is None else g.ndim
     return PackedMatrix(image, like.format, Aside(num), ndim)
@@ -376,21 +367,29 @@ def packed_room(kind: str, like: Quantized, num: int, device: torch.device) -> P
 def fill(out: PackedMatrix, w: Quantized, first: int = 0) -> None:
     """Write the experts of `w`, from wherever they lie, one by one."""
     with torch.no_grad(), torch.inference_mode(False):
+        if packing.is_gpu(out.device) and w.device == out.device and not is_packed(w):
+            packing.write(out, range(first, first + len(w)), w)
+            return
         for expert in range(len(w)):
             one = w[expert : expert + 1]
             one = one.plain(out.device) if isinstance(one, PackedMatrix) else one.to(out.device)
-            out.write(first + expert, one)
+            packing.write(out, [first + expert], one)
+
+
+def is_packed(matrix: Quantized) -> bool:
+    """Whether it is held as an image."""
+    return isinstance(matrix, PackedMatrix)
 
 
 def parts_of(both: PackedMatrix, nums: Sequence[int]) -> list[PackedMatrix]:
     """Runs of experts, as parts of the same memory."""
-    found, first = [], 0
+    parts, first = [], 0
     for num in nums:
         part = both[first : first + num]
         assert isinstance(part, PackedMatrix)
-        found.append(part)
+        parts.append(part)
         first += num
-    return found
+    return parts
 
 
 def pictured(matrix: Quantized) -> list[Any] | None:
@@ -414,5 +413,5 @@ def from_picture(picture: list[Any], tensors: dict[str, Tensor]) -> PackedMatrix
 
 
 def _part(image: Packed, idx: slice) -> Packed:
-    found = {name: t[idx] for name in TENSORS.values() if (t := getattr(image, name)) is not None}
-    return replace(image, **found)
+    tensors = {name: t[idx] for name in TENSORS.values() if (t := getattr(image, name)) is not None}
+    return replace(image, **tensors)

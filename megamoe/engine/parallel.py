@@ -15,7 +15,7 @@ from megamoe import __version__
 from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.distributed.wire import Wire
-from megamoe.engine import chain_group, fused_group
+from megamoe.engine import chain_group, fused_group, partition
 from megamoe.engine.functional import check_values
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("auto", "staged", "fused", "chain")
+MODES = ("auto", "staged", "fused", "chain", "split")
 
 
 Planned = Callable[[int, bool], Plan]  # tokens of this rank, whether they come quantised
@@ -293,15 +293,11 @@ class BlackwellCompute(HopperCompute):
         from megamoe.engine import blackwell
         from megamoe.kernels.portable.routing import Routing
 
-        room = torch.empty(
-            len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device
-        )
+        out = torch.empty(len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device)
         checked = torch.empty_like(idx), torch.empty_like(weight)
         routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
-        blackwell.rows(
-            x, self.weights, self.options, routing, room, steps, 0, self.stats, pdl=False
-        )
-        return self._as_wire(room)
+        blackwell.rows(x, self.weights, self.options, routing, out, steps, 0, self.stats, pdl=False)
+        return self._as_wire(out)
 
     def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
         from megamoe.engine import blackwell
@@ -339,8 +335,10 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
             what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
-        if mode == "chain" and layer.backend == "hopper":
-            what |= chain_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
+        if mode in ("chain", "split") and layer.backend == "hopper":
+            plan = layer.plan(layer.max_tokens_per_rank or 1)
+            partition.prepare(plan, layer.weights.device)  # what one rank refuses, all do
+            what |= chain_group.describe(plan)
         return placement, what
 
     return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)

@@ -51,15 +51,15 @@ def compile_layer(
     )  # fmt: skip
     start = time.monotonic()
     with _Worker(layer, token_counts) as first:
-        found: list[dict[str, Any]] = first.read()["cubins"]
-        wanted = [one["hash"] for one in found if not one["is_there"]]
-        done = len(found) - len(wanted)
+        cubins: list[dict[str, Any]] = first.read()["cubins"]
+        wanted = [one["hash"] for one in cubins if not one["is_there"]]
+        done = len(cubins) - len(wanted)
         if progress is not None:
-            progress(done, len(found))
+            progress(done, len(cubins))
         num = min(processes or os.cpu_count() or 1, len(wanted))
         others = [_Worker(layer, token_counts) for _ in range(num - 1)]
-        cpu = _share(wanted, [first, *others], progress, done, len(found)) if wanted else 0.0
-    return Compiled(len(found), done, time.monotonic() - start, cpu)
+        cpu = _share(wanted, [first, *others], progress, done, len(cubins)) if wanted else 0.0
+    return Compiled(len(cubins), done, time.monotonic() - start, cpu)
 
 
 def _share(
@@ -111,9 +111,9 @@ class _Worker:
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
         assert self._process.stderr is not None
-        self._told: list[str] = []  # the end of what it said of errors
+        self._last_lines: list[str] = []  # the end of what it said of errors
         self._listener = threading.Thread(
-            target=_collect, args=(self._process.stderr, self._told), daemon=True
+            target=_collect, args=(self._process.stderr, self._last_lines), daemon=True
         )
         self._listener.start()
         self._write(json.dumps({"layer": layer.as_dict(), "tokens": list(token_counts)}))
@@ -142,11 +142,11 @@ class _Worker:
         require(
             bool(line),
             "a compiling process must end its work",
-            got="".join(self._told[-8:]).strip() or f"exit code {self._process.returncode}",
+            got="".join(self._last_lines[-8:]).strip() or f"exit code {self._process.returncode}",
             kind=NotAvailable,
         )
-        found: dict[str, Any] = json.loads(line)
-        return found
+        message: dict[str, Any] = json.loads(line)
+        return message
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -157,10 +157,10 @@ class _Worker:
             pass  # `read` says why it ended
 
 
-def _collect(stream: IO[str], told: list[str]) -> None:
+def _collect(stream: IO[str], lines: list[str]) -> None:
     for line in stream:
-        told.append(line)
-        del told[:-40]
+        lines.append(line)
+        del lines[:-40]
 
 
 def work() -> None:
@@ -170,10 +170,10 @@ def work() -> None:
     what = json.loads(sys.stdin.readline())
     cubins = cubins_of(LayerSpec.from_dict(what["layer"]), what["tokens"])
     by_hash = {one.hash: one for one in cubins}
-    told: list[dict[str, Any]] = [
+    kernels: list[dict[str, Any]] = [
         {"kernel": one.kernel, "hash": one.hash, "is_there": one.is_there} for one in cubins
     ]
-    _say(out, {"cubins": told})
+    _say(out, {"cubins": kernels})
     for line in sys.stdin:
         by_hash[line.strip()].compile()
         _say(out, {"cpu_s": _cpu_seconds()})

@@ -37,11 +37,10 @@ from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.hardware import Hardware, of_gpu
 from megamoe.kernels.gluon import compiler_hooks
-from megamoe.kernels.hopper.mega.launch import World
+from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import exchange_of, passes_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS
@@ -90,14 +89,14 @@ class LayerSpec:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, found: dict[str, Any]) -> LayerSpec:
+    def from_dict(cls, data: dict[str, Any]) -> LayerSpec:
         """The inverse of `as_dict`, from JSON."""
-        shared = found["shared"]
+        shared = data["shared"]
         return cls(**{
-            **found, "options": Options(**found["options"]),
+            **data, "options": Options(**data["options"]),
             "shared": None if shared is None else SharedSpec(**shared),
-            "overrides": tuple((name, value) for name, value in found["overrides"]),
-            "machine": tuple(found["machine"]),
+            "overrides": tuple((name, value) for name, value in data["overrides"]),
+            "machine": tuple(data["machine"]),
         })  # fmt: skip
 
     @property
@@ -164,11 +163,11 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
         got=f"backend {plan.backend} on {layer.hardware.name}",
         kind=NotAvailable,
     )
-    with recorded(target_of(layer.hardware)) as found:
+    with recorded(target_of(layer.hardware)) as cubins:
         for num in sorted(set(token_counts) - {0}):
             make_calls(layer, num)
     order = {name: at for at, name in enumerate(SLOW)}
-    return sorted(found.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
+    return sorted(cubins.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
 
 
 def target_of(machine: Hardware) -> GPUTarget:
@@ -201,7 +200,7 @@ def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
 
     Not beside launches of other threads: Triton has one driver.
     """
-    found: dict[str, Cubin] = {}
+    cubins: dict[str, Cubin] = {}
     kernels: list[JITFunction[Any]] = []
     real_run, real_compile, real_driver = JITFunction.run, triton.compiler.compile, driver._active
 
@@ -211,12 +210,12 @@ def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
 
     def keep(src: Any, target: Any = None, options: Any = None, _env_vars: Any = None) -> object:
         one = _cubin(src, target, dict(options or {}), real_compile)
-        return found.setdefault(one.hash, one)
+        return cubins.setdefault(one.hash, one)
 
     driver.set_active(_Driver(target))
     JITFunction.run, triton.compiler.compile = run, keep
     try:
-        yield found
+        yield cubins
     finally:
         JITFunction.run = real_run
         triton.compiler.compile = real_compile
@@ -239,8 +238,8 @@ def _cubin(src: Any, target: Any, options: dict[str, Any], compile_it: Any) -> C
         driver.set_active(_Driver(target))
         try:
             with compiler_hooks.applied() if is_ours else nullcontext():
-                made: CompiledKernel = compile_it(src, target=target, options=options)
-                return made
+                kernel: CompiledKernel = compile_it(src, target=target, options=options)
+                return kernel
         finally:
             driver._active = before
 
@@ -281,15 +280,15 @@ def _captured(
         read_args,
     )
 
-    mail = ReplayArgs.empty(1, META)
+    replay_args = ReplayArgs.empty(1, META)
     inputs = Inputs.empty(bucket, layer.hidden, layer.top_k, META)
-    read_args(mail)
-    copy_inputs(mail.now, inputs)
+    read_args(replay_args)
+    copy_inputs(replay_args.now, inputs)
     call = Call(
         inputs.x, inputs.topk_idx, inputs.topk_weights, weights, layer.options, shared, _status(),
         stats, inputs.count,
     )  # fmt: skip
-    copy_output(mail.now, launch(call, layer.plan(bucket)))
+    copy_output(replay_args.now, launch(call, layer.plan(bucket)))
 
 
 def _over_group(
@@ -306,15 +305,15 @@ def _over_group(
     )
     if plan.mode == "fused":
         assert plan.mega is not None
-        passes, each = passes_of(plan.call)
-        where = exchange_of(plan.call)
+        passes, each = plan.num_passes, plan.fused_tokens
+        where = plan.exchange
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
-        room = symm_buffer.symm_buffer_in(memory, where)
+        symm = symm_buffer.symm_buffer_in(memory, where)
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
-        world = World(layer.num_ranks, 1, 0, peers, room.signals, room.inbox)
+        world = World(layer.num_ranks, 1, 0, peers, symm.signals, symm.inbox)
         for number in range(passes):
             fused.over(
-                room, each, weights, layer.options, world, stats, step=plan.mega,
+                symm, each, weights, layer.options, world, stats, step=plan.mega,
                 status=_status(), timeout_s=1.0, number=number,
             )  # fmt: skip
         return
@@ -331,19 +330,19 @@ def _over_group(
         for rows in row_counts(slots, layer.num_ranks):
             received = _like(sent, rows)
             expert = torch.empty(rows, dtype=torch.int64, device=META)
-            made = compute.rows(received, expert, torch.empty(rows, device=META))
+            result = compute.rows(received, expert, torch.empty(rows, device=META))
             if rows == slots:
                 at = torch.empty(rows, dtype=torch.int64, device=META)
-                compute.combine(made, at, x, idx, gates)
+                compute.combine(result, at, x, idx, gates)
 
 
 def _like(tokens: Quantized, rows: int) -> Quantized:
     """As many rows in the same format."""
-    made = empty((rows, tokens.shape[1]), tokens.spec, META)
-    if made.global_scale is None:
-        return made
+    acts = empty((rows, tokens.shape[1]), tokens.spec, META)
+    if acts.global_scale is None:
+        return acts
     ones = torch.empty(rows, device=META)
-    return Quantized(made.data, made.scale, made.format, made.shape, ones)
+    return Quantized(acts.data, acts.scale, acts.format, acts.shape, ones)
 
 
 def _tokens(layer: LayerSpec, num: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -389,7 +388,7 @@ def _experts(
         to_e4m3 = recipe == "w4a8_block" and facts.fits_e4m3
         is_placed = not to_e4m3 and facts.can_be_placed
         kind = pack.kind_of(plain, to_e4m3=to_e4m3, is_placed=is_placed)
-        image = pack.room(kind, shape, META)
+        image = pack.empty_image(kind, shape, META)
         parts[name] = PackedMatrix(image, fmt.name, Aside(num, facts))
     if fmt.has_global:
         parts |= {"x_global": torch.empty((), device=META), "acts_global": _floats(num)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megamoe.engine import checkpoint
+from megamoe.engine import checkpoint, packing
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import PackedMatrix
 from megamoe.engine.weights import ExpertWeights
@@ -25,7 +25,7 @@ from megamoe.kernels.hopper.weights.pack import Facts, facts_of
 # By kind of image: which fact it rests on, and what to say of values without it.
 NEEDS: dict[str, tuple[str, str]] = {
     "e4m3_image": ("fits_e4m3", "exponents of a row within 12 octaves, which E4M3 holds"),
-    "placed_image": ("can_be_placed", "scales of at most 2, for which the image has room"),
+    "placed_image": ("can_be_placed", "scales of at most 2, which the image can hold"),
     "mx_image": ("fits_bf16", "scales of 2**-126 or more"),
 }
 REBUILD = "these values need another kernel: build the layer anew"
@@ -60,13 +60,13 @@ class Refresh:
         gate_up: str,
     ) -> Refresh:
         """As a caller gives it; nothing is read yet."""
-        some = tuple(range(weights.num_experts) if experts is None else experts)
+        numbers = tuple(range(weights.num_experts) if experts is None else experts)
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         require(
-            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in some)
-            and len(set(some)) == len(some),
+            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in numbers)
+            and len(set(numbers)) == len(numbers),
             f"experts must be different local ones, 0 to {weights.num_experts - 1}",
-            got=list(some)[:16],
+            got=list(numbers)[:16],
             kind=RangeError,
         )
         require(
@@ -75,23 +75,27 @@ class Refresh:
             got="no tensor",
             kind=ShapeError,
         )
-        return cls(w13, w2, b13, b2, gate_up, some)
+        return cls(w13, w2, b13, b2, gate_up, numbers)
 
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
-        found: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
+        by_matrix: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
         with torch.no_grad(), torch.inference_mode(False):
-            for name, facts in found.items():
+            for name, facts in by_matrix.items():
                 given, held = getattr(self, name), getattr(weights, name)
                 if given is None:
                     continue
                 self._check_matrix(name, given, held)
+                known = self._known(given, held)
+                facts |= known
                 for expert, one in self._each(given, held, name):
+                    if expert in known:
+                        continue
                     checkpoint.refuse_nan(one, name, first_expert=expert)
                     if isinstance(held, PackedMatrix):
                         facts[expert] = facts_of(one)
                         check_image(held.kind, facts[expert], f"{name} of expert {expert}")
-            _check_arithmetic(weights, found)
+            _check_arithmetic(weights, by_matrix)
             for name in ("b13", "b2"):
                 self._check_bias(name, getattr(self, name), getattr(weights, name))
 
@@ -102,10 +106,30 @@ class Refresh:
                 given, held = getattr(self, name), getattr(weights, name)
                 if given is None:
                     continue
+                if self._is_there(given, held):
+                    known = self._known(given, held)
+                    packing.write(held, self.experts, given, [known.get(e) for e in self.experts])
+                    object.__setattr__(held, "source", None)
+                    continue
                 for expert, one in self._each(given, held, name):
                     _put(held, expert, one)
             for name in ("b13", "b2"):
                 self._write_bias(name, getattr(self, name), getattr(weights, name))
+
+    def _is_there(self, given: Tensor | Quantized, held: Quantized) -> bool:
+        """Whether experts can be packed as they lie, all at once."""
+        return (
+            isinstance(given, Quantized) and not isinstance(given, PackedMatrix)
+            and isinstance(held, PackedMatrix) and given.device == held.device
+        )  # fmt: skip
+
+    def _known(self, given: Tensor | Quantized, held: Quantized) -> dict[int, Facts]:
+        """What scales say of experts that need no look at their values: any image holds them."""
+        if not self._is_there(given, held):
+            return {}
+        assert isinstance(given, Quantized)
+        each = zip(self.experts, packing.facts_by_scales(given), strict=True)
+        return {expert: facts for expert, facts in each if facts is not None}
 
     def _write_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
         if given is None or held is None:
@@ -240,7 +264,7 @@ def _quantized(source: Tensor, like: Quantized) -> Quantized:
 
 def _put(held: Quantized, expert: int, one: Quantized) -> None:
     if isinstance(held, PackedMatrix):
-        held.write(expert, one)
+        packing.write(held, [expert], one)
         object.__setattr__(held, "source", None)  # what it was packed from is no longer it
         return
     for name, t in held.tensors().items():

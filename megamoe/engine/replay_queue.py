@@ -40,7 +40,7 @@ class ReplayQueue:
     def send(self, args: tuple[int, ...], launch: Callable[[], object]) -> None:
         """Write a call's seven words, and launch on the current stream what takes them.
 
-        Whatever is raised, nobody knows whether they were taken: the queue must not be used again.
+        Whatever is raised, it is unknown whether they were taken: the queue must not be used again.
         """
         at = self._at
         if at % HALF == 0:

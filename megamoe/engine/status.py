@@ -21,15 +21,15 @@ from megamoe.planner.tables.hopper import COUNTERS, MAX_RANKS
 NONE = 2**31 - 1
 
 # The words: the first bad slot of each rank, the report, and in lines of their own the counters.
-REPORT, TOLD, FIRST_COUNTER = MAX_RANKS, MAX_RANKS + 8, 32
+REPORT, STATUS_WORDS, FIRST_COUNTER = MAX_RANKS, MAX_RANKS + 8, 32
 REPLAYS = 32  # that share a copy
-_CLEAN = memoryview(array("i", [NONE] * REPORT + [0] * (TOLD - REPORT)))
+_CLEAN = memoryview(array("i", [NONE] * REPORT + [0] * (STATUS_WORDS - REPORT)))
 
 BARRIERS = {
     1: "the pool of tokens",
     2: "L1 of tile {where}",
     3: "the end of all ranks",
-    4: "all tiles to be dealt",
+    4: "all tiles to be assigned",
     5: "rank {where} to begin the call",
     6: "wave {where} of the pool",
     7: "rank {where}, which gave the call up",
@@ -59,9 +59,9 @@ class DeviceStatus:
             num = FIRST_COUNTER + COUNTERS
             self.storage = torch.empty(num, dtype=torch.int32, device=device)
             self._seen: Tensor | None = torch.empty(
-                TOLD, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
+                STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
             )
-            self._told = self.storage[:TOLD]
+            self._reports = self.storage[:STATUS_WORDS]
         self._last: torch.cuda.Stream | None = None
         self._clear()
 
@@ -85,7 +85,7 @@ class DeviceStatus:
     @functools.cached_property
     def report(self) -> Tensor:
         """int32 [8]: what a wait past its bound leaves."""
-        return self.storage[REPORT:TOLD]
+        return self.storage[REPORT:STATUS_WORDS]
 
     @functools.cached_property
     def counters(self) -> Tensor:
@@ -118,7 +118,7 @@ class DeviceStatus:
         if calls % every == 0:
             if self._seen is None or is_capturing(self.storage.device):
                 return
-            self._seen.copy_(self._told, non_blocking=True)
+            self._seen.copy_(self._reports, non_blocking=True)
         self._calls = calls + 1
 
     def raise_if_seen(self) -> None:
@@ -137,7 +137,7 @@ class DeviceStatus:
         self._seen[:REPORT].fill_(NONE)
         if first == GIVEN_UP:
             raise MegaMoETimeout(
-                rank, "weights that other CTAs decode", 1, 0, "that call's result is wrong; retry"
+                rank, "tiles or weights of other CTAs", 1, 0, "that call's result is wrong; retry"
             )
         token, slot = divmod(first, self._top_k)
         of = f" of rank {rank}" if self._ranks > 1 else ""
@@ -153,7 +153,7 @@ class DeviceStatus:
         """Wait for the GPU, then raise what it status."""
         self._top_k = top_k
         if self._seen is not None:
-            self._seen.copy_(self._told)
+            self._seen.copy_(self._reports)
         self.raise_if_seen()
 
     def reset(self) -> None:

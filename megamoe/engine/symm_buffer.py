@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.layout.regions import Workspace
 
 if TYPE_CHECKING:
-    from megamoe.kernels.hopper.mega.launch import Inbox
+    from megamoe.kernels.gluon.mega.arguments import Inbox
 
 DTYPES = {
     "u8": torch.uint8, "i32": torch.int32, "i64": torch.int64, "f32": torch.float32,
@@ -37,7 +37,7 @@ class SymmBuffer(NamedTuple):
     @property
     def inbox(self) -> Inbox:
         """What peers push."""
-        from megamoe.kernels.hopper.mega.launch import Inbox
+        from megamoe.kernels.gluon.mega.arguments import Inbox
 
         return Inbox(*self[-len(Inbox._fields) :])
 

@@ -76,12 +76,12 @@ def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
             if layer._graphs is not None and layer._graphs.serves(x):
                 layer._graphs.prepare(num, layer._captured_parts())
             continue
-        calc = layer._compute(stats)
+        compute = layer._compute(stats)
         for rows in row_counts(num * top_k, ranks):
-            some = calc.tokens(x.new_zeros(rows, weights.hidden))
+            tokens = compute.tokens(x.new_zeros(rows, weights.hidden))
             expert = torch.arange(rows, device=device) % weights.num_experts
-            calc.rows(some, expert, torch.ones(rows, device=device))
-        calc.combine(calc.rows(calc.tokens(x.repeat_interleave(top_k, 0)), idx.flatten(),
+            compute.rows(tokens, expert, torch.ones(rows, device=device))
+        compute.combine(compute.rows(compute.tokens(x.repeat_interleave(top_k, 0)), idx.flatten(),
                                gates.flatten()), slot, x, idx, gates)  # fmt: skip
 
 

@@ -130,8 +130,8 @@ class ExpertWeights:
             recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device
         )
         pairs = zip(w13, w2, strict=True)
-        made = cls.quantize_each(pairs, len(w13), recipe, gate_up=gate_up, progress=progress)
-        return replace(made, **extras)  # type: ignore[arg-type]
+        weights = cls.quantize_each(pairs, len(w13), recipe, gate_up=gate_up, progress=progress)
+        return replace(weights, **extras)  # type: ignore[arg-type]
 
     @classmethod
     def quantize_each(
@@ -146,20 +146,20 @@ class ExpertWeights:
         """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist."""
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         fmt = recipe_named(recipe).weights
-        made: ExpertWeights | None = None
+        weights: ExpertWeights | None = None
         done = 0
         for w13, w2 in experts:
-            shape = None if made is None else (2 * made.intermediate, made.hidden)
+            shape = None if weights is None else (2 * weights.intermediate, weights.hidden)
             checkpoint.check_pair(w13, w2, shape)
-            if made is None:
-                made = _empty(recipe, num_experts, w13.shape[0] // 2, w13.shape[1], w13.device)
+            if weights is None:
+                weights = _empty(recipe, num_experts, w13.shape[0] // 2, w13.shape[1], w13.device)
             require(
                 done < num_experts,
                 f"there must be {num_experts} experts",
                 got="more",
                 kind=ShapeError,
             )
-            part = made[done : done + 1]
+            part = weights[done : done + 1]
             for name, out in (("w13", part.w13), ("w2", part.w2)):
                 source = checkpoint.gate_then_up(w13, gate_up) if name == "w13" else w2
                 source = source.unsqueeze(0)
@@ -171,13 +171,13 @@ class ExpertWeights:
             if progress is not None:
                 progress(done)
         require(
-            made is not None and done == num_experts,
+            weights is not None and done == num_experts,
             f"there must be {num_experts} experts in {fmt.name}",
             got=done,
             kind=ShapeError,
         )
-        assert made is not None
-        return made
+        assert weights is not None
+        return weights
 
     @classmethod
     def from_quantized(
@@ -246,9 +246,10 @@ class ExpertWeights:
                   which, and the activation and clamp of the model (docs/checkpoints.md)
         progress  True: a bar; or a function, called with the number of experts read
         """
-        found = loader.Checkpoint(folder)
-        return found.experts(layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device,
-                             progress=progress)  # fmt: skip
+        checkpoint = loader.Checkpoint(folder)
+        return checkpoint.experts(
+            layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device, progress=progress
+        )
 
     # -- using ---------------------------------------------------------------------------------
 
@@ -372,16 +373,16 @@ class ExpertWeights:
 
         unpacked  the canonical tensors of images, as `state_dict` has them
         """
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Quantized):
                 is_image = isinstance(value, PackedMatrix) and not unpacked
                 mine = value.held() if is_image else value.tensors()  # type: ignore[attr-defined]
-                found |= {f"{field.name}.{name}": t for name, t in mine.items()}
+                tensors |= {f"{field.name}.{name}": t for name, t in mine.items()}
             elif isinstance(value, Tensor):
-                found[field.name] = value
-        return found
+                tensors[field.name] = value
+        return tensors
 
     def _hold(self, **parts: Quantized) -> None:
         """Hold the same values in another way from now on: what was held goes."""
@@ -427,11 +428,11 @@ class ExpertWeights:
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
         """Experts of these sizes, all zero, to be loaded into; on a device, "meta" too."""
-        made = _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
-        for t in (made.w13.data, made.w13.scale, made.w2.data, made.w2.scale):
+        weights = _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
+        for t in (weights.w13.data, weights.w13.scale, weights.w2.data, weights.w2.scale):
             if t is not None:
                 t.view(torch.uint8).zero_()
-        return made
+        return weights
 
     def __repr__(self) -> str:
         return (
@@ -452,8 +453,8 @@ class ExpertWeights:
 
     def _each(self, change: Callable[[Any], Any]) -> ExpertWeights:
         """With every matrix and every other tensor changed."""
-        held = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return replace(self, **{k: change(v) for k, v in held.items() if v is not None})
+        tensors = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+        return replace(self, **{k: change(v) for k, v in tensors.items() if v is not None})
 
 
 def _empty(

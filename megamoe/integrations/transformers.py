@@ -14,34 +14,28 @@ import importlib
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megamoe.engine import backends, checkpoint
 from megamoe.engine.fingerprint import Seal
-from megamoe.engine.gates import gated
 from megamoe.engine.layer import MoE
+from megamoe.engine.loader import TOP_KS
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.quantize import FLOATS
 from megamoe.formats.spec import recipe_named
+from megamoe.integrations import taken as one_copy
 from megamoe.integrations.stacked import e8m0_codes
-from megamoe.problem import OWN_CLAMP, WIDTH_MULTIPLE
+from megamoe.integrations.taken import TAKEN, Form, Taken
+from megamoe.integrations.transformers_gate import Gate, gate_of
+from megamoe.problem import WIDTH_MULTIPLE
 
 PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias",
               "gate_up_proj_scale_inv", "down_proj_scale_inv")  # fmt: skip
 FP8_BLOCK = 128
-LIMITS = ("limit", "swiglu_limit")  # where models keep their clamp
-
-
-class Gate(NamedTuple):
-    """What stands between an experts module's two linears, in our words."""
-
-    gate_up: str  # "split" or "interleaved"
-    activation: str
-    clamp: float | None
 
 
 @dataclass(slots=True)
@@ -107,12 +101,22 @@ def register(
 
 
 def use(
-    model: Any, name: str = "megamoe", *, recipe: str | None = None, backend: str = "auto"
+    model: Any,
+    name: str = "megamoe",
+    *,
+    recipe: str | None = None,
+    backend: str = "auto",
+    take: bool = False,
 ) -> int:
     """Register, set, and make sure that it means something; returns the number of experts modules.
 
     `model.set_experts_implementation` says nothing about a model whose experts do not use
     transformers' interface: it would go on as before. Here such a model is refused.
+
+    name, recipe, backend  as for `register`
+    take  make all layers now, where the model lies; they hold its experts alone from now on, one
+          copy, and `torch.compile` sees each as one node. Parameters, state_dict and
+          `save_pretrained` bring them back bit for bit; `give_back(model)` ends it
     """
     register(name, recipe=recipe, backend=backend)
     found = [m for m in model.modules() if hasattr(m, "is_concatenated") and hasattr(m, "has_gate")]
@@ -131,23 +135,95 @@ def use(
     )  # fmt: skip
     for module in found:
         _check_module(module)
+    if take:
+        for module in found:
+            Implementation(recipe, backend).take(module, _top_k(module))
     return len(found)
+
+
+def give_back(model: nn.Module) -> int:
+    """Make taken experts parameters of their modules again; returns the number of modules."""
+    found = [module for module in model.modules() if TAKEN in module.__dict__]
+    for module in found:
+        one_copy.give_back(module)
+    return len(found)
+
+
+def _top_k(module: Any) -> int:
+    config = module.config
+    found = [v for key in TOP_KS if isinstance(v := getattr(config, key, None), int)]
+    require(
+        bool(found),
+        f"the model's config must have one of {', '.join(TOP_KS)}",
+        got=type(config).__name__,
+        fix="leave take out: the first call says how many experts a token has",
+        kind=NotAvailable,
+    )
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Implementation:
+    """What a name stands for."""
+
+    recipe: str | None
+    backend: str
+
+    def take(self, module: nn.Module, top_k: int) -> None:
+        """Let the layer of a module hold its experts alone."""
+        if TAKEN in module.__dict__:
+            _taken(module, self)
+            return
+        layer = make_layer(module, top_k, self.recipe, self.backend)
+        form = Form(bool(getattr(module, "is_transposed", False)), gate_of(module).gate_up)
+        one_copy.take(module, layer, self, form, PARAMETERS)
+
+
+def _taken(module: nn.Module, mine: Implementation) -> Taken | None:
+    """The layer that took a module's experts; None: none did."""
+    taken: Taken | None = getattr(module, TAKEN, None)
+    if taken is not None:
+        require(
+            taken.key == mine,
+            "experts that were taken run as they were taken",
+            got=f"{mine} for {taken.key}",
+            fix="give_back(model) first",
+            kind=NotAvailable,
+        )
+    return taken
 
 
 def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callable[..., Tensor]:
     """The function that `register` registers: (module, tokens, expert ids, weights) -> tokens."""
     kept: weakref.WeakKeyDictionary[nn.Module, Kept] = weakref.WeakKeyDictionary()
+    mine = Implementation(recipe, backend)
 
     def forward(
+        self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    ) -> Tensor:
+        taken = _taken(self, mine)
+        if taken is None:
+            y: Tensor = watched(self, hidden_states, top_k_index, top_k_weights)
+            return y
+        if taken.lent and not torch.compiler.is_compiling():
+            taken.refuse_written()
+        return run(taken.layer, hidden_states, top_k_index, top_k_weights)
+
+    @torch.compiler.disable(  # type: ignore[untyped-decorator]
+        reason="use(model, take=True) makes the experts one node"
+    )
+    def watched(
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         top_k = top_k_index.shape[-1]
         found = kept.get(self)
         if found is None or not found.is_current(self, top_k):
             found = kept[self] = keep(self, top_k, make_layer(self, top_k, recipe, backend))
+        return run(found.layer, hidden_states, top_k_index, top_k_weights)
+
+    def run(layer: MoE, hidden_states: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
         # Expert parallelism in transformers marks other ranks' slots with ids past the last.
-        idx = top_k_index.masked_fill(top_k_index >= found.layer.num_experts, -1)
-        return call(found.layer, hidden_states, idx, top_k_weights)
+        return call(layer, hidden_states, idx.masked_fill(idx >= layer.num_experts, -1), weights)
 
     return forward
 
@@ -246,41 +322,6 @@ def _padded(t: Tensor, dim: int) -> Tensor:
     """`t` with zeros up to the next multiple of 32 of one dimension; or itself."""
     spare = -t.shape[dim] % WIDTH_MULTIPLE
     return nn.functional.pad(t, (0, 0) * (-1 - dim) + (0, spare)) if spare else t
-
-
-def gate_of(module: nn.Module) -> Gate:
-    """Which of our activations the module's own gate computes; refuses one that is none of them."""
-    apply = getattr(module, "_apply_gate", None)
-    found: list[Gate] = []
-    if callable(apply):
-        limits = [getattr(module, name, None) for name in LIMITS]
-        clamps = [None, *(float(c) for c in limits if isinstance(c, (int, float)))]
-        far = max([24.0] + [2 * clamp for clamp in clamps if clamp])
-        probe = torch.linspace(-far, far, 64, device="cpu").view(8, 8)
-        probe = torch.stack((probe, probe.flip(0) * 0.7), dim=2).flatten(1)  # gate, up, gate, up
-        with torch.no_grad():
-            theirs = apply(probe).float()
-        candidates = [
-            Gate(order, activation, clamp)
-            for order in ("split", "interleaved")
-            for activation in OWN_CLAMP
-            for clamp in clamps
-        ]
-        found = [g for g in candidates if torch.allclose(theirs, _apply(g, probe), 1e-5, 1e-5)]
-    require(
-        bool(found),
-        f"the experts' gate must be one of {', '.join(OWN_CLAMP)}, with or without a clamp",
-        got=f"another one in {type(module).__name__}",
-        fix='use experts_implementation="eager" for this model',
-        kind=NotAvailable,
-    )
-    return found[0]
-
-
-def _apply(gate: Gate, x: Tensor) -> Tensor:
-    """Our activation on [rows, gate and up], as numerics.md has it."""
-    split = x.chunk(2, dim=-1) if gate.gate_up == "split" else (x[..., ::2], x[..., 1::2])
-    return gated(gate.activation, gate.clamp, *split)
 
 
 def _check_module(module: nn.Module) -> None:

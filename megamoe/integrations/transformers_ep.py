@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.errors import NotAvailable, require
 from megamoe.integrations import transformers as ours
+from megamoe.integrations.shared_batch import Sharers
 
 
 def implementation(
@@ -28,25 +28,25 @@ def implementation(
             super().__init__(experts, ep_mesh, tp_mesh)
             self.experts = experts
             self.kept: ours.Kept | None = None
+            num, rank = tp_mesh.size(), tp_mesh.get_local_rank()
+            self.sharers = Sharers(num, rank, self._gather)
 
         def __call__(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
             kept = self._kept(top_k_index.shape[-1])
-            num_sharers = self.tp_mesh.size()
-            if num_sharers == 1:
+            if self.sharers.num == 1:
                 return ours.call(kept.layer, hidden_states, top_k_index, top_k_weights)
-            # Ranks that share a batch take equal parts of it; the last ones may lack rows.
-            num_tokens, hidden = hidden_states.shape
-            rows = -(-num_tokens // num_sharers)
-            first = self.tp_mesh.get_local_rank() * rows
-            part = slice(first, first + rows)
-            y = ours.call(kept.layer, hidden_states[part], top_k_index[part], top_k_weights[part])
-            mine = torch.zeros(rows, hidden, dtype=y.dtype, device=y.device)
-            mine[: len(y)] = y
-            every = torch.empty(num_sharers * rows, hidden, dtype=y.dtype, device=y.device)
+
+            def call(*part: Tensor) -> Tensor:
+                return ours.call(kept.layer, *part)
+
+            return self.sharers.run(call, hidden_states, top_k_index, top_k_weights)
+
+        def _gather(self, mine: Tensor) -> Tensor:
+            every = mine.new_empty(self.sharers.num * len(mine), mine.shape[1])
             dist.all_gather_into_tensor(every, mine, group=self.tp_mesh.get_group())
-            return every[:num_tokens]
+            return every
 
         def _kept(self, top_k: int) -> ours.Kept:
             """The layer over the group: made at the first call, which all ranks make."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megamoe.layout.regions import Segment, Workspace, ceil_div, chain
+from megamoe.layout.regions import Segment, Workspace, chain
 
 SIGNALS = 32  # words: by rank, the calls begun and ended; the last one is the rank's own count
 
@@ -14,9 +14,8 @@ class InboxSizes(NamedTuple):
 
     num_ranks: int
     num_tokens: int  # of a rank in a launch
-    width: int  # of a pooled token
-    element_bytes: int
-    has_scales: bool
+    token_bytes: int  # of a pooled token
+    scale_bytes: int  # of its scales, to whole 16 bytes; 0: it has none
     max_top_k: int  # a power of two
     max_experts: int  # of a rank, a power of two
 
@@ -36,7 +35,7 @@ def exchange(
     rank has its own.
     """
     per_token = (inbox.num_ranks, inbox.num_tokens)
-    scales = (*per_token, 4 * ceil_div(inbox.width, 512)) if inbox.has_scales else (4,)
+    scales = (*per_token, inbox.scale_bytes // 4) if inbox.scale_bytes else (4,)
     slots = (num_tokens, top_k)
     return chain(
         (
@@ -52,7 +51,7 @@ def exchange(
             Segment(
                 "inbox_tokens",
                 "u8",
-                (*per_token, inbox.width * inbox.element_bytes),
+                (*per_token, inbox.token_bytes),
                 "data",
                 "by source, in the format of the pool",
             ),

@@ -36,7 +36,7 @@ def pushed_exchange(
     num_tokens: int, slots: int, top_k: int, hidden: int, num_ranks: int, local_experts: int,
     words: TokenWords,
 ) -> Workspace:  # fmt: skip
-    """What a rank of the chain shares: room for calls of up to `num_tokens` tokens a rank.
+    """What a rank of the chain shares: enough for calls of up to `num_tokens` tokens a rank.
 
     Sources write counts, lists and signals here, owners read tokens and write rows home; nobody
     reads routing out of a peer's memory.

@@ -31,7 +31,7 @@ class Segment:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    room: str  # "control": words of the protocol; "data": rows and scales
+    section: str  # "control": words of the protocol; "data": rows and scales
     about: str = ""
     is_cleaned: bool = False  # zero between calls: the call that used it zeroes it again
     align: int = SEGMENT_ALIGN
@@ -52,7 +52,7 @@ class Region:
     align: int
     dtype: str = "u8"
     shape: tuple[int, ...] = ()
-    room: str = "data"
+    section: str = "data"
     about: str = ""
     is_cleaned: bool = False
 
@@ -112,14 +112,14 @@ class Workspace:
         )
         return self._by_name[name]
 
-    def room(self, name: str) -> tuple[Region, ...]:
-        """The regions of one room, "control" or "data"."""
-        return tuple(region for region in self.regions if region.room == name)
+    def section(self, name: str) -> tuple[Region, ...]:
+        """The regions of one section, "control" or "data"."""
+        return tuple(region for region in self.regions if region.section == name)
 
     @property
     def control_bytes(self) -> int:
         """Bytes from the start that must be zero before the first call."""
-        return max((region.end for region in self.room("control")), default=0)
+        return max((region.end for region in self.section("control")), default=0)
 
     def __str__(self) -> str:
         head = f"{'region':<24}{'offset':>14}{'bytes':>16}  {'type':<5} shape"
@@ -134,7 +134,7 @@ class Workspace:
 def chain(segments: Iterable[Segment]) -> Workspace:
     """Place the segments one after the other, each at its own alignment.
 
-    To change a size is to change one segment: everything behind it moves by itself (A048).
+    To change a size is to change one segment: everything after it moves by itself (A048).
     """
     regions: list[Region] = []
     end = 0
@@ -150,7 +150,7 @@ def chain(segments: Iterable[Segment]) -> Workspace:
                 align=wanted.align,
                 dtype=wanted.dtype,
                 shape=wanted.shape,
-                room=wanted.room,
+                section=wanted.section,
                 about=wanted.about,
                 is_cleaned=wanted.is_cleaned,
             )

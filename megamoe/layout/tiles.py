@@ -214,7 +214,7 @@ class RegisterImage:
 
     @property
     def exponents(self) -> IndexMap:
-        """Order of the 4-bit exponents of "e4m3": as the scales, but row g + 8 behind row g."""
+        """Order of the 4-bit exponents of "e4m3": as the scales, but row g + 8 after row g."""
         scales = self.scales
         block = SLAB_ROWS * BLOCK_K // self.group  # of a slab in a K block
 

@@ -18,7 +18,7 @@ from megamoe.planner.choice import SharedMemory, Term, Value
 from megamoe.planner.hopper import Sizes, count_and_scan, finish, max_tiles
 from megamoe.planner.launches import GemmTmem, Launch, Pass, Permute, Place, next_power_of_2
 from megamoe.planner.numerics import numerics
-from megamoe.planner.overrides import TILE
+from megamoe.planner.overrides import TILE, word
 from megamoe.planner.tables import blackwell as tables
 from megamoe.planner.tables import hopper as permute_tables
 from megamoe.planner.tables.blackwell import Shape
@@ -26,6 +26,7 @@ from megamoe.planner.tables.blackwell import Shape
 RESERVE = 1024  # barriers, the rest of the compiler's scratch
 SCALE_BLOCK = 512  # bytes of 128 rows x 4 scales
 DECODED_STAGES = 2  # w4a16: stages whose decoded weights stand in tensor memory
+SCHEDULES = tuple(tables.SCHEDULES)
 TMA_ROWS = 32  # FP32 scales of so many tokens at least: TMA alignment
 
 
@@ -51,13 +52,13 @@ def shared_memory(recipe: str, tile: GemmTmem) -> SharedMemory:
     turned = tile.chunk if how.promotion == 0 else m
     scratch = 2 * tile.block_rows * turned
     fixed = (
-        Term("transpose", scratch, "outputs on their way out, in the compiler's scratch"),
+        Term("transpose", scratch, "outputs being transposed, in the compiler's scratch"),
         Term("reserve", RESERVE, "barriers, the rest of the compiler's scratch"),
     )
     about = "FP4 padded to a byte a value" if padded != w_bits else "as the MMA reads them"
     stage = (
         Term("weights", tile.block_n * k * padded // 8, about),
-        Term("weight scales", 2 * blocks * SCALE_BLOCK, "128 rows x 4 in 512 bytes"),
+        Term("weight scales", tile.num_halves * blocks * SCALE_BLOCK, "128 rows x 4 in 512 bytes"),
         Term("tokens", m * k * x_bits // (8 * tile.num_ctas), "as the MMA reads them"),
         Term("token scales", own, "128 rows however few tokens; FP32 where sums are promoted"),
         Term("barriers", 16, "full and empty"),
@@ -72,11 +73,11 @@ def tmem_columns(recipe: str, tile: GemmTmem) -> int:
     316
     """
     how, vec = numerics("blackwell", recipe), scale_vector(recipe)
-    used = tile.num_sums * 2 * tile.block_m
+    used = tile.num_sums * tile.num_halves * tile.block_m
     if recipe == "w4a16":
-        return used + DECODED_STAGES * 2 * tile.block_k // 2
+        return used + DECODED_STAGES * tile.num_halves * tile.block_k // 2
     if vec:
-        used += tile.num_stages * 3 * tile.block_k // vec
+        used += tile.num_stages * (tile.num_halves + 1) * tile.block_k // vec
         used += 0 if how.acts == "placed" else tile.block_k // vec  # ones
     return used
 
@@ -118,12 +119,26 @@ def shipped(recipe: str) -> list[GemmTmem]:
     return list(dict.fromkeys(pick(recipe, min(edge, 1e9))[0] for edge in edges))
 
 
-def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:
-    """The tile with what was given in place of the table's, or a refusal with the reason."""
+def narrowed(recipe: str, tile: GemmTmem) -> GemmTmem:
+    """The tile with 128 weight rows, half of them: its sums stand twice where there is room."""
+    one = replace(tile, num_halves=1, num_stages=0)
+    twice = replace(one, num_sums=max(one.num_sums, 2))
+    found = [replace(t, num_stages=max_stages(recipe, t)) for t in (twice, one)]
+    return max(found, key=lambda t: t.num_stages)
+
+
+def overridden(
+    recipe: str, tile: GemmTmem, given: Mapping[str, Value], *, is_gated: bool = True
+) -> tuple[GemmTmem, str]:
+    """The tile with what was given in place of the table's, or a refusal with the reason.
+
+    is_gated  L1 has gate and up in a tile, so that no other block_n is legal
+    """
     asked = {name: given[name] for name in TILE if name in given}
     if not asked:
         return tile, ""
-    legal = {"block_m", "block_k", "num_stages", "group_m", "cta_pair"}
+    legal = {"block_m", "block_k", "num_stages", "group_m", "schedule", "cta_pair"}
+    legal |= set() if is_gated else {"block_n"}
     unknown = sorted(asked.keys() - legal)
     require(
         not unknown,
@@ -146,6 +161,8 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
     )
     k = asked.get("block_k", base.block_k)
     legal_k = (128,) if how.promotion or recipe == "w4a16" else (64, 128, 256)
+    if how.mma == "fp4":
+        legal_k = (128, 256, 512)
     vec = scale_vector(recipe)
     require(
         k in legal_k and (not vec or int(k or 0) % (4 * vec) == 0),
@@ -163,7 +180,26 @@ def overridden(recipe: str, tile: GemmTmem, given: Mapping[str, Value]) -> tuple
         kind=NotAvailable,
     )
     made = tile_of(recipe, base._replace(block_m=m, block_k=k), num_ctas)
-    made = replace(made, group_m=int(asked.get("group_m", base.group_m) or 1))
+    made = replace(
+        made,
+        group_m=int(asked.get("group_m", base.group_m) or 1),
+        schedule=word(asked, "schedule", SCHEDULES) or tile.schedule,
+    )
+    n = asked.get("block_n", tile.block_n)
+    require(
+        n in (128, 256),
+        "block_n must be 128 or 256: one or two MMAs of 128 weight rows",
+        got=n,
+        kind=NotAvailable,
+    )
+    require(
+        num_ctas == 1 or (n == 256 and not made.is_dynamic),
+        "a pair of CTAs takes tiles of 256 weight rows in each, in a fixed order",
+        got=f"block_n {n}, schedule {made.schedule}",
+        kind=NotAvailable,
+    )
+    if n == tables.BLOCK_ROWS:
+        made = narrowed(recipe, made)
     stages = int(asked.get("num_stages", made.num_stages) or 0)
     require(
         2 <= stages <= made.num_stages,
@@ -197,14 +233,16 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
             block_m=tile.block_m, chunk=permute_tables.CHUNK, look=permute_tables.LOOK,
             is_counted=is_counted, max_experts=max_experts, max_ctas=0, is_dynamic=False,
             num_warps=permute_tables.PLACE_WARPS[sizes.num_shared > 0], row_align=tile.block_m,
+            is_sorted=tile.schedule == "sorted",
         )  # fmt: skip
-        what = "counts of chunks are known" if is_counted else "every program counts for itself"
+        what = "uses the counts of each chunk" if is_counted else "every program counts all slots"
         launches.append(Launch("place", "_place_kernel", (chunks + 1,), place, what))
     cols, warps = permute_tables.PERMUTE_COLS[is_small]
     permute = Permute(
         is_small=is_small, block_m=tile.block_m, cols=cols, num_warps=warps,
         max_slots=next_power_of_2(slots, 16) if is_small else 16, max_experts=max_experts,
         max_top_k=next_power_of_2(sizes.top_k), row_align=tile.block_m,
+        is_sorted=tile.schedule == "sorted",
     )  # fmt: skip
     width = align_up(sizes.hidden, tables.WIDTH)
     small = "rows are placed"

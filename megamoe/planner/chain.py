@@ -6,7 +6,8 @@
     finish                         rows are home, here and there
     combine                        after shared experts and FP8 rows, where there are any
 
-No host in between: a call is one stretch of a stream, which a CUDA graph can hold.
+No host in between: a call is one stretch of a stream, which a CUDA graph can hold. In mode split
+pull and L1 run on one part of the SMs and L2 on the other (`planner/split.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from megamoe.errors import CapacityError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.pushed import TokenWords, list_capacity, pushed_exchange, token_words
 from megamoe.layout.regions import Workspace, align_up, ceil_div
-from megamoe.planner import hopper
+from megamoe.planner import hopper, split
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.launches import (
@@ -145,11 +146,11 @@ class Following(NamedTuple):
     publishes: bool  # L1 counts its tiles for L2
 
 
-def following(tile: Tile) -> Following:
+def following(tile: Tile, *, is_split: bool = False) -> Following:
     """How the GEMMs of a tile follow."""
     if isinstance(tile, Gemm) and tile.schedule == "dynamic":
         return Following(True, False, False)  # L2 follows by the tile list, as on one rank
-    if isinstance(tile, Gemm) and tile.decode_ahead:
+    if isinstance(tile, Gemm) and tile.decode_ahead and not is_split:
         return Following(True, False, False)
     return Following(True, True, True)
 
@@ -229,15 +230,36 @@ def sms_of(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> int:
     return (num_sms - reserve) // call.local_ranks
 
 
-def tile_for(call: CallSpec, sms: int, given: Mapping[str, Value]) -> tuple[Tile, str]:
+class Sms(NamedTuple):
+    """SMs of a rank by what runs on them; `is_split`: L1 and L2 each have a part of their own."""
+
+    pull: int
+    l1: int  # beside the pull
+    l2: int
+    is_split: bool
+
+
+def sms_for(call: CallSpec, num_sms: int, given: Mapping[str, Value], *, is_split: bool) -> Sms:
+    """Who runs where."""
+    sms = sms_of(call, num_sms, given)
+    pull = num_pull_sms(sms)
+    if is_split:
+        on = split.parts(num_sms, given)
+        pull = min(pull, on.l1 // 2)
+        return Sms(pull, on.l1 - pull, on.l2, is_split)
+    return Sms(pull, sms - pull, sms, is_split)
+
+
+def tile_for(call: CallSpec, on: Sms, given: Mapping[str, Value]) -> tuple[Tile, str]:
     """The tile of both linears on so many SMs: of 64 tokens at least."""
     p = call.problem
     load = bound(call) * p.num_ranks * p.top_k / p.num_experts
     tile, why = hopper.tile_for(call, max(load, LEAST_LOAD), given)
     if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in given:
-        l1 = hopper.decodes_per_wave(p.hidden, sms - num_pull_sms(sms))
-        if not (l1 and hopper.decodes_per_wave(p.intermediate, sms)):
+        l1 = hopper.decodes_per_wave(p.hidden, on.l1)
+        if not (l1 and hopper.decodes_per_wave(p.intermediate, on.l2)):
             tile, _ = hopper.pick(p.recipe, tables.PER_TILE_ROWS)
+            sms = f"{on.l1} and {on.l2}" if on.is_split else f"{on.l2}"
             why = f"{sms} SMs of a rank are too few to decode weights once per wave"
     return tile, why
 
@@ -251,7 +273,7 @@ def source_pass(call: CallSpec) -> Pass:
         cols, warps = tables.PERMUTE_COLS[False]
         width = align_up(p.hidden, tables.WIDTH)
         grid = (p.num_tokens, ceil_div(width, cols))
-        why = "once, by the source: owners read what they multiply"
+        why = "by the source, once: owners pull tokens in the recipe's format"
         found.append(Launch("quantize", "_quantize_kernel", grid, Records(cols, warps), why))
         chunks, most = ceil_div(slots, tables.CHUNK), next_power_of_2(experts, 2)
         found += hopper.count_and_scan(chunks, experts, tables.CHUNK, most)
@@ -264,62 +286,68 @@ def source_pass(call: CallSpec) -> Pass:
     config = Exchange(
         p.num_ranks, next_power_of_2(experts, 128), next_power_of_2(p.num_local_experts, 128)
     )
-    why = "pushed: nobody reads a peer's routing"
+    why = "pushed by the source, so that no rank reads a peer's memory for it"
     found.append(Launch("exchange", "exchange_kernel", (p.num_ranks,), config, why))
     return Pass("exchange", slots, experts, tuple(found))
 
 
-def owner_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tuple[Pass, ...]:
+def owner_passes(
+    call: CallSpec, num_sms: int, given: Mapping[str, Value], *, is_split: bool = False
+) -> tuple[Pass, ...]:
     """Rows, pull, L1 and L2 of what this rank receives, window after window."""
     p = call.problem
-    rows, passes = windows(call, given)
-    sms = sms_of(call, num_sms, given)
-    tile, why = tile_for(call, sms, given)
-    pull_sms = num_pull_sms(sms)
+    rows, passes = split.windows(max_rows(call), given) if is_split else windows(call, given)
+    on = sms_for(call, num_sms, given, is_split=is_split)
+    tile, why = tile_for(call, on, given)
     is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
-    l1_sms = sms if is_dynamic else sms - pull_sms
+    l1_sms = on.l1 + on.pull if is_dynamic else on.l1
     has_items = isinstance(tile, Gemm) and tile.has_items
     slots, local = bound(call) * p.num_ranks * p.top_k, p.num_local_experts
     sizes = hopper.Sizes(min(slots, rows), 1, local, 0, p.hidden, p.intermediate)
     waves = (0, 0)
     if has_items:
-        waves = hopper.waves_of(sizes, tile, l1_sms)[0], hopper.waves_of(sizes, tile, sms)[1]
+        waves = hopper.waves_of(sizes, tile, l1_sms)[0], hopper.waves_of(sizes, tile, on.l2)[1]
     words = words_of(call)
     chunks = ceil_div(list_capacity(bound(call) * p.top_k, local), LIST_CHUNK)
     config = Rows(
         p.num_ranks, next_power_of_2(local, 2), tile.block_m, chunks, 0, rows, waves,
-        next_power_of_2(sms) if has_items else 0, is_dynamic,
+        next_power_of_2(max(l1_sms, on.l2)) if has_items else 0, is_dynamic,
     )  # fmt: skip
     pull = Pull(
         p.num_ranks, tile.block_m, min(next_power_of_2(words.data, 256), 2048),
         next_power_of_2(words.pitch - words.data, 256) if words.pitch > words.data else 0,
     )  # fmt: skip
     grid = (p.num_ranks * chunks + 1 + sum(waves),)
+    l1, l2 = ("l1", "l2") if is_split else ("", "")
+    how_l2 = _how_l2(tile, is_split=is_split)
     gemms = (
-        hopper.gemm_launch("l1", tile, p.hidden, l1_sms, f"{why}; {_how_l1(tile)}"),
-        hopper.gemm_launch("l2", tile, p.intermediate, sms, f"{why}; {_how_l2(tile)}"),
+        _on(l1, hopper.gemm_launch("l1", tile, p.hidden, l1_sms, f"{why}; {_how_l1(tile)}")),
+        _on(l2, hopper.gemm_launch("l2", tile, p.intermediate, on.l2, f"{why}; {how_l2}")),
     )
     found = []
     for number in range(passes):
         own = Launch(
             "rows", "_rows_kernel", grid, replace(config, first_row=number * rows),
-            "the order of one rank: by source, token and slot",
+            "rows in the order of one rank: by source, token and slot", l1 if number else "",
         )  # fmt: skip
-        bring = Launch("pull", "pull_kernel", (pull_sms,), pull, tables.WHY_PULL_SMS)
+        bring = Launch("pull", "pull_kernel", (on.pull,), pull, tables.WHY_PULL_SMS, l1)
         found.append(Pass("routed", min(slots, rows), local, (own, bring, *gemms)))
     return tuple(found)
 
 
+def _on(partition: str, one: Launch) -> Launch:
+    return replace(one, partition=partition)
+
+
 def _how_l1(tile: Tile) -> str:
-    sms = "on all SMs, in turn" if isinstance(tile, Gemm) and tile.schedule == "dynamic" else (
-        "on the SMs that do not pull"
-    )  # fmt: skip
-    return f"follows the pull tile by tile, {sms}"
+    is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
+    sms = "as they become free" if is_dynamic else "that do not pull"
+    return f"follows the pull tile by tile, on the SMs {sms}"
 
 
-def _how_l2(tile: Tile) -> str:
-    if isinstance(tile, Gemm) and tile.decode_ahead:
-        return "waits for all of L1: its CTAs must all be resident"
+def _how_l2(tile: Tile, *, is_split: bool) -> str:
+    if isinstance(tile, Gemm) and tile.decode_ahead and not is_split:
+        return "waits for all of L1, since its CTAs must all be resident"
     return "follows L1 tile by tile"
 
 

@@ -110,28 +110,28 @@ def overridden(
     recipe: str, how: Numerics, tile: Tile, given: Mapping[str, Value]
 ) -> tuple[Tile, str]:
     """The tile with what was given in place of the table's, or a refusal with the reason."""
-    told = {name: given[name] for name in TILE if name in given}
-    if not told:
+    overrides = {name: given[name] for name in TILE if name in given}
+    if not overrides:
         return tile, ""
-    _refuse("num_warps" in told, "Hopper kernels have fixed roles", "num_warps")
-    kernel = word(given, "kernel", KERNELS) or _kernel_for(how, tile, told)
+    _refuse("num_warps" in overrides, "Hopper kernels have fixed roles", "num_warps")
+    kernel = word(given, "kernel", KERNELS) or _kernel_for(how, tile, overrides)
     if kernel == "gemm":
-        made: Tile = _gemm(recipe, how, tile, told)
+        changed: Tile = _gemm(recipe, how, tile, overrides)
     else:
-        made = _swap_ab(recipe, how, tile, told)
-    return made, "given: " + ", ".join(f"{name} {value}" for name, value in told.items())
+        changed = _swap_ab(recipe, how, tile, overrides)
+    return changed, "given: " + ", ".join(f"{name} {value}" for name, value in overrides.items())
 
 
-def _kernel_for(how: Numerics, tile: Tile, told: Mapping[str, Value]) -> str:
-    if "schedule" in told or "decode_ahead" in told:
+def _kernel_for(how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> str:
+    if "schedule" in overrides or "decode_ahead" in overrides:
         return "gemm"
-    if "block_m" in told and how.mma == "fp8":
-        return "gemm" if told["block_m"] == 128 else "swap_ab"
+    if "block_m" in overrides and how.mma == "fp8":
+        return "gemm" if overrides["block_m"] == 128 else "swap_ab"
     return "gemm" if isinstance(tile, Gemm) else "swap_ab"
 
 
-def _int(told: Mapping[str, Value], name: str, otherwise: int) -> int:
-    value = told.get(name, otherwise)
+def _int(overrides: Mapping[str, Value], name: str, otherwise: int) -> int:
+    value = overrides.get(name, otherwise)
     assert isinstance(value, int)
     return value
 
@@ -140,23 +140,23 @@ def _refuse(when: bool, why: str, got: object, fix: str = "") -> None:
     require(not when, why, got=got, fix=fix, kind=NotAvailable)
 
 
-def _one_of(told: Mapping[str, Value], name: str, legal: tuple[int, ...], why: str) -> None:
-    value = told.get(name)
+def _one_of(overrides: Mapping[str, Value], name: str, legal: tuple[int, ...], why: str) -> None:
+    value = overrides.get(name)
     ok = value is None or value in legal
     _refuse(not ok, f"{name} must be {' or '.join(map(str, legal))}: {why}", value)
 
 
-def _swap_ab(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> GemmSwapAb:
+def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> GemmSwapAb:
     """A swap-AB tile that a kernel can have."""
-    _one_of(told, "block_m", BLOCK_MS, "wgmma's N")
-    _one_of(told, "block_n", (128, 256), "one or two slabs of 64 rows for each of two warpgroups")
-    _one_of(told, "block_k", (128, 256), "one or two blocks of 128 a stage")
+    _one_of(overrides, "block_m", BLOCK_MS, "wgmma's N")
+    _one_of(overrides, "block_n", (128, 256), "one or two slabs of 64 rows a warpgroup")
+    _one_of(overrides, "block_k", (128, 256), "one or two blocks of 128 a stage")
     for name in ("schedule", "decode_ahead"):
-        _refuse(name in told, "the swap_ab kernel strides over its tiles", name, "kernel='gemm'")
+        _refuse(name in overrides, "swap_ab strides over its tiles", name, "kernel='gemm'")
     base = tile if isinstance(tile, GemmSwapAb) else None
-    m = _int(told, "block_m", base.block_m if base else 64)
+    m = _int(overrides, "block_m", base.block_m if base else 64)
     widest = 64 if how.promotion else 32
-    n = _int(told, "block_n", 256 if how.promotion or m <= widest else 128)
+    n = _int(overrides, "block_n", 256 if how.promotion or m <= widest else 128)
     _refuse(
         how.promotion > 0 and n != 256,
         "with activation scales per 128 columns block_n must be 256: 128 outputs share a scale",
@@ -167,33 +167,33 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) 
         f"with block_n 256 block_m must be at most {widest}: more accumulators spill",
         f"block_m {m}",
     )
-    k = _int(told, "block_k", base.block_k if base and base.block_m == m else 128)
-    shape = Shape(m, n // 128, k // 128, _int(told, "group_m", base.group_m if base else 1))
-    made = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
-    assert isinstance(made, GemmSwapAb)
+    k = _int(overrides, "block_k", base.block_k if base and base.block_m == m else 128)
+    shape = Shape(m, n // 128, k // 128, _int(overrides, "group_m", base.group_m if base else 1))
+    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
+    assert isinstance(changed, GemmSwapAb)
     if base is not None and base.block_m == m:
-        made = replace(made, evict_first=base.evict_first)
-    return replace(made, num_stages=_stages(told, made.num_stages))
+        changed = replace(changed, evict_first=base.evict_first)
+    return replace(changed, num_stages=_stages(overrides, changed.num_stages))
 
 
-def _gemm(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> Gemm:
+def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> Gemm:
     """A tokens-first tile that a kernel can have."""
     _refuse(how.mma != "fp8", "the gemm kernel multiplies FP8", f"{how.mma} ({recipe})")
-    _one_of(told, "block_m", (128,), "two halves of 64 tokens")
-    _one_of(told, "block_n", (256,), "128 rows for each of two warpgroups")
-    _one_of(told, "block_k", (128,), "one activation scale a stage")
+    _one_of(overrides, "block_m", (128,), "two halves of 64 tokens")
+    _one_of(overrides, "block_n", (256,), "128 rows for each of two warpgroups")
+    _one_of(overrides, "block_k", (128,), "one activation scale a stage")
     is_fp4 = recipe == "w4a8_block"
     own = Gemm(3, 3, 8, 216, 56, 24) if is_fp4 else Gemm(4)
     base = tile if isinstance(tile, Gemm) else own
-    schedule = word(told, "schedule", SCHEDULES) or base.schedule
-    ahead = _int(told, "decode_ahead", base.decode_ahead)
+    schedule = word(overrides, "schedule", SCHEDULES) or base.schedule
+    ahead = _int(overrides, "decode_ahead", base.decode_ahead)
     _refuse(
-        "decode_ahead" in told and not is_fp4,
+        "decode_ahead" in overrides and not is_fp4,
         "only FP4 weights are decoded ahead",
         recipe,
     )
     _refuse(
-        "decode_ahead" in told and (ahead % 4 != 0 or ahead > 64),
+        "decode_ahead" in overrides and (ahead % 4 != 0 or ahead > 64),
         "decode_ahead must be a multiple of 4, at most 64",
         ahead,
     )
@@ -202,22 +202,22 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, told: Mapping[str, Value]) -> 
         "CTAs draw their items only with FP8 weights",
         "schedule dynamic with w4a8_block",
     )
-    if "schedule" in told and "decode_ahead" not in told and schedule != base.schedule:
+    if "schedule" in overrides and "decode_ahead" not in overrides and schedule != base.schedule:
         ahead = 0
     return replace(
         base,
         schedule=schedule,
         decode_ahead=ahead,
-        group_m=_int(told, "group_m", base.group_m),
-        num_stages=_stages(told, own.num_stages),
+        group_m=_int(overrides, "group_m", base.group_m),
+        num_stages=_stages(overrides, own.num_stages),
     )
 
 
-def _stages(told: Mapping[str, Value], most: int) -> int:
-    stages = _int(told, "num_stages", most)
+def _stages(overrides: Mapping[str, Value], max_stages: int) -> int:
+    stages = _int(overrides, "num_stages", max_stages)
     require(
-        2 <= stages <= most,
-        f"num_stages must lie between 2 and the {most} that fit in shared memory",
+        2 <= stages <= max_stages,
+        f"num_stages must lie between 2 and the {max_stages} that fit in shared memory",
         got=stages,
         fix="leave it out to fill shared memory, or take a smaller tile",
         kind=CapacityError,
@@ -280,8 +280,8 @@ def passes(
         rows = tokens * slots_per_token / num_experts
         return as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
 
-    most = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
-    each = bisect(range(1, most + 1), False, key=is_too_many)
+    max_tokens = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
+    each = bisect(range(1, max_tokens + 1), False, key=is_too_many)
     num = ceil_div(num_tokens, max(each, 1))
     return num, ceil_div(num_tokens, num)
 
@@ -296,9 +296,8 @@ def passes_of(call: CallSpec) -> tuple[int, int]:
     return passes(p.recipe, tokens, slots, p.num_experts, fits_e4m3=call.fits_e4m3)
 
 
-def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
-    """Why no fused launch takes this call on Hopper; None where one does."""
-    p = call.problem
+def why_never_fused(call: CallSpec) -> Refusal | None:
+    """Why no fused launch of any GPU takes this call, whatever its size."""
     if call.is_quantized:
         return Refusal("a fused launch takes BF16 tokens; these come quantised", DTypeError)
     if call.is_captured:
@@ -308,14 +307,23 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
             return Refusal("fused calls over a group have no shared experts")
         if call.is_placed:
             return Refusal("fused calls over a group need contiguous experts, each once")
-        if p.num_ranks > tables.MAX_RANKS:
+        if call.problem.num_ranks > tables.MAX_RANKS:
             return Refusal(f"fused calls take {tables.MAX_RANKS} ranks at most")
         if not call.max_tokens:
             why = "fused calls over a group need max_tokens_per_rank: memory is shared up front"
             return Refusal(why, CapacityError)
+    return None
+
+
+def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
+    """Why no fused launch takes this call on Hopper; None where one does."""
+    p = call.problem
+    refusal = why_never_fused(call)
+    if refusal is not None:
+        return refusal
     if call.shared is not None:
         if call.shared.apart:
-            why = "shared experts of a fused launch must be like the others, in FP4 with E8M0 "
+            why = "shared experts of a fused launch must be like the routed ones, in FP4 with E8M0 "
             return Refusal(f"{why}scales, without bias; got {call.shared.apart}")
         if p.top_k + call.num_shared > MAX_TOP_K:
             return Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
@@ -328,7 +336,7 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
     load = each * p.num_ranks * p.top_k / p.num_experts
     tile, _ = tile_for(call, load, given)
     if as_fused(tile) is None:
-        why = f"a fused launch takes few rows an expert; {load:.1f} want {tile}"
+        why = f"{load:.1f} rows an expert need the tile {tile}, which a fused launch cannot hold"
         return Refusal(why, CapacityError)
     return None
 
@@ -337,8 +345,8 @@ def max_fused_tokens(call: CallSpec) -> int:
     """Tokens of the largest call of one rank that a fused launch takes."""
     p = call.problem
     slots = p.top_k + call.joined
-    most = max(tables.MAX_SLOTS // slots, 1)
-    _, each = passes(p.recipe, most, p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3)
+    max_tokens = max(tables.MAX_SLOTS // slots, 1)
+    _, each = passes(p.recipe, max_tokens, p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3)
     return each
 
 
@@ -347,8 +355,8 @@ def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[T
     recipe = call.problem.recipe
     how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
     tile, why = pick(recipe, load, fits_e4m3=call.fits_e4m3)
-    made, told = overridden(recipe, how, tile, given)
-    return (made, told) if told else (tile, why)
+    changed, overrides = overridden(recipe, how, tile, given)
+    return (changed, overrides) if overrides else (tile, why)
 
 
 def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str, str]:
@@ -366,12 +374,29 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
         return "fused", "asked for"
     if asked == "staged":
         return "staged", "asked for"
+    if asked == "split":
+        return _split(call)
     if asked == "chain" or (asked == "auto" and call.is_group):
         return _chain_or(call, refusal, asked)
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
     return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+
+
+def _split(call: CallSpec) -> tuple[str, str]:
+    """Split as asked for, or a refusal with the reason."""
+    from megamoe.planner import split
+
+    refusal = split.why_not(call)
+    require(
+        refusal is None,
+        "mode split must fit the call",
+        got=refusal.why if refusal else "",
+        fix="use mode='auto' or 'staged'",
+        kind=refusal.kind if refusal else NotAvailable,
+    )
+    return "split", "asked for"
 
 
 def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
@@ -395,13 +420,13 @@ def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[st
     if not_fused is None and num == 1:
         return "fused", "one launch, and no host between ranks"
     why = not_fused.why if not_fused else (
-        f"a call would take {num} fused launches, and read all weights in each"
+        f"a call would take {num} fused launches, each of which reads all weights"
     )  # fmt: skip
     if refusal is not None:
         return "staged", f"{why}; {refusal.why}"
     if not tables.AUTO_TAKES_CHAIN:
         return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
-    return "chain", f"no host between ranks, tokens come and rows go under the GEMMs; {why}"
+    return "chain", f"no host between ranks, and transfers overlap the GEMMs; {why}"
 
 
 # -- launches -------------------------------------------------------------------------------------
@@ -418,15 +443,19 @@ def max_tiles(slots: int, experts: int, block_m: int) -> int:
     return max(min(slots, slots // block_m + experts), 1)
 
 
-def ring(most_rows: int, pool_rows: int | None, block_m: int) -> tuple[int, int]:
+def ring(
+    most_rows: int, pool_rows: int | None, block_m: int, align: int = tables.ROW_ALIGN
+) -> tuple[int, int]:
     """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
+
+    align  rows at whose multiples experts begin
 
     >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
     ((100, 0), (100, 0), (496, 240))
     """
     if pool_rows is None or pool_rows >= most_rows:
         return most_rows, 0
-    align, waves = tables.ROW_ALIGN, tables.MAX_WAVES
+    waves = tables.MAX_WAVES
     half = pool_rows // (2 * align) * align
     wave_rows = half - block_m
     least = 2 * (max(align_up(ceil_div(most_rows, waves), align), block_m) + block_m)
@@ -465,12 +494,12 @@ def exchange_of(call: CallSpec) -> Workspace:
     p = call.problem
     num_passes, each = passes_of(call)
     how = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3)
+    width = align_up(p.hidden, tables.WIDTH)
     inbox = InboxSizes(
         num_ranks=p.num_ranks,
         num_tokens=each,
-        width=align_up(p.hidden, tables.WIDTH),
-        element_bytes=1 if how.mma == "fp8" else 2,
-        has_scales=how.promotion > 0,
+        token_bytes=width * (1 if how.mma == "fp8" else 2),
+        scale_bytes=16 * ceil_div(width, 512) if how.promotion else 0,
         max_top_k=next_power_of_2(p.top_k),
         max_experts=next_power_of_2(p.num_experts // p.num_ranks, 32),
     )
@@ -544,7 +573,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
             row_align=tables.ROW_ALIGN,
         )
         waves = sum(waves_of(sizes, tile, num_sms)) if has_items else 0
-        what = "counts of chunks are known" if is_counted else "every program counts for itself"
+        what = "uses the counts of each chunk" if is_counted else "every program counts all slots"
         launches.append(Launch("place", "_place_kernel", (chunks + 1 + waves,), place, what))
     cols, warps = tables.PERMUTE_COLS[is_small]
     permute = Permute(
@@ -559,7 +588,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
     )
     width = align_up(sizes.hidden, tables.WIDTH)
     grid = (sizes.num_tokens, ceil_div(width, cols))
-    small = f"up to {tables.SMALL_SLOTS} slots in one launch" if is_small else "rows are placed"
+    small = f"up to {tables.SMALL_SLOTS} slots in one launch" if is_small else "rows from place"
     launches.append(Launch("permute", "_pool_kernel", grid, permute, small))
     for name, depth in (("l1", sizes.hidden), ("l2", sizes.intermediate)):
         launches.append(gemm_launch(name, tile, depth, num_sms, why))
@@ -620,10 +649,10 @@ def staged_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> t
     sizes = Sizes(
         p.num_tokens, p.top_k + extra, p.num_experts + extra, extra, p.hidden, p.intermediate
     )
-    found = [staged_pass(sizes, tile, num_sms, why, "routed and shared" if extra else "routed")]
+    passes = [staged_pass(sizes, tile, num_sms, why, "routed and shared" if extra else "routed")]
     if call.shared is not None and call.shared.apart:
-        found.append(shared_pass(call, num_sms))
-    return tuple(found)
+        passes.append(shared_pass(call, num_sms))
+    return tuple(passes)
 
 
 def shared_pass(call: CallSpec, num_sms: int) -> Pass:
@@ -647,13 +676,13 @@ def rows_pass(call: CallSpec, num_rows: int, num_sms: int, given: Mapping[str, V
 def finish(call: CallSpec, num_tokens: int) -> list[Launch]:
     """Rows to FP8, where combine wants that, and combine."""
     p, slots = call.problem, call.problem.top_k + call.num_shared
-    found = []
+    launches = []
     if call.combine == "fp8":
-        found.append(
+        launches.append(
             quantize_rows("rows_to_fp8", num_tokens * slots, p.hidden, "codes-fp8_combine")
         )
-    found.append(combine(num_tokens, p.hidden))
-    return found
+    launches.append(combine(num_tokens, p.hidden))
+    return launches
 
 
 def shared_memory(call: CallSpec, tile: Tile) -> SharedMemory:

@@ -107,7 +107,7 @@ class Gemm:
 
     def constants(self) -> Constants:
         """Of `gemm_kernel`."""
-        made: Constants = {
+        constants: Constants = {
             "HAS_ITEMS": self.has_items, "DYNAMIC": self.schedule == "dynamic",
             "DEPTH": self.decode_ahead, "CHUNK": self.decode_chunk if self.decode_ahead else 0,
             "STAGES": self.num_stages, "IMAGES": self.num_image_stages,
@@ -115,8 +115,8 @@ class Gemm:
             "DECODE_REGS": self.decode_regs, "LOAD_REGS": self.load_regs, "num_warps": NUM_WARPS,
         }  # fmt: skip
         if self.decode_ahead:
-            made["launch_cooperative_grid"] = True  # its CTAs wait for each other
-        return made
+            constants["launch_cooperative_grid"] = True  # its CTAs wait for each other
+        return constants
 
     def __str__(self) -> str:
         how = f", {self.schedule}" if self.schedule != "strided" else ""
@@ -137,13 +137,22 @@ class GemmTmem:
     num_warps: int = NUM_WARPS  # of the epilogue
     group_m: int = 1  # token tiles that share each tile of weights
     load_regs: int = 40
-    block_rows: int = 128  # weight rows of one MMA; a tile has two
+    block_rows: int = 128  # weight rows of one MMA
+    num_halves: int = 2  # of so many rows in a tile; a gated linear has two
     num_ctas: int = 1  # that share a product; 2: a pair of a cluster, each with rows of its own
+    schedule: str = "strided"  # dynamic: CTAs draw tiles; sorted: those of large experts first
+    math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
+    decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
     @property
     def block_n(self) -> int:
         """Weight rows of a tile, in each CTA."""
-        return 2 * self.block_rows
+        return self.num_halves * self.block_rows
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether CTAs draw their tiles."""
+        return self.schedule != "strided"
 
     def constants(self) -> Constants:
         """Of `gemm_tmem_kernel`."""
@@ -151,14 +160,16 @@ class GemmTmem:
         return {
             "TOKENS": self.block_m, "BLOCK_K": self.block_k, "STAGES": self.num_stages,
             "SUMS": self.num_sums, "CHUNK": self.chunk, "SPAN": self.group_m,
-            "LOAD_REGS": self.load_regs, "NUM_WARPS": self.num_warps, "num_warps": self.num_warps,
+            "HALVES": self.num_halves, "DYNAMIC": self.is_dynamic, "LOAD_REGS": self.load_regs,
+            "NUM_WARPS": self.num_warps, "num_warps": self.num_warps,
             **pair,
         }  # fmt: skip
 
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        pair = ", pairs of CTAs" if self.num_ctas == 2 else ""
-        return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums{pair}"
+        how = "" if self.schedule == "strided" else f", {self.schedule}"
+        how += ", pairs of CTAs" if self.num_ctas == 2 else ""
+        return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums{how}"
 
 
 Tile = GemmSwapAb | Gemm
@@ -168,7 +179,7 @@ Tile = GemmSwapAb | Gemm
 class Mega:
     """The fused launch: dispatch, both GEMMs and combine."""
 
-    tile: GemmSwapAb
+    tile: GemmSwapAb | GemmTmem
     max_slots: int  # of one rank that the kernel is compiled for; 0 over several ranks
     max_experts: int  # of one rank, a power of two
     max_top_k: int  # a power of two
@@ -182,13 +193,20 @@ class Mega:
         return self.wave_rows > 0
 
     def constants(self) -> Constants:
-        """Of `mega_kernel`."""
+        """Of `mega_kernel` and `mega_tmem_kernel`."""
         t = self.tile
-        return {
+        if isinstance(t, GemmTmem):
+            own: Constants = {
+                "BLOCK_K": t.block_k, "SUMS": t.num_sums, "CHUNK": t.chunk,
+                "DECODE_REGS": t.decode_regs,
+            }  # fmt: skip
+        else:
+            own = {"SLABS": t.slabs, "DEPTH": t.k_blocks, "WINDOW": t.max_in_flight}
+        return own | {
             "EXPERTS": self.max_experts, "SLOTS": self.max_slots, "K_SLOTS": self.max_top_k,
-            "TOKENS": t.block_m, "SLABS": t.slabs, "DEPTH": t.k_blocks, "STAGES": t.num_stages,
-            "WINDOW": t.max_in_flight, "MATH_REGS": t.math_regs, "LOAD_REGS": t.load_regs,
-            "RING": self.is_ring, "num_warps": NUM_WARPS, "launch_cooperative_grid": True,
+            "TOKENS": t.block_m, "STAGES": t.num_stages, "MATH_REGS": t.math_regs,
+            "LOAD_REGS": t.load_regs, "RING": self.is_ring, "num_warps": NUM_WARPS,
+            "launch_cooperative_grid": True,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -209,6 +227,7 @@ class Permute:
     max_experts: int
     max_top_k: int
     row_align: int  # rows of the pool at which an expert begins
+    is_sorted: bool = False  # tiles of experts with many rows come first
 
     def constants(self) -> Constants:
         """Of `_pool_kernel`."""
@@ -216,7 +235,7 @@ class Permute:
             "IS_SMALL": self.is_small, "BLOCK": self.block_m, "ALIGN": self.row_align,
             "COLS": self.cols,
             "SLOTS": self.max_slots, "E": self.max_experts, "K_SLOTS": self.max_top_k,
-            "num_warps": self.num_warps,
+            "SORTED": self.is_sorted, "num_warps": self.num_warps,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -232,10 +251,11 @@ class Place:
     look: int  # slots that are counted together
     is_counted: bool  # counts of all chunks are known from launches before
     max_experts: int
-    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    max_ctas: int  # CTAs that get work items, to a power of two; 0: there are no items
     is_dynamic: bool
     num_warps: int
     row_align: int  # rows of the pool at which an expert begins
+    is_sorted: bool = False  # tiles of experts with many rows come first
 
     def constants(self) -> Constants:
         """Of Hopper's `_place_kernel`."""
@@ -243,11 +263,62 @@ class Place:
             "BLOCK": self.block_m, "ALIGN": self.row_align, "CHUNK": self.chunk,
             "AT_ONCE": self.look,
             "IS_COUNTED": self.is_counted, "E": self.max_experts, "CTAS": self.max_ctas,
-            "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
+            "IS_DYNAMIC": self.is_dynamic, "SORTED": self.is_sorted, "num_warps": self.num_warps,
         }  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.chunk} slots a program, {self.num_warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceGroups:
+    """Blackwell's grouped GEMM alone: its tiles, the row of each, scales where the MMA's lie."""
+
+    block_m: int
+    max_groups: int  # a power of two
+    cols: int  # scales of a row at a time
+    is_sorted: bool
+    num_warps: int = NUM_WARPS
+
+    def constants(self) -> Constants:
+        """Of `_place_groups_kernel`."""
+        return {
+            "TOKENS": self.block_m, "GROUPS": self.max_groups, "COLS": self.cols,
+            "SORTED": self.is_sorted, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        order = "large groups first" if self.is_sorted else "in order of groups"
+        return f"a tile of {self.block_m} rows a program, {order}"
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Split: tiles and work items of a window of the rows, and which slots have rows in it."""
+
+    block_m: int
+    chunk: int  # slots of a program
+    chunks: int
+    max_experts: int
+    first_row: int  # of the call's rows that the window begins with
+    num_rows: int
+    is_whole: bool  # it is the only window: slots keep their rows
+    waves: tuple[int, int]  # of work items, of L1 and L2; (0, 0): there are none
+    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    is_dynamic: bool
+    num_warps: int = 4
+
+    def constants(self) -> Constants:
+        """Of `_window_kernel`."""
+        return {
+            "BLOCK": self.block_m, "CHUNK": self.chunk, "CHUNKS": self.chunks,
+            "E": self.max_experts, "IS_WHOLE": self.is_whole, "CTAS": self.max_ctas,
+            "IS_DYNAMIC": self.is_dynamic, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        rows = "all rows" if self.is_whole else f"{self.num_rows} rows from {self.first_row} on"
+        return f"{rows}, {self.chunk} slots a program"
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,12 +384,12 @@ class Quantize:
 
     def constants(self) -> Constants:
         """Of `_dispatch_kernel`, or of `_pack_kernel` where there are groups."""
-        made: Constants = {
+        constants: Constants = {
             "ROWS": self.rows, "IS_DEEP": self.is_deep, "num_warps": self.num_warps,
         }  # fmt: skip
         if self.group:
-            return {**made, "BLOCKS": self.cols // self.group}
-        return {**made, "COLS": self.cols}
+            return {**constants, "BLOCKS": self.cols // self.group}
+        return {**constants, "COLS": self.cols}
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols} values a program, {self.num_warps} warps"
@@ -372,6 +443,7 @@ class Launch:
     grid: tuple[int, ...]
     config: Config
     why: str
+    partition: str = ""  # split: the part of the SMs that it runs on, "l1" or "l2"; "": all
 
     @property
     def num_ctas(self) -> int:
@@ -394,6 +466,6 @@ class Pass:
         return next((one for one in self.launches if one.name == name), None)
 
     def __getitem__(self, name: str) -> Launch:
-        found = self.find(name)
-        assert found is not None, f"no launch {name}"
-        return found
+        launch = self.find(name)
+        assert launch is not None, f"no launch {name}"
+        return launch

@@ -103,6 +103,6 @@ def narrowest_mma(recipe: str) -> str:
     >>> narrowest_mma("w4a8"), narrowest_mma("w4a16"), narrowest_mma("nvfp4")
     ('fp8', 'bf16', 'fp4')
     """
-    found = recipe_named(recipe)
-    bits = max(found.weights.element.bits, found.acts.element.bits)
+    formats = recipe_named(recipe)
+    bits = max(formats.weights.element.bits, formats.acts.element.bits)
     return {16: "bf16", 8: "fp8", 4: "fp4"}[bits]

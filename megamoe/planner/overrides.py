@@ -12,9 +12,9 @@ from megamoe.planner.choice import Value
 # name -> (type, meaning). Tile overrides hold for L1 and L2 of the routed experts.
 OVERRIDES: dict[str, tuple[type, str]] = {
     "backend":      (str, "auto, hopper, blackwell, portable or reference"),
-    "mode":         (str, "auto, staged, fused or, over ranks, chain"),
+    "mode":         (str, "auto, staged, fused, split or, over ranks, chain"),
     "reserve_sms":  (int, "SMs that fused launches leave to others"),
-    "pool_rows":    (int, "fused, chain: rows of the pool; a call with more runs in waves, passes"),
+    "pool_rows":    (int, "fused, chain, split: rows of the pool; more run in waves, passes"),
     "overlap_launches": (bool, "staged: each launch is placed while the one before it ends"),
     "kernel":       (str, "hopper: swap_ab (weights are the MMA's M) or gemm (tokens are)"),
     "block_m":      (int, "tokens of a tile"),
@@ -22,10 +22,11 @@ OVERRIDES: dict[str, tuple[type, str]] = {
     "block_k":      (int, "columns of K in a stage"),
     "num_stages":   (int, "stages of the ring in shared memory"),
     "group_m":      (int, "token tiles that share each tile of weights"),
-    "schedule":     (str, "hopper gemm: strided, static or dynamic"),
+    "schedule":     (str, "strided, dynamic; hopper gemm: static too; blackwell: sorted too"),
     "decode_ahead": (int, "hopper gemm, FP4: K blocks of each ring that weights are decoded into"),
     "cta_pair":     (bool, "blackwell: two CTAs share each product (Triton 3.8 and newer)"),
     "num_warps":    (int, "portable: warps of a program"),
+    "l1_sms":       (int, "split: SMs of dispatch and L1, a multiple of 8; L2 has the rest"),
 }
 # fmt: on
 ROUTES = (
@@ -35,7 +36,8 @@ ROUTES = (
     "pool_rows",
     "overlap_launches",
 )  # arguments of MoE by their own names
-TILE = tuple(name for name in OVERRIDES if name not in ROUTES)
+CHOICES = tuple(name for name in OVERRIDES if name not in ROUTES)  # `overrides=` takes these
+TILE = tuple(name for name in CHOICES if name != "l1_sms")
 
 Overrides = tuple[tuple[str, Value], ...]
 

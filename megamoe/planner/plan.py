@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.regions import align_up
+from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, chain, hopper, portable
+from megamoe.planner import blackwell, blackwell_fused, chain, hopper, portable, split
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -29,11 +30,14 @@ from megamoe.planner.launches import (
     Pass,
     PortableGemm,
     Tile,
+    Window,
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
+from megamoe.planner.tables.split import why_not_auto
 from megamoe.problem import Problem
 
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
@@ -43,10 +47,10 @@ NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
-    "hopper": ("staged", "fused", "chain"),
-    "blackwell": ("staged",),
+    "hopper": ("staged", "fused", "chain", "split"),
+    "blackwell": ("staged", "fused"),
     "portable": ("staged",),
-    "reference": ("staged", "fused", "chain"),
+    "reference": ("staged", "fused", "chain", "split"),
 }
 
 
@@ -64,19 +68,19 @@ class Buffer:
 class Plan:
     """How a call runs. Print it: it explains itself."""
 
-    call: CallSpec
-    hardware: Hardware
+    call: CallSpec  # what is computed: the problem, and traits of the weights
+    hardware: Hardware  # what it runs on
     backend: str
     mode: str
     why: str  # of the backend and the mode
-    numerics: Numerics
+    numerics: Numerics  # MMA type, promotion, how activations are stored
     passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
-    # the exchange, then routed experts, window after window of the pool
+    # the exchange, then routed experts, window after window of the pool; split: the latter
     mega: Launch | None  # fused
     num_passes: int  # fused over a group: launches of a call
-    rest: tuple[Launch, ...]  # staged, chain: what follows the passes, combine last
-    buffers: tuple[Buffer, ...]
-    overrides: Overrides
+    rest: tuple[Launch, ...]  # staged, chain, split: what follows the passes, combine last
+    buffers: tuple[Buffer, ...]  # memory of a rank
+    overrides: Overrides  # what the caller fixed
 
     @property
     def problem(self) -> Problem:
@@ -95,7 +99,7 @@ class Plan:
         """Staged over a group: the launch that quantises tokens before they are sent."""
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
-        if self.mode == "chain":
+        if self.is_chained:
             return ()
         p = self.problem
         acts = recipe_named(p.recipe).acts.name
@@ -104,12 +108,15 @@ class Plan:
         return (portable.quantize_rows("quantize", p.num_tokens, p.hidden, f"codes-{acts}"),)
 
     def launch(self, name: str) -> Launch:
-        """The first launch of that name."""
-        found = next((one for one in self.launches if one.name == name), None)
+        """The first launch of that name.
+
+        name  "l1", "l2", "combine", ...
+        """
+        launch = next((one for one in self.launches if one.name == name), None)
         have = ", ".join(dict.fromkeys(one.name for one in self.launches)) or "none"
-        require(found is not None, f"the plan's launches are {have}", got=name, kind=RangeError)
-        assert found is not None
-        return found
+        require(launch is not None, f"the plan's launches are {have}", got=name, kind=RangeError)
+        assert launch is not None
+        return launch
 
     @property
     def tile(self) -> Tile | GemmTmem | PortableGemm | None:
@@ -124,6 +131,11 @@ class Plan:
         return config
 
     @property
+    def is_chained(self) -> bool:
+        """Whether the launches are those of the chain: mode chain, and split over ranks."""
+        return _is_chained(self.call, self.mode)
+
+    @property
     def routed(self) -> Pass | None:
         """The first pass of the routed experts; None where nothing is launched, or all at once."""
         return next((one for one in self.passes if one.find("l1") is not None), None)
@@ -135,7 +147,7 @@ class Plan:
         Over a group other launches and all-to-alls lie between them.
         """
         given = dict(self.overrides).get("overlap_launches")
-        if self.call.is_group and self.mode != "chain":
+        if self.call.is_group and not self.is_chained:
             return False
         return self.backend == "hopper" if given is None else bool(given)
 
@@ -147,11 +159,39 @@ class Plan:
     @property
     def shared_memory(self) -> SharedMemory | None:
         """The sum of a CTA of Gluon's GEMMs; Triton's compiler lays out portable's."""
+        recipe = self.problem.recipe
+        if isinstance(self.tile, GemmTmem) and self.mega is not None:
+            return blackwell_fused.shared_memory(recipe, self.tile, self._routing_bytes)
         if isinstance(self.tile, GemmTmem):
-            return blackwell.shared_memory(self.problem.recipe, self.tile)
+            return blackwell.shared_memory(recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):
             return hopper.shared_memory(self.call, self.tile)
         return None
+
+    @property
+    def _routing_bytes(self) -> int:
+        """Of a CTA of a fused launch."""
+        p = self.problem
+        slots = p.num_ranks * self.fused_tokens * (p.top_k + self.call.joined)
+        experts = p.num_experts // p.num_ranks + self.call.joined
+        return hopper.routing_bytes(slots, experts, p.num_ranks)
+
+    @property
+    def fused_tokens(self) -> int:
+        """Tokens of a rank in each launch of a fused call."""
+        _, each = _fused(self.backend).passes_of(self.call)
+        return int(each)
+
+    @property
+    def max_fused_tokens(self) -> int:
+        """Tokens of the largest call of one rank that a fused launch takes."""
+        return int(_fused(self.backend).max_fused_tokens(self.call))
+
+    @property
+    def exchange(self) -> Workspace:
+        """The memory that a rank shares with its peers in fused calls."""
+        found: Workspace = _fused(self.backend).exchange_of(self.call)
+        return found
 
     @property
     def floor(self) -> Floor:
@@ -162,16 +202,18 @@ class Plan:
     def choices(self) -> tuple[Choice, ...]:
         """The decisions in the order in which they are taken, each with its reason."""
         how = self.numerics
-        found = [
+        choices = [
             Choice("backend", self.backend, self._why_backend()),
             Choice("mode", self.mode, self.why),
             Choice("mma", how.mma, how.why),
-            Choice("promotion", how.promotion or None, "columns of K between FP32 additions"),
+            Choice(
+                "promotion", how.promotion or None, "columns of K between additions in registers"
+            ),
         ]
         tile = self.tile
         if tile is not None:
             l1 = self.mega or self.routed["l1"]  # type: ignore[index]
-            found += [
+            choices += [
                 Choice("tile", str(tile), l1.why),
                 Choice("block_m", tile.block_m, "tokens"),
                 Choice("block_n", tile.block_n, "weight rows"),
@@ -179,20 +221,43 @@ class Plan:
                 Choice("num_stages", tile.num_stages, "of the ring in shared memory"),
             ]
         if self.num_passes > 1:
-            found.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
-        if self.mode == "chain" and self.routed is not None:
+            choices.append(Choice("num_passes", self.num_passes, "launches of a fused call"))
+        if self.is_chained and self.routed is not None:
             pull = self.routed["pull"]
-            found.append(Choice("pull_sms", pull.num_ctas, pull.why))
-            found.append(Choice("l2", str(tile), self.routed["l2"].why))
+            choices.append(Choice("pull_sms", pull.num_ctas, pull.why))
+            choices.append(Choice("l2", str(tile), self.routed["l2"].why))
             num = len(self.passes) - 1
-            found.append(Choice("pool_passes", num, "windows of the pool; more than one by choice"))
+            choices.append(
+                Choice("pool_passes", num, "times the pool is filled: once but for pool_rows")
+            )
+        choices += self._split_choices()
         if isinstance(tile, GemmTmem):
+            if self.mega is None:
+                why = BLACKWELL_SCHEDULES[tile.schedule]
+                choices.append(Choice("schedule", tile.schedule, why))
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
-            found.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
+            choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
         given = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
-            Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in found
+            Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in choices
         )
+
+    def _split_choices(self) -> list[Choice]:
+        """How the SMs are parted, or why they are not."""
+        if self.mode == "split" and self.routed is not None:
+            on = split.parts(self.hardware.num_sms, dict(self.overrides))
+            num = sum(one.experts.startswith("routed") for one in self.passes)
+            l1 = "; the pull has its SMs among them" if self.is_chained else ""
+            found = [
+                Choice("l1_sms", on.l1, on.why + l1),
+                Choice("l2_sms", on.l2, "the rest: L2 follows L1 tile by tile"),
+            ]
+            if not self.is_chained:
+                found.append(Choice("windows", num, "of the ring; more than one by choice"))
+            return found
+        if self.backend == "hopper" and self.mode == "staged" and self.problem.num_ranks == 1:
+            return [Choice("split", "no", why_not_auto(self.problem.recipe))]
+        return []
 
     def _why_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
@@ -208,11 +273,14 @@ class Plan:
         )
 
     def __getitem__(self, name: str) -> Value:
-        found = {choice.name: choice.value for choice in self.choices}
+        choices = {choice.name: choice.value for choice in self.choices}
         require(
-            name in found, f"a plan has the choices {', '.join(found)}", got=name, kind=RangeError
+            name in choices,
+            f"a plan has the choices {', '.join(choices)}",
+            got=name,
+            kind=RangeError,
         )
-        return found[name]
+        return choices[name]
 
     def __repr__(self) -> str:
         p = self.problem
@@ -234,7 +302,8 @@ class Plan:
         rows.append("launches" if self.launches else "no launches: computed by the oracle")
         for one in self.launches:
             grid = " x ".join(map(str, one.grid))
-            rows.append(f"  {one.name:<12}{one.kernel:<20} grid {grid:<14} {one.config}")
+            side = f" on {one.partition}_sms" * bool(one.partition)
+            rows.append(f"  {one.name:<12}{one.kernel:<20} grid {grid:<14} {one.config}{side}")
         if self.shared_memory is not None:
             rows += ["shared memory of a CTA", str(self.shared_memory)]
         rows.append("memory of a rank")
@@ -347,18 +416,28 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     )
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
+    require(
+        "l1_sms" not in given or mode == "split" or backend == "reference",
+        "l1_sms parts the SMs of mode split",
+        got=f"mode {mode}",
+        fix="leave it out, or ask for mode='split'",
+        kind=NotAvailable,
+    )
     why = f"{passed}; {why}" if passed else why
     passes: tuple[Pass, ...] = ()
     mega, num = None, 1
     rest: tuple[Launch, ...] = ()
-    if backend == "reference" or (call.problem.num_tokens == 0 and mode != "chain"):
+    if backend == "reference" or (call.problem.num_tokens == 0 and not _is_chained(call, mode)):
         pass
-    elif mode == "chain":
-        owner = chain.owner_passes(call, hw.num_sms, given)
+    elif _is_chained(call, mode):
+        owner = chain.owner_passes(call, hw.num_sms, given, is_split=mode == "split")
         passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
+    elif mode == "split":
+        passes = split.passes(call, hw.num_sms, given)
+        rest = tuple(hopper.finish(call, call.problem.num_tokens))
     elif mode == "fused":
-        num, _ = hopper.passes_of(call)
-        mega = hopper.fused_launch(call, hw.num_sms, given)
+        num, _ = _fused(backend).passes_of(call)
+        mega = _fused(backend).fused_launch(call, hw.num_sms, given)
     elif call.is_group:
         passes, rest = _over_group(call, backend, hw, given)
     elif backend == "hopper":
@@ -372,6 +451,15 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
     made = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
     return _with_buffers(made)
+
+
+def _is_chained(call: CallSpec, mode: str) -> bool:
+    return mode == "chain" or (mode == "split" and call.problem.num_ranks > 1)
+
+
+def _fused(backend: str) -> Any:
+    """The module of a backend's fused launches."""
+    return blackwell_fused if backend == "blackwell" else hopper
 
 
 def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: Overrides) -> Pass:
@@ -398,7 +486,7 @@ def _over_group(
     """Passes and the rest under even routing, where a rank receives as many rows as it sends."""
     p = call.problem
     rows = p.num_tokens * p.top_k
-    found = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
+    passes = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
     rest: list[Launch] = []
     if backend in ("hopper", "blackwell") and call.combine == "fp8":
         kind = "codes-fp8_combine"
@@ -411,7 +499,7 @@ def _over_group(
         else:
             rest += portable.shared_pass(call, hw.arch).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
-    return tuple(found), tuple(rest)
+    return tuple(passes), tuple(rest)
 
 
 def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str) -> tuple[str, str]:
@@ -419,9 +507,9 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
         mode = "staged" if wanted == "auto" else wanted
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
-        return "staged", "portable launches phase by phase"
+        return "staged", "portable has no fused launch"
     if backend == "blackwell":
-        return "staged", "no fused launch on Blackwell yet"
+        return blackwell_fused.mode_of(call, given, wanted)
     return hopper.mode_of(call, given, wanted)
 
 
@@ -438,26 +526,35 @@ def _buffers(made: Plan) -> list[Buffer]:
     each, about = weight_bytes(p), "as the checkpoint has them"
     if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
         each, about = _image_bytes(call), "as images, and in no other form"
-    found = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
+    buffers = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
     if made.mega is not None:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
-        found += _pools(made, rows)
-        _, each = hopper.passes_of(call)
+        buffers += _pools(made, rows)
+        each = made.fused_tokens
         if call.is_group:
             about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
-            num = hopper.exchange_of(call).num_bytes
-            found.append(Buffer("exchange", num, "symmetric", about))
+            num = made.exchange.num_bytes
+            buffers.append(Buffer("exchange", num, "symmetric", about))
         else:
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
-            found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    elif made.mode == "chain" and made.routed is not None:
+            buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    elif made.is_chained and made.routed is not None:
         config = made.routed["rows"].config
         assert isinstance(config, chain.Rows)
-        found += _pools(made, config.pool_rows)
+        is_ring = made.mode == "split" and len(made.passes) > 2
+        tokens, acts = _pools(made, config.pool_rows)
+        buffers += [tokens, _pools(made, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
         where = chain.memory(call)
         about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
-        found.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+        buffers.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+    elif made.mode == "split" and made.routed is not None:
+        config = made.routed["window"].config
+        assert isinstance(config, Window)
+        tokens, acts = _pools(made, config.num_rows)
+        ring = acts if config.is_whole else _pools(made, split.WINDOWS * config.num_rows)[1]
+        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
+        buffers += [tokens, ring, Buffer("combine rows", num, "local", "BF16, a row a slot")]
     elif made.passes:
         one = made.passes[0]
         rows = one.num_slots
@@ -465,10 +562,10 @@ def _buffers(made: Plan) -> list[Buffer]:
             rows = hopper.num_rows(one.num_slots, one.num_experts)
         elif isinstance(made.tile, GemmTmem):
             rows = blackwell.num_rows(one.num_slots, one.num_experts, made.tile.block_m)
-        found += _pools(made, rows)
+        buffers += _pools(made, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
-        found.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    return found
+        buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
+    return buffers
 
 
 def _image_bytes(call: CallSpec) -> int:

@@ -75,7 +75,7 @@ def tiles_for(
 ) -> tuple[PortableGemm, PortableGemm, str]:
     """(tile of L1, tile of L2, why) with what was given in place of the table's, checked."""
     l1, l2, why = pick(recipe, load, is_native=how.acts == "codes" and how.promotion == 0)
-    told = {name: given[name] for name in TILE_OVERRIDES if name in given}
+    overrides = {name: given[name] for name in TILE_OVERRIDES if name in given}
     for name in ("kernel", "schedule", "decode_ahead"):
         require(
             name not in given,
@@ -83,9 +83,9 @@ def tiles_for(
             got=f"{name} {given.get(name)}",
             kind=NotAvailable,
         )
-    if told:
-        l1, l2 = (replace(tile, **told) for tile in (l1, l2))  # type: ignore[arg-type]
-        why = "given: " + ", ".join(f"{name} {value}" for name, value in told.items())
+    if overrides:
+        l1, l2 = (replace(tile, **overrides) for tile in (l1, l2))  # type: ignore[arg-type]
+        why = "given: " + ", ".join(f"{name} {value}" for name, value in overrides.items())
     for tile, is_l1 in ((l1, True), (l2, False)):
         check(recipe, how, tile, is_l1=is_l1)
     return l1, l2, why
@@ -208,15 +208,15 @@ def staged_passes(call: CallSpec, arch: str, given: Mapping[str, Value]) -> tupl
     p = call.problem
     how = numerics("portable", p.recipe, arch=arch)
     sizes = (p.num_tokens, p.top_k, p.num_experts, p.hidden, p.intermediate)
-    found = [
+    passes = [
         staged_pass(
             p.recipe, how, sizes, given, "routed", quantizes=not call.is_quantized,
             has_routing=True,
         )
     ]  # fmt: skip
     if call.shared is not None:
-        found.append(shared_pass(call, arch))
-    return tuple(found)
+        passes.append(shared_pass(call, arch))
+    return tuple(passes)
 
 
 def shared_pass(call: CallSpec, arch: str) -> Pass:

@@ -32,12 +32,12 @@ def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
     transpose = WARPGROUPS * m * 64 if m >= TRANSPOSE_FROM else 0
     fixed = (
         Term("amax", 2 * WARPGROUPS * m * 4, "one FP32 a token and warpgroup, twice"),
-        Term("transpose", transpose, "rows of wide tiles on their way out"),
+        Term("transpose", transpose, "rows of wide tiles, transposed before they are stored"),
         Term("operands", WIDE_OPERANDS if transpose else 0, "epilogue operands of wide tiles"),
     )
     padding = align_up(sum(t.num_bytes for t in fixed), 1024) - sum(t.num_bytes for t in fixed)
     stage = (
-        Term("weights", k * int(SLAB * K_BLOCK * bits / 8) * slabs, "with the scales of images"),
+        Term("weights", k * int(SLAB * K_BLOCK * bits / 8) * slabs, "as packed, with their scales"),
         Term("tokens", k * m * K_BLOCK * element, "as the tensor cores read them"),
         Term(
             "token scales",
@@ -58,7 +58,7 @@ def gemm(recipe: str, tile: Gemm) -> SharedMemory:
         image = (tile.decode_chunk or 4) * (SLAB * K_BLOCK // 2 + SLAB * K_BLOCK // 64) + 64
     fixed = (
         Term("amax", 4 * tile.block_m * 4, "one FP32 a token and warpgroup, twice"),
-        Term("transpose", WARPGROUPS * SLAB * 64 * 2, "rows on their way out"),
+        Term("transpose", WARPGROUPS * SLAB * 64 * 2, "rows, transposed before they are stored"),
         Term(
             "FP4 images",
             tile.num_image_stages * image if is_fp4 else 0,

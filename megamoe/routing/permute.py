@@ -47,7 +47,7 @@ def permute(topk_idx: Tensor, num_experts: int, tile_m: int = 1) -> Permutation:
     device = topk_idx.device
     flat = topk_idx.reshape(-1).long()
     num_tiles = max_tiles(flat.numel(), num_experts, tile_m)
-    # Masked slots sort behind the last expert.
+    # Masked slots sort after the last expert.
     order = torch.where(flat < 0, num_experts, flat).sort(stable=True).indices
     counts = expert_counts(topk_idx, num_experts)
     tiles = -(-counts // tile_m)

@@ -58,8 +58,8 @@ def _keep_groups(choice: Tensor, num_groups: int, num_kept: int) -> Tensor:
     """Minus infinity outside the best groups; a group's mark is the sum of its two best choices."""
     grouped = choice.unflatten(1, (num_groups, -1))
     mark = grouped.topk(2, dim=2).values.sum(dim=2)
-    kept = torch.zeros_like(mark, dtype=torch.bool).scatter_(1, _best(mark, num_kept), True)
-    return grouped.masked_fill(~kept[:, :, None], float("-inf")).flatten(1)
+    is_kept = torch.zeros_like(mark, dtype=torch.bool).scatter_(1, _best(mark, num_kept), True)
+    return grouped.masked_fill(~is_kept[:, :, None], float("-inf")).flatten(1)
 
 
 def _best(values: Tensor, count: int) -> Tensor:

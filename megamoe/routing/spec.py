@@ -45,11 +45,11 @@ class Router:
             got=f"{self.num_experts} experts in {self.num_groups} groups",
             kind=ShapeError,
         )
-        kept = self.num_experts // self.num_groups * self.num_kept_groups
+        candidates = self.num_experts // self.num_groups * self.num_kept_groups
         require(
-            self.top_k <= kept,
+            self.top_k <= candidates,
             "the kept groups must hold at least top_k experts",
-            got=f"{kept} experts for top_k {self.top_k}",
+            got=f"{candidates} experts for top_k {self.top_k}",
             kind=ShapeError,
         )
         require(

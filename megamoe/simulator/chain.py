@@ -28,11 +28,11 @@ def run_chain(
             now = call.gap(now)
         is_launched = False
         if step.kind == "exchange":
-            now = _met(now, stages, constants, "exchange")
+            now = _synchronised(now, stages, constants, "exchange")
         elif step.kind == "chain":
             now = _overlapped(how, next(passes), call.work, constants, stages, max(now), progress)
         elif step.kind == "finish":
-            now = _met(now, stages, constants, "rows home")
+            now = _synchronised(now, stages, constants, "rows home")
         elif step.kind == "combine":
             end = stages.combine(how, call.counts, call.work, max(now))
             stages.steps.append(("combine", end - max(now)))
@@ -51,7 +51,7 @@ def parts(counts: Counts, num: int) -> list[Counts]:
     ]
 
 
-def _met(now: list[float], stages: Stages, constants: Constants, name: str) -> list[float]:
+def _synchronised(now: list[float], stages: Stages, constants: Constants, name: str) -> list[float]:
     """Every rank has every other's signal."""
     met = max(now) + constants.barrier_us
     for rank, since in enumerate(now):
@@ -113,6 +113,7 @@ def _play(
         constants,
         progress=progress,
         late_sms=how.pull_sms if is_pulling else 0,
+        late_end=how.l1_sms,
         pull_byte_us=1.0 / (how.pull_sms * constants.pull_gbs * 1e3) if is_pulling else 0.0,
     )
     machine.run(start, pulls_us=pulls_us)

@@ -101,13 +101,13 @@ def _block(
     if phase == L2:
         width, depth = p.hidden, p.intermediate
         row_in, row_out = rows.acts, 0.0  # results are charged where they land
-    room = constants.l2_share * how.hardware.l2_bytes
+    l2_bytes = constants.l2_share * how.hardware.l2_bytes
     row_step = how.mma_rows or tile.block_m
     computed = range(0, align_up(tile.block_m, row_step) + 1, row_step)
     size = tile.block_m * tile.block_n / TILE
     return BlockCost(
         weight_bytes=tile.block_n * depth * bits / 8,
-        again=max(0.0, 1.0 - room / (width * depth * bits / 8)),
+        again=max(0.0, 1.0 - l2_bytes / (width * depth * bits / 8)),
         row_in_bytes=row_in,
         row_out_bytes=row_out,
         math_us=tuple(

@@ -88,12 +88,14 @@ class Machine:
         pools_at_once: bool = False,
         is_staged: bool = False,
         late_sms: int = 0,
+        late_end: int | None = None,
         pull_byte_us: float = 0.0,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.ranks, self.costs, self.constants = ranks, costs, constants
         self.pools_at_once, self.is_staged, self.progress = pools_at_once, is_staged, progress
-        self.late_sms = late_sms  # the last ones of each rank: they pull first, then draw blocks
+        # Those before `late_end`, or the last ones of each rank: they pull first, then draw blocks.
+        self.late_sms, self.late_end = late_sms, late_end
         self.pull_byte_us = pull_byte_us  # of the SMs that pull, local rows too
         self._num_run = 0
         self.spans: list[Span] = []
@@ -119,9 +121,10 @@ class Machine:
         for rank in self.ranks.values():
             if pulls_us is not None and rank.pulls:
                 self._push(pulls_us, _PULL, rank.idx)
-            late = self.late_sms if rank.pulls else 0
-            for sm in range(len(rank.queue_of) - late):
-                self._push(start_us, _FREE, rank.idx, sm)
+            late = self._late(rank) if rank.pulls else range(0)
+            for sm in range(len(rank.queue_of)):
+                if sm not in late:
+                    self._push(start_us, _FREE, rank.idx, sm)
         heap, ranks = self._heap, self.ranks
         while heap:
             now, _, kind, which, sm, block, start = heapq.heappop(heap)
@@ -141,6 +144,10 @@ class Machine:
             assert not rank.parked, "every block must run"
         self._report(self._num_run % _REPORT)
         self._lanes()
+
+    def _late(self, rank: Rank) -> range:
+        end = len(rank.queue_of) if self.late_end is None else self.late_end
+        return range(end - self.late_sms, end)
 
     def _report(self, num: int) -> None:
         if self.progress is not None and num:
@@ -256,8 +263,7 @@ class Machine:
             came, following = max(came, rank.pull_us), max(following, rank.pull_us)
         self._arrive(rank, pool, came)
         if rank.next_pull == len(rank.pulls):
-            total = len(rank.queue_of)
-            for sm in range(total - self.late_sms, total):
+            for sm in self._late(rank):
                 self._push(came, _FREE, rank.idx, sm)
         self._push(following, _PULL, rank.idx)
 

@@ -53,8 +53,8 @@ class Cell(NamedTuple):
         block_m = 64 if p.tokens_per_expert <= 64 else 128
         stage = (BLOCK + block_m) * BLOCK + 4 * block_m
         ring = (hw.smem_per_sm - FIXED) // stage * stage
-        across = (2 * p.intermediate // BLOCK, p.hidden // BLOCK)
-        linears = (Linear(block_m, BLOCK, num, ring) for num in across)
+        num_n = (2 * p.intermediate // BLOCK, p.hidden // BLOCK)
+        linears = (Linear(block_m, BLOCK, num, ring) for num in num_n)
         tokens = stored_bytes(p.hidden, recipe_named(p.recipe).acts)
         acts = stored_bytes(p.intermediate, recipe_named(p.recipe).acts)
         return Schedule(
@@ -73,7 +73,7 @@ class Cell(NamedTuple):
                 Step("l2", "gemm"),
                 Step("combine", "combine"),
             ),
-            deal="static",
+            assignment="static",
             writes_gate_up=True,
             study="grouped GEMM peer",
         )
@@ -114,19 +114,19 @@ def log_ratios(cells: Sequence[Cell], constants: Constants) -> list[float]:
 
 def fit(cells: Sequence[Cell], start: Constants = DEFAULT) -> Constants:
     """The constants of FITTED that bring all log ratios of the cells nearest to zero."""
-    found = start
+    constants = start
     for _ in range(NUM_STEPS):
-        here = log_ratios(cells, found)
+        here = log_ratios(cells, constants)
         slopes = []
         for name in FITTED:
-            there = log_ratios(cells, _moved(found, {name: -NUDGE}))
+            there = log_ratios(cells, _moved(constants, {name: -NUDGE}))
             slopes.append([(h - t) / NUDGE for h, t in zip(here, there, strict=True)])
         normal = [[_dot(a, b) for b in slopes] for a in slopes]
         for i, row in enumerate(normal):
             row[i] += 1e-6  # a constant without influence stays where it is
         step = _solve(normal, [-_dot(a, here) for a in slopes])
-        found = _moved(found, dict(zip(FITTED, step, strict=True)))
-    return found
+        constants = _moved(constants, dict(zip(FITTED, step, strict=True)))
+    return constants
 
 
 def _moved(constants: Constants, by: dict[str, float]) -> Constants:
@@ -150,8 +150,8 @@ def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:
         for j in range(i + 1, size):
             factor = rows[j][i] / rows[i][i]
             rows[j] = [b - factor * a for a, b in zip(rows[i], rows[j], strict=True)]
-    found = [0.0] * size
+    solution = [0.0] * size
     for i in reversed(range(size)):
-        known = sum(rows[i][j] * found[j] for j in range(i + 1, size))
-        found[i] = (rows[i][size] - known) / rows[i][i]
-    return found
+        known = sum(rows[i][j] * solution[j] for j in range(i + 1, size))
+        solution[i] = (rows[i][size] - known) / rows[i][i]
+    return solution

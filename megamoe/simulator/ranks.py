@@ -28,12 +28,12 @@ def shared_counts(how: Schedule) -> Counts:
 
 def num_blocks(experts: Experts, counts: Counts) -> int:
     """Blocks of both linears over all ranks."""
-    across = experts.l1.num_n + experts.l2.num_n
+    num_n = experts.l1.num_n + experts.l2.num_n
     rows = (
         local_rows(counts, rank, experts.num_local)
         for rank in range(len(counts[0]) // experts.num_local)
     )
-    return sum(pool_offsets(own, experts.block_m)[-1] * across for own in rows)
+    return sum(pool_offsets(own, experts.block_m)[-1] * num_n for own in rows)
 
 
 def rank_of(
@@ -50,7 +50,7 @@ def rank_of(
     offsets = pool_offsets(rows, experts.block_m)
     first_use = {offsets[b.expert] + b.m: b.wave for b in order if b.phase == L1 and b.n == 0}
     queues, queue_of = _queues(how, order, only)
-    is_static = how.deal == "static"
+    is_static = how.assignment == "static"
     sizes = [queue_of.count(which) for which in range(len(queues))]
     return Rank(
         idx=rank,

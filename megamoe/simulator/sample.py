@@ -67,11 +67,11 @@ def checked(problem: Problem, counts: Sequence[Sequence[int]]) -> Counts:
         got=repr(wrong),
         kind=DTypeError,
     )
-    most = problem.num_tokens * problem.top_k
+    max_slots = problem.num_tokens * problem.top_k
     sent = max(sum(row) for row in counts)
     require(
-        sent <= most,
-        f"a rank sends at most num_tokens * top_k = {most} rows",
+        sent <= max_slots,
+        f"a rank sends at most num_tokens * top_k = {max_slots} rows",
         got=sent,
         fix="plan for more tokens",
         kind=ShapeError,

@@ -8,7 +8,7 @@ itself in `study`; everything that is printed or drawn of it then says so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from megamoe.errors import NotAvailable, ShapeError, require
@@ -16,10 +16,20 @@ from megamoe.formats.spec import FP8_COMBINE, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import smem
-from megamoe.planner.launches import Gemm, GemmSwapAb, Launch, Mega, Pass, Permute, PortableGemm
+from megamoe.planner import blackwell, smem
+from megamoe.planner.launches import (
+    Gemm,
+    GemmSwapAb,
+    GemmTmem,
+    Launch,
+    Mega,
+    Pass,
+    Permute,
+    PortableGemm,
+)
 from megamoe.planner.numerics import Numerics, numerics
 from megamoe.planner.plan import Plan
+from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import ROW_ALIGN, WIDTH
 from megamoe.problem import Problem
 from megamoe.simulator.blocks import L1, L2, Block, token_tiles
@@ -84,12 +94,12 @@ class Phases:
         tiles = token_tiles(rows, experts.block_m)
         if not self.wave_rows:
             return (0,) * len(tiles)
-        first, found = 0, []
+        first, waves = 0, []
         for expert, count in enumerate(rows):
             of_expert = (m for e, m in tiles if e == expert)
-            found += [(first + m * experts.block_m) // self.wave_rows for m in of_expert]
+            waves += [(first + m * experts.block_m) // self.wave_rows for m in of_expert]
             first += align_up(count, ROW_ALIGN)
-        return tuple(found)
+        return tuple(waves)
 
     def blocks(self, experts: Experts, rows: Sequence[int]) -> Iterator[Block]:
         """Phase by phase, tiles of tokens in pool order, weights fastest."""
@@ -139,7 +149,7 @@ class Schedule:
     problem: Problem
     hardware: Hardware
     backend: str
-    mode: str  # "fused", "staged", "chain"; of a study also "split"
+    mode: str  # "fused", "staged", "chain" or "split"
     combine: str  # rows on their way to combine
     experts: Experts
     num_sms: int
@@ -148,9 +158,9 @@ class Schedule:
     shared: Experts | None = None  # in launches of their own
     num_joined: int = 0  # shared experts that are the last ones of `experts`
     num_passes: int = 1  # fused launches of a call, or passes of a chain, each with its part
-    pull_sms: int = 0  # chain: SMs that pull rows before they compute
-    l2_follows: bool = False  # chain: L2 follows L1 tile by tile
-    deal: str = "ticket"  # or "static": block i is for SM i mod num_sms
+    pull_sms: int = 0  # of the chain's launches: SMs that pull rows before they compute
+    l2_follows: bool = False  # of the chain's launches: L2 follows L1 tile by tile
+    assignment: str = "ticket"  # or "static": block i is for SM i mod num_sms
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
     is_own_stream: bool = False  # HBM is read as by this library's launches on Hopper
     writes_gate_up: bool = False  # L1 leaves gate and up in BF16 for a launch of its own
@@ -196,15 +206,17 @@ class Schedule:
             got=f"{plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
-        made = {"fused": _fused, "chain": _chain}.get(plan.mode, _staged)
-        return made(plan)
+        if plan.is_chained:
+            return _chain(plan)
+        schedule = {"fused": _fused, "split": _split}.get(plan.mode, _staged)
+        return schedule(plan)
 
 
 def fused_schedule(
     problem: Problem,
     hardware: Hardware,
     how: Numerics,
-    tile: GemmSwapAb,
+    tile: GemmSwapAb | GemmTmem,
     num_sms: int,
     *,
     wave_rows: int = 0,
@@ -217,10 +229,10 @@ def fused_schedule(
     return Schedule(
         problem=problem,
         hardware=hardware,
-        backend="hopper",
+        backend="blackwell" if isinstance(tile, GemmTmem) else "hopper",
         mode="fused",
         combine=combine,
-        experts=_hopper_experts(problem, how, tile, local),
+        experts=_gluon_experts(problem, how, tile, local),
         num_sms=num_sms,
         order=Phases(wave_rows),
         num_joined=num_joined,
@@ -262,6 +274,19 @@ def _hopper_experts(
     return Experts(problem, num_local, how.mma, *linears)
 
 
+def _gluon_experts(
+    problem: Problem, how: Numerics, tile: GemmSwapAb | Gemm | GemmTmem, num_local: int
+) -> Experts:
+    """Both linears of a Gluon kernel."""
+    if not isinstance(tile, GemmTmem):
+        return _hopper_experts(problem, how, tile, num_local)
+    ring = tile.num_stages * blackwell.shared_memory(problem.recipe, tile).stage_bytes
+    l1_n = ceil_div(2 * align_up(problem.intermediate, BLACKWELL_WIDTH), tile.block_n)
+    l2_n = ceil_div(problem.hidden, tile.block_n)
+    linears = (Linear(tile.block_m, tile.block_n, num, ring) for num in (l1_n, l2_n))
+    return Experts(problem, num_local, how.mma, *linears)
+
+
 def _portable_experts(problem: Problem, how: Numerics, one: Pass, num_local: int) -> Experts:
     """Both linears of portable's kernels; a program of L1 has the weight rows of gate and up."""
     weights = recipe_named(problem.recipe).weights
@@ -292,8 +317,8 @@ def _experts(plan: Plan, one: Pass) -> Experts:
             plan.backend, shared.recipe, arch=plan.hardware.arch, fits_e4m3=shared.fits_e4m3
         )
     tile = one["l1"].config
-    if isinstance(tile, GemmSwapAb | Gemm):
-        return _hopper_experts(p, how, tile, num_local)
+    if isinstance(tile, GemmSwapAb | Gemm | GemmTmem):
+        return _gluon_experts(p, how, tile, num_local)
     return _portable_experts(p, how, one, num_local)
 
 
@@ -316,31 +341,61 @@ def _staged(plan: Plan) -> Schedule:
         steps=tuple(_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
         num_joined=call.joined if plan.passes[0].experts == "routed and shared" else 0,
-        deal="ticket" if is_drawn else "static",
+        assignment="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
     )
 
 
+def _require_one_window(num: int) -> None:
+    require(
+        num == 1,
+        "a simulated split call has its rows in one window",
+        got=f"{num} windows",
+        fix="leave pool_rows out",
+        kind=NotAvailable,
+    )
+
+
+def _split(plan: Plan) -> Schedule:
+    """Staged launches of which L1 and L2 run side by side, each on its part of the SMs."""
+    _require_one_window(sum(one.find("window") is not None for one in plan.passes))
+    on = plan.launch("l1").num_ctas, plan.launch("l2").num_ctas
+    steps = tuple(
+        replace(step, follows=step.follows or (step.name == L2 and not step.is_shared))
+        for step in _steps(plan)
+    )
+    how = replace(_staged(plan), mode="split", steps=steps)
+    return replace(how, num_sms=sum(on), l1_sms=on[0])
+
+
 def _chain(plan: Plan) -> Schedule:
-    """Exchange, then pull, L1 and L2 as launches that follow tiles."""
+    """Exchange, then pull, L1 and L2 as launches that follow tiles, or split over the SMs."""
     _, *owner = plan.passes
+    num_sms = owner[0]["l2"].num_ctas
+    l1_sms: int | None = None
+    if plan.mode == "split":
+        _require_one_window(len(owner))
+        given = plan["l1_sms"]
+        assert isinstance(given, int)
+        l1_sms, num_sms = given, num_sms + given
     shared, tile = _shared_pass(plan), owner[0]["l1"].config
     assert isinstance(tile, GemmSwapAb | Gemm)
     return Schedule(
         problem=plan.problem,
         hardware=plan.hardware,
         backend=plan.backend,
-        mode="chain",
+        mode=plan.mode,
         combine="bf16",  # FP8 rows are made at home
         experts=_experts(plan, owner[0]),
-        num_sms=owner[0]["l2"].num_ctas,
+        num_sms=num_sms,
+        l1_sms=l1_sms,
         order=Phases(),
         steps=tuple(_chain_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
         num_passes=len(owner),
         is_own_stream=True,
         pull_sms=owner[0]["pull"].num_ctas,
-        l2_follows=not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
+        l2_follows=l1_sms is not None or not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
     )
 
 
@@ -361,11 +416,11 @@ def _chain_steps(plan: Plan) -> Iterator[Step]:
 
 def _shared_pass(plan: Plan) -> Pass | None:
     """The launches of shared experts that are apart."""
-    found = next((one for one in plan.passes if one.experts == "shared"), None)
-    if found is None and any(one.name == "l1" for one in plan.rest):
+    shared = next((one for one in plan.passes if one.experts == "shared"), None)
+    if shared is None and any(one.name == "l1" for one in plan.rest):
         num = plan.call.num_shared
         return Pass("shared", num * plan.problem.num_tokens, num, plan.rest)
-    return found
+    return shared
 
 
 def _steps(plan: Plan) -> Iterator[Step]:

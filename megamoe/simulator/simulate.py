@@ -39,8 +39,11 @@ def simulate(
 ) -> Prediction:
     """Predict one call: the launches of a plan, or a schedule of its own.
 
+    plan      of `mm.plan`, or of `layer.plan`
     counts    rows that rank r sends to expert e, counts[r][e], measured or made up; without them
-              they are sampled with `skew` and `seed` (`sample.SKEWS`)
+              they are sampled with `skew` and `seed`
+    skew      how routing is sampled: "even", "uniform", "zipf", "dirichlet", "hot_expert",
+              "hot_rank" or "masked"
     constants  of the model; None: those of the backend
     progress  called with the blocks that were played and their number
     """
@@ -52,10 +55,10 @@ def simulate(
         counts = sample_counts(how.problem, skew, seed)
     given = checked(how.problem, counts)
     report = _reporter(_check_size(how, _num_blocks(how, given)), progress)
-    if how.mode == "staged":
-        stages = run_staged(how, given, constants, report)
-    elif how.mode == "chain":
+    if how.mode == "chain" or how.pull_sms:
         stages = run_chain(how, given, constants, report)
+    elif how.mode == "staged" or how.steps:
+        stages = run_staged(how, given, constants, report)
     else:
         stages = _run_fused(how, given, constants, report)
     return _prediction(how, given, stages)

@@ -14,7 +14,7 @@ from megamoe.simulator.sample import Counts
 from megamoe.simulator.schedule import Schedule, Step
 from megamoe.simulator.timeline import RESULTS_OUT, ROWS_IN, Span
 
-Report = Callable[[int], None] | None  # told how many more blocks were played
+Report = Callable[[int], None] | None  # called with how many more blocks were played
 
 
 @dataclass(slots=True)

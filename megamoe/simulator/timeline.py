@@ -173,10 +173,10 @@ def merged(
     >>> merged([(0.0, 1.0, 0), (1.1, 2.0, 0), (2.0, 3.0, 1)], 0.2)
     [(0.0, 2.0, 0), (2.0, 3.0, 1)]
     """
-    found: list[tuple[float, float, int]] = []
+    joined: list[tuple[float, float, int]] = []
     for start, end, wave in intervals:
-        if found and found[-1][2] == wave and start <= found[-1][1] + gap_us:
-            found[-1] = (found[-1][0], max(found[-1][1], end), wave)
+        if joined and joined[-1][2] == wave and start <= joined[-1][1] + gap_us:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end), wave)
         else:
-            found.append((start, end, wave))
-    return found
+            joined.append((start, end, wave))
+    return joined

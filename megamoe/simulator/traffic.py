@@ -70,7 +70,7 @@ def row_blocks(
 ) -> tuple[RowBlock, ...]:
     """The tiles of tokens of one rank in pool order."""
     first = peeled if peels else ranked
-    found: list[RowBlock] = []
+    blocks: list[RowBlock] = []
     for expert in range(num_local):
         column = tuple(sent[rank * num_local + expert] for sent in counts)
         total, before = sum(column), [0] * len(column)
@@ -78,9 +78,9 @@ def row_blocks(
             rows = valid_m(total, m, block_m)
             after = first(column, m * block_m + rows)
             by_rank = tuple(a - b for a, b in zip(after, before, strict=True))
-            found.append(RowBlock(expert, m, rows, by_rank))
+            blocks.append(RowBlock(expert, m, rows, by_rank))
             before = after
-    return tuple(found)
+    return tuple(blocks)
 
 
 def local_rows(counts: Counts, rank: int, num_local: int) -> tuple[int, ...]:

@@ -57,30 +57,32 @@ class Pair(NamedTuple):
     simulated: Timeline
 
     @staticmethod
-    def of(found: Recording, hardware: str = "h200") -> Pair:
+    def of(recording: Recording, hardware: str = "h200") -> Pair:
         """The recording, and the simulator's answer to the same call."""
-        predicted = _simulated(found, Hardware.named(hardware))
+        predicted = _simulated(recording, Hardware.named(hardware))
         launch_us = predicted.schedule.hardware.launch_us.value
-        return Pair(found, predicted, timeline(found), _later(predicted.timeline, launch_us))
+        return Pair(
+            recording, predicted, timeline(recording), _later(predicted.timeline, launch_us)
+        )
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """Every figure, measured and simulated."""
         ours, theirs = figures(self.measured), figures(self.simulated)
-        found = self.recording
+        recording = self.recording
 
         def both(name: str, about: str, of: Callable[[Figures], float | None]) -> Row:
             return Row(name, of(ours), of(theirs), "us", about)
 
         rows = [
-            Row("call", found.plain_us, self.prediction.time_us, "us",
+            Row("call", recording.plain_us, self.prediction.time_us, "us",
                 "the call without stamps, as the host's events time it"),
             both("on the GPU", "first to last stamp", lambda f: f.total),
             Row("pool ready", ours.pool, None, "us", "the last SM sees all tokens in the pool"),
             both("first block", "an L1 block begins", lambda f: f.start),
             both("L1 beside L2", "some SMs in L1 while others are in L2", lambda f: f.overlap),
             both("tail", "first SM without blocks to the last", lambda f: f.tail),
-            both("meet", "last block until all SMs know of it", lambda f: f.meet),
+            both("barrier", "last block until all SMs know of it", lambda f: f.barrier),
             both("combine", "first SM that adds up to the last", lambda f: f.combine),
         ]  # fmt: skip
         loads = ours.loads
@@ -93,8 +95,8 @@ class Pair(NamedTuple):
                 Row("loads, an SM", loads.sm_share, None, "%",
                     "of an SM's own first to last load: it does; copies land later still"),
             ]  # fmt: skip
-        if found.overhead is not None:
-            rows.append(Row("stamping", found.overhead, None, "%",
+        if recording.overhead is not None:
+            rows.append(Row("stamping", recording.overhead, None, "%",
                             f"of the call; the bar is {MAX_OVERHEAD:.0%}"))  # fmt: skip
         return tuple(rows)
 
@@ -108,18 +110,18 @@ class Pair(NamedTuple):
 
     def as_dict(self) -> dict[str, Any]:
         """The figures as plain values."""
-        found = self.recording
+        recording = self.recording
         return {
-            "name": found.name,
-            "recipe": found.problem.recipe,
-            "num_ctas": found.num_ctas,
-            "num_events": len(found.events),
-            "plain_us": found.plain_us,
-            "traced_us": found.traced_us,
-            "overhead": found.overhead,
-            "faults": list(found.faults()),
+            "name": recording.name,
+            "recipe": recording.problem.recipe,
+            "num_ctas": recording.num_ctas,
+            "num_events": len(recording.events),
+            "plain_us": recording.plain_us,
+            "traced_us": recording.traced_us,
+            "overhead": recording.overhead,
+            "faults": list(recording.faults()),
             "figures": [row._asdict() for row in self.rows],
-            "provenance": found.provenance,
+            "provenance": recording.provenance,
         }
 
     def page(self) -> str:
@@ -141,8 +143,8 @@ class Pair(NamedTuple):
             row = rows.get(name)
             if row is None or row.measured is None:
                 return None
-            told = about or f"simulated {row.text(row.simulated)}"
-            return row.text(row.measured), label, told
+            text = about or f"simulated {row.text(row.simulated)}"
+            return row.text(row.measured), label, text
 
         wanted = (
             fact("call", "the call"),
@@ -168,16 +170,18 @@ _STORY = (
 )
 
 
-def _simulated(found: Recording, hw: Hardware) -> Prediction:
+def _simulated(recording: Recording, hw: Hardware) -> Prediction:
     """The recording's own launch: its tile on its CTAs, all of L1, then all of L2."""
-    p = found.problem
-    shape = Shape(found.block_m, found.block_n // (SLAB * WARPGROUPS), found.block_k // K_BLOCK)
+    p = recording.problem
+    shape = Shape(
+        recording.block_m, recording.block_n // (SLAB * WARPGROUPS), recording.block_k // K_BLOCK
+    )
     tile = hopper.tile_of(p.recipe, shape)
     assert isinstance(tile, GemmSwapAb)
-    if found.num_stages:
-        tile = replace(tile, num_stages=found.num_stages)
+    if recording.num_stages:
+        tile = replace(tile, num_stages=recording.num_stages)
     how = numerics("hopper", p.recipe)
-    return simulate(fused_schedule(p, hw, how, tile, found.ctas_per_rank), found.counts)
+    return simulate(fused_schedule(p, hw, how, tile, recording.ctas_per_rank), recording.counts)
 
 
 def _later(line: Timeline, from_us: float) -> Timeline:
@@ -192,7 +196,7 @@ def _later(line: Timeline, from_us: float) -> Timeline:
 
 def timelines_json(lines: Sequence[Timeline]) -> str:
     """Timelines as plain values: spans are rows in the order of the fields."""
-    found = [
+    drawn = [
         {
             "name": line.name,
             "source": line.source,
@@ -203,7 +207,7 @@ def timelines_json(lines: Sequence[Timeline]) -> str:
         }
         for line in lines
     ]
-    return json.dumps(found, separators=(",", ":")) + "\n"
+    return json.dumps(drawn, separators=(",", ":")) + "\n"
 
 
 def _rounded(span: Sequence[Any]) -> list[Any]:

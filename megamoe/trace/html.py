@@ -49,7 +49,7 @@ def page(
         "NOTE": html.escape(note),
         "CHARTS": "\n".join(_chart(line, is_named=len(lines) > 1) for line in lines),
         "STORY": "\n".join(
-            (*(_told(heading, html.escape(text)) for heading, text in story), *_explained(lines))
+            (*(_section(heading, html.escape(text)) for heading, text in story), *_explained(lines))
         ),
         "STYLE": _file("page.css"),
         "DATA": "\n".join(_data(line, f"-{i}" if i else "", share) for i, line in enumerate(lines)),
@@ -61,10 +61,10 @@ def page(
     return text
 
 
-def _data(line: Timeline, suffix: str, most: int) -> str:
+def _data(line: Timeline, suffix: str, max_spans: int) -> str:
     """What the script reads: facts of a timeline, and its spans."""
     num_ranks, packed = line.num_ranks, pack(line, line.num_ranks)
-    while len(packed) > most and num_ranks > 1:
+    while len(packed) > max_spans and num_ranks > 1:
         num_ranks //= 2
         packed = pack(line, num_ranks)
     meta = {
@@ -82,9 +82,9 @@ def _data(line: Timeline, suffix: str, most: int) -> str:
         "lane_kinds": LANE_KINDS,
         "load_kinds": LOAD_KINDS,
     }
-    told = json.dumps(meta).replace("</", "<\\/")
+    meta_json = json.dumps(meta).replace("</", "<\\/")
     return (
-        f'<script type="application/json" id="meta{suffix}">{told}</script>\n'
+        f'<script type="application/json" id="meta{suffix}">{meta_json}</script>\n'
         f'<script type="text/plain" id="spans{suffix}">{packed.decode()}</script>'
     )
 
@@ -107,10 +107,10 @@ def _explained(lines: Sequence[Timeline]) -> list[str]:
         parts.append(("What a wave is", _WAVES))
     if ranks > 1:
         parts.append(("Where communication shows", _LINKS))
-    return [_told(heading, text) for heading, text in parts]
+    return [_section(heading, text) for heading, text in parts]
 
 
-def _told(heading: str, text: str) -> str:
+def _section(heading: str, text: str) -> str:
     return f"<div>\n<h2>{html.escape(heading)}</h2>\n<p>{text}</p>\n</div>"
 
 

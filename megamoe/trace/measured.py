@@ -31,21 +31,22 @@ from megamoe.trace.stamps import Event, Recording, Tile, first_ns, since
 Interval = tuple[float, float]
 
 
-def timeline(found: Recording) -> Timeline:
+def timeline(recording: Recording) -> Timeline:
     """The launch as a timeline: microseconds from the first stamp."""
-    num_ranks, first = found.problem.num_ranks, first_ns(found.events)
+    num_ranks, first = recording.problem.num_ranks, first_ns(recording.events)
     by_cta: dict[int, list[Event]] = defaultdict(list)
-    for event in found.events:
+    for event in recording.events:
         by_cta[event.cta].append(event)
-    tiles = [found.tiles(rank) for rank in range(num_ranks)]
-    done = max((_us(e, first)[1] for e in found.events if _is_block(e)), default=0.0)
+    tiles = [recording.tiles(rank) for rank in range(num_ranks)]
+    done = max((_us(e, first)[1] for e in recording.events if _is_block(e)), default=0.0)
     spans: list[Span] = []
     for cta, events in sorted(by_cta.items()):
-        rank, sm = divmod(cta, found.ctas_per_rank)
-        spans += _Cta(rank, sm, tiles[rank], found.across, first, done).spans(events)
-    p = found.problem
-    name = f"{found.name}, {p.recipe}, {p.num_tokens} tokens, one launch of {found.num_ctas} CTAs"
-    return Timeline(name, num_ranks, found.ctas_per_rank, tuple(spans), source="measured")
+        rank, sm = divmod(cta, recording.ctas_per_rank)
+        spans += _Cta(rank, sm, tiles[rank], recording.num_n_tiles, first, done).spans(events)
+    p = recording.problem
+    name = f"{recording.name}, {p.recipe}, {p.num_tokens} tokens"
+    name += f", one launch of {recording.num_ctas} CTAs"
+    return Timeline(name, num_ranks, recording.ctas_per_rank, tuple(spans), source="measured")
 
 
 def _is_block(event: Event) -> bool:
@@ -63,7 +64,7 @@ class _Cta(NamedTuple):
     rank: int
     sm: int
     tiles: tuple[Tile, ...]
-    across: tuple[int, int]
+    num_n_tiles: tuple[int, int]
     first: int  # ns of the launch's first stamp
     done: float  # us, end of the launch's last block
 
@@ -73,11 +74,11 @@ class _Cta(NamedTuple):
         for event in events:
             roles[event.role].append(event)
         waits = {e.ticket: _us(e, self.first) for e in roles[LOAD_TOKENS] if e.kind == WAIT}
-        found = [self._span("route", e, "dispatch") for e in events if e.kind == ROUTE]
-        found += [self._span("stage", e, "fill") for e in roles[PUBLISH] if e.kind == FILL]
-        found += self._math(sorted(roles[MATH], key=lambda e: since(e.begin, self.first)), waits)
-        found += self._loads(roles[LOAD_WEIGHTS], waits)
-        return sorted(found, key=lambda s: (s.role == "load", s.start_us))
+        spans = [self._span("route", e, "dispatch") for e in events if e.kind == ROUTE]
+        spans += [self._span("stage", e, "fill") for e in roles[PUBLISH] if e.kind == FILL]
+        spans += self._math(sorted(roles[MATH], key=lambda e: since(e.begin, self.first)), waits)
+        spans += self._loads(roles[LOAD_WEIGHTS], waits)
+        return sorted(spans, key=lambda s: (s.role == "load", s.start_us))
 
     def _math(self, events: Sequence[Event], waits: dict[int, Interval]) -> Iterator[Span]:
         """What math did and, between its blocks, what it waited for."""
@@ -138,8 +139,8 @@ class _Cta(NamedTuple):
     def _place(self, event: Event) -> tuple[int, int, int]:
         """(expert, row block, weight block) of a ticket: all of L1 comes before all of L2."""
         which = int(event.kind == SECOND)
-        number = event.ticket - which * len(self.tiles) * self.across[0]
-        tile, n = divmod(number, self.across[which])
+        number = event.ticket - which * len(self.tiles) * self.num_n_tiles[0]
+        tile, n = divmod(number, self.num_n_tiles[which])
         if not 0 <= tile < len(self.tiles):
             return -1, -1, -1
         return *self.tiles[tile], n
@@ -161,7 +162,7 @@ class Figures(NamedTuple):
     start: float  # the first block begins
     overlap: float  # some SM is in L1 while another is in L2
     tail: float  # from the first SM without blocks to the last
-    meet: float  # from the last block until all SMs know of it
+    barrier: float  # from the last block until all SMs know of it
     combine: float  # from the first SM that adds up to the last that is done
     pool: float | None  # the last SM learns that all tokens are in the pool
     loads: Loads | None
@@ -177,14 +178,14 @@ def figures(line: Timeline) -> Figures:
     last = max(ends.values(), default=0.0)
     l1, l2 = (joined((s.start_us, s.end_us) for s in blocks if s.phase == p) for p in ("l1", "l2"))
     waits = [s for s in line.spans if s.role == "wait"]
-    met = max((s.end_us for s in waits if s.phase == "barrier"), default=last)
+    barrier = max((s.end_us for s in waits if s.phase == "barrier"), default=last)
     adds = [s for s in line.spans if s.role == "combine"]
     return Figures(
         total=line.total_us,
         start=min((s.start_us for s in blocks), default=0.0),
         overlap=length(l1) + length(l2) - length(joined([*l1, *l2])),
         tail=last - min(ends.values(), default=0.0),
-        meet=max(met - last, 0.0),
+        barrier=max(barrier - last, 0.0),
         combine=max((s.end_us for s in adds), default=0.0)
         - min((s.start_us for s in adds), default=0.0),
         pool=max((s.end_us for s in waits if s.phase == "tokens"), default=None),
@@ -215,13 +216,13 @@ def joined(intervals: Iterable[Interval]) -> list[Interval]:
     >>> joined([(2.0, 3.0), (0.0, 1.0), (0.5, 2.0), (4.0, 5.0)])
     [(0.0, 3.0), (4.0, 5.0)]
     """
-    found: list[Interval] = []
+    merged: list[Interval] = []
     for begin, end in sorted(intervals):
-        if found and begin <= found[-1][1]:
-            found[-1] = found[-1][0], max(found[-1][1], end)
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
         else:
-            found.append((begin, end))
-    return found
+            merged.append((begin, end))
+    return merged
 
 
 def length(intervals: Iterable[Interval]) -> float:

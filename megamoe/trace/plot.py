@@ -24,10 +24,10 @@ class Bar(NamedTuple):
     exposed_us: float
 
     @staticmethod
-    def of(found: Prediction) -> Bar:
+    def of(prediction: Prediction) -> Bar:
         """The bar of a prediction."""
-        how = found.schedule
-        return Bar(how.mode, how.problem.num_ranks, found.time_us, found.exposed_us)
+        how = prediction.schedule
+        return Bar(how.mode, how.problem.num_ranks, prediction.time_us, prediction.exposed_us)
 
 
 def exposed_plot(bars: Sequence[Bar], title: str, label: str = "simulated") -> str:

@@ -10,15 +10,17 @@ from megamoe.trace.kinds import KINDS, SM_KINDS, kind_of
 _RESOURCES = {"hbm": "memory", "tensor": "the tensor cores", "nvlink": "the links"}
 
 
-def facts(found: Prediction) -> tuple[Fact, ...]:
+def facts(prediction: Prediction) -> tuple[Fact, ...]:
     """The figures at the head of a page."""
-    s, u, floor = found.summary, found.usage, found.floor
-    ratio = f"{found.time_us / floor.time_us:.2f} times the floor" if floor.time_us else "no rows"
+    s, u, floor = prediction.summary, prediction.usage, prediction.floor
+    ratio = (
+        f"{prediction.time_us / floor.time_us:.2f} times the floor" if floor.time_us else "no rows"
+    )
     return (
-        (f"{found.time_us:,.0f} us", "predicted time", ratio),
+        (f"{prediction.time_us:,.0f} us", "predicted time", ratio),
         (f"{floor.time_us:,.0f} us", "floor", f"set by {_RESOURCES[floor.bound]}"),
         (
-            f"{found.exposed_share:.1%}",
+            f"{prediction.exposed_share:.1%}",
             "exposed communication",
             f"{s.exposed_us:,.1f} us that nothing hides",
         ),
@@ -32,18 +34,18 @@ def facts(found: Prediction) -> tuple[Fact, ...]:
     )
 
 
-def note(found: Prediction) -> str:
+def note(prediction: Prediction) -> str:
     """One sentence: where the SMs' time goes, and whether the links keep up."""
     sums = dict.fromkeys(SM_KINDS, 0.0)
-    for span in found.timeline.spans:
+    for span in prediction.timeline.spans:
         kind = kind_of(span)
         if kind in sums:
             sums[kind] += span.time_us
-    whole = found.time_us * found.timeline.num_ranks * found.timeline.num_sms
+    whole = prediction.time_us * prediction.timeline.num_ranks * prediction.timeline.num_sms
     shares = sorted(((us / whole, kind) for kind, us in sums.items()), reverse=True)
-    told = ", ".join(f"{share:.0%} {KINDS[kind].name}" for share, kind in shares if share >= 0.01)
-    text = f"Where the SMs' time goes: {told}."
-    how = found.schedule
+    parts = ", ".join(f"{share:.0%} {KINDS[kind].name}" for share, kind in shares if share >= 0.01)
+    text = f"Where the SMs' time goes: {parts}."
+    how = prediction.schedule
     if how.problem.num_ranks > 1:
         hw, limit = how.hardware, overlap_limit(how.problem)
         ratio = hw.tensor(how.experts.mma).reached.value / hw.nvlink_gbs.reached.value * 1e3
@@ -55,6 +57,6 @@ def note(found: Prediction) -> str:
     return text
 
 
-def prediction_page(found: Prediction, title: str) -> str:
+def prediction_page(prediction: Prediction, title: str) -> str:
     """The page of one simulated call."""
-    return page(found.timeline, title=title, facts=facts(found), note=note(found))
+    return page(prediction.timeline, title=title, facts=facts(prediction), note=note(prediction))

@@ -16,7 +16,7 @@ from megamoe.layout.stamps import FIRST, MATH, SECOND
 from megamoe.problem import Problem
 from megamoe.simulator.sample import Counts, checked
 
-FORMAT = "megamoe stamps 1"
+FORMAT = "megamoe stamps 2"
 _WRAP = 1 << 32
 
 
@@ -48,7 +48,7 @@ class Recording:
     block_m: int  # tokens of a tile
     block_n: int  # weight rows
     block_k: int  # columns of a stage
-    across: tuple[int, int]  # tiles of weights of one tile of tokens, L1 and L2
+    num_n_tiles: tuple[int, int]  # tiles of weights of one tile of tokens, L1 and L2
     num_ctas: int  # of all ranks
     events: tuple[Event, ...]
     plain_us: float | None = None  # the call without stamps, CUDA events, median
@@ -61,11 +61,11 @@ class Recording:
         checked(self.problem, self.counts)
         require(
             self.num_ctas >= ranks and self.num_ctas % ranks == 0,
-            "CTAs must be dealt to the ranks in equal parts",
+            "CTAs must divide evenly over the ranks",
             got=f"{self.num_ctas} CTAs, {ranks} ranks",
             kind=RangeError,
         )
-        sizes = (self.block_m, self.block_n, self.block_k, *self.across)
+        sizes = (self.block_m, self.block_n, self.block_k, *self.num_n_tiles)
         require(min(sizes) >= 1, "a tile has at least one row", got=sizes, kind=RangeError)
         wrong = next((e for e in self.events if not 0 <= e.cta < self.num_ctas), None)
         require(wrong is None, f"there are {self.num_ctas} CTAs", got=wrong, kind=RangeError)
@@ -90,9 +90,9 @@ class Recording:
 
     def faults(self) -> tuple[str, ...]:
         """Why the events are not those of a whole launch; empty where they are."""
-        found = []
+        faults = []
         for rank in range(self.problem.num_ranks):
-            num = len(self.tiles(rank)) * sum(self.across)
+            num = len(self.tiles(rank)) * sum(self.num_n_tiles)
             seen = [
                 e.ticket
                 for e in self.events
@@ -104,10 +104,10 @@ class Recording:
             twice = len(seen) - len(set(seen))
             for count, what in ((len(missing), "no block"), (twice, "more than one")):
                 if count:
-                    found.append(f"rank {rank}: {count} of {num} tickets have {what}")
+                    faults.append(f"rank {rank}: {count} of {num} tickets have {what}")
             if odd:
-                found.append(f"rank {rank}: tickets beyond {num}, such as {min(odd)}")
-        return tuple(found)
+                faults.append(f"rank {rank}: tickets beyond {num}, such as {min(odd)}")
+        return tuple(faults)
 
     def to_json(self) -> str:
         """The file: facts, and events as one row of numbers a CTA and role."""
@@ -121,19 +121,19 @@ class Recording:
     def from_json(text: str) -> Recording:
         """Read what `to_json` wrote; anything else is refused."""
         try:
-            found = json.loads(text)
+            data = json.loads(text)
             require(
-                isinstance(found, dict) and found.pop("format", None) == FORMAT,
+                isinstance(data, dict) and data.pop("format", None) == FORMAT,
                 f"a file of stamps says {FORMAT!r} as its format",
                 got="another file",
                 fix="megamoe trace writes one: stamps.json",
                 kind=FileError,
             )
-            found["problem"] = Problem(**found["problem"])
-            found["counts"] = tuple(map(tuple, found["counts"]))
-            found["across"] = tuple(found["across"])
-            found["events"] = tuple(_events(found["events"]))
-            return Recording(**found)
+            data["problem"] = Problem(**data["problem"])
+            data["counts"] = tuple(map(tuple, data["counts"]))
+            data["num_n_tiles"] = tuple(data["num_n_tiles"])
+            data["events"] = tuple(_events(data["events"]))
+            return Recording(**data)
         except (ValueError, TypeError, KeyError) as error:
             raise FileError(f"stamps must be readable; got {error}") from error
 
@@ -165,8 +165,8 @@ def first_ns(events: Sequence[Event]) -> int:
     """
     if not events:
         return 0
-    some = events[0].begin
-    return (some + min(since(e.begin, some) for e in events)) % _WRAP
+    origin = events[0].begin
+    return (origin + min(since(e.begin, origin) for e in events)) % _WRAP
 
 
 def since(ns: int, first: int) -> int:

@@ -17,28 +17,28 @@ Shares = dict[str, list[float]]  # kind -> share of each column
 def shares(timeline: Timeline, rank: int, width: int) -> Shares:
     """How much of each of `width` slices of time each kind fills: of all SMs, or of its lane."""
     scale = width / timeline.total_us if timeline.total_us else 0.0
-    found = {kind: [0.0] * width for kind in KINDS}
+    by_kind = {kind: [0.0] * width for kind in KINDS}
     for span in timeline.spans:
         if span.rank != rank:
             continue
         kind = kind_of(span)
         part = 1.0 if kind in LANE_KINDS else 1.0 / timeline.num_sms
-        row, start, end = found[kind], span.start_us * scale, span.end_us * scale
+        row, start, end = by_kind[kind], span.start_us * scale, span.end_us * scale
         first, last = int(start), min(int(end), width - 1)
         for column in range(first, last + 1):
             row[column] += part * (min(end, column + 1) - max(start, column))
-    return found
+    return by_kind
 
 
 def _bars(row: Sequence[float]) -> str:
     return "".join(LEVELS[min(round(share * 8), 8)] for share in row)
 
 
-def _letters(found: Shares) -> str:
-    width = len(found["l1"])
-    best = [max(SM_KINDS, key=lambda kind: found[kind][at]) for at in range(width)]
+def _letters(shares: Shares) -> str:
+    width = len(shares["l1"])
+    best = [max(SM_KINDS, key=lambda kind: shares[kind][at]) for at in range(width)]
     return "".join(
-        KINDS[kind].letter if found[kind][at] >= 0.05 else " " for at, kind in enumerate(best)
+        KINDS[kind].letter if shares[kind][at] >= 0.05 else " " for at, kind in enumerate(best)
     )
 
 
@@ -62,11 +62,11 @@ def gantt(timeline: Timeline, *, rank: int = 0, width: int = 72) -> str:
     if timeline.num_ranks > 1:
         lines.append("")
         lines += [
-            f"{'rank ' + str(r):<{MARGIN}}{_letters(found)}" for r, found in enumerate(by_rank)
+            f"{'rank ' + str(r):<{MARGIN}}{_letters(by_kind)}" for r, by_kind in enumerate(by_rank)
         ]
         used = dict.fromkeys("".join(line[MARGIN:] for line in lines[-timeline.num_ranks :]))
         letters = {KINDS[kind].letter: KINDS[kind].name for kind in reversed(SM_KINDS)}
         letters["."] = "waiting for others"
-        told = ", ".join(f"{letter} {letters[letter]}" for letter in used if letter in letters)
-        lines.append(f"{'':<{MARGIN}}what most SMs do: {told}")
+        legend = ", ".join(f"{letter} {letters[letter]}" for letter in used if letter in letters)
+        lines.append(f"{'':<{MARGIN}}what most SMs do: {legend}")
     return "\n".join(lines)

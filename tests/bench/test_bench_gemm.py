@@ -162,6 +162,23 @@ def test_hopper_is_absent_where_there_is_none():
     assert len(report.rows) >= 5 and all(r.status == ABSENT and r.ours for r in report.rows)
 
 
+def test_blackwell_is_absent_where_there_is_none():
+    names = [n for n in gemm.CONTESTANTS if f"{n}-".startswith("blackwell-nvfp4-")]
+    report = gemm.measure([SHAPE], names, device="cpu", repeats=1, rounds=1)
+    assert len(report.rows) == 5 and all(r.status == ABSENT and r.ours for r in report.rows)
+    assert "needs a B200" in report.rows[0].note
+
+
+def test_blackwells_contestant_is_right_where_it_runs(monkeypatch):
+    """On the emulator: what is timed is the plan's launches."""
+    from tests.emulator import blackwell
+
+    blackwell.install_grouped(monkeypatch)
+    inputs = gemm.GemmInputs(GemmShape("t", 128, 128, (9, 0, 5)), torch.device("cpu"), 0)
+    entry = gemm.CONTESTANTS["blackwell-nvfp4-dynamic-sorted"](inputs)
+    assert entry.check(entry.run()).ok
+
+
 def test_ours_is_compared_with_the_others_of_the_same_run(registry):
     gemm.register("right", by_hand)
     gemm.register("torch-mine", lambda inputs: replace(by_hand(inputs), ours=False))

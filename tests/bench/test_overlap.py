@@ -4,8 +4,10 @@ import json
 
 import pytest
 import torch
+import typer
 
-from megamoe.bench import overlap
+import megamoe as mm
+from megamoe.bench import overlap, overlap_picture
 from megamoe.bench.cells import cells_named
 from megamoe.cli import overlap as cli
 from megamoe.engine import backends
@@ -17,6 +19,22 @@ def row(compute, links, both, same=True):
     return overlap.Overlap(
         "flash-ep8/512", "w8a8", 8, 16, 2, "a tile", 50.0, compute, links, both, same, "here"
     )
+
+
+def test_a_record_is_printed_and_drawn_again(tmp_path, capsys):
+    """The picture of docs/expert-parallel.md; a file that is no record is refused by name."""
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "overlap.json"
+    rows = [row(100.0, 40.0, 104.0), row(40.0, 100.0, 100.0)]
+    file.write_text(json.dumps([cli.as_dict(one) for one in rows]))
+    assert overlap_picture.load(file) == rows
+    with pytest.raises(typer.Exit) as end:
+        cli.overlap(record=str(file), out=str(tmp_path))
+    assert end.value.exit_code == 0 and "90%" in capsys.readouterr().out
+    assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
+    file.write_text('[{"cell": "flash-ep8/512"}]')
+    with pytest.raises(mm.FileError, match=r"record of bench overlap; got .*overlap\.json"):
+        overlap_picture.load(file)
 
 
 def test_hidden_is_the_share_of_the_shorter_that_takes_no_time():

@@ -56,7 +56,7 @@ def test_a_recording_is_whole_and_can_be_read(pretended):
         lambda step, done, of: steps.append((done, of)),
     )
     assert is_same and found.faults() == () and found.num_ctas == NUM_CTAS
-    assert (found.name, found.block_n, found.across) == ("small/8", 256, (4, 1))
+    assert (found.name, found.block_n, found.num_n_tiles) == ("small/8", 256, (4, 1))
     assert sum(found.counts[0]) == 16 and found.plain_us > 0 and found.traced_us > 0
     assert steps == [(done, 4) for done in range(5)]
     assert pretended[True] == pretended[False] + tracing.LAUNCHES
@@ -69,7 +69,7 @@ def test_a_recording_is_whole_and_can_be_read(pretended):
 
 def test_batches_that_do_not_fuse_are_refused(pretended):
     many = Cell(CELL.shape, 512)
-    with pytest.raises(CapacityError, match=r"few rows an expert; 128\.0 want gemm 128x256"):
+    with pytest.raises(CapacityError, match=r"128\.0 rows an expert need the tile gemm 128x256"):
         tracing.record(many, "w4a8_block", Settings(device="cpu"))
 
 

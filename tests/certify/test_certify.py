@@ -194,9 +194,9 @@ def test_on_a_cpu_the_command_certifies_the_reference_end_to_end(megamoe, home, 
     args = ("certify", "--backend", "reference", "--recipe", "w4a8", "--recipe", "nvfp4")
     code, out, _ = megamoe(*args, "--out", str(file))
     assert code == 0 and "every check held" in out and "says nothing of any GPU" in out
-    told = json.loads(file.read_text())
-    assert told["ok"] and told["recipes"] == ["w4a8", "nvfp4"] and told["provenance"]
-    assert {"gpu", "driver", "triton", "code"} <= set(told["machine"])
+    saved = json.loads(file.read_text())
+    assert saved["ok"] and saved["recipes"] == ["w4a8", "nvfp4"] and saved["provenance"]
+    assert {"gpu", "driver", "triton", "code"} <= set(saved["machine"])
     assert "certificate reference" in megamoe("doctor")[1]
 
 

@@ -79,6 +79,8 @@ def test_layer_json_is_for_machines(megamoe_cli):
         (("fixed", "--workloads", "huge"), 2, "workload must be one of"),
         (("overlap", "--workloads", "huge"), 2, "workload must be one of"),
         (("overlap", "--workloads", "tiny", "--links", "0", *QUICK), 2, "must have a bandwidth"),
+        (("split", "--workloads", "huge"), 2, "workload must be one of"),
+        (("split", "--l1-sms", "88,few"), 2, "must be whole numbers, or plan"),
         (("fixed", "--workloads", "tiny", "--touched", "2,4,9"), 2, "between top_k (2) and"),
         (("fixed", "--workloads", "tiny", "--touched", "1,4,8"), 2, "got 1"),
         (("fixed", "--workloads", "tiny", "--touched", "few"), 2, "experts touched must be whole"),
@@ -98,7 +100,7 @@ def test_errors_are_one_readable_line_and_an_exit_code(megamoe, args, code, word
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be timed")
-@pytest.mark.parametrize("name", ["layer", "gemm", "calls", "fixed", "sweep", "overlap"])
+@pytest.mark.parametrize("name", ["layer", "gemm", "calls", "fixed", "sweep", "overlap", "split"])
 def test_without_a_gpu_nothing_is_begun(megamoe, name):
     code, out, err = megamoe("bench", name)
     assert (code, out) == (3, "") and "a benchmark times a GPU" in err
@@ -106,7 +108,18 @@ def test_without_a_gpu_nothing_is_begun(megamoe, name):
 
 def test_help_lists_them_all(megamoe):
     text = megamoe("bench", "--help")[1]
-    names = ("headline", "quantize", "layer", "gemm", "plot", "sweep", "calls", "fixed", "overlap")
+    names = (
+        "headline",
+        "quantize",
+        "layer",
+        "gemm",
+        "plot",
+        "sweep",
+        "calls",
+        "fixed",
+        "overlap",
+        "split",
+    )
     assert all(f" {name} " in text for name in names)
 
 

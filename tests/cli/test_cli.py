@@ -7,8 +7,10 @@ import sys
 
 import pytest
 import torch
+import typer
 
 import megamoe
+from megamoe.cli import main
 from megamoe.cli.shared import Bars
 from megamoe.formats.spec import FORMATS, RECIPES
 
@@ -138,3 +140,18 @@ def test_a_reader_that_has_gone_is_no_wrong_result():
     command = f"{sys.executable} -m megamoe formats --json | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, 141) and "Traceback" not in done.stderr
+
+
+def test_a_flag_shows_no_value_in_help():
+    """`<bool>` beside a flag would say that it takes one."""
+
+    def flags(command, name):
+        for word, one in getattr(command, "commands", {}).items():
+            yield from flags(one, f"{name} {word}")
+        for param in command.params:
+            if getattr(param, "is_flag", False):
+                yield f"{name} {param.opts[0]}", param.metavar
+
+    found = dict(flags(typer.main.get_command(main.app), "megamoe"))
+    assert len(found) > 20
+    assert [name for name, metavar in found.items() if metavar != ""] == []

@@ -44,6 +44,17 @@ def test_plan_prints_choices_launches_memory_and_floor(megamoe, args, words):
     assert "study" not in text
 
 
+def test_plans_of_grouped_gemms_are_those_of_the_benchmark(megamoe):
+    args = ("--gemm", "A,B", "--hardware", "b200", "--set", "backend=blackwell")
+    code, text, _ = megamoe("plan", *args)
+    words = ("A: 4096 x 7168", "tmem 128x128x256, 6 stages", "tmem 128x256x256, 4 stages",
+             "n above 4096", "up to 512 tiles", "place_groups_kernel", "of 232,448")  # fmt: skip
+    assert code == 0 and all(word in text for word in words)
+    found = json.loads(megamoe("plan", *args, "--json")[1])
+    assert found["B"]["launches"][1]["constants"]["HALVES"] == 2
+    assert found["A"]["launches"][1]["constants"]["HALVES"] == 1
+
+
 def test_plan_loses_no_reason_in_a_pipe(megamoe):
     _, text, _ = megamoe("plan", "deepseek-v3", "--tokens", "64")
     found = plan(Problem(64, 7168, 2048, 256, 8, 8, "w8a8"), "h200")
@@ -165,8 +176,8 @@ def test_simulate_takes_measured_counts(megamoe, tmp_path):
         (("--set", "num_stages=32"), "must lie between 2 and the"),
         (("--set", "kernel=magic"), "kernel must be one of swap_ab, gemm"),
         (
-            ("--tokens", "64", "--set", "mode=split"),
-            "mode auto or staged or fused or chain; got split",
+            ("--tokens", "64", "--set", "mode=split", "--set", "l1_sms=90"),
+            "l1_sms must be a multiple of 8",
         ),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else None,
@@ -235,7 +246,7 @@ def test_no_torch_is_loaded(args):
 
 def test_one_rank_is_one_rank_and_ids_of_the_checklist_are_not_shown(megamoe):
     _, text, _ = megamoe("plan", "--ranks", "1", "--tokens", "1")
-    assert "1 token on each of 1 rank," in text
+    assert "1 token on one rank," in text
     _, more, _ = megamoe("simulate", "--ranks", "1", "--tokens", "8", "--no-files")
     assert "8 tokens a rank, 1 rank," in more
     _, study, _ = megamoe("plan", "--study", "deep_gemm")

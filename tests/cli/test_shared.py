@@ -5,8 +5,9 @@ import os
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
-from megamoe.cli.shared import reason_table, writable_folder, write_atomic
+from megamoe.cli.shared import reason_table, whole_table, writable_folder, write_atomic
 from megamoe.errors import FileError
 
 WHY = "a reason that is long enough to need two lines on any terminal of eighty columns, and more"
@@ -28,6 +29,21 @@ def test_a_reason_is_never_cut(width, is_terminal):
     words = [word for word in text.split() if word not in "│┃"]
     for word in (*WHY.split(), "x" * 60, "[bold]", "short", "choice"):
         assert any(word in seen for seen in words), word
+
+
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_a_figure_is_never_cut(width):
+    file = io.StringIO()
+    console = Console(file=file, width=width, force_terminal=True, color_system=None)
+    figures = {f"column {n}": f"{n}23,456.7" for n in range(9)}
+    table = Table("cell", "recipe", *figures, title="times")
+    table.add_row("deepseek-v4-flash/8192", "w4a8_block", *figures.values())
+    whole_table(console, table, 2)
+    text = file.getvalue()
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    words = text.split()
+    for one in (*figures.values(), "deepseek-v4-flash/8192"):
+        assert any(one in word for word in words), one
 
 
 def test_in_a_pipe_a_row_is_a_line():

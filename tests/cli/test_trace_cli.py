@@ -23,7 +23,7 @@ def test_a_saved_file_is_rendered_beside_its_simulation(megamoe, file, tmp_path)
     code, text, errors = megamoe("trace", str(file), "--out", str(out))
     assert code == 0, errors
     for words in (
-        "measured", "simulated", "L1 beside L2", "loads, an SM", "pool ready", "tail", "meet",
+        "measured", "simulated", "L1 beside L2", "loads, an SM", "pool ready", "tail", "barrier",
         "100.0 us without, 104.0 us with, +4.0%: within the bar of 10%", "L1 weights in",
     ):  # fmt: skip
         assert words in text, words
@@ -39,7 +39,7 @@ def test_a_saved_file_is_rendered_beside_its_simulation(megamoe, file, tmp_path)
     assert "<b>measured</b>" in page and "<b>simulated</b>" in page
 
 
-def test_files_lie_beside_the_stamps_unless_told_otherwise(megamoe, file):
+def test_files_lie_beside_the_stamps_unless_another_folder_is_given(megamoe, file):
     assert megamoe("trace", str(file), "--no-files")[0] == 0
     assert len(list(file.parent.iterdir())) == 1
     assert megamoe("trace", str(file))[0] == 0

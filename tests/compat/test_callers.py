@@ -66,14 +66,18 @@ def test_what_engines_look_for_before_they_share_experts():
     assert not names <= api["NVFP4SymmBuffer"] | api["nvfp4_mega_moe"]
 
 
-@pytest.mark.skipif(
-    "MEGAMOE_WHEELS" not in os.environ,
-    reason="the wheels are not here: pip download --no-deps them and set MEGAMOE_WHEELS",
-)
+@pytest.mark.every
 def test_the_table_is_what_the_wheels_say():
-    command = [sys.executable, ROOT / "scripts" / "wheel_calls.py", os.environ["MEGAMOE_WHEELS"]]
-    said = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600).stdout
-    assert json.loads(said) == READ
+    """Half a minute: those parts of the wheels that are read come from PyPI, or from a folder."""
+    folder = os.environ.get("MEGAMOE_WHEELS")
+    command = [sys.executable, ROOT / "scripts" / "wheel_calls.py", *([folder] if folder else [])]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode and not folder and "Error" in done.stderr:
+        last = done.stderr.strip().splitlines()[-1]
+        if "URLError" in last or "HTTPError" in last or "timed out" in last:
+            pytest.skip(f"the wheels cannot be had from PyPI: {last}")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == READ
 
 
 @pytest.mark.parametrize(

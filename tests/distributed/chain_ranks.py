@@ -23,9 +23,10 @@ class ChainRanks:
     """Calls of ranks as processes make them, `most` tokens at most each."""
 
     def __init__(self, kernels, w, num_ranks, most, top_k, options=None, timeout_s=30.0,
-                 shared=None, **given):  # fmt: skip
+                 shared=None, mode="chain", **given):  # fmt: skip
         self.options, self.num, self.most, self.top_k = options or Options(), num_ranks, most, top_k
         self.timeout_s, self.shared, self.given = timeout_s, shared, given
+        self.mode = mode
         each = w.num_experts // num_ranks
         self.weights = [w[r * each : (r + 1) * each] for r in range(num_ranks)]
         self.total = w.num_experts
@@ -41,7 +42,7 @@ class ChainRanks:
         w = self.weights[rank]
         return plan_for(
             w, self.options, traits_of("hopper", w, self.shared), num_tokens=num, top_k=self.top_k,
-            overrides=checked({"backend": "hopper", "mode": "chain", **self.given}),
+            overrides=checked({"backend": "hopper", "mode": self.mode, **self.given}),
             ranks=Ranks(self.num, self.total, max_tokens=self.most), is_quantized=is_quantized,
         )  # fmt: skip
 

@@ -64,6 +64,22 @@ def test_two_ranks_have_the_bits_of_one(case, kernels):
     assert_like_one_rank(ranks, (x, idx, gates), (8, 3), w, options)
 
 
+@pytest.mark.parametrize("case", ["swap_ab", "dynamic", "decoded-per-wave"])
+def test_two_ranks_that_are_split_have_the_bits_of_one(case, monkeypatch):
+    """Pull and L1 beside L2, in one window and in a ring of two halves."""
+    kernels = emulator.install(monkeypatch, num_sms=20)
+    recipe, options, given, has_bias = CASES[case]
+    w, options = weights_of(recipe, has_bias=has_bias), Options(**options)
+    inputs = tokens(30, masked_ratio=0.2, skew="zipf")
+    for rows in (None, 64):
+        ranks = ChainRanks(kernels, w, 2, 20, K, options, mode="split", pool_rows=rows, **given)
+        plan = ranks.plan(0, 20)
+        assert len(plan.passes) == (2 if rows is None else 4)
+        sides = [one.partition for one in plan.passes[-1].launches]
+        assert sides == ["" if rows is None else "l1", "l1", "l1", "l2"]
+        assert_like_one_rank(ranks, inputs, (20, 10), w, options)
+
+
 @pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
 def test_call_after_call_of_four_ranks_some_of_them_idle(recipe, kernels):
     """Zero tokens on some ranks, all of them on one, all slots on one expert and on one rank."""

@@ -291,7 +291,7 @@ def fails_in_a_call(rank):
     return text, seconds, raised(layer.statistics)[0]
 
 
-def test_a_rank_that_fails_inside_a_call_tells_the_others():
+def test_the_others_learn_of_a_rank_that_fails_inside_a_call():
     one, two, three, _ = results(launch(4, fails_in_a_call))
     assert two[0] == "out of memory, for example"
     assert one[0] == three[0] and "rank 1 failed in call 2 of layer 1, step experts" in one[0]

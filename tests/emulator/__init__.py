@@ -7,7 +7,7 @@ not: layouts, fences, the memory model, registers, time. Kernels are taken as th
 Python functions run with `gl`, `mbarrier` and the like replaced by what is here.
 """
 
-from megamoe.kernels.gluon import dispatch, exchange, permute, pull, tile_scheduler
+from megamoe.kernels.gluon import dispatch, exchange, permute, pull, tile_scheduler, window
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.portable import combine, sort
@@ -27,7 +27,7 @@ KERNELS = tuple(
         (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"), (combine, "_combine_kernel"),
         (portable_dispatch, "_dispatch_kernel"), (exchange, "_quantize_kernel"),
         (exchange, "exchange_kernel"), (exchange, "finish_kernel"), (pull, "_rows_kernel"),
-        (pull, "pull_kernel"),
+        (pull, "pull_kernel"), (window, "_window_kernel"),
     )
 )  # fmt: skip
 

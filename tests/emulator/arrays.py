@@ -186,7 +186,7 @@ class Value:
         a = self.a
         if bitcast:
             source = encoded(a, self.dtype)
-            if np.ndim(source) == 0:
+            if np.ndim(a) == 0:
                 source = source.reshape(1)
                 return Value(decoded(source.view(dtype.stored), dtype)[0], dtype)
             source = np.ascontiguousarray(source)

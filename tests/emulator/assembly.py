@@ -124,12 +124,12 @@ def _report(report, seen, want, rank, cta, what, where):
     """As `sync.REPORT`: the first who did not see what it wanted."""
     launch = HERE.launch
     at = int(report.t) + 4 * torch.arange(7)
-    told = [torch.as_tensor(v.t) for v in (rank, cta, what, where, want, seen)]
-    told = [v.reshape(-1) for v in torch.broadcast_tensors(*told)]
-    wrong = (told[-1] != told[-2]).nonzero().flatten().tolist()
+    reported = [torch.as_tensor(v.t) for v in (rank, cta, what, where, want, seen)]
+    reported = [v.reshape(-1) for v in torch.broadcast_tensors(*reported)]
+    wrong = (reported[-1] != reported[-2]).nonzero().flatten().tolist()
     with launch.changed:
         if wrong and not launch.memory.load(at[:1], torch.int32).any():
-            words = [1, *(int(v[wrong[0]]) for v in told)]
+            words = [1, *(int(v[wrong[0]]) for v in reported)]
             launch.memory.store(at, torch.tensor(words, dtype=torch.int32))
             launch.changed.notify_all()
     return Value(0)
@@ -146,8 +146,8 @@ def _signal(address, call):
     return Value(0)
 
 
-def _tell(address, seen, want, rank):
-    """As `exchange.TELL`."""
+def _store_if_missed(address, seen, want, rank):
+    """As `exchange.STORE_IF_MISSED`."""
     if int(seen.t) < int(want.t):
         _store_word(address, rank)
     return Value(0)
@@ -164,10 +164,9 @@ ASSEMBLY = {
     **{pipeline.wait_text(scope, "ge"): _wait_for(torch.ge) for scope in ("gpu", "sys")},
     **{sync.signal_text(scope): _signal_ranks for scope in ("gpu", "sys")},
     exchange.SIGNAL.value: _signal,
-    exchange.TELL.value: _tell,
+    exchange.STORE_IF_MISSED.value: _store_if_missed,
     decode_per_wave.GIVE_UP.value: _give_up,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
-    decode.TO_E4M3.value: _to_e4m3,
     decode.FOUR_TO_E4M3.value: _four_to_e4m3,
     decode.PLACED_TO_BF16.value: _placed_to_bf16,
     decode.MX_TO_BF16.value: _mx_to_bf16,

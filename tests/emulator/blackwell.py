@@ -1,13 +1,16 @@
 """Layers of the Blackwell backend on a CPU: the GEMM under a scheduler, other kernels freely."""
 
+import pytest
 import torch
 
-from megamoe.engine import blackwell
+from megamoe.engine import backends, blackwell
 from megamoe.engine.call import Call
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
-from megamoe.kernels.blackwell import launch
+from megamoe.kernels.blackwell import grouped, launch
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
+from megamoe.kernels.blackwell.mega import launch as mega_launch
+from megamoe.kernels.blackwell.mega.kernel import mega_tmem_kernel
 from megamoe.kernels.gluon import dispatch, permute
 from megamoe.kernels.portable import combine, sort
 from megamoe.kernels.portable import dispatch as portable_dispatch
@@ -32,6 +35,7 @@ class Step:
         tensor_memory.install()
         self.kernel = device.Scheduled(kernel)
         self.seed, self.launches = None, []  # no seed: nobody is preempted
+        self.is_strict = True
 
     def __getitem__(self, grid):
         def run(**given):
@@ -40,7 +44,9 @@ class Step:
                 device.synchronize()
 
             policy = policies.policy_of(self.seed) if self.seed is not None else policies.Calm()
-            Scheduler(policy, agents=600).run(host)
+            scheduler = Scheduler(policy, agents=600)
+            scheduler.memory.is_strict = self.is_strict
+            scheduler.run(host)
             self.launches.append((grid, given))
 
         return run
@@ -67,6 +73,15 @@ def install(monkeypatch, num_sms=3):
     return made
 
 
+def install_grouped(monkeypatch, num_sms=3):
+    """The same for grouped GEMMs alone, which take the device for one that they run on."""
+    made = install(monkeypatch, num_sms)
+    place = Emulated(grouped._place_groups_kernel)
+    monkeypatch.setattr(grouped, "_place_groups_kernel", place)
+    monkeypatch.setattr(backends, "resolve", lambda *_: None)
+    return made
+
+
 def layer(inputs, w, options=None, shared=None, stats=None, **given):
     """One call."""
     x, idx, _ = inputs
@@ -80,3 +95,42 @@ def layer(inputs, w, options=None, shared=None, stats=None, **given):
     y = blackwell.run(Call(*inputs, w, options, shared, found, stats, None), plan)
     found.check(idx.shape[1])
     return y
+
+
+# -- fused -----------------------------------------------------------------------------------------
+
+
+def install_fused(monkeypatch, num_sms=3):
+    """Let the Blackwell backend launch fused here; -> the kernel, whose `seed` is the policy's."""
+    if "mega" not in _MADE:
+        _MADE["mega"] = Step(mega_tmem_kernel)
+    made = _MADE["mega"]
+    made.seed, made.launches, made.kernel.hold, made.is_strict = None, [], [], True
+    monkeypatch.setattr(mega_launch, "mega_tmem_kernel", made)
+    pretend_b200(monkeypatch, num_sms)
+    return made
+
+
+def fused_layer(
+    inputs, w, options=None, stats=None, found=None, count=None, is_poisoned=False, **given
+):
+    """One fused call."""
+    x, idx, _ = inputs
+    options = options or Options()
+    plan = plan_for(
+        w, options, traits_of("blackwell", w, None), num_tokens=len(x), top_k=idx.shape[1],
+        overrides=checked({"backend": "blackwell", "mode": "fused", **given}),
+    )  # fmt: skip
+    found = found or DeviceStatus(CPU)
+    call = Call(*inputs, w, options, None, found, stats, count, 30.0, is_poisoned)
+    y = blackwell.run(call, plan)
+    found.check(idx.shape[1])
+    return y
+
+
+def run_hosts(seed, *hosts):
+    """Functions that launch fused kernels at the same time, GPU i for host i, under one policy."""
+    policy = policies.policy_of(seed) if seed is not None else policies.Calm()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mega_launch, "mega_tmem_kernel", _MADE["mega"].kernel)
+        Scheduler(policy, agents=900).run(*hosts)

@@ -21,6 +21,7 @@ from triton.experimental.gluon import language as gluon_language
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megamoe.kernels.common import compat
 from megamoe.kernels.common.numbers import Kind
@@ -52,11 +53,14 @@ def _flat(pointer, mask):
     return address.reshape(-1), keep.reshape(-1), address.shape
 
 
-def load(pointer, mask=None, other=None, **_):
+def load(pointer, mask=None, other=None, volatile=False, **_):
     """Elements that the mask leaves out are `other`, or nobody knows what."""
     scheduler, role = _now()
     scheduler.step("load")
     kind = pointer.element
+    if volatile:  # as PTX takes it: relaxed, of scope sys
+        view, at, _ = _strong(scheduler, role, int(pointer.address), kind, False, "sys")
+        return Value(view[at].item())
     size, stored = kind.size, kind.stored
     if mask is None and not isinstance(pointer.address, np.ndarray):  # of one element
         address = int(pointer.address)
@@ -141,6 +145,9 @@ def _atomic(change):
     def act(pointer, value, mask=None, sem=None, scope=None):
         scheduler, role = _now()
         scheduler.step("atomic")
+        if isinstance(pointer.address, np.ndarray):
+            assert sem == "relaxed"
+            return _many_atomics(scheduler, role, change, pointer, value, mask)
         sem, scope = sem or "acq_rel", scope or "gpu"
         if mask is not None and not raw(mask):
             return Value(0)
@@ -154,11 +161,22 @@ def _atomic(change):
         if sem in ("release", "acq_rel"):
             _release(role, word, scope)
         old = int(view[at])
-        view[at] = change(old, int(raw(value)))
+        half = 1 << 8 * view.itemsize - 1
+        view[at] = (change(old, int(raw(value))) + half) % (2 * half) - half  # it wraps
         scheduler.wake(int(pointer.address))
         return Value(old)
 
     return act
+
+
+def _many_atomics(scheduler, role, change, pointer, value, mask):
+    """One atomic an element, which nobody waits for; what was there is not told."""
+    kind, (address, keep, shape) = pointer.element, _flat(pointer, mask)
+    given = np.broadcast_to(raw(value), shape).reshape(-1)
+    for i in range(len(address)) if keep is None else keep.nonzero()[0]:
+        view, at, _ = _strong(scheduler, role, int(address[i]), kind, True, "gpu")
+        old = decoded(view[at : at + 1], kind)
+        view[at : at + 1] = encoded(change(old, given[i]), kind)
 
 
 # -- shared memory ---------------------------------------------------------------------------------
@@ -403,32 +421,45 @@ class Descriptor:
 
 
 def tma_copy(descriptor, at, barrier, into, pred=True, multicast=False):
-    """The block comes, and its bytes count, some time later; until then nothing is there."""
     if not pred:
         return
+    cluster, parts = _now()[1].cluster, [(descriptor, at, into)]
+    if cluster is not None:
+        parts = cluster.copies(_now()[1], descriptor, at, into, multicast)
+    for part, begin, to in parts:
+        _copy(part, part.inside(tuple(int(i) for i in begin)), barrier, to, 1)
+
+
+def tma_gather(descriptor, rows, col, barrier, into, pred=True):
+    """The same of rows, each a block of its own; one that the tensor does not have is zero."""
+    if not pred:
+        return
+    rows = np.asarray(rows.a).reshape(-1)
+    if descriptor.block[0] != 1 or len(rows) < 4 or len(into.v) != len(rows):
+        raise Violation(f"a gather of {len(rows)} rows in blocks of {descriptor.block}")
+    found = [descriptor.inside((int(row), int(col))) for row in rows]
+    offsets = np.concatenate([offset for offset, _ in found])
+    places = np.concatenate([at + i * descriptor.block[1] for i, (_, at) in enumerate(found)])
+    _copy(descriptor, (offsets, places), barrier, into, len(rows))
+
+
+def _copy(descriptor, inside, barrier, into, times):
     scheduler, role = _now()
     scheduler.step("copy")
-    if role.cluster is None:
-        _copy(scheduler, role, descriptor, at, barrier, into)
-    else:
-        for part in role.cluster.copies(role, descriptor, at, into, multicast):
-            _copy(scheduler, role, part[0], part[1], barrier, part[2])
-
-
-def _copy(scheduler, role, descriptor, at, barrier, into):
+    offsets, places = inside
+    num_bytes = times * descriptor.nbytes
     if barrier.agent is None:
         barrier.agent = scheduler.agents.add(f"copies that complete on {barrier.name}")
     barrier.issued += 1
     number, order = barrier.issued, role.clocks[GLOBAL].copy()
     view = into.v
-    if not view.flags.c_contiguous or view.nbytes != descriptor.nbytes:
-        raise Violation(f"{descriptor.nbytes} bytes into {view.nbytes} of {into.cells.name}")
+    if not view.flags.c_contiguous or view.nbytes != num_bytes:
+        raise Violation(f"{num_bytes} bytes into {view.nbytes} of {into.cells.name}")
     into.cells.write(
         scheduler.memory, role.agent, number, into.rows(), role.clocks, True, barrier.agent
     )
     flat = view.reshape(-1).view(descriptor.kind.stored)
     flat.view(np.uint8)[:] = 0xFF
-    offsets, places = descriptor.inside(tuple(int(i) for i in at))
 
     def act():
         memory = scheduler.memory
@@ -442,7 +473,7 @@ def _copy(scheduler, role, descriptor, at, barrier, into):
         if late is not None:
             flat.reshape(-1, 1).view(np.uint8)[places[late]] = 0xFF
         barrier.so_far[SEEN, barrier.agent] = max(barrier.so_far[SEEN, barrier.agent], number)
-        barrier.bytes -= descriptor.nbytes
+        barrier.bytes -= num_bytes
         _check(scheduler, barrier)
 
     scheduler.issue(f"copy to {into.cells.name}", act)
@@ -642,7 +673,7 @@ def _signal(text, address, value, mask):
 
 
 def _push_word(text, address, *args):
-    """`exchange.SIGNAL`, which releases; or `exchange.TELL`, where something was not seen."""
+    """`exchange.SIGNAL`, which releases; or `STORE_IF_MISSED`, where something was missed."""
     scheduler, role = _now()
     at, args = int(raw(address)), [int(raw(v)) for v in args]
     if len(args) == 3:
@@ -757,7 +788,7 @@ MEANINGS = (
     ("cas.b32", lambda text, *args: _report(*args)),
     ("@p st.relaxed", _signal),
     ("@p bra done;\nst.release.", _push_word),
-    ("@p bra done;\nst.relaxed.sys.", _push_word),
+    ("@p bra done;\nst.relaxed.", _push_word),
     ("mov.u64 $0, %globaltimer", lambda text: Value(0)),
     ("bfe.u32 $0, $1, 10, 10", lambda text, x: x >> 10 & 1023),
     ("rcp.approx", lambda text, x: Value(np.float32(1.0) / _f32(x))),
@@ -869,6 +900,8 @@ class Scheduled:
         if before is not None:
             is_ready = before.may_be_followed if is_early else lambda: before.is_over
             scheduler.wait((before,), is_ready, "the launch before")
+            if not is_early:
+                join(host.clocks, before.end)
         num_ctas = constants.get("num_ctas", 1)
         launch = Launch(scheduler, host, self.name, grid, before if is_early else None, num_ctas)
         host.last_launch = launch
@@ -878,7 +911,8 @@ class Scheduled:
         clusters = [None if num_ctas == 1 else self.make_cluster() for _ in range(math.prod(grid))]
         each = zip(itertools.product(*map(range, grid)), clusters, strict=True)
         for (ids, cluster), rank in itertools.product(each, range(num_ctas)):
-            cta = f"CTA {ids[0]}" + (f" of {host.name}" if host.gpu else "")
+            number = ".".join(map(str, ids if len(ids) > 1 and ids[1] else ids[:1]))
+            cta = f"CTA {number}" + (f" of {host.name}" if host.gpu else "")
             cta += f", rank {rank}" if cluster is not None else ""
             act = functools.partial(self._cta, launch, given)
             role = scheduler.add(
@@ -984,7 +1018,10 @@ LANGUAGE = SimpleNamespace(
 
 REPLACED = {
     **arrays.REPLACED,
-    **dict.fromkeys((compat.HAS_FP8, compat.HAS_PTX, compat.HAS_PDL), lambda: False),
+    **dict.fromkeys((compat.HAS_FP8, compat.HAS_PTX), lambda: False),
+    compat.HAS_PDL: lambda: True,
+    gdc_wait: lambda: _launch_control("griddepcontrol.wait"),
+    gdc_launch_dependents: lambda: _launch_control("griddepcontrol.launch_dependents"),
     tl: LANGUAGE,
     gluon_language: LANGUAGE,
     hopper.mbarrier: SimpleNamespace(

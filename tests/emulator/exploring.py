@@ -3,9 +3,11 @@
 import itertools
 import json
 import os
+import tempfile
 from pathlib import Path
 
 from megamoe.errors import MegaMoEError
+from tests.emulator.picture import page
 from tests.emulator.policies import Recorded, Replayed, Starved, policy_of
 
 MOST_RUNS = 80  # to make one failure shorter
@@ -16,18 +18,21 @@ class Found(AssertionError):
 
     def __init__(self, case, seed, error, how, log):
         self.case, self.seed, self.error, self.log = case, seed, error, log
+        self.title = f"{case.name}, seed {seed}: {error}"
+        self.picture = self._draw(how)
         super().__init__(
-            f"{case.name}, seed {seed}: {error}\n{how}\nits last steps:\n{last_steps(log)}"
+            f"{self.title}\n{how}\nits last steps:\n{last_steps(log)}\na picture: {self.picture}"
         )
-        _keep(case, seed, log)
 
-
-def _keep(case, seed, log):
-    """A picture of it, for Perfetto, where a folder is named."""
-    folder = os.environ.get("MEGAMOE_PROOF_TRACES")
-    if folder:
-        path = Path(folder) / f"{case.name}-{seed}.json"
-        path.write_text(json.dumps(perfetto(log)))
+    def _draw(self, how):
+        """The path of a page; and beside it of a trace for Perfetto."""
+        named = os.environ.get("MEGAMOE_PROOF_TRACES")
+        folder = Path(named or Path(tempfile.gettempdir()) / "megamoe-proof")
+        folder.mkdir(exist_ok=True)
+        path = folder / f"{self.case.name}-{self.seed}.html"
+        path.write_text(page(self.title, how, self.log))
+        path.with_suffix(".json").write_text(json.dumps(perfetto(self.log)))
+        return path
 
 
 def perfetto(log):

@@ -239,6 +239,7 @@ LANGUAGE = SimpleNamespace(
     join=join, split=lambda v: v.split(), histogram=histogram, fma=fma, div_rn=div_rn,
     reshape=lambda v, shape: v.reshape(shape), permute=lambda v, order: v.permute(order),
     cumsum=lambda v, axis=0: Value(v.t.cumsum(axis, dtype=v.t.dtype)),
+    sort=lambda v, descending: Value(v.t.sort(descending=descending).values),
     gather=lambda v, index, axis: Value(v.t.gather(axis, index.t.long())),
     associative_scan=associative_scan, convert_layout=lambda v, layout, **_: v,
     abs=lambda v: Value(v.t.abs()), exp=lambda v: Value(v.t.exp()),

@@ -17,7 +17,7 @@ from types import CodeType
 from tests.emulator import device
 
 WEAKER = {"acq_rel": "relaxed", "release": "relaxed", "acquire": "relaxed", "sys": "gpu",
-          "gpu": "cta"}  # fmt: skip
+          "gpu": "cta", "ge": "eq"}  # fmt: skip
 TEXTS = (
     ("acquires nothing", r"ld\.acquire\.", "ld.relaxed."),
     ("acquires at a narrower scope", r"ld\.acquire\.sys", "ld.acquire.gpu"),
@@ -26,6 +26,9 @@ TEXTS = (
     ("releases at a narrower scope", r"fence\.acq_rel\.sys", "fence.acq_rel.gpu"),
     ("releases at a narrower scope", r"fence\.acq_rel\.gpu", "fence.acq_rel.cta"),
     ("has no proxy fence", r"fence\.proxy\.async\.global;", ""),
+    ("releases nothing", r"st\.release\.", "st.relaxed."),
+    ("releases at a narrower scope", r"st\.release\.sys", "st.release.gpu"),
+    ("stores at a narrower scope", r"st\.relaxed\.sys", "st.relaxed.gpu"),
 )
 
 
@@ -33,14 +36,14 @@ TEXTS = (
 class Mutant:
     """One planted bug: `code` instead of that of a function, or a text instead of what it gives.
 
-    text  (arguments, PTX) of a function that gives PTX
+    text  (arguments, PTX) of a function that gives PTX; (None, PTX) of a constant that is
     """
 
     module: str
     function: str
     what: str
     code: CodeType | None = None
-    text: tuple[tuple[str, ...], str] | None = None
+    text: tuple[tuple[str, ...] | None, str] | None = None
 
     @property
     def name(self):
@@ -102,10 +105,7 @@ def _hand_shakes():
             text = ast.unparse(tree)
             if (
                 len(tree.body) <= 8
-                and re.search(
-                    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|wait_until_reached\(|wait_for\(",
-                    text,
-                )
+                and re.search(HAND_SHAKE, text)
                 and "warp_specialize" not in text
                 and "while" not in text
             ):
@@ -115,13 +115,27 @@ def _hand_shakes():
 
 def _is_hand_shake(node):
     name = _called(node)
-    return name in DROPPED or name in _hand_shakes() or name.startswith("gl.atomic_")
+    if name.endswith(".store"):  # of a word that others wait for
+        return re.search(COUNTED, ast.unparse(node.args[0])) is not None
+    if name == "gl.inline_asm_elementwise":
+        return ast.unparse(node.args[0]) in TOLD
+    return name in DROPPED or name in _hand_shakes() or re.match(r"[gt]l\.atomic_", name)
 
 
+HAND_SHAKE = (
+    r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|wait_until_reached\("
+    r"|wait_for\(|gdc_wait|_tell\(|\bSIGNAL\b|\bTELL\b"
+)
 DROPPED = (
     "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared",
     "gl.thread_barrier", "async_copy.wait_group", "async_copy.commit_group", "tcgen05_commit",
+    "gdc_wait", "gdc_launch_dependents", "_await_peer",
 )  # fmt: skip
+COUNTED = r"\b(arrived|l1_done|state|num_tiles|counter)\b|ITEM_(STORED|READ)|TILE_L1_DONE"
+TOLD = ("REPORT", "GIVE_UP")  # PTX that says who waited in vain
+# Waits and signals on words of global memory: the places of the word and of the value in a call.
+WORDS = {"bounded_wait": (0, 1), "_await_peer": (1, 2), "_signal": (0, 1), "_tell": (0, 2)}
+WAITS = ("bounded_wait", "_await_peer")
 
 
 def _blocks(tree):
@@ -148,6 +162,14 @@ def _changes(tree):
 
         return change
 
+    for node in nodes:
+        if isinstance(node, ast.Assign) and _called(node.value) in WAITS:
+
+            def not_waited(statement):
+                want = WORDS[_called(statement.value)][1]
+                statement.value = statement.value.args[want]
+
+            yield f"no {_text(node.value)}", at(node, not_waited)
     for block in _blocks(tree):
         owner = next(n for n in nodes if block in (getattr(n, "body", 0), getattr(n, "orelse", 0)))
         field = "body" if getattr(owner, "body", None) is block else "orelse"
@@ -249,6 +271,13 @@ def _expressions(nodes, at):
                     call.args[1] = ast.BinOp(call.args[1], ast.Add(), ast.Constant(1))
 
                 yield f"one arrival more in {text}", at(node, more_arrivals)
+        if isinstance(node, ast.Compare) and re.search(r"\b(STOP|_MISSED)\b", ast.unparse(node)):
+
+            def passes(test):
+                test.left = test.comparators[0]
+
+            yield f"passes whatever is there: {_text(node)}", at(node, passes)
+        yield from _other_word(node, at)
         yield from _weaker(node, at)
         if isinstance(node, ast.Call):
             continue
@@ -265,10 +294,34 @@ def _expressions(nodes, at):
             yield f"{_text(node)} stays", at(node, same_phase)
 
 
+def _other_word(node, at):
+    """Another word, or another value, where a role waits for one in global memory or stores it."""
+    name = _called(node)
+    word, value = WORDS.get(name, (0, None) if re.match(r"[gt]l\.atomic_", name) else (None, None))
+    if word is None:
+        return
+    pointer = node.args[word]
+    while _called(pointer) == "gl.multiple_of":
+        pointer = pointer.args[0]
+    if isinstance(pointer, ast.BinOp) and isinstance(pointer.op, ast.Add):
+
+        def first_word(part):
+            part.right = ast.Constant(0)
+
+        yield f"not at {_text(pointer.right)}: {_text(node)}", at(pointer, first_word)
+    if value is not None and name != "_tell":
+
+        def one_less(call):
+            call.args[value] = ast.BinOp(call.args[value], ast.Sub(), ast.Constant(1))
+
+        yield f"one less in {_text(node)}", at(node, one_less)
+
+
 def _weaker(node, at):
     """Semantics and scopes: arguments of a call, or what a name is set to."""
     if isinstance(node, ast.Call):
         parts = [k.value for k in node.keywords if k.arg in ("sem", "scope")]
+        parts += node.args if _called(node) == "bounded_wait" else []
     elif isinstance(node, ast.AnnAssign | ast.Assign):
         if any(isinstance(part, ast.Call) for part in ast.walk(node)) or node.value is None:
             return
@@ -294,10 +347,14 @@ def edited(module, function, old, new):
     return Mutant(short, function, f"{new!r} for {old!r}", compiled(made, changed))
 
 
+def _text_name(function, arguments):
+    return function if arguments is None else f"{function}({', '.join(arguments)})"
+
+
 def mutants(modules, texts):
     """All mutants of the functions of some modules, and of PTX.
 
-    texts  [(module, function that gives PTX, its arguments)]
+    texts  [(module, function that gives PTX, its arguments; or a constant that is PTX, None)]
     """
     found = {}
     for module in modules:
@@ -313,8 +370,10 @@ def mutants(modules, texts):
                     key, number = f"{mutant.name} ({number})", number + 1
                 found[key] = Mutant(short, function, key.partition(": ")[2], mutant.code)
     for module, function, arguments in texts:
-        text = device.MODULES[module.__name__][function](*arguments)
-        short, of = short_name(module.__name__), f"{function}({', '.join(arguments)})"
+        text, short = device.MODULES[module.__name__][function], short_name(module.__name__)
+        of = _text_name(function, arguments)
+        if arguments is not None:
+            text = text(*arguments)
         for what, pattern, instead in TEXTS:
             if re.search(pattern, text):
                 mutant = Mutant(short, of, what, None, (arguments, re.sub(pattern, instead, text)))
@@ -403,13 +462,27 @@ def planted(mutant):
     module = device.MODULES[name]
     given = module[key]
     try:
-        module[key] = lambda *args: text if args == arguments else given(*args)
+        module[key] = (
+            text if arguments is None
+            else lambda *args: text if args == arguments else given(*args)
+        )  # fmt: skip
         yield
     finally:
         module[key] = given
 
 
 # -- which functions a case runs -------------------------------------------------------------------
+
+
+@functools.cache
+def _noting(module, function):
+    """The code of a function that says when it is called."""
+    made, tree = functions(module)[function]
+    other = copy.deepcopy(tree)
+    key = ast.Tuple([ast.Constant(short_name(module)), ast.Constant(function)], ast.Load())
+    call = ast.Call(ast.Name("_reached", ast.Load()), [key], [])
+    other.body.insert(0, ast.copy_location(ast.Expr(call), tree))
+    return compiled(made, other)
 
 
 @contextlib.contextmanager
@@ -425,22 +498,25 @@ def reached(texts):
         return text
 
     try:
-        for name, function in {(module.__name__, function) for module, function, _ in texts}:
+        calls = [(module.__name__, name) for module, name, given_ in texts if given_ is not None]
+        for name, function in set(calls):
             there = device.MODULES[name]
             given.append((there, function, there[function]))
             there[function] = noted(short_name(name), function, there[function])
         for name in list(device.MODULES):
-            for function, (made, tree) in functions(name).items():
-                other = copy.deepcopy(tree)
-                key = ast.Tuple(
-                    [ast.Constant(short_name(name)), ast.Constant(function)], ast.Load()
-                )
-                call = ast.Call(ast.Name("_reached", ast.Load()), [key], [])
-                other.body.insert(0, ast.copy_location(ast.Expr(call), tree))
+            for function, (made, _) in functions(name).items():
                 codes.append((made, made.__code__))
                 made.__globals__["_reached"] = seen.add
-                made.__code__ = compiled(made, other)
+                made.__code__ = _noting(name, function)
         yield seen
+        for module, constant, arguments in texts:
+            users = [
+                (short_name(module.__name__), function)
+                for function, (_, tree) in functions(module.__name__).items()
+                if any(isinstance(n, ast.Name) and n.id == constant for n in ast.walk(tree))
+            ]
+            if arguments is None and not seen.isdisjoint(users):
+                seen.add((short_name(module.__name__), constant))
     finally:
         for made, code in codes:
             made.__code__ = code

@@ -121,14 +121,20 @@ class Starved(Calm):
 
 
 class Hurried:
-    """A policy under which time may also run out early for waits that have a bound."""
+    """A policy under which time may also run out early for waits that have a bound.
 
-    def __init__(self, policy, rng, chance=0.02):
-        self.policy, self.rng, self.chance = policy, rng, chance
+    of  which roles' waits
+    """
+
+    def __init__(self, policy, rng, chance=0.02, of=lambda role: True):
+        self.policy, self.rng, self.chance, self.of = policy, rng, chance, of
 
     def pick(self, scheduler):
         if self.rng.random() < self.chance:
-            waiting = [r for r in scheduler.roles if r.is_bounded and r.waits_for is not None]
+            waiting = [
+                role for role in scheduler.roles
+                if role.is_bounded and role.waits_for is not None and self.of(role)
+            ]  # fmt: skip
             if waiting:
                 scheduler.time_out(self.rng.choice(waiting))
         return self.policy.pick(scheduler)
@@ -139,7 +145,9 @@ KINDS = (Slow, Bursts, Slow, Priorities, Slow, Uniform, Bursts, Slow)
 
 def policy_of(seed):
     """The policy of a seed; neighbouring seeds have different kinds."""
-    return KINDS[seed % len(KINDS)](Random(seed))
+    policy = KINDS[seed % len(KINDS)](Random(seed))
+    policy.seed = seed
+    return policy
 
 
 class _Places:

@@ -317,7 +317,9 @@ def install():
         pair.barriers_of: cta_pair.barriers_of,
         pair.part_of: cta_pair.part_of,
         **dict.fromkeys((pair.sums_layout, pair.scales_layout, pair.rows_layout), lambda *_: None),
-        blackwell.tma: device.REPLACED[device.hopper.tma],
+        blackwell.tma: SimpleNamespace(
+            **vars(device.REPLACED[device.hopper.tma]), async_gather=device.tma_gather
+        ),
         blackwell.allocate_tensor_memory: allocate,
         blackwell.TensorMemoryLayout: arrays._Layout,
         blackwell.TensorMemoryScalesLayout: arrays._Layout,

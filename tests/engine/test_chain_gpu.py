@@ -118,8 +118,8 @@ def test_a_graph_of_all_ranks_replays_with_other_routing(recipe, num_ranks):
         inputs, wanted = batches[step * 3 % 8]
         torch.cuda.set_sync_debug_mode("error")
         try:
-            for room, new in zip(held, inputs, strict=True):
-                room.copy_(new)
+            for buffer, new in zip(held, inputs, strict=True):
+                buffer.copy_(new)
             graph.replay()
             wrong += (torch.cat(ys).view(torch.int16) != wanted.view(torch.int16)).any()
         finally:

@@ -13,21 +13,38 @@ from megamoe.engine import chain, fused_group
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.planning import Ranks
-from megamoe.errors import RankError
+from megamoe.errors import NotAvailable, RankError
 from tests.engine.pretended import E, make, tokens
 from tests.engine.test_fused_group import MOST, call, peers  # noqa: F401  a fixture
+
+
+def joined(gpu, mode):
+    """Rank 0 of two."""
+    layer = make(gpu, max_tokens_per_rank=MOST, timeout_s=7)
+    layer.experts._weights = gpu.weights[: E // 2]
+    layer.stats = layer.stats[: E // 2].clone()
+    layer._ranks = Ranks(2, E, max_tokens=MOST)
+    layer._wanted = ("hopper", mode)
+    meeting = SimpleNamespace(rank=0, num_ranks=2)
+    layer._fused_group = ChainGroup(layer, meeting, Placement.contiguous(E, 2))
+    return layer
+
+
+def test_a_layer_that_is_split_wants_a_gpu_for_each_rank(gpu, peers):  # noqa: F811
+    with pytest.raises(NotAvailable, match=r"a GPU for each rank.*; got 2 ranks on one"):
+        joined(gpu, "split")
+    peers.ranks_here = 1
+    layer = joined(gpu, "split")
+    assert layer._fused_group.mode == "split"
+    plan = layer._plan_in("split")
+    assert [plan[name] for name in ("mode", "l1_sms", "l2_sms")] == ["split", 88, 44]
+    assert [one.partition for one in plan.launches[-5:-2]] == ["l1", "l1", "l2"]
 
 
 @pytest.fixture
 def one(gpu, peers, monkeypatch):  # noqa: F811
     """Rank 0 of two; `made` has the calls that it launched."""
-    layer = make(gpu, max_tokens_per_rank=MOST, timeout_s=7)
-    layer.experts._weights = gpu.weights[: E // 2]
-    layer.stats = layer.stats[: E // 2].clone()
-    layer._ranks = Ranks(2, E, max_tokens=MOST)
-    layer._wanted = ("hopper", "chain")
-    meeting = SimpleNamespace(rank=0, num_ranks=2)
-    layer._fused_group = ChainGroup(layer, meeting, Placement.contiguous(E, 2))
+    layer = joined(gpu, "chain")
     layer.made = []
 
     def run(me, call, plan):

@@ -43,7 +43,7 @@ def test_fused_runs_fused_or_is_refused_with_the_reason(gpu):
     x, idx, weight = tokens()
     with pytest.raises(DTypeError, match="these come quantised"):
         one(mm.quantize(x, "mxfp8"), idx, weight)
-    with pytest.raises(CapacityError, match=r"50\.0 want swap_ab 128x128"):
+    with pytest.raises(CapacityError, match=r"50\.0 rows an expert need the tile swap_ab 128x128"):
         one(*tokens(200))
     with pytest.raises(CapacityError, match="4096 slots at most; got 4098"):
         one(*tokens(2049))
@@ -57,7 +57,10 @@ def test_fallbacks_of_auto_are_planned_with_the_reason(gpu):
     one(mm.quantize(x, "mxfp8"), idx, weight)
     one(*tokens(200))
     assert gpu.log == ["staged"] * 2
-    assert "quantised" in one.plan(10, is_quantized=True).why and "50.0 want" in one.plan(200).why
+    assert (
+        "quantised" in one.plan(10, is_quantized=True).why
+        and "50.0 rows an expert" in one.plan(200).why
+    )
 
 
 def test_auto_with_wide_tiles_is_staged(gpu):
@@ -124,7 +127,7 @@ def test_weights_that_hopper_cannot_hold_have_no_fused_mode(gpu):
     assert mm.MoE(gpu.weights, E, K).backend == "portable"
 
 
-def test_the_launch_gets_what_the_layer_was_told(gpu):
+def test_the_launch_gets_what_the_layer_was_given(gpu):
     make(gpu, timeout_s=2.5, reserve_sms=4)(*tokens())
     make(gpu, timeout_s=300)(*tokens())
     first, second = gpu.calls
@@ -154,7 +157,7 @@ def test_a_request_that_leaves_no_sm_is_refused(gpu):
 # -- counters and reports ------------------------------------------------------------------------
 
 
-def test_counters_have_room_for_every_call_and_lines_of_their_own():
+def test_counters_suffice_for_every_call_and_have_lines_of_their_own():
     most = max(max_tiles(MAX_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
     assert L1_DONE.value + most <= COUNTERS
     found = DeviceStatus(CPU, ranks=8)
@@ -262,7 +265,7 @@ def test_without_a_layer_a_timeout_is_raised_once(gpu):
     assert torch.equal(call(), wanted(tokens(), gpu))
 
 
-def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monkeypatch):
+def test_bad_slots_are_reported_once_and_come_with_the_report_in_one_copy(gpu, monkeypatch):
     one = make(gpu)
     copies = []
     true_copy = torch.Tensor.copy_
@@ -278,10 +281,10 @@ def test_bad_slots_are_told_once_and_come_with_the_report_in_one_copy(gpu, monke
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
 
 
-def test_a_staged_launch_that_gave_up_is_told_once():
+def test_a_staged_launch_that_gave_up_is_reported_once():
     found = DeviceStatus(CPU)
     found.bad_slot.fill_(GIVEN_UP)
-    with pytest.raises(MegaMoETimeout, match="weights that other CTAs decode"):
+    with pytest.raises(MegaMoETimeout, match="tiles or weights of other CTAs"):
         found.check(K)
     found.check(K)
 

@@ -69,7 +69,7 @@ def test_several_launches_a_call_and_ranks_that_differ_are_staged(made):
     assert group is None and why == "rank 0: 49 fused launches" and not made
 
 
-def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_told(made, monkeypatch):
+def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_named(made, monkeypatch):
     def fail(error):
         def make(layer, meeting):
             raise error

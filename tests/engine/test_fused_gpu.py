@@ -285,8 +285,8 @@ def test_a_capture_of_somebody_else_holds_the_fused_launch():
         y = one(*held)
     for seed in range(3):
         inputs, wanted = base().pick(16, seed)
-        for room, new in zip(held, inputs, strict=True):
-            room.copy_(new)
+        for buffer, new in zip(held, inputs, strict=True):
+            buffer.copy_(new)
         graph.replay()
         assert same_bits(y, wanted)
     one.check()

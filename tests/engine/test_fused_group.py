@@ -28,7 +28,7 @@ MOST = 6  # tokens of a rank
 
 
 class Peers:
-    """The rooms of all ranks in this process; `share` gives one rank its view of them."""
+    """All ranks' symmetric buffers in this process; `share` gives one rank its view of them."""
 
     def __init__(self, num_ranks):
         self.memory = []
@@ -134,7 +134,7 @@ def test_a_timeout_cannot_be_reset(gpu, peers):
         one.reset()
 
 
-def test_a_bad_expert_is_told_by_the_next_call_which_takes_part_without_tokens(gpu, peers):
+def test_a_bad_expert_is_raised_by_the_next_call_which_takes_part_without_tokens(gpu, peers):
     one = join(gpu, peers, 0)
     x, idx, gates = tokens(4)
     idx[2, 1] = E
@@ -191,13 +191,13 @@ def test_launches_of_all_layers_of_a_device_follow_each_other_whatever_their_str
     assert streams.log == ["b waits for a", "a waits for b"]
 
 
-def test_every_call_takes_its_place_in_the_order_before_the_room_is_written_to(
+def test_every_call_takes_its_place_in_the_order_before_the_buffer_is_written_to(
     gpu, peers, monkeypatch
 ):
     one, ordered = join(gpu, peers, 0), []
     monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
     monkeypatch.setattr(
-        symm_buffer.SymmBuffer, "put", lambda room, *inputs: ordered.append("written")
+        symm_buffer.SymmBuffer, "put", lambda buffer, *inputs: ordered.append("written")
     )
     call(one, *tokens(4))
     one._fused_group.warm(one)
@@ -219,13 +219,13 @@ def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
     one._world = SimpleNamespace(run=run)
     quantized = mm.quantize(x, "mxfp8")
     if mode == "auto":
-        one._across(quantized, idx, gates, one.stats, one.stats)
+        one._call_over_group(quantized, idx, gates, one.stats, one.stats)
         assert staged == ["staged"] and not gpu.calls
-        one._across(x, idx, gates, one.stats, one.stats)
+        one._call_over_group(x, idx, gates, one.stats, one.stats)
         assert len(gpu.calls) == 1
     else:
         with pytest.raises(DTypeError, match="quantised ones"):
-            one._across(quantized, idx, gates, one.stats, one.stats)
+            one._call_over_group(quantized, idx, gates, one.stats, one.stats)
 
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
@@ -263,8 +263,8 @@ def test_ranks_on_other_hosts_are_named():
         symmetric.check_reach([["a", "x"], ["b", "y"], ["a", "z"], ["c", "w"]])
 
 
-def test_a_room_holds_what_its_layout_says():
-    inbox = InboxSizes(2, 5, 256, 1, True, 4, 32)
+def test_a_buffer_holds_what_its_layout_says():
+    inbox = InboxSizes(2, 5, 256, 16, 4, 32)
     where = exchange(5, 64, 3, 4096, 1, inbox)
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
     buffer = symm_buffer.symm_buffer_in(memory, where)

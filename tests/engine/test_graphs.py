@@ -37,7 +37,7 @@ def test_buckets_are_powers_of_two_then_multiples_of_256():
     buckets = [bucket_of(num) for num in range(1, MAX_TOKENS + 1)]
     assert sorted(set(buckets)) == [1, 2, 4, 8, 16, 32, 64, 128, *range(256, 2049, 256)]
     assert all(num <= bucket < 2 * num for num, bucket in enumerate(buckets, 1))
-    assert bucket_of(5, most=6) == 6 and bucket_of(600, most=600) == 600
+    assert bucket_of(5, max_tokens=6) == 6 and bucket_of(600, max_tokens=600) == 600
 
 
 def test_replays_have_the_results_of_eager_calls(cuda):
@@ -56,7 +56,7 @@ def test_ids_may_be_int32_and_rows_strided(cuda):
     for _ in range(2):  # met first, then known
         for ids, rows in ((idx, x), (idx.int(), x), (idx, wide[:, :H]), (idx.int(), wide[:, :H])):
             assert torch.equal(one(rows, ids, weight), wanted((x, idx, weight), one))
-    assert len(one._graphs._met) == 4 and len(captures(cuda)) == 1
+    assert len(one._graphs._by_signature) == 4 and len(captures(cuda)) == 1
 
 
 def test_a_bucket_is_warmed_on_no_token_and_all_share_a_pool(cuda):
@@ -89,7 +89,7 @@ def test_a_result_needs_no_grad_whatever_the_mode(cuda):
         with torch.set_grad_enabled(grad):
             y = one(*tokens(3))
         assert not y.requires_grad and y.is_contiguous() and not y.is_inference()
-    assert len(one._graphs._met) == 2
+    assert len(one._graphs._by_signature) == 2
 
 
 def test_stats_are_added_once_a_call(cuda):
@@ -102,7 +102,7 @@ def test_stats_are_added_once_a_call(cuda):
         assert torch.equal(one.stats, total)
 
 
-def test_faults_are_told_on_the_next_call_once(cuda):
+def test_faults_are_raised_by_the_next_call_once(cuda):
     one = make()
     x, idx, weight = tokens(5)
     idx[3, 1] = E
@@ -133,7 +133,7 @@ def test_the_door_is_the_same(cuda):
     assert cuda.log.count("launch 10") == 1  # no bucket is larger than the layer's limit
 
 
-def test_the_door_is_the_same_for_calls_that_were_met(cuda):
+def test_the_checks_are_the_same_for_signatures_that_were_seen(cuda):
     one = make()
     x, idx, weight = tokens(5)
     one(x, idx, weight)
@@ -156,16 +156,16 @@ def test_the_door_is_the_same_for_calls_that_were_met(cuda):
     ):
         with pytest.raises(mm.MegaMoEError):
             one(*bad)
-    assert len(one._graphs._met) == 2
+    assert len(one._graphs._by_signature) == 2
 
 
 def test_only_so_many_looks_are_remembered(cuda, monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_MET", 2)
+    monkeypatch.setattr(graphs, "MAX_SIGNATURES", 2)
     one = make()
     for _ in range(2):
         for count in (1, 2, 3, 4):
             assert torch.equal(one(*tokens(count)), wanted(tokens(count), one))
-    assert len(one._graphs._met) == 2
+    assert len(one._graphs._by_signature) == 2
 
 
 def test_some_calls_are_eager(cuda, monkeypatch):

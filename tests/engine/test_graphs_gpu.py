@@ -179,7 +179,7 @@ def test_moves_and_writes_are_followed():
     assert torch.equal(one(*inputs), mm.moe(*inputs, weights(seed=3), mode="staged"))
 
 
-def test_bad_slots_are_masked_and_told():
+def test_bad_slots_are_masked_and_reported():
     one, eager = pair()
     x, idx, weight = tokens(13)
     bad, masked = idx.clone(), idx.clone()

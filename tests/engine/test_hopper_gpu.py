@@ -269,7 +269,7 @@ def test_rows_behind_the_valid_ones_are_padding(recipe, num):
 
 
 @pytest.mark.parametrize("num", [13, 600])
-def test_bad_slots_are_masked_told_and_not_counted(num):
+def test_bad_slots_are_masked_reported_and_not_counted(num):
     layer = mm.MoE(plain("w4a8_block"), E, K, backend="hopper", mode="staged")
     x, idx, weight = tokens(num)
     bad, masked, nan = idx.clone(), idx.clone(), weight.clone()
@@ -280,7 +280,7 @@ def test_bad_slots_are_masked_told_and_not_counted(num):
     assert torch.equal(layer(x, bad, nan), wanted)
     with pytest.raises(mm.MegaMoEError, match="token 5, slot 1"):
         layer.check()
-    layer.check()  # told once
+    layer.check()  # reported once
     assert torch.equal(layer.stats, 2 * torch.bincount(masked[masked >= 0], minlength=E))
 
 

@@ -260,8 +260,8 @@ def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch, c
     w.w2.scale[0, 0, 0] = 0
     assert choose("auto", "auto", w, None)[0] == "portable"
     assert choose("auto", "auto", experts("w8a8"), w)[0] == "portable"
-    (told,) = caplog.messages
-    assert told.startswith("backend portable instead of hopper") and "2**-127" in told
+    (message,) = caplog.messages
+    assert message.startswith("backend portable instead of hopper") and "2**-127" in message
     with pytest.raises(NotAvailable, match='backend="portable"'):
         choose("hopper", "auto", w, None)
     with pytest.raises(NotAvailable, match="portable"):

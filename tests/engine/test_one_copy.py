@@ -55,8 +55,8 @@ def test_a_tensor_that_the_caller_holds_stays_his_and_is_watched(gpu):
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_dict_is_loaded_into_images(gpu, assign):
     one, other = moe(weights()), mm.MoE(weights(seed=1), E, K, backend="reference")
-    told = one.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
-    assert not told.missing_keys and not told.unexpected_keys
+    loaded = one.load_state_dict(copy.deepcopy(other.state_dict()), assign=assign)
+    assert not loaded.missing_keys and not loaded.unexpected_keys
     assert same(one.state_dict(), other.state_dict())
     gpu.weights = weights(seed=1)
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu)) and one.weights.is_packed
@@ -114,8 +114,8 @@ def test_what_does_not_fit_changes_nothing(gpu):
         layer.load_state_dict(wrong)
     with pytest.raises(Exception, match="data must be"):
         layer.load_state_dict({**before, KEYS[0]: before[KEYS[0]].float()})
-    told = layer.load_state_dict({KEYS[0]: before[KEYS[0]]}, strict=False)
-    assert told.missing_keys == KEYS[1:]
+    loaded = layer.load_state_dict({KEYS[0]: before[KEYS[0]]}, strict=False)
+    assert loaded.missing_keys == KEYS[1:]
     layer(*tokens())
     assert layer.weights.is_packed and same(layer.weights.state_dict(), weights().state_dict())
 
@@ -209,9 +209,9 @@ def test_facts_are_known_once_packed(gpu, monkeypatch):
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16", "nvfp4"])
 def test_a_plan_and_a_repr_tell_the_bytes_that_are_held(gpu, recipe):
     layer = moe(weights(recipe))
-    told = {b.name: b.num_bytes for b in layer.plan(8).buffers}
+    sizes = {b.name: b.num_bytes for b in layer.plan(8).buffers}
     extras = 0 if recipe != "nvfp4" else 4 + 4 * E  # x_global, acts_global
-    assert told["experts"] == layer.weights.nbytes - extras and "images" not in told
+    assert sizes["experts"] == layer.weights.nbytes - extras and "images" not in sizes
     assert megabytes(layer.weights.nbytes) in repr(layer) and ", packed" in repr(layer)
 
 

@@ -34,6 +34,7 @@ def experts(recipe):
 
 @pytest.mark.parametrize(("recipe", "mode"), [
     ("w4a8_block", "fused"), ("w4a8_block", "staged"), ("w8a8", "staged"), ("nvfp4", "staged"),
+    ("w8a8", "split"),
 ])  # fmt: skip
 @pytest.mark.parametrize("num", [1, 16, 77])
 def test_a_launch_on_real_memory_asks_for_the_keys_that_are_found_without(recipe, mode, num):
@@ -119,11 +120,11 @@ class Worker:
 
 
 def test_processes_share_what_is_not_there_yet(monkeypatch):
-    Worker.made, Worker.fails, told = [], False, []
+    Worker.made, Worker.fails, steps = [], False, []
     monkeypatch.setattr(precompile, "_Worker", Worker)
-    done = precompile.compile_layer(spec(), [1], processes=2, progress=lambda *at: told.append(at))
+    done = precompile.compile_layer(spec(), [1], processes=2, progress=lambda *at: steps.append(at))
     assert sorted(Worker.made) == ["a", "b", "d"] and (done.num, done.num_found) == (4, 1)
-    assert told[0] == (1, 4) and told[-1] == (4, 4)
+    assert steps[0] == (1, 4) and steps[-1] == (4, 4)
     Worker.fails = True
     with pytest.raises(NotAvailable, match="ptxas"):
         precompile.compile_layer(spec(), [1], processes=2)

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import images
+from megamoe.engine import checkpoint, images, packing
 from megamoe.errors import NotAvailable, RangeError, ShapeError
 from megamoe.formats.quantized import Quantized
+from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.numerics import HOPPER_RECIPES
 from megamoe.problem import RECIPES
 from tests.engine.pretended import E, H, I, K, tokens, weights
@@ -230,3 +231,18 @@ def test_a_quantised_matrix_may_be_a_part_of_another(gpu):
     assert isinstance(part, Quantized)
     layer.refresh(w2=part, experts=[2, 3])
     assert torch.equal(layer.weights.w2[2].data, new.w2[2].data)
+
+
+@pytest.mark.parametrize("recipe", ["w4a8", "nvfp4"])
+def test_what_scales_alone_say_of_an_expert_is_true_of_its_values(recipe):
+    w = weights(recipe).w13
+    scale = w.scale.view(torch.uint8)
+    for expert, code in enumerate((0, 1, 129, 127, 254, 255, 120)):
+        scale[expert, 0, 0, 0] = code
+    w.data[6] = 0
+    said = packing.facts_by_scales(w)
+    assert {facts is None for facts in said} == {True, False} and said[5] is None
+    for expert, facts in enumerate(said):
+        if facts is not None:
+            assert facts == pack.facts_of(w[expert : expert + 1])
+            checkpoint.refuse_nan(w[expert : expert + 1], "w13")

@@ -1,7 +1,10 @@
 """The vLLM plugin without vLLM: layers that have the attributes it documents, and no others."""
 
+import inspect
+import json
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +13,8 @@ import torch
 import megamoe as mm
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError
 from megamoe.formats.spec import recipe_named
-from megamoe.integrations.vllm import layers, plugin
+from megamoe.integrations.vllm import exchange, layers, plugin
+from tests.distributed.ranks import launch
 
 E, K, H, I, T = 4, 2, 64, 32, 5
 HERE = layers.Settings(backend="reference")
@@ -26,12 +30,12 @@ def routing(num_experts=E):
     return x, ids, torch.rand(T, K, generator=rng(3))
 
 
-def stacked(recipe, gate_up="split", bias=False):
+def stacked(recipe, gate_up="split", bias=False, seed=0):
     """Experts of ours, and the tensors that vLLM would have loaded for them."""
-    w13, w2 = (torch.randn(s, generator=rng()) / 8 for s in ((E, 2 * I, H), (E, H, I)))
-    b13, b2 = (
-        (torch.randn(s, generator=rng(4)) for s in ((E, 2 * I), (E, H))) if bias else (None,) * 2
-    )
+    w13, w2 = (torch.randn(s, generator=rng(seed)) / 8 for s in ((E, 2 * I, H), (E, H, I)))
+    b13, b2 = (None,) * 2
+    if bias:
+        b13, b2 = (torch.randn(s, generator=rng(seed + 4)) for s in ((E, 2 * I), (E, H)))
     acts = {"x_global": 0.01, "acts_global": torch.linspace(0.01, 0.02, E)}
     extra = acts if recipe == "nvfp4" else {}
     w = mm.ExpertWeights.quantize(w13, w2, recipe, b13=b13, b2=b2, gate_up=gate_up, **extra)
@@ -60,16 +64,17 @@ def method(name, **attributes):
 def layer(tensors=(), **changes):
     """What the plugin reads of a RoutedExperts; anything else would raise AttributeError."""
     ranks = SimpleNamespace(enable_eplb=False, use_all2all_kernels=False, all2all_backend="naive",
-                            pcp_size=1)  # fmt: skip
+                            pcp_size=1, use_ep=False, ep_size=1)  # fmt: skip
     config = SimpleNamespace(
         in_dtype=torch.bfloat16, device="cpu", has_bias=False, is_lora_enabled=False,
         intermediate_size_per_partition=I, activation_situ_beta=None,
         activation_situ_linear_beta=None, moe_parallel_config=ranks,
     )  # fmt: skip
     made = SimpleNamespace(
-        activation=SimpleNamespace(value="silu"), top_k=K, local_num_experts=E, hidden_size=H,
-        expert_map=None, apply_router_weight_on_input=False, swiglu_limit=None, swiglu_alpha=None,
-        swiglu_beta=None, expert_map_manager=SimpleNamespace(), moe_config=config,
+        activation=SimpleNamespace(value="silu"), top_k=K, local_num_experts=E,
+        global_num_experts=E, hidden_size=H, expert_map=None, apply_router_weight_on_input=False,
+        swiglu_limit=None, swiglu_alpha=None, swiglu_beta=None,
+        expert_map_manager=SimpleNamespace(), moe_config=config,
     )  # fmt: skip
     for key, value in changes.items():
         at = next((o for o in (made, config, ranks) if hasattr(o, key)), made)
@@ -219,6 +224,105 @@ def test_two_ranks_with_vllms_expert_map_add_up_to_the_whole_layer():
     assert float((total - whole).norm() / whole.norm()) < recipe_named("bf16").tolerance
 
 
+# By name: whether ranks share a batch, and how vLLM places experts.
+OVER = {"own tokens": (False, "linear"), "shared batch": (True, "linear"),
+        "round robin": (False, "round_robin")}  # fmt: skip
+
+
+def over_group(rank, name, fmt):
+    """One rank of two: what its layer gives, and the tokens of the fullest rank in each call."""
+    import torch.distributed as dist
+
+    shares, strategy = OVER[name]
+    w, tensors = stacked(fmt)
+    mine = list(range(rank, E, 2)) if strategy == "round_robin" else [2 * rank, 2 * rank + 1]
+    extra, cls = {}, "UnquantizedFusedMoEMethod"
+    if fmt == "nvfp4":  # each rank has seen other tokens: all take the largest scale
+        cls, tensors = "ModelOptNvFp4FusedMoE", renamed(tensors, **MX)
+        x_global = w.x_global.expand(E) * torch.tensor([0.5, 1.0, 0.5, 0.25])
+        extra = {"w13_weight_scale_2": w.w13.global_scale[:, None].expand(E, 2).contiguous(),
+                 "w2_weight_scale_2": w.w2.global_scale, "w2_input_scale": w.acts_global,
+                 "w13_input_scale": x_global[:, None].expand(E, 2).contiguous()}  # fmt: skip
+    one = layer(
+        {key: t[mine] for key, t in {**tensors, **extra}.items()}, local_num_experts=len(mine),
+        use_ep=True, ep_size=2, use_all2all_kernels=True,
+        expert_map_manager=SimpleNamespace(placement_strategy=strategy),
+    )  # fmt: skip
+    asked = layers.Settings("reference", exchange="megamoe")
+    assert exchange.is_wanted(one, asked.exchange) and not exchange.why_not(one, SimpleNamespace())
+    assert layers.why_not(one, method(cls), asked, exchanges=True) == ""
+    told, bounds = [], []
+
+    def gather(rows):
+        every = [torch.empty_like(rows) for _ in range(2)]
+        dist.all_gather(every, rows)
+        return torch.cat(every)
+
+    over = exchange.Over(
+        dist.group.WORLD, E, exchange.placement_of(one.expert_map_manager, E, 2), T,
+        exchange.Sharers(2, rank, gather) if shares else None, lambda: told[-1],
+    )  # fmt: skip
+    made = layers.make_layer(one, method(cls), asked, over)
+    assert one.w13_weight.numel() == 0
+
+    def forward(x, ids, weights, max_tokens):
+        bounds.append(max_tokens)
+        return type(made).forward(made, x, ids, weights)
+
+    made.forward, exchange.TAKES_BOUND = forward, True
+    found = []
+    for num in (T, 1, 0):  # rank 1 has fewer
+        x, ids, weights = routing()
+        sizes = [num, num] if shares else [num, num // 2]
+        told.append(None if shares else sizes)
+        x, ids, weights = (t[: sizes[rank]] for t in (x, ids, weights))
+        found.append(layers.apply(one, made, x, weights, ids, over).tolist())
+    return found, bounds
+
+
+@pytest.mark.parametrize(
+    ("name", "fmt"), [*((name, "bf16") for name in OVER), ("own tokens", "nvfp4")]
+)
+def test_two_ranks_that_exchange_tokens_themselves_have_the_bits_of_one(name, fmt):
+    ends = launch(2, over_group, name, fmt, limit_s=120)
+    assert [end.error for end in ends] == ["", ""]
+    w, _ = stacked(fmt)
+    x, ids, weights = routing()
+    wanted = mm.moe(x, ids, weights, w, weight_at="combine")
+    for rank, end in enumerate(ends):
+        found, bounds = end.result
+        for num, y in zip((T, 1, 0), found, strict=True):
+            mine = num if OVER[name][0] or rank == 0 else num // 2
+            assert torch.equal(torch.tensor(y).view(mine, H), wanted[:mine].float())
+        assert bounds == ([-(-T // 2), 1, 0] if OVER[name][0] else [T, 1, 0])
+
+
+REASONS = {
+    "experts": ({"global_num_experts": 5}, {}, "5 experts do not divide by 2 ranks"),
+    "elastic": ({}, {"enable_elastic_ep": True}, "elastic"),
+    "two batches": ({}, {"enable_dbo": True}, "dual batch overlap"),
+    "the model adds": ({"skip_final_all_reduce": True}, {}, "adds the ranks' rows itself"),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_where_we_cannot_exchange_vllm_does(name):
+    changes, config, says = REASONS[name]
+    one = layer(use_ep=True, ep_size=2)
+    one.global_num_experts = changes.get("global_num_experts", E)
+    one.moe_config.skip_final_all_reduce = changes.get("skip_final_all_reduce", False)
+    assert says in exchange.why_not(one, SimpleNamespace(**config))
+    assert not exchange.is_wanted(one, "vllm") and not exchange.is_wanted(layer(), "megamoe")
+
+
+def test_calls_that_wait_for_the_host_are_refused_where_vllm_captures_them():
+    staged = SimpleNamespace(mode="staged", why="backend portable: asked for")
+    over = exchange.Over(None, E, None, T, None, lambda: None, is_captured=True)
+    with pytest.raises(NotAvailable, match="--enforce-eager"):
+        over.check(staged)
+    over.check(SimpleNamespace(mode="chain", why=""))
+
+
 # -- layers that stay vLLM's -----------------------------------------------------------------------
 
 BF16 = method("UnquantizedFusedMoEMethod")
@@ -282,6 +386,48 @@ def test_other_settings_are_refused(given):
         layers.settings_of({"megamoe": given})
 
 
+RELOADED = {"bf16": ("UnquantizedFusedMoEMethod", {}), "w8a8": ("Fp8MoEMethod", FP8),
+            "w4a16": ("GptOssMxfp4MoEMethod", MX)}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", RELOADED)
+def test_weights_that_are_loaded_again_go_into_the_same_memory(recipe):
+    """As vLLM reloads: fresh parameters, then the method is asked to process them once more."""
+    cls, names = RELOADED[recipe]
+    is_oss = recipe == "w4a16"
+    order = "interleaved" if is_oss else "split"
+    how = method(cls, weight_block_size=[128, 128])
+    gate = {"activation": SimpleNamespace(value="swigluoai" if is_oss else "silu")}
+    first, again = (stacked(recipe, order, bias=is_oss, seed=seed) for seed in (0, 9))
+    one = layer(renamed(first[1], **names), **gate)
+    made = layers.make_layer(one, how, HERE)
+    held = {name: t.data_ptr() for name, t in made.weights.held().items()}
+    x, ids, weights = routing()
+    before = layers.apply(one, made, x, weights, ids)
+    for name, t in renamed(again[1], **names).items():
+        setattr(one, name, torch.nn.Parameter(t, requires_grad=False))
+    layers.reload(one, how, HERE, made)
+    assert held == {name: t.data_ptr() for name, t in made.weights.held().items()}
+    assert one.w13_weight.numel() == one.w2_weight.numel() == 0
+    y = layers.apply(one, made, x, weights, ids)
+    options = {"activation": "gpt_oss"} if is_oss else {}
+    assert torch.equal(y, mm.moe(x, ids, weights, again[0], weight_at="combine", **options))
+    assert not torch.equal(y, before)
+
+
+def test_slots_of_padding_rows_are_left_out_whatever_their_weights():
+    w, tensors = stacked("bf16")
+    one = layer(tensors)
+    made = layers.make_layer(one, BF16, HERE)
+    x, ids, weights = routing()
+    weights[0, 1], weights[2] = float("nan"), float("inf")
+    x[2] = float("nan")
+    y = layers.apply(one, made, x, weights, ids)
+    ids[0, 1], ids[2] = -1, -1
+    wanted = mm.moe(x, ids, weights.nan_to_num(0, 0), w, weight_at="combine")
+    assert torch.equal(y, wanted) and not wanted[2].any()
+
+
 def test_bad_tensors_are_refused_by_name():
     _, tensors = stacked("bf16")
     with pytest.raises(ShapeError, match="must have w2_weight"):
@@ -312,7 +458,8 @@ class UnquantizedFusedMoEMethod(torch.nn.Module):
 def door(monkeypatch):
     said = []
     monkeypatch.setattr(plugin, "say", said.append)
-    monkeypatch.setattr(plugin, "_additional_config", lambda: {"megamoe": {"backend": "reference"}})
+    config = SimpleNamespace(additional_config={"megamoe": {"backend": "reference"}})
+    monkeypatch.setattr(plugin, "_config", lambda: config)
     return said
 
 
@@ -330,7 +477,7 @@ def test_a_method_of_vllm_becomes_ours_and_keeps_its_loading(door):
     y = made.apply(one, x, weights, ids, None, None)
     assert torch.equal(y, mm.moe(x, ids, weights, w, weight_at="combine"))
     assert len(door) == 1 and "4 experts 64 x 32" in door[0] and "bf16" in door[0]
-    with pytest.raises(NotAvailable, match="second time"):
+    with pytest.raises(NotAvailable, match="is_checkpoint_format=True"):
         made.process_weights_after_loading(one)
 
 
@@ -368,6 +515,30 @@ def test_a_format_without_a_kernel_of_vllms_is_taken(door, monkeypatch):
         plugin.choose(layer(is_lora_enabled=True), Fp8MoEMethod)
 
 
+CALLS = Path(__file__).parents[1] / "data" / "deep_gemm_calls.json"
+ASKED = json.loads(CALLS.read_text())["methods"]
+VLLMS_OWN = {"create_weights", "moe_quant_config", "uses_weight_scale_2_pattern", "quant_config",
+             "apply_monolithic", "requantization_source", "requires_device_loading",
+             "supports_internal_mk", "mk_can_overlap_shared_experts", "moe_kernel"}  # fmt: skip
+
+
+def test_what_vllm_033_asks_of_a_method_of_experts_is_there():
+    """As its wheel has it (scripts/wheel_calls.py); vLLM 0.33 itself was not run."""
+    assert {row["wheel"] for row in ASKED} == {"vllm-0.33.0"}
+    names = {(row["of"], row["name"]) for row in ASKED}
+    assert {("method", "apply"), ("kernel", "output_is_reduced")} <= names
+    for row in ASKED:
+        mine = {"method": plugin._Method, "kernel": exchange.Finished}[row["of"]]
+        known = row["name"] in vars(mine)
+        # topk_indices_dtype, which asks a kernel's prepare_finalize, is ours too.
+        assert known or row["name"] in (*VLLMS_OWN, "prepare_finalize"), row
+        if not known or "by_position" not in row:
+            continue
+        args = [None] * (1 + row["by_position"])  # self
+        bound = inspect.signature(vars(mine)[row["name"]])
+        bound.bind(*args, **dict.fromkeys(row["by_name"]))
+
+
 def test_importing_megamoe_and_its_doors_imports_no_server():
     code = "import sys, megamoe.integrations.vllm.plugin, megamoe.integrations.sglang\n"
     code += "assert not {'vllm', 'sglang', 'transformers'} & set(sys.modules)"
@@ -377,7 +548,6 @@ def test_importing_megamoe_and_its_doors_imports_no_server():
 def test_the_entry_points_are_where_servers_look():
     import tomllib
     from importlib import import_module
-    from pathlib import Path
 
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     points = tomllib.loads(text)["project"]["entry-points"]

@@ -21,12 +21,12 @@ mov.u32 $0, 1;
 def hold_kernel(out, num_ns):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    room = gl.allocate_shared_memory(gl.int32, [256, 128], flat)  # 128 KiB
+    smem = gl.allocate_shared_memory(gl.int32, [256, 128], flat)  # 128 KiB
     done = gl.inline_asm_elementwise(
         _SPIN, "=r,l", [num_ns.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1
     )
-    room.index(gl.program_id(0)).store(gl.zeros([128], gl.int32, LAYOUT) + done)
-    gl.store(out + gl.arange(0, 128, LAYOUT), room.index(gl.program_id(0)).load(LAYOUT))
+    smem.index(gl.program_id(0)).store(gl.zeros([128], gl.int32, LAYOUT) + done)
+    gl.store(out + gl.arange(0, 128, LAYOUT), smem.index(gl.program_id(0)).load(LAYOUT))
 
 
 def hold(num_sms: int, seconds: float) -> None:

@@ -18,17 +18,31 @@ from megamoe.kernels.blackwell.formats import FORMATS, SCALED_MMAS, check_tile, 
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon import compat
 from megamoe.kernels.gluon.compat import HAS_PAIRS, VERSION
-from megamoe.planner.blackwell import shared_memory, shipped, tile_of, tmem_columns
+from megamoe.planner.blackwell import (
+    narrowed,
+    overridden,
+    shared_memory,
+    shipped,
+    tile_of,
+    tmem_columns,
+)
+from megamoe.planner.grouped import VARIANTS
 from megamoe.planner.launches import GemmTmem, next_power_of_2
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.tables.blackwell import PAIRED, TMEM_COLUMNS, Shape
 from megamoe.problem import Options
-from tests.kernels.blackwell import compiled, tile_name
+from tests.kernels.blackwell import compiled, compiled_grouped, launched, tile_name
 from tests.kernels.compiling import resources
 from tests.kernels.descriptors import decoded, faults
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
+
+
+def pick_with(recipe, **given):
+    """The tile of an override."""
+    return overridden(recipe, shipped(recipe)[0], given)[0]
+
 
 ALL = [
     (r, tile, gated) for r in BLACKWELL_RECIPES for tile in shipped(r) for gated in (True, False)
@@ -62,7 +76,7 @@ def mma_of(recipe):
 
 
 def assert_is_as_planned(recipe, tile, kernel):
-    """Instructions, descriptors, tensor memory and shared memory."""
+    """Instructions, descriptors, tensor memory and shared memory; nothing spills."""
     ptx, kind, ctas = kernel.asm["ptx"], FORMATS[recipe], tile.num_ctas
     found = re.findall(r"tcgen05\.mma\.cta_group::(\d)\.kind::(\S+)", ptx)
     assert set(found) == {(str(ctas), mma_of(recipe))}
@@ -70,13 +84,16 @@ def assert_is_as_planned(recipe, tile, kernel):
     assert "cp.async.bulk.tensor.2d" in ptx and "tcgen05.commit" in ptx
     rows = decoded(ptx)
     depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
-    assert rows and len(rows) % (2 * tile.block_k // depth) == 0  # the first stage may be peeled
+    # The first stage may be peeled.
+    assert rows and len(rows) % (tile.num_halves * tile.block_k // depth) == 0
     assert not [fault for row in rows for fault in faults(row)]
     assert {(row["m"], row["n"]) for row in rows} == {(128 * ctas, tile.block_m)}
     assert {(row["a_type"], row["b_type"]) for row in rows} == {(kind.W.value, kind.X.value)}
     columns = tmem_columns(recipe, tile)
     assert columns <= TMEM_COLUMNS and kernel.metadata.tmem_size == next_power_of_2(columns, 32)
     assert kernel.metadata.shared <= shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
+    if ".target sm_100a" in ptx:
+        assert resources(kernel)["stack"] == 0
 
 
 def assert_is_of_pairs(recipe, tile, kernel):
@@ -105,12 +122,60 @@ def assert_is_of_pairs(recipe, tile, kernel):
 
 
 @pytest.mark.parametrize(
-    ("recipe", "tile", "gated"), SOME, ids=[f"{r}-{tile_name(t)}-{g}" for r, t, g in SOME]
+    ("recipe", "tile", "gated"),
+    [
+        pytest.param(
+            *case, id=f"{case[0]}-{tile_name(case[1])}-{case[2]}",
+            marks=() if case in SOME else (pytest.mark.every,),
+        )
+        for case in ALL
+    ],
+)  # fmt: skip
+def test_every_descriptor_of_a_shipped_launch_is_legal_it_fits_and_does_not_spill(
+    recipe, tile, gated
+):
+    assert_is_as_planned(recipe, tile, compiled(recipe, tile, gated))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "tile"),
+    [
+        ("w4a8", replace(shipped("w4a8")[2], schedule="dynamic")),
+        ("w4a16", replace(shipped("w4a16")[-1], schedule="sorted")),
+        ("w4a4", pick_with("w4a4", block_m=128, block_k=512)),
+        pytest.param("w4a4", pick_with("w4a4", block_m=16, block_k=512), marks=pytest.mark.every),
+    ],
+    ids=lambda v: v if isinstance(v, str) else f"{tile_name(v)}-{v.schedule}",
 )
-def test_launches_are_legal_fit_and_do_not_spill(recipe, tile, gated):
-    kernel = compiled(recipe, tile, gated)
-    assert_is_as_planned(recipe, tile, kernel)
-    assert resources(kernel)["stack"] == 0
+def test_tiles_that_are_drawn_and_deep_stages_are_as_planned(recipe, tile):
+    assert_is_as_planned(recipe, tile, compiled(recipe, tile, True))
+
+
+# The widest tile of each is the hardest: registers of a gather, of promoted sums.
+GROUPED = [
+    pytest.param(recipe, variant, rows, marks=() if (recipe, variant, rows) in {
+        ("nvfp4", "gemm", 512), ("nvfp4", "gather", 512), ("w8a8", "gather", 512),
+        ("w8a8", "finalize", 512), ("w4a16", "swiglu", 512),
+    } else (pytest.mark.every,))
+    for recipe in BLACKWELL_RECIPES
+    for variant in VARIANTS
+    for rows in (512, 16)
+    if (recipe, variant) != ("w4a16", "gather")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "variant", "rows"), GROUPED)
+def test_grouped_gemms_alone_are_as_planned(recipe, variant, rows):
+    plan, (place, gemm) = compiled_grouped(recipe, variant, rows)
+    assert resources(place)["stack"] == 0
+    assert_is_as_planned(recipe, plan.gemm.config, gemm)
+    assert ("tile::gather4" in gemm.asm["ptx"]) == (variant == "gather")
+    assert ("relaxed.add.v4.f32" in gemm.asm["ptx"]) == (variant == "finalize")
+
+
+def test_the_list_of_large_groups_first_compiles():
+    _, (place, _) = compiled_grouped("nvfp4", sort_by_m=True, schedule="dynamic", n=6144)
+    assert resources(place)["stack"] == 0
 
 
 def test_biases_and_the_other_activation_do_not_spill():
@@ -143,9 +208,11 @@ def test_sm_103a_has_the_same_instructions_and_spills_as_little(recipe, which, g
 
 
 def test_every_shipped_tile_fits_by_its_sums():
-    for recipe, tile, _ in ALL:
-        assert shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
-        assert tmem_columns(recipe, tile) <= TMEM_COLUMNS and tile.num_stages >= 3
+    for recipe, wide, _ in ALL:
+        for tile in (wide, narrowed(recipe, wide)):
+            assert shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
+            assert tmem_columns(recipe, tile) <= TMEM_COLUMNS and tile.num_stages >= 3
+        assert tile.num_stages >= wide.num_stages  # half of the weights, never fewer stages
 
 
 # -- what the compiler takes in silence ---------------------------------------------------------
@@ -192,20 +259,24 @@ TILE = GemmTmem(16, 128, 4, 2, 16)
         ("w8a8", GemmTmem(8, 128, 4, 2, 8), {}, "one of 16, 32, 64; got block_m 8"),
         ("w8a8", GemmTmem(16, 256, 4, 2, 16), {}, "128 columns of an activation scale; got .* 256"),
         ("w4a8", GemmTmem(16, 64, 4, 2, 16), {}, "multiple of 128 columns: four scales a word"),
+        ("w4a8", replace(TILE, num_halves=1), {"is_gated": True}, "128 of up; got 1 x 128 rows"),
+        ("w4a4", TILE, {"gathers": True}, "128 bytes a stage: .* got 64 bytes with block_k 128"),
     ],
 )
 def test_the_launcher_refuses_by_name_what_the_compiler_takes(
     recipe, tile, changes, match, monkeypatch
 ):
     monkeypatch.setattr(compat, "HAS_PAIRS", True)
-    kind, changes = FORMATS[recipe], dict(changes)
+    kind = FORMATS[recipe]
+    changes = dict(changes)
     padded = changes.pop("padded", None)
+    how = {n: changes.pop(n) for n in ("is_gated", "gathers") if n in changes}
     layout = operand_layout(kind, 128, tile.block_k, kind.W_BITS.value)
     if padded is not None:
         layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.uint8, fp4_padded=padded)
     kind = Kind(recipe, **{**kind._members, **changes})
     with pytest.raises(NotAvailable, match=match):
-        check_tile(kind, tile, layout)
+        check_tile(kind, tile, layout, **how)
 
 
 def test_pairs_are_refused_by_name_below_triton_3_8(monkeypatch):
@@ -213,6 +284,19 @@ def test_pairs_are_refused_by_name_below_triton_3_8(monkeypatch):
     monkeypatch.setattr(compat, "VERSION", (3, 6))
     with pytest.raises(NotAvailable, match=r"needs Triton 3\.8 or newer; got Triton 3\.6"):
         check_tile(FORMATS["w4a8"], replace(TILE, num_ctas=2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"block_rows": 64}, "M = 128 in one CTA; got M = 64"),
+        ({"num_halves": 1}, "of a gated linear .* got 1 x 128 rows"),
+        ({"block_m": 24, "chunk": 24}, "got block_m 24"),
+    ],
+)
+def test_every_launch_goes_through_the_refusals(changes, match):
+    with pytest.raises(NotAvailable, match=match):
+        launched("w4a8", replace(TILE, **changes), True)
 
 
 def test_a_wider_shape_than_tensor_memory_has_no_stages():
@@ -224,7 +308,6 @@ def main():
         kernel = compiled(recipe, tile, gated)
         assert_is_as_planned(recipe, tile, kernel)
         used = resources(kernel)
-        assert used["stack"] == 0, (recipe, tile)
         linear, columns = "L1" if gated else "L2", kernel.metadata.tmem_size
         print(f"{recipe} {linear} {tile}: {used}, {columns} columns", flush=True)
 

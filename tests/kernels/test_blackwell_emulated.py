@@ -102,6 +102,30 @@ def test_all_tiles_and_all_depths_have_the_same_bits(recipe, run):
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.parametrize(
+    "block_m", [16, 64, *(pytest.param(m, marks=pytest.mark.every) for m in (32, 128))]
+)
+def test_packed_fp4_has_the_same_bits_at_every_depth_of_a_stage(block_m, run):
+    """D015: 128, 256 and 512 of K, in each band of load; widths that are whole stages of none."""
+    w, inputs = weights_of("w4a4", 2, 1120, 288), tokens(30, 2, 1120)
+    found = [run(inputs, w, block_m=block_m, block_k=k, seed=k) for k in (128, 256, 512)]
+    assert_agrees(found[0], inputs, w)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("recipe", ["w4a8", "w4a16", "w4a8_block"])
+def test_tiles_that_are_drawn_have_the_bits_of_those_that_are_dealt(recipe, run, monkeypatch):
+    """And sorted ones, listed by either launch; each seed delays other roles."""
+    w, inputs = weights_of(recipe), tokens(40, skew="zipf", masked_ratio=0.2)
+    found = [run(inputs, w, block_m=16)]
+    for seed, (schedule, small) in enumerate((("dynamic", 1024), ("sorted", 1024), ("sorted", 64))):
+        if recipe == "w4a8" or seed > 1:
+            monkeypatch.setattr(permute_tables, "SMALL_SLOTS", small)
+            found.append(run(inputs, w, block_m=16, schedule=schedule, seed=seed))
+    assert_agrees(found[0], inputs, w)
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
 @pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 def test_masks_repeats_biases_and_the_other_activation(recipe, run):
     w, options = weights_of(recipe, has_bias=True), Options("gpt_oss", 7.0)

@@ -14,8 +14,7 @@ from megamoe.engine import backends, fused, planning, symm_buffer
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
-from megamoe.kernels.gluon.mega import sync
+from megamoe.kernels.gluon.mega import quantise, sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
@@ -51,7 +50,7 @@ def test_tokens_are_divided_by_their_scale_as_by_a_division(exponent):
     x = (torch.arange(128, 256)[:, None] * parts).flatten() * 2.0**exponent
     step = amax / torch.tensor(448.0)
     x = x.bfloat16().float().expand(len(amax), -1)
-    got = running.translated(mega_dispatch._exact_ratio)(Value(x), Value(step)).t
+    got = running.translated(quantise._exact_ratio)(Value(x), Value(step)).t
     inside = x <= amax[:, None]
     assert inside.sum() > 300_000
     assert torch.equal(got[inside], (x / step[:, None])[inside])
@@ -314,7 +313,7 @@ def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels
     assert ranks.status[0].bad_slot.item() == 3 * K + 1 and ranks.status[1].bad_slot.item() == NONE
 
 
-def test_a_launch_whose_peer_does_not_come_says_so_and_tells_nobody_it_is_done(kernels):
+def test_a_launch_whose_peer_does_not_come_reports_it_and_signals_no_rank_that_it_is_done(kernels):
     w, inputs = weights_of("w4a8_block"), tokens(3)
     ranks = Processes(kernels, w, 2, 5, timeout_s=LATER)
     ranks.launch(1, inputs)

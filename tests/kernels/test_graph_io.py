@@ -101,14 +101,14 @@ def test_no_token_touches_nothing_but_the_count(_):
 
 
 @pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
-def test_more_tokens_than_the_graph_has_room_for_end_at_its_room(_):
+def test_more_tokens_than_the_graph_holds_end_at_its_capacity(_):
     """Never sent; if it were, nobody else's memory would be written."""
     x = torch.ones(5, 96, device=DEVICE).bfloat16()
     idx, weights = torch.zeros(5, 3, device=DEVICE).long(), torch.zeros(5, 3, device=DEVICE)
-    room = torch.zeros(5, 96, device=DEVICE).bfloat16()
-    inputs = Inputs.empty(4, 96, 3, DEV)._replace(x=room[:4])
+    padded = torch.zeros(5, 96, device=DEVICE).bfloat16()
+    inputs = Inputs.empty(4, 96, 3, DEV)._replace(x=padded[:4])
     copy_inputs(now(x, idx, weights), inputs)
-    assert inputs.count.item() == 4 and (room[:4] == 1).all() and not room[4].any()
+    assert inputs.count.item() == 4 and (padded[:4] == 1).all() and not padded[4].any()
 
 
 @pytest.mark.parametrize("hidden", [96, 2880])

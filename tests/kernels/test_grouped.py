@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine import grouped as engine
 from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import grouped_gemm, launch
@@ -73,6 +74,13 @@ def test_tiles_change_no_bit():
         for tile in (Tile(16, 64, 128, 4, 2), Tile(32, 128, 256, 4, 2, 4), Tile(64, 128, 128, 4, 2))
     ]
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def test_the_engines_grouped_gemm_is_this_one():
+    x, w, counts = operands("w4a8", [7, 40, 0, 11])
+    wanted = grouped_gemm(x, w, counts)
+    for given in ({}, {"schedule": "dynamic", "sort_by_m": True, "block_m": 32}):
+        assert torch.equal(engine.grouped_gemm(x, w, counts, backend="portable", **given), wanted)
 
 
 def test_one_global_scale_serves_all_groups():

@@ -19,7 +19,7 @@ from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.weights.pack import pack
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner import smem
-from megamoe.planner.hopper import gemm_launch, pick
+from megamoe.planner.hopper import gemm_launch
 from megamoe.planner.launches import Gemm
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.numerics import numerics
@@ -268,11 +268,3 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypa
     assert len(made) == 1 + (not is_small) + (slots > tables.MIDDLE_SLOTS)
     for kernel in made:
         assert resources(kernel)["stack"] == 0
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_every_load_has_a_tile(recipe):
-    for fits in (True, False):
-        for rows in (0.0, 0.001, 1, 5, 30, 100, 1e6):
-            tile, _ = pick(recipe, rows, fits_e4m3=fits)
-            assert tile.num_stages >= 2 and tile.block_m % 8 == 0

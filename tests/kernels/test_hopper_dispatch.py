@@ -118,7 +118,7 @@ def inputs(size, hidden=64, seed=0, masked=0.2):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("size", SIZES)
-def test_bad_slots_are_masked_and_the_first_is_told(size, dtype):
+def test_bad_slots_are_masked_and_the_first_is_reported(size, dtype):
     x, idx, weight, experts = inputs(size)
     idx[0] = -1
     weight[0] = float("nan")  # not read

@@ -5,6 +5,7 @@ import re
 import numpy
 import pytest
 import torch
+import triton
 
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
@@ -13,7 +14,7 @@ from megamoe.kernels.hopper.weights import decode, pack
 from megamoe.layout.tiles import RegisterImage
 
 ASM = {  # by kind: the program, and what else it is given
-    "e4m3_image": (decode.TO_E4M3, {}),
+    "e4m3_image": (triton.language.constexpr(decode._to_e4m3(1)), {}),
     "placed_image": (decode.PLACED_TO_BF16, {}),
     "mx_image": (decode.MX_TO_BF16, {"$9": decode.MX_BYTES, "$13": decode.LOW_BYTES}),
     "nv_image": (decode.NV_TO_BF16, {"$9": decode.NV_BYTES, "$13": decode.LOW_BYTES}),
@@ -166,7 +167,7 @@ def test_every_code_and_scale_that_can_be_placed_is_exact():
     assert not values[..., -64:].any()
 
 
-def test_scales_above_2_leave_no_room_where_a_group_counts():
+def test_scales_above_2_do_not_fit_where_a_group_counts():
     assert pack.can_be_placed(row_of((0x12, 128), (0x80, 254)))
     assert not pack.can_be_placed(row_of((0x12, 1), (0x10, 129)))
     nvfp4 = Quantized(
@@ -226,7 +227,7 @@ def test_what_was_packed_unpacks_to_the_same_bits(kind, linear):
             assert torch.equal(one.tensors()[name].view(torch.uint8), t.view(torch.uint8)), name
 
 
-def test_scales_of_groups_of_zeros_take_no_room_where_they_are_alike():
+def test_scales_of_groups_of_zeros_take_no_bits_where_they_are_alike():
     w = row_of((0x00, 9), (0x88, 9), (0x12, 100), (0x80, 9))
     assert pack.spare_of(w) == pack.Spare(9)
     w.scale[0, 0, 1] = 4

@@ -270,7 +270,7 @@ def test_combine_is_the_references_bit_for_bit(weighted, is_fp8):
     assert torch.equal(y, total.bfloat16())
 
 
-def test_a_bad_slot_is_masked_and_told_on_the_next_call():
+def test_a_bad_slot_is_masked_and_raised_by_the_next_call():
     layer = mm.MoE(experts("w4a16", E, I, H), E, K, backend="portable")
     x, idx, weight = tokens(8, E, K, H)
     bad, masked = idx.clone(), idx.clone()
@@ -279,7 +279,7 @@ def test_a_bad_slot_is_masked_and_told_on_the_next_call():
     assert torch.equal(layer(x, bad, weight), wanted)
     with pytest.raises(mm.MegaMoEError, match="token 5, slot 1"):
         layer.check()
-    layer.check()  # told once
+    layer.check()  # reported once
     weight = weight.clone()
     weight[2, 0] = float("nan")
     layer(x, idx, weight)

@@ -6,8 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from scripts import sanitize
+from megamoe.engine import backends
+from scripts import sanitize, sanitize_calls
+from tests import emulator
 from tests.kernels.support import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
@@ -21,6 +24,19 @@ def test_the_sanitizers_calls_run():
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"done {part}" for part in parts]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
+def test_the_sanitizers_calls_launch_every_kernel_of_the_chain(monkeypatch):
+    kernels = emulator.install(monkeypatch, num_sms=4)
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    monkeypatch.setattr(sanitize_calls, "DEVICE", torch.device("cpu"))
+    sanitize_calls.chain_layer("w8a8")
+    wanted = {"gemm_swap_ab_kernel", "_count_kernel", "_scan_kernel", "_place_kernel",
+              "_quantize_kernel", "exchange_kernel", "_rows_kernel", "pull_kernel",
+              "finish_kernel", "_dispatch_kernel", "_combine_kernel"}  # fmt: skip
+    assert {name for name in wanted if not kernels[name].launches} == set()
+    assert "chain-w8a8" in sanitize.TOOLS["consan"] and "chain-w4a4" in sanitize.TOOLS["memcheck"]
 
 
 CLEAN = "done w8a8\n========= ERROR SUMMARY: 0 errors\n"

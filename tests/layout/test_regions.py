@@ -50,7 +50,7 @@ def test_lookup_names_what_there_is():
     placed = chain([Segment("a", "u32", (4,), "control"), Segment("b", "u8", (3,), "data")])
     assert placed["b"].offset == 128
     assert placed.control_bytes == 16
-    assert [r.name for r in placed.room("data")] == ["b"]
+    assert [r.name for r in placed.section("data")] == ["b"]
     assert "total" in str(placed) and "256" in str(placed)
     with pytest.raises(RangeError, match="regions a, b; got 'c'"):
         placed["c"]

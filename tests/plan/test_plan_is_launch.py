@@ -9,7 +9,16 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import blackwell, chain, images, packed, parallel, planning, symm_buffer
+from megamoe.engine import (
+    blackwell,
+    chain,
+    images,
+    packed,
+    parallel,
+    partition,
+    planning,
+    symm_buffer,
+)
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.fused import over
@@ -17,12 +26,12 @@ from megamoe.engine.planning import Ranks, Traits, plan_for
 from megamoe.engine.status import DeviceStatus
 from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
 from megamoe.formats.spec import format_named, recipe_named
-from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner import chain as planned
-from megamoe.planner.hopper import exchange_of, passes_of
 from megamoe.planner.launches import Launch
-from megamoe.planner.numerics import TABLE
+from megamoe.planner.numerics import BLACKWELL_RECIPES, HOPPER_RECIPES, TABLE
+from megamoe.planner.overrides import checked
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED
 from tests.pretending import pretend_b200, pretend_h200
@@ -151,6 +160,69 @@ def test_eight_ranks(launched, machine, backend, recipe, num):
     assert_planned(launched, plan.launches)
 
 
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
+def test_fused_on_blackwell(launched, monkeypatch, recipe):
+    """One rank, and eight as processes: mode fused must be asked for there."""
+    pretend_b200(monkeypatch)
+    monkeypatch.setattr(blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w))
+    given, w, options = {"backend": "blackwell", "mode": "fused"}, experts(recipe), Options()
+    for num, ranks in ((8, 1), (96, 1), (8, 8), (300, 8)):
+        launched.clear()
+        of = Ranks(ranks, ranks * E, max_tokens=num) if ranks > 1 else Ranks()
+        plan = plan_for(
+            w, options, Traits(), num_tokens=num, top_k=K, overrides=checked(given), ranks=of
+        )
+        public = mm.plan(mm.Problem(num, H, I, ranks * E, K, ranks, recipe), "b200", **given)
+        assert plan.launches == public.launches and plan.mode == public.mode == "fused"
+        if ranks == 1:
+            launch(Call(*inputs(num), w, options, None, status()), plan)
+        else:
+            fused_over_ranks(plan, w, options)
+        assert_planned(launched, plan.launches)
+
+
+SPLIT = [(r, 512, {}) for r in HOPPER_RECIPES]
+SPLIT += [(r, t, {}) for r in ("w8a8", "w4a8_block") for t in (1, 2048)]
+SPLIT += [("w8a8", 2048, {"l1_sms": 80, "pool_rows": 6000}), ("w4a8_block", 2048, {"l1_sms": 16})]
+
+
+@pytest.mark.parametrize(("recipe", "num", "given"), SPLIT)
+def test_split(launched, monkeypatch, recipe, num, given):
+    """Launches reach the part that the plan names."""
+    sides = []
+    monkeypatch.setattr(partition, "fork", lambda *args: OneByOne(launched, sides))
+    given = {"backend": "hopper", "mode": "split", **given}
+    w, options = experts(recipe), Options()
+    plan = plan_for(w, options, Traits(), num_tokens=num, top_k=K, overrides=checked(given))
+    public = mm.plan(mm.Problem(num, H, I, E, K, 1, recipe), "h200", **given)
+    assert plan.launches == public.launches and plan.mode == "split"
+    assert plan["l1_sms"] + plan["l2_sms"] == 132 and plan["l1_sms"] == given.get("l1_sms", 88)
+    launch(Call(*inputs(num), w, options, None, status()), plan)
+    assert_planned(launched, plan.launches)
+    assert [one.partition for one in plan.launches if one.partition] == sides
+
+
+class OneByOne:
+    """Both sides, in the order in which they are given work; `found` gets each launch's side."""
+
+    def __init__(self, launched, found):
+        self.launched, self.found = launched, found
+
+    def run(self, side, launches):
+        before = len(self.launched)
+        launches()
+        self.found += [("l1", "l2")[side]] * (len(self.launched) - before)
+
+    def mark(self, side):
+        return side
+
+    def wait(self, side, mark):
+        assert side != mark
+
+    def join(self):
+        pass
+
+
 @pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
 def test_eight_staged_ranks(launched, recipe):
     w, options, num = experts(recipe), Options(), 512
@@ -176,15 +248,28 @@ def test_a_chain_in_passes_with_shared_experts_and_fp8_rows(launched, num):
     assert_planned(launched, plan.launches)
 
 
+@pytest.mark.parametrize("given", [{}, {"pool_rows": 5000}, {"l1_sms": 72, "reserve_sms": 4}])
+def test_split_over_eight_ranks(launched, monkeypatch, given):
+    sides, w, options, num = [], experts("w4a8_block"), Options(), 300
+    monkeypatch.setattr(partition, "fork", lambda *args: OneByOne(launched, sides))
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, max_tokens=512),
+        overrides=checked({"backend": "hopper", "mode": "split", **given}),
+    )  # fmt: skip
+    assert plan["l1_sms"] == given.get("l1_sms", 88) and plan["pull_sms"] == 16
+    chain_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+    assert [one.partition for one in plan.launches if one.partition] == sides
+
+
 def fused_over_ranks(plan, w, options):
     """What `FusedGroup` launches on this rank."""
-    passes, each = passes_of(plan.call)
-    where = exchange_of(plan.call)
+    passes, each, where = plan.num_passes, plan.fused_tokens, plan.exchange
     buffer = symm_buffer.symm_buffer_in(
         torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
     )
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = mega_launch.World(8, 1, 0, peers, buffer.signals, buffer.inbox)
+    world = World(8, 1, 0, peers, buffer.signals, buffer.inbox)
     stats = torch.empty(E, dtype=torch.int64, device=META)
     for number in range(passes):
         over(

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.errors import CapacityError, NotAvailable
+from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.kernels.blackwell.weights import place_scales, taken_back
 from megamoe.layout.tiles import placed_scales
@@ -35,7 +35,9 @@ def test_it_is_refused_by_name_where_it_cannot_run():
     x, idx = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(NotAvailable, match="needs a B200, B300 or GB200"):
         mm.moe(x, idx, torch.ones(1, 1), w, backend="blackwell")
-    with pytest.raises(NotAvailable, match="has mode auto or staged"):
+    with pytest.raises(NotAvailable, match="has mode auto or staged or fused;"):
+        mm.plan(PROBLEM, "b200", backend="blackwell", mode="chain")
+    with pytest.raises(mm.CapacityError, match=r"mode fused must fit the call; .* 96\.0 rows an"):
         mm.plan(PROBLEM, "b200", backend="blackwell", mode="fused")
 
 
@@ -56,7 +58,9 @@ def test_every_launch_is_planned(recipe):
 def test_tiles_follow_the_rows_of_an_expert():
     widths = [pick("w4a8", rows)[0].block_m for rows in (1, 8, 20, 40, 400)]
     assert widths == [8, 16, 32, 64, 128]
-    assert [pick("w4a4", rows)[0].block_k for rows in (1, 400)] == [256, 256]
+    depths = [pick("w4a4", rows)[0].block_k for rows in (1, 40, 96, 400)]
+    assert depths == [256, 256, 128, 256]  # by band, as published
+    assert {pick("nvfp4", rows)[0].block_k for rows in (1, 96, 400)} == {256}
     assert pick("w4a8", 40)[0].num_sums == 2 and pick("w4a8", 400)[0].num_sums == 1
     assert pick("w8a8", 400)[0].block_m == 64 and pick("bf16", 1)[0].block_m == 16
     assert num_rows(10, 4, 16) == 80  # any of four experts may end with a tile of one row
@@ -71,6 +75,9 @@ def test_tiles_follow_the_rows_of_an_expert():
         ("w4a8", {"block_k": 64}, NotAvailable, "four scales or more"),
         ("w4a8", {"block_n": 128}, NotAvailable, "is given by block_k, block_m"),
         ("w4a8", {"num_stages": 9}, CapacityError, "between 2 and the"),
+        ("w4a4", {"block_k": 64}, NotAvailable, "must be 128 or 256 or 512"),
+        ("w4a8", {"block_k": 512}, NotAvailable, "block_k of w4a8 must be 64 or 128 or 256"),
+        ("w4a8", {"schedule": "static"}, RangeError, "must be one of strided, dynamic, sorted"),
     ],
 )
 def test_tiles_that_no_kernel_has_are_refused(recipe, given, kind, match):
@@ -110,6 +117,21 @@ def test_a_pair_of_ctas_is_refused_by_name_elsewhere(recipe, hardware, given, ma
     problem = mm.Problem(512, 4096, 2048, 32, 6, 1, recipe)
     with pytest.raises(NotAvailable, match=match):
         mm.plan(problem, hardware, cta_pair=True, **given)
+
+
+@pytest.mark.parametrize("tokens", [64, 2048, 32768])
+def test_schedules_reach_every_launch_with_a_reason(tokens):
+    """Drawn tiles are a constant of the GEMMs, sorted ones of the launch that lists the tiles."""
+    problem = mm.Problem(tokens, 4096, 2048, 32, 6, 1, "w4a4")
+    for schedule in ("strided", "dynamic", "sorted"):
+        plan = mm.plan(problem, "b200", backend="blackwell", schedule=schedule)
+        drawn = {plan.launch(name).config.constants()["DYNAMIC"] for name in ("l1", "l2")}
+        lists = [one.config for one in plan.launches if one.name in ("place", "permute")]
+        assert drawn == {schedule != "strided"} and plan["schedule"] == schedule
+        assert {one.constants()["SORTED"] for one in lists} == {schedule == "sorted"}
+        (choice,) = [one for one in plan.choices if one.name == "schedule"]
+        assert choice.why.startswith("given; d")
+    assert mm.plan(problem, "b200", backend="blackwell")["schedule"] == "strided"
 
 
 def test_placed_scales_are_the_map_and_go_back():

@@ -152,7 +152,7 @@ SHARED = SharedSpec(1, "w4a8_block", 2048)
         (CallSpec(replace(FLASH, num_tokens=8)), CapacityError, "need max_tokens_per_rank"),
         (CallSpec(ONE, shared=replace(SHARED, apart="a bias")), NotAvailable, "got a bias"),
         (CallSpec(replace(ONE, num_tokens=1000)), CapacityError, "4096 slots at most; got 6000"),
-        (CallSpec(replace(ONE, num_tokens=600)), CapacityError, "few rows an expert; 112.5 want"),
+        (CallSpec(replace(ONE, num_tokens=600)), CapacityError, "112.5 rows an expert need"),
     ],
     ids=lambda value: "" if isinstance(value, CallSpec) else None,
 )  # fmt: skip
@@ -162,7 +162,7 @@ def test_fused_runs_or_is_refused_and_auto_says_why(call, error, says):
     auto = plan(call, "h200")
     assert auto.mode == "staged" and says.split(";")[0] in auto.why
     if "shared" in says or "contiguous" in says:
-        assert "mode='chain' takes it, but is opt-in: it has not run on a GPU" in auto.why
+        assert "mode='chain' takes it, but is opt-in: it has not run on several GPUs" in auto.why
 
 
 def test_auto_takes_the_chain_once_it_has_run_on_gpus(monkeypatch):

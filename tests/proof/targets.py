@@ -9,17 +9,20 @@ import contextlib
 import ctypes
 import functools
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, chain, fused, hopper, symm_buffer
+from megamoe.engine import backends, fused, hopper, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
+from megamoe.kernels.blackwell import grouped
 from megamoe.kernels.blackwell import launch as blackwell_launch
+from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import (
     dispatch,
     exchange,
@@ -29,6 +32,7 @@ from megamoe.kernels.gluon import (
     pipeline,
     pull,
     tile_scheduler,
+    window,
 )
 from megamoe.kernels.gluon.mega import combine, inbox, push, scheduler, state, sync
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
@@ -47,16 +51,18 @@ from megamoe.kernels.hopper.weights import decode
 from megamoe.kernels.portable import combine as portable_combine
 from megamoe.kernels.portable import dispatch as portable_dispatch
 from megamoe.kernels.portable import sort
-from megamoe.planner import chain as planned
 from megamoe.planner.hopper import exchange_of, num_rows, ring, weights_ahead
 from megamoe.planner.launches import Gemm, GemmSwapAb
+from megamoe.planner.tables import split as split_tables
 from megamoe.problem import Options
+from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from tests.emulator import device, policies, tensor_memory
 from tests.emulator.device import Scheduled, rewrite, synchronize
 from tests.emulator.memory_model import Violation
 from tests.emulator.running import Emulated
 from tests.emulator.scheduler import Scheduler
+from tests.kernels.support import error, tolerance
 from tests.pretending import plan_of, pretend_h200
 
 CPU = torch.device("cpu")
@@ -64,10 +70,13 @@ CPU = torch.device("cpu")
 MODULES = (
     pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, push, inbox,
     scheduler, state, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
-    decode_per_wave, follow, pull,
+    decode_per_wave, follow, pull, exchange, permute, dispatch, sort, portable_combine,
+    portable_dispatch, compat,
 )  # fmt: skip
-# Functions that give PTX that waits, and with what.
+# Functions that give PTX that waits, and with what; PTX that signals.
 TEXTS = (
+    (exchange, "SIGNAL", None),
+    (exchange, "TELL", None),
     *((pipeline, "wait_text", how) for how in (("gpu", "eq"), ("sys", "ge"), ("gpu", "ge"))),
     *((sync, "signal_text", (scope,)) for scope in ("gpu", "sys")),
 )
@@ -75,22 +84,29 @@ _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_k
        "plain": (launch, "gemm_kernel"), "pull": (pull, "pull_kernel"),
        "exchange": (exchange, "exchange_kernel"), "finish": (exchange, "finish_kernel"),
        "tmem": (blackwell_launch, "gemm_tmem_kernel")}  # fmt: skip
-_GLUON = {name: getattr(*at) for name, at in _AT.items()}
+# Kernels of Triton's own language: they run freely, unless a case schedules them too.
+_PLAIN = {"pool": (dispatch, "_pool_kernel"), "count": (permute, "_count_kernel"),
+          "place": (permute, "_place_kernel"), "scan": (sort, "_scan_kernel"),
+          "schedule": (tile_scheduler, "_schedule_kernel"),
+          "combine": (portable_combine, "_combine_kernel"),
+          "rows_to_fp8": (portable_dispatch, "_dispatch_kernel"),
+          "quantize": (exchange, "_quantize_kernel"), "rows": (pull, "_rows_kernel"),
+          "window": (window, "_window_kernel"),
+          "place_groups": (grouped, "_place_groups_kernel")}  # fmt: skip
+GLUON = {name: getattr(*at) for name, at in _AT.items()}
+TRITON = {name: getattr(*at) for name, at in _PLAIN.items()}
+CHAIN = ("quantize", "count", "scan", "place", "exchange", "rows", "pull", "swap_ab", "plain",
+         "finish", "pool", "rows_to_fp8", "combine")  # fmt: skip
+STAGED = ("count", "scan", "place", "pool", "schedule", "swap_ab", "plain", "combine")
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
-_PLAIN = (
-    (dispatch, "_pool_kernel"), (permute, "_count_kernel"), (permute, "_place_kernel"),
-    (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"),
-    (portable_combine, "_combine_kernel"), (portable_dispatch, "_dispatch_kernel"),
-    (exchange, "_quantize_kernel"), (pull, "_rows_kernel"),
-)  # fmt: skip
 
 
 @functools.cache
 def kernels():
     """The kernels under a scheduler, by name. L2 is always warm: windows hold all weights."""
     tensor_memory.install()
-    made = {name: Scheduled(kernel, name) for name, kernel in _GLUON.items()}
+    made = {name: Scheduled(kernel, name) for name, kernel in (GLUON | TRITON).items()}
     for module in device.MODULES.values():
         if "L2_WARM_BYTES" in module:
             module["L2_WARM_BYTES"] = 0
@@ -103,16 +119,27 @@ def _reasons(device):
 
 
 @contextlib.contextmanager
-def installed(num_sms, gluon):
-    """The engine launches `gluon` kernels by name here, and others as they are emulated."""
+def installed(num_sms, given):
+    """The engine launches `given` kernels by name here, and others as they are emulated."""
+    free = {name: Emulated(kernel) for name, kernel in TRITON.items() if name not in given}
     with pytest.MonkeyPatch.context() as patch:
-        for name, kernel in gluon.items():
-            patch.setattr(*_AT[name], kernel)
-        for module, name in _PLAIN:
-            patch.setattr(module, name, Emulated(getattr(module, name)))
+        for name, kernel in (given | free).items():
+            patch.setattr(*(_AT | _PLAIN)[name], kernel)
         pretend_h200(patch, num_sms)
         patch.setattr(backends, "reasons_on", _reasons)
-        yield patch
+        with new_memory_is_poison():
+            yield patch
+
+
+@contextlib.contextmanager
+def new_memory_is_poison():
+    """What torch allocates holds NaN, or the largest integers."""
+    was = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(was)
 
 
 # -- launches as they were made --------------------------------------------------------------------
@@ -131,7 +158,7 @@ class Recorder:
         return keep
 
 
-def _storages(values):
+def storages(values):
     for value in values:
         t = getattr(value, "base", value)  # of a TMA descriptor
         if isinstance(t, torch.Tensor):
@@ -151,11 +178,11 @@ class Case:
     def __init__(self, name, launches, held=(), is_early=False, is_strict=True, used=None):
         self.name, self.launches, self.held = name, launches, list(held)
         self.is_early, self.is_strict, self.used = is_early, is_strict, used
-        storages = {}
+        known = {}
         for _, _, given in launches:
-            for storage in _storages((*given.values(), *held)):
-                storages[storage.data_ptr()] = storage
-        self.before = {at: (s, _bytes(s)) for at, s in storages.items() if s.nbytes()}
+            for storage in storages((*given.values(), *held)):
+                known[storage.data_ptr()] = storage
+        self.before = {at: (s, _bytes(s)) for at, s in known.items() if s.nbytes()}
         self.wanted = None
 
     def _reset(self):
@@ -209,6 +236,47 @@ class Case:
         result = result if self.used is None else result[self.used]
         assert not self.is_strict or bool(result.isfinite().all()), "poison in the result"
         return scheduler
+
+
+class Late:
+    """Launches whose waits run out at any time: their result is right, or somebody has told."""
+
+    def __init__(self, name, case, told, hurry=0.003):
+        self.name, self.case, self.told, self.hurry = name, case, told, hurry
+
+    @property
+    def _result(self):
+        given = self.case.launches[-1][2]
+        return given["y" if "y" in given else "out"]
+
+    def learn(self):
+        self.case.learn()
+        self.y = self._result.clone()
+
+    def run(self, policy, log=None):
+        case, was = self.case, (self.case.is_strict, self.case.wanted)
+        case.is_strict, case.wanted = False, None
+        if hasattr(policy, "seed"):
+            policy = policies.Hurried(policy, Random(policy.seed), self.hurry)
+        try:
+            scheduler = case.run(policy, log)
+        finally:
+            case.is_strict, case.wanted = was  # it is shared with tests that are strict
+        self.num_told = int(self.told(case.launches[-1][2]))
+        if not (self.num_told or torch.equal(self._result, self.y)):
+            raise Violation("a wrong result, and nobody says so")
+        return scheduler
+
+
+def late_case():
+    """One fused launch."""
+    return Late("fused-late", fused_case(), lambda given: bool(given["report"].any()))
+
+
+def late_decoders_case():
+    """GEMMs that decode FP4 once per wave, CTA for CTA."""
+    case = staged_case("w4a8_block", PER_WAVE, num_sms=3, hidden=512, counts=(5, 3, 2, 1))
+    return Late("plain-late", case, lambda given: int(given["error"]) < 0, hurry=0.0005)
 
 
 class Live:
@@ -269,35 +337,42 @@ def few_stages_fused(step, **how):
 @functools.cache
 def fused_case(recipe="w8a8", num_sms=2, tokens=3, experts=2, pool_rows=None, window=0, stages=3,
                has_bias=False, hidden=256, intermediate=256, top_k=2, absent=-1, poison=None,
-               has_bad_slot=False):  # fmt: skip
+               has_bad_slot=False, num_shared=0):  # fmt: skip
     """One rank."""
     kept = []
-    w = weights_of(recipe, experts, hidden, intermediate, has_bias)
+    anew = weights_of.__wrapped__ if num_shared else weights_of  # not packed yet, to be so as one
+    w = anew(recipe, experts, hidden, intermediate, has_bias)
+    shared = anew(recipe, num_shared, hidden, intermediate) if num_shared else None
     inputs = tokens_of(tokens, experts, hidden, top_k)
     if has_bad_slot:
         inputs[1][-1, -1] = experts
     status, stats = DeviceStatus(CPU), torch.zeros(experts, dtype=torch.int64)
     if poison is not None:
         status.counters.view(-1)[poison[0]] = poison[1]
-    rows, wave_rows = ring(num_rows(inputs[1].numel(), experts), pool_rows, 8)
+    slots = inputs[1].numel() + tokens * num_shared
+    rows, wave_rows = ring(num_rows(slots, experts + num_shared), pool_rows, 8)
     with installed(num_sms, {"mega": Recorder("mega", kept)}):
-        step = few_stages_fused(plan_of(inputs, w, mode="fused").mega, stages=stages, window=window)
+        step = few_stages_fused(
+            plan_of(inputs, w, shared=shared, mode="fused").mega, stages=stages, window=window
+        )  # fmt: skip
         config = replace(
             step.config, tile=replace(step.config.tile, block_m=8), pool_rows=rows,
             wave_rows=wave_rows,
         )  # fmt: skip
-        call = Call(*inputs, w, Options(), None, status, stats, None, 30.0, True)
+        call = Call(*inputs, w, Options(), shared, status, stats, None, 30.0, True)
         fused.run(call, replace(step, config=config), absent=absent)
     return Case("fused", kept)
 
 
 @functools.cache
 def local_case(recipe="w8a8", ranks=2, ctas=2, counts=(2, 1), experts=4, hidden=256,
-               intermediate=256):  # fmt: skip
+               intermediate=256, has_bad_slot=False):  # fmt: skip
     """Several ranks of one launch."""
     kept = []
     w = weights_of(recipe, experts, hidden, intermediate)
     inputs = tokens_of(sum(counts), experts, hidden)
+    if has_bad_slot:
+        inputs[1][-1, -1] = experts
     with installed(ranks * ctas, {"mega": Recorder("mega", kept)}):
         there = LocalRanks(w, ranks, timeout_s=30.0, debug_poison=True)
         there._top_k = 2
@@ -367,111 +442,6 @@ def apart_case(recipe="w8a8", ranks=2, ctas=1, calls=((2, 1), (1, 2)), experts=2
     return Live("fused-apart", make, ctas, is_strict=absent is None)
 
 
-class ChainMembers:
-    """Ranks of a chain: their experts, plans and memory."""
-
-    def __init__(self, w, ranks, most, top_k, tile):
-        self.num, self.most, self.top_k, self.tile = ranks, most, top_k, tile
-        self.total = w.num_experts
-        each = w.num_experts // ranks
-        self.weights = [w[r * each : (r + 1) * each] for r in range(ranks)]
-
-    def plan(self, inputs, rank):
-        """With the tile of a proof in both linears, of few stages."""
-        given = {"overlap_launches": False}
-        if isinstance(self.tile, Gemm):
-            given |= {"kernel": "gemm", "schedule": self.tile.schedule}
-            if self.tile.decode_ahead:
-                given |= {"decode_ahead": self.tile.decode_ahead}
-        of_ranks = Ranks(self.num, self.total, max_tokens=self.most)
-        found = plan_of(inputs, self.weights[rank], mode="chain", ranks=of_ranks, **given)
-        source, *owner = found.passes
-        passes = [source, *(self._with_few_stages(one) for one in owner)]
-        return replace(found, passes=tuple(passes))
-
-    def _with_few_stages(self, one):
-        def few(step):
-            if step.name not in ("l1", "l2"):
-                return step
-            return replace(step, config=few_stages(step.config, self.tile.num_stages))
-
-        return replace(one, launches=tuple(few(step) for step in one.launches))
-
-    def make(self, call):
-        """(memory of each rank, its member)."""
-        where = planned.memory(call)
-        memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(self.num)]
-        made = []
-        for rank, own in enumerate(memory):
-            peers = torch.tensor([m.data_ptr() - own.data_ptr() for m in memory])
-            made.append(chain.Member(chain.buffer_in(own, where), peers, rank, self.num))
-        return memory, made
-
-
-@functools.cache
-def chain_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate=256):
-    """Pull, L1 and L2 of one rank's chain, each of which follows the one before tile by tile."""
-    kept = []
-    w = weights_of(recipe, len(counts), hidden, intermediate)
-    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))]
-    x, _, gates = tokens_of(len(slots), len(counts), hidden, 1)
-    inputs = x, slots.view(-1, 1), gates
-    ranks = ChainMembers(w, 1, len(slots), 1, tile)
-    free = {name: Emulated(_GLUON[name]) for name in ("exchange", "finish")}
-    both = {name: Recorder(name, kept) for name in ("pull", "swap_ab", "plain")}
-    with installed(num_sms, {**both, **free}):
-        memory, (me,) = ranks.make(ranks.plan(inputs, 0).call)
-        for kernel in free.values():
-            kernel.hold = memory
-        call = Call(*inputs, w, Options(), None, DeviceStatus(CPU))
-        chain.run(me, call, ranks.plan(inputs, 0))
-    assert len(kept) == 3 and kept[0][0] == "pull"
-    return Case("chain", kept, memory, is_early=True)
-
-
-def chain_apart_case(recipe="w8a8", ranks=2, calls=((2, 1), (1, 2)), experts=2, hidden=256,
-                     intermediate=128, absent=None):  # fmt: skip
-    """Ranks of a chain, several calls of each: what is pushed, pulled and sent home."""
-    w = weights_of(recipe, experts, hidden, intermediate)
-    inputs = [tokens_of(sum(counts), experts, hidden, seed=i) for i, counts in enumerate(calls)]
-    given = [list(zip(*(t.split(counts) for t in one), strict=True))
-             for one, counts in zip(inputs, calls, strict=True)]  # fmt: skip
-    there = ChainMembers(w, ranks, max(map(max, calls)), 2, WIDE)
-    with installed(2, {}):
-        plans = [[there.plan(parts[r], r) for r in range(ranks)] for parts in given]
-    wanted = []
-
-    def make():
-        memory, members = there.make(plans[0][0].call)
-        status = [DeviceStatus(CPU) for _ in range(ranks)]
-        results = [[] for _ in range(ranks)]
-        for name in ("exchange", "finish", "pull", "swap_ab"):
-            kernels()[name].hold = memory
-
-        def host(rank):
-            for parts, planned_call in zip(given, plans, strict=True):
-                call = Call(*parts[rank], there.weights[rank], Options(), None, status[rank])
-                results[rank].append(chain.run(members[rank], call, planned_call[rank]))
-
-        def check():
-            for rank in range(ranks):
-                if rank != absent:
-                    status[rank].check(2)
-            got = [torch.cat(each) for each in zip(*results, strict=True)]
-            if not wanted:
-                wanted.extend(got)
-            for a, b in zip(got, wanted, strict=True):
-                if not torch.equal(a, b):
-                    raise Violation("another result")
-
-        present = [rank for rank in range(ranks) if rank != absent]
-        return [functools.partial(host, rank) for rank in present], check
-
-    names = "exchange", "finish", "pull", "swap_ab"
-    return Live("chain-apart", make, 2, is_strict=absent is None, kernels=names)
-
-
 def staged_plan(inputs, w, tile):
     """The plan of a staged call with that tile, whose launches do not overlap."""
     found = plan_of(inputs, w, mode="staged", tile=tile, overlap_launches=False)
@@ -496,6 +466,76 @@ def staged_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate
     return Case("staged", kept, is_early=is_early)
 
 
+@functools.cache
+def split_case(recipe, tile, counts=(5, 3), num_sms=3, hidden=256, intermediate=256):
+    """L1 that counts its tiles and L2 that waits for them, on parts of few SMs."""
+    kept = []
+    w = weights_of(recipe, len(counts), hidden, intermediate)
+    slots = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    slots = slots[torch.randperm(len(slots), generator=torch.Generator().manual_seed(0))]
+    x, _, gates = tokens_of(len(slots), len(counts), hidden, 1)
+    inputs = x, slots.view(-1, 1), gates
+    both = {name: Recorder(name, kept) for name in ("swap_ab", "plain")}
+    given = {"kernel": "gemm"} if isinstance(tile, Gemm) else {"block_m": tile.block_m}
+    if isinstance(tile, Gemm) and tile.decode_ahead:
+        given |= {"decode_ahead": tile.decode_ahead}
+    with installed(num_sms, both) as patch:
+        patch.setattr(split_tables, "SMS_UNIT", 1)
+        plan = plan_of(inputs, w, mode="split", **given)
+        (one,) = plan.passes
+        few = tuple(
+            replace(step, config=few_stages(step.config, tile.num_stages))
+            if step.name in ("l1", "l2")
+            else step
+            for step in one.launches
+        )
+        plan = replace(plan, passes=(replace(one, launches=few),))
+        hopper.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
+    kept.sort(key=lambda one: not one[2]["GATED"])  # each was launched by a thread of its own
+    assert len(kept) == 2
+    return Case("split", kept, is_early=True)
+
+
+def whole_case(tile, tokens, recipe="w8a8", experts=3, hidden=256, intermediate=128,
+               num_sms=2):  # fmt: skip
+    """All launches of staged calls, which overlap; the last slot of each is a bad one."""
+    w = weights_of(recipe, experts, hidden, intermediate)
+    given = [tokens_of(tokens, experts, hidden, seed=seed) for seed in range(2)]
+    masked = [tuple(map(torch.clone, one)) for one in given]
+    for (_, idx, _), (_, left, _) in zip(given, masked, strict=True):
+        idx[-1, -1], left[-1, -1] = experts, -1
+    with installed(num_sms, {}):
+        plan = plan_of(given[0], w, mode="staged", tile=few_stages(tile), overlap_launches=True)
+    assert plan.overlaps
+    wanted = []
+
+    def make():
+        status, stats = DeviceStatus(CPU), torch.zeros(experts, dtype=torch.int64)
+        got = []
+
+        def host():
+            for one in given:
+                got.append(hopper.run(Call(*one, w, Options(), None, status, stats), plan))
+
+        def check():
+            if not wanted:
+                for y, one in zip(got, masked, strict=True):
+                    right = mm.moe(*one, w, backend="reference")
+                    assert error(y, right) <= tolerance(recipe)
+                wanted.extend(got)
+            if not all(map(torch.equal, got, wanted)):
+                raise Violation("another result")
+            if int(status.bad_slot) != 2 * tokens - 1:
+                raise Violation("a bad slot that is not reported")
+            counts = sum(expert_counts(one[1], experts) for one in masked)
+            if not torch.equal(stats, counts):
+                raise Violation("other counts")
+
+        return (host,), check
+
+    return Live("staged-whole", make, num_sms, kernels=STAGED)
+
+
 SLAB = GemmSwapAb(block_m=8, slabs=1, k_blocks=1, num_stages=3)
 WIDE = GemmSwapAb(block_m=64, slabs=2, k_blocks=1, num_stages=3)  # rows turn in shared memory
 NARROW = GemmSwapAb(block_m=8, slabs=2, k_blocks=1, num_stages=3)
@@ -504,110 +544,3 @@ STATIC = Gemm(3, schedule="static")
 DYNAMIC = Gemm(3, schedule="dynamic")
 PER_TILE = Gemm(2, 2, 8, 216, 56, 24)
 PER_WAVE = Gemm(2, 2, 24, 216, 56, 24, decode_ahead=4)
-
-# -- mutants that change nothing -------------------------------------------------------------------
-
-_FENCED = "a fence of the async proxy stands elsewhere on the same way, and PTX asks for one"
-_BARRED = "the compiler puts a barrier of the role's threads before every arrival (`compiled`)"
-_FREE = "plain Triton kernels run freely here, one after the other"
-_PACE = "speed alone: it holds back who would otherwise only be early"
-# {mutant: why no run can tell it from the kernel}. Where one of several suffices, `TOGETHER` drops
-# all of them.
-EXCUSED = {
-    "gluon.operands.publish_operands: no gl.thread_barrier()": _BARRED,
-    "gluon.operands.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
-    "gl.thread_barrier()": _BARRED,
-    "gluon.operands.post_tile: no gl.thread_barrier()": _BARRED,
-    "mega.dispatch.read_routing: no gl.thread_barrier()": _BARRED,
-    "mega.dispatch.read_routing: mbarrier.arrive(cta.routed, count=1) before "
-    "gl.thread_barrier()": _BARRED,
-    "mega.kernel._arrive_stored: no gl.thread_barrier()": _BARRED,
-    "mega.kernel._arrive_stored: mbarrier.arrive(cta.tile_stored.index(num_stored & 1), count=1) "
-    "before gl.thread_barrier()": _BARRED,
-    "gemm.plain._compute: no gl.thread_barrier()": _BARRED,
-    "gemm.decode_per_wave.decode_jobs: no gl.thread_barrier()": _BARRED,
-    "gemm.decode_per_wave.decode_jobs: mbarrier.arrive(d.stored.index(slot.idx), count=1) before "
-    "gl.thread_barrier()": _BARRED,
-    "mega.kernel.mega_kernel: no gl.thread_barrier()": "entering warp_specialize is such a barrier",
-    "mega.sync.publish_count: no fence_stores()": _FENCED,
-    "mega.kernel.publish: no fence_stores()": _FENCED,
-    "mega.kernel._arrive_stored: no fence_stores()": _FENCED,
-    "gemm.plain._compute: no fence_stores()": _FENCED,
-    "gluon.tile_scheduler.publish_l1_tile: no fence_stores()": _FENCED,
-    "gluon.tile_scheduler.publish_l1_tile: gl.atomic_add(counter, 1, sem='release', scope='gpu') "
-    "before fence_stores()": _FENCED,
-    "gluon.pipeline.wait_text(gpu, eq): has no proxy fence": _FENCED,
-    "gemm.swap_ab.finish: no fence_stores()": _FENCED,
-    "gemm.swap_ab.finish: no gl.thread_barrier()": _BARRED,
-    "gluon.pull.pull_kernel: no fence_stores()": _FENCED,
-    "gluon.pull.pull_kernel: no allow_next_launch()": _PACE,
-    "gluon.pull._rows_kernel: no after_previous()": _FREE,
-    "gluon.pipeline.wait_text(sys, ge): has no proxy fence":
-        "no copy by TMA reads what another GPU stored",
-    "gemm.swap_ab.load_weight_step: no _throttle(gemm, stage)": _PACE,
-    "gemm.swap_ab._throttle: no mbarrier.wait(gemm.full.index(at), gl.where(wraps, stage.phase, "
-    "stage.phase ^ 1))": _PACE,
-    "gemm.swap_ab.gemm_swap_ab_kernel: no allow_next_launch()": _PACE,
-    "gemm.plain.gemm_kernel: no allow_next_launch()": _PACE,
-    "mega.dispatch.fill_pool: mbarrier.arrive(cta.own_filled, count=1) before "
-    "_fill_parts(cta, begin, end, 0, 2, cta.counters + POOL)": _PACE,
-    "mega.kernel.load_weights: no mbarrier.wait(cta.own_filled, 0)": _PACE,
-    "mega.kernel.load_weights: no mbarrier.wait(cta.pool_filled, 0)": _PACE,
-    "mega.kernel.math: no mbarrier.wait(l1.full.index(stage.idx), stage.phase)":
-        "the product waits for it again",
-    "mega.kernel.math: no mbarrier.wait(cta.all_done, 0)": "in builds with stamps alone",
-    "mega.kernel.math: other phase of mbarrier.wait(cta.all_done, 0)":
-        "in builds with stamps alone",
-    "gemm.swap_ab.load_epilogue_operands: no wait_for_launch()":
-        "it reads what is older than L1, and L1 lets L2 begin once that is complete",
-    "gemm.swap_ab.math: no wait_for_launch()":
-        "its first stage comes from load_tokens, which has waited",
-    "gemm.plain.math: no wait_for_launch()":
-        "its first stage comes from load_tokens, which has waited",
-    "mega.scheduler._push: no mbarrier.wait(cta.item_empty.index(slot), i >> 1 & 1 ^ 1)":
-        "_wait_until_popped has waited for the item after the one that is replaced",
-    "mega.scheduler.schedule_tiles: no _wait_until_popped(cta, i)":
-        "_push waits too; tickets are taken earlier, which costs time",
-    "mega.scheduler._wait_until_popped: no mbarrier.wait(cta.item_empty.index(i & 1), i >> 1 & 1)":
-        "_push waits too; tickets are taken earlier, which costs time",
-    "mega.kernel._arrive_stored: no mbarrier.wait(cta.tile_counted.index(num_stored & 1), "
-    "num_stored >> 1 & 1 ^ 1)":
-        "operands of the next tile come once publish has counted this one: math is one tile ahead "
-        "at most, and there are two slots",
-    "gemm.plain._compute: no wait_for_operands(gemm, num_done)":
-        "the warp that brings operands has them before it brings the last stage",
-    "gemm.decode_per_tile.decode: mbarrier.arrive(gemm.image_empty.index(used), count=1) before "
-    "mbarrier.arrive(gemm.full.index(stage.idx), count=1)": "two arrivals after the same fence",
-    "gemm.decode_per_wave.decode_jobs: mbarrier.arrive(d.free.index(slot.idx), count=1) before "
-    "mbarrier.arrive(d.stored.index(slot.idx), count=1)":
-        "free needs publish_jobs as well, which waits for stored",
-    "gemm.decode_per_wave.publish_rest: release is relaxed in gl.atomic_add("
-    "_chunk_counter(gemm, chunk), 1, sem='release', scope='gpu')":
-        "of chunks that the CTA has not read: it has nothing to publish",
-    "gemm.decode_per_wave.publish_jobs: mbarrier.arrive(d.free.index(slot.idx), count=1) before "
-    "gl.atomic_xchg(counter, value, sem='release', scope='gpu')": "the slot has been read",
-}  # fmt: skip
-
-# Mutants that only together take something away.
-TOGETHER = {
-    "no proxy fence between a fused launch's stores and copies": (
-        "mega.sync.publish_count: no fence_stores()", "mega.kernel.publish: no fence_stores()",
-        "mega.kernel._arrive_stored: no fence_stores()",
-        "gluon.pipeline.wait_text(gpu, eq): has no proxy fence",
-    ),
-    "no proxy fence between L1's stores and L2's copies": (
-        "gemm.plain._compute: no fence_stores()",
-        "gluon.tile_scheduler.publish_l1_tile: no fence_stores()",
-        "gluon.pipeline.wait_text(gpu, ge): has no proxy fence",
-    ),
-    "no proxy fence between the stores of a pull and L1's copies": (
-        "gluon.pull.pull_kernel: no fence_stores()",
-        "gluon.pipeline.wait_text(gpu, ge): has no proxy fence",
-    ),
-    "work items replaced unread": (
-        "mega.scheduler._push: no mbarrier.wait(cta.item_empty.index(slot), i >> 1 & 1 ^ 1)",
-        "mega.scheduler.schedule_tiles: no _wait_until_popped(cta, i)",
-    ),
-}  # fmt: skip
-# The race that once shipped: a stage that is written again while it is read.
-SHIPPED_ONCE = "gemm.swap_ab._release_stage: no fence_async_shared()"

@@ -25,13 +25,17 @@ FROM = int(os.environ.get("MEGAMOE_INTERLEAVINGS_FROM", "0"))
 PER_TEST = 100
 # In all: 2 000 of the fused launch over two ranks of two CTAs; 500 and more of each kernel besides.
 NUM = {
-    "fused-ranks": 2000, "fused": 200, "fused-idle": 100, "fused-fp4": 150, "fused-bf16": 150,
-    "fused-four": 50, "fused-apart": 200, "fused-ring": 100, "swap-ab": 100, "swap-ab-fp4": 100,
-    "swap-ab-wide": 100,
-    "swap-ab-bf16": 100, "swap-ab-deep": 100, "plain": 100, "plain-static": 100,
-    "plain-dynamic": 150, "plain-idle": 100, "plain-fp4": 100, "plain-per-wave": 50,
-    "plain-tail": 100, "chain": 100, "chain-nvfp4": 50, "chain-static": 100, "chain-dynamic": 100,
-    "chain-apart": 200,
+    "fused-ranks": 2000, "fused": 200, "fused-idle": 100, "fused-fp4": 150, "fused-shared": 100,
+    "fused-bf16": 150, "fused-four": 50, "fused-apart": 200, "fused-ring": 100, "fused-late": 100,
+    "swap-ab": 100, "swap-ab-fp4": 100, "swap-ab-wide": 100, "swap-ab-bf16": 100,
+    "swap-ab-deep": 100, "plain": 100, "plain-static": 100, "plain-dynamic": 150,
+    "plain-idle": 100, "plain-fp4": 100, "plain-per-wave": 50, "plain-tail": 100,
+    "plain-late": 50, "staged-small": 100, "staged-large": 100, "staged-per-wave": 30,
+    "chain": 100, "chain-nvfp4": 50, "chain-static": 100, "chain-dynamic": 100,
+    "chain-whole": 200, "chain-replayed": 100, "chain-passes": 100, "chain-ready": 100,
+    "chain-apart": 200, "chain-shared": 100, "chain-four": 50, "chain-absent": 50,
+    "chain-given-up": 50, "chain-late": 100, "chain-hurried": 100,
+    "chain-split": 100, "chain-split-per-wave": 50,
 }  # fmt: skip
 
 
@@ -58,7 +62,7 @@ def test_the_page_has_these_numbers():
     rows = [("fused launch over two ranks of two CTAs", NUM["fused-ranks"])]
     for what, prefix in (
         ("other fused launches", "fused"), ("swap-AB GEMM", "swap-ab"), ("plain GEMM", "plain"),
-        ("the chain", "chain"),
+        ("whole staged calls", "staged"), ("the chain", "chain"),
     ):  # fmt: skip
         of = [num for name, num in others.items() if name.startswith(prefix)]
         rows.append((f"{what} ({len(of)} cases)", sum(of)))

@@ -221,8 +221,9 @@ def test_a_bounded_wait_ends_when_nothing_else_can_happen():
     assert program.scheduler.steps > 0
 
 
-def test_a_failure_tells_the_shortest_story():
+def test_a_failure_tells_the_shortest_story_and_draws_it(tmp_path, monkeypatch):
     """Two stores without order: seen in any run, so no change of an undisturbed one is needed."""
+    monkeypatch.setenv("MEGAMOE_PROOF_TRACES", str(tmp_path))
     with pytest.raises(Found, match="an undisturbed run shows it"):
         explore(Program(functools.partial(publish, sem="relaxed"), read), range(4))
 
@@ -238,6 +239,9 @@ def test_a_failure_tells_the_shortest_story():
     with pytest.raises(Found, match=r"role 0 runs only when nobody else can|1 changes") as found:
         explore(Program(first, hasty), range(24))
     assert "it came first" in str(found.value) and f"seed {found.value.seed}" in str(found.value)
+    picture = tmp_path / f"program-{found.value.seed}.html"
+    assert f"a picture: {picture}" in str(found.value)
+    assert "it came first" in picture.read_text() and "<td" in picture.read_text()
 
 
 @pytest.mark.skipif(scheduler.greenlet is None, reason="threads are all there is")

@@ -145,7 +145,7 @@ def test_nvfp4_global_scales_of_the_activations_enter():
     assert (plain.float() - scaled.float()).norm() / plain.float().norm() < 0.2
 
 
-def test_the_weight_multiplies_where_it_is_told(weights):
+def test_the_weight_multiplies_where_weight_at_says(weights):
     x, idx, weight = tokens(8)
     l1 = mm.moe(x, idx, weight, weights, weight_at="l1").float()
     late = mm.moe(x, idx, weight, weights, weight_at="combine").float()

@@ -66,7 +66,7 @@ def test_a_deadlock_says_who_waits_for_what():
 def test_the_words_lie_where_the_workspace_puts_them():
     found = words(CASES["66 blocks in a mask"].shape)
     assert found.mask_words == 2
-    for region in found.layout.room("control"):
+    for region in found.layout.section("control"):
         last = tuple(n - 1 for n in region.shape)
         size = region.num_bytes // region.item_bytes
         assert 4 * found.at(region.name, 0) == region.offset

@@ -22,7 +22,7 @@ def rows():
 def test_the_pages_table_is_the_studys():
     found = [row for row in rows() if row[2] == "512"]
     assert len(found) == 4 and len(list(rows())) == 8
-    for name, nodes, tokens, *told in found:
+    for name, nodes, tokens, *figures in found:
         problem = Problem(int(tokens), *SHAPES[name], 8 * int(nodes), "w8a8")
         plain, fp8 = (study(problem, int(nodes), 45.0, rows=how) for how in ("bf16", "fp8"))
         by_node, by_rank = plain.token_bytes / 1e6, plain.tokens_by_rank_bytes / 1e6
@@ -31,7 +31,7 @@ def test_the_pages_table_is_the_studys():
             f"{plain.row_bytes / 1e6:.1f}", f"{plain.serial_us:,.0f}",
             f"{plain.overlapped_us:,.0f}", f"{fp8.overlapped_us:,.0f}",
         ]  # fmt: skip
-        assert told == wanted
+        assert figures == wanted
 
 
 def test_experts_must_fill_the_nodes():

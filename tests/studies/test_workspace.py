@@ -145,7 +145,7 @@ def test_a_ring_shrinks_the_pools_and_nothing_else():
     ring, ring_sizes = made(ring_rows=3840)
     assert ring_sizes.is_ring and ring["l1_token"].shape[0] == 3840
     for region in whole.regions:
-        if region.name[:3] in ("l1_", "l2_") and region.room == "data":
+        if region.name[:3] in ("l1_", "l2_") and region.section == "data":
             assert ring[region.name].num_bytes < region.num_bytes
         else:
             assert ring[region.name].num_bytes == region.num_bytes

@@ -29,7 +29,7 @@ def signed(ns):
 
 
 def launch(
-    problem=None, *, num_ctas=132, block_m=8, across=(16, 16), begin_ns=NEAR_WRAP, seed=0,
+    problem=None, *, num_ctas=132, block_m=8, num_n_tiles=(16, 16), begin_ns=NEAR_WRAP, seed=0,
     name="made up", **more,
 ):  # fmt: skip
     """A recording shaped like a measured decode launch: tickets, rings, waits, a tail."""
@@ -37,13 +37,13 @@ def launch(
     counts = sample_counts(problem, seed=seed)
     facts = dict(
         name=name, problem=problem, counts=counts, block_m=block_m, block_n=256, block_k=128,
-        across=across, num_ctas=num_ctas, **more,
+        num_n_tiles=num_n_tiles, num_ctas=num_ctas, **more,
     )  # fmt: skip
     blank = Recording(**facts, events=())
     events, rng = [], Random(seed)
     per_rank = num_ctas // problem.num_ranks
     for rank in range(problem.num_ranks):
-        events += _rank(rank * per_rank, per_rank, len(blank.tiles(rank)), across, rng)
+        events += _rank(rank * per_rank, per_rank, len(blank.tiles(rank)), num_n_tiles, rng)
     ends = [end for _, _, kind, _, _, end in events if kind in (of.FIRST, of.SECOND)]
     done = max(ends) if ends else 13.0
     for cta in range(num_ctas):
@@ -60,7 +60,7 @@ def launch(
     return Recording(**facts, events=events_of(buffer(num_ctas, inside)))
 
 
-def _rank(first_cta, num_ctas, num_tiles, across, rng):
+def _rank(first_cta, num_ctas, num_tiles, num_n_tiles, rng):
     """Events of one rank in us; a CTA's loader runs ahead of its math by the ring."""
     events, ready, ctas = [], 12.2, range(first_cta, first_cta + num_ctas)
     for cta in ctas:
@@ -68,22 +68,22 @@ def _rank(first_cta, num_ctas, num_tiles, across, rng):
         events.append((cta, of.PUBLISH, of.ROUTE, 0, rng.uniform(0.0, 0.2), 3.3))
         events.append((cta, of.MATH, of.FILL, 0, 3.4, end))
         events.append((cta, of.LOAD_TOKENS, of.WAIT, -1, 3.6, ready + rng.uniform(0, 0.2)))
-    num_first = num_tiles * across[0]
+    num_first = num_tiles * num_n_tiles[0]
     done = [ready] * num_tiles
     free = [
         (5.2 + rng.uniform(0, 0.1), 12.8, cta) for cta in range(first_cta, first_cta + num_ctas)
     ]
     heapq.heapify(free)
-    for ticket in range(num_first + num_tiles * across[1]):
+    for ticket in range(num_first + num_tiles * num_n_tiles[1]):
         load, math, cta = heapq.heappop(free)
         is_first = ticket < num_first
         kind = of.FIRST if is_first else of.SECOND
         time = rng.uniform(13, 19) if is_first else rng.uniform(6, 8)
         begin = max(math + 0.3, load + (7.0 if is_first else 4.0))
         if is_first:
-            tile = ticket // across[0]
+            tile = ticket // num_n_tiles[0]
         else:
-            tile = (ticket - num_first) // across[1]
+            tile = (ticket - num_first) // num_n_tiles[1]
             seen = max(load + 0.4, done[tile] + 1.0)
             events.append((cta, of.LOAD_TOKENS, of.WAIT, ticket, load - 0.3, seen))
             begin = max(begin, seen + 0.8)

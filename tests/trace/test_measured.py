@@ -110,8 +110,8 @@ def test_gaps_are_named_after_what_was_waited_for():
             ]
         )
     )
-    told = [(s.role, s.phase, s.start_us, s.end_us) for s in line.spans if s.sm == 0]
-    assert told == [
+    spans = [(s.role, s.phase, s.start_us, s.end_us) for s in line.spans if s.sm == 0]
+    assert spans == [
         ("route", "dispatch", 0.0, 2.0),
         ("stage", "fill", 2.0, 3.0),
         ("wait", "tokens", 3.0, 6.0),
@@ -149,7 +149,7 @@ def test_figures_of_a_launch_that_is_easy_to_add_up():
         )
     )
     assert (f.total, f.start, f.overlap, f.tail) == (20.0, 5.0, 1.0, 2.0)
-    assert (f.meet, f.combine, f.pool) == (4.0, 3.0, 4.0)
+    assert (f.barrier, f.combine, f.pool) == (4.0, 3.0, 4.0)
     assert f.loads.first_us == 0.0 and f.loads.last_us == 10.0
     assert f.loads.any_share == pytest.approx(0.7)  # 0..4 is the wait for the pool, 7..8 a gap
     assert f.loads.sm_share == pytest.approx((4 / 10 + 5 / 5) / 2)
@@ -182,12 +182,12 @@ def test_figures_of_nothing_are_zero():
 def test_simulated_timelines_answer_the_same_questions(found):
     f = figures(Pair.of(found).prediction.timeline)
     assert f.loads is None and 0 < f.start < f.total
-    assert f.meet == pytest.approx(1.2) and f.combine > 0 and f.tail > 0
+    assert f.barrier == pytest.approx(1.2) and f.combine > 0 and f.tail > 0
 
 
 def test_ranks_have_their_own_tickets_and_ctas():
     problem = Problem(4, 512, 256, 8, 2, 2, "w4a8_block")
-    two = launch(problem, num_ctas=8, across=(2, 2))
+    two = launch(problem, num_ctas=8, num_n_tiles=(2, 2))
     assert two.faults() == () and two.ctas_per_rank == 4
     line = timeline(two)
     assert (line.num_ranks, line.num_sms) == (2, 4)
@@ -202,9 +202,9 @@ def test_ranks_have_their_own_tickets_and_ctas():
 def test_stamps_that_are_not_whole_say_so():
     events = [(0, MATH, FIRST, t, t, t + 1) for t in (0, 1, 1, 3, 4, 5)]
     odd = small([*events, (1, MATH, SECOND, 40, 9, 10)])
-    told = " ".join(odd.faults())
-    assert "4 of 9 tickets have no block" in told and "1 of 9 tickets have more than one" in told
-    assert "tickets beyond 9, such as 40" in told
+    text = " ".join(odd.faults())
+    assert "4 of 9 tickets have no block" in text and "1 of 9 tickets have more than one" in text
+    assert "tickets beyond 9, such as 40" in text
     assert next(s for s in timeline(odd).spans if s.phase == "l2").expert == -1
     assert "NOT WHOLE: rank 0: 4 of 9" in Pair.of(odd).text()
 
@@ -227,8 +227,8 @@ def test_a_recording_survives_its_file(found):
         (lambda d: json.dumps({**d, "events": [[500, 0, 1, 0, 0, 0]]}), "there are 132 CTAs"),
         (lambda d: json.dumps({**d, "events": 3}), "stamps must be readable"),
         (lambda d: json.dumps({**d, "counts": [[1, 2]]}), "counts must be 1 ranks by 32 experts"),
-        (lambda d: json.dumps({**d, "num_ctas": 0}), "equal parts"),
-        (lambda d: json.dumps({**d, "across": [0, 1]}), "at least one row"),
+        (lambda d: json.dumps({**d, "num_ctas": 0}), "evenly over the ranks"),
+        (lambda d: json.dumps({**d, "num_n_tiles": [0, 1]}), "at least one row"),
         (lambda d: json.dumps({k: v for k, v in d.items() if k != "name"}), "name"),
         (lambda d: json.dumps({**d, "more": 1}), "more"),
     ],
@@ -239,7 +239,7 @@ def test_a_bad_file_is_refused(found, change, words):
 
 
 def test_ctas_that_do_not_divide_are_refused():
-    with pytest.raises(RangeError, match="equal parts"):
+    with pytest.raises(RangeError, match="evenly over the ranks"):
         small([], num_ctas=3, ranks=2)
 
 

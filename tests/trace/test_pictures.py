@@ -145,9 +145,9 @@ def test_titles_and_names_cannot_break_the_page():
 
 
 def test_facts_say_time_floor_and_exposure(found):
-    told = " ".join(" ".join(fact) for fact in facts(found))
-    assert f"{found.time_us:,.0f} us" in told and f"{found.floor.time_us:,.0f} us" in told
-    assert f"{found.exposed_share:.1%}" in told
+    text = " ".join(" ".join(fact) for fact in facts(found))
+    assert f"{found.time_us:,.0f} us" in text and f"{found.floor.time_us:,.0f} us" in text
+    assert f"{found.exposed_share:.1%}" in text
     assert "FLOP per byte" in note(found) and "L1" in note(found)
 
 

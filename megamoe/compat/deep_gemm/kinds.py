@@ -102,7 +102,7 @@ def sorted_out(values: tuple[Any, ...], kinds: tuple[Kind, ...]) -> dict[str, An
     >>> sorted_out((True, "swigluoai", "fp8xfp4", "swiglu"), BUFFER)["activation"]
     'swigluoai'
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for value in values:
         if value is None:
             continue
@@ -110,7 +110,7 @@ def sorted_out(values: tuple[Any, ...], kinds: tuple[Kind, ...]) -> dict[str, An
         require(bool(names), "an argument must be one of " + ", ".join(k[0] for k in kinds),
                 got=repr(value)[:80], kind=RangeError)  # fmt: skip
         default = {name: default for name, _, default in kinds}
-        free = [n for n in names if n not in found or found[n] == default[n]]
+        free = [n for n in names if n not in arguments or arguments[n] == default[n]]
         require(
             bool(free) or value == default[names[0]],
             f"{names[0]} must be given once",
@@ -118,8 +118,8 @@ def sorted_out(values: tuple[Any, ...], kinds: tuple[Kind, ...]) -> dict[str, An
             kind=RangeError,
         )
         if free:
-            found[free[0]] = value
-    return {name: found.get(name, default) for name, _, default in kinds}
+            arguments[free[0]] = value
+    return {name: arguments.get(name, default) for name, _, default in kinds}
 
 
 def _is_int(v: Any) -> bool:

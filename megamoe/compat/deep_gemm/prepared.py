@@ -126,10 +126,10 @@ def transform_weights_for_mega_moe(
             return _transform(l1_weights, l2_weights, packed)
         given = read_source(l1_weights, l2_weights)
         l1, l2 = _transform(l1_weights, l2_weights, packed)
-        made = read_source(l1, l2)
-        _IS_PACKED[made.key()] = packed
+        experts = read_source(l1, l2)
+        _IS_PACKED[experts.key()] = packed
         if given.recipe != "nvfp4":  # its global scales come with the call
-            prepare(made, packed)
+            prepare(experts, packed)
     return l1, l2
 
 
@@ -177,19 +177,19 @@ def prepare(source: Source, is_packed: bool, alphas: Alphas | None = None) -> Pr
     number = alphas.l2_act if isinstance(alphas.l2_act, float) else None
     key = (*key, is_packed, alphas.l1 is None, alphas.l2 is None, alphas.l2_act is None, number)
     tensors = [*source.tensors(), *alphas.tensors()]
-    found = _PREPARED.get(key)
-    if found is None or not found.seal.holds(tensors):
+    prepared = _PREPARED.get(key)
+    if prepared is None or not prepared.seal.holds(tensors):
         forget_dropped()
-        found = _PREPARED[key] = Prepared(_experts(source, is_packed, alphas), Seal(tensors))
-    return found
+        prepared = _PREPARED[key] = Prepared(_experts(source, is_packed, alphas), Seal(tensors))
+    return prepared
 
 
 def forget_dropped() -> None:
     """Let go of experts whose source the caller has dropped."""
-    for kept in (_PREPARED, _IS_PACKED):
-        for key in list(kept):
+    for cache in (_PREPARED, _IS_PACKED):
+        for key in list(cache):
             if key[0].expired():
-                del kept[key]
+                del cache[key]
 
 
 def read_source(l1: object, l2: object) -> Source:

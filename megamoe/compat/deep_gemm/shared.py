@@ -21,13 +21,13 @@ from megamoe.formats.quantized import Quantized
 from megamoe.problem import Options
 
 
-class _Kept(NamedTuple):
+class _Prepared(NamedTuple):
     w13: Tensor  # bfloat16 [2S, H], gate rows then up rows
     w2: Tensor  # bfloat16 [H, S]
     seal: Seal
 
 
-_KEPT: dict[tuple[StorageWeakRef, int], _Kept] = {}
+_PREPARED: dict[tuple[StorageWeakRef, int], _Prepared] = {}
 
 
 def shared_rows(
@@ -37,24 +37,24 @@ def shared_rows(
 
     l1, l2   as `transform_weights_for_mega_moe` made them of [2S, H] and [H, S]
     """
-    kept = _prepared(l1, l2, width)
+    experts = _prepared(l1, l2, width)
     tokens = (x if isinstance(x, Tensor) else dequantize(x)).bfloat16()
-    gate, up = (tokens @ kept.w13.mT).float().chunk(2, dim=1)
+    gate, up = (tokens @ experts.w13.mT).float().chunk(2, dim=1)
     acts = gated(options.activation, options.clamp, gate, up)
     if not isinstance(x, Tensor):
         acts = dequantize(quantize(acts, x.format))
-    return (acts.bfloat16() @ kept.w2.mT).float()
+    return (acts.bfloat16() @ experts.w2.mT).float()
 
 
-def _prepared(l1: Weights, l2: Weights, width: int) -> _Kept:
+def _prepared(l1: Weights, l2: Weights, width: int) -> _Prepared:
     pairs = [w if isinstance(w, (tuple, list)) else (w,) for w in (l1, l2)]
     tensors = [t for pair in pairs for t in pair]
     first = tensors[0]
     key = StorageWeakRef(first.untyped_storage()), first.data_ptr()
-    for old in [k for k in _KEPT if k[0].expired()]:
-        del _KEPT[old]
-    found = _KEPT.get(key)
-    if found is None or not found.seal.holds(tensors):
+    for old in [k for k in _PREPARED if k[0].expired()]:
+        del _PREPARED[old]
+    prepared = _PREPARED.get(key)
+    if prepared is None or not prepared.seal.holds(tensors):
         values = [_values(pair, name) for pair, name in zip(pairs, ("l1", "l2"), strict=True)]
         hidden = values[1].shape[0]
         require(
@@ -63,8 +63,8 @@ def _prepared(l1: Weights, l2: Weights, width: int) -> _Kept:
             got=f"{tuple(values[0].shape)} and {tuple(values[1].shape)}",
             kind=ShapeError,
         )
-        found = _KEPT[key] = _Kept(split(values[0]), values[1], Seal(tensors))
-    return found
+        prepared = _PREPARED[key] = _Prepared(split(values[0]), values[1], Seal(tensors))
+    return prepared
 
 
 def _values(pair: tuple[Tensor, ...], name: str) -> Tensor:

@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from megamoe.engine.layer import MoE
-from megamoe.errors import NotAvailable, require
-from megamoe.integrations.vllm import layers
+from megamoe.integrations.vllm import exchange, layers
 
 # Classes that hold experts: vLLM makes ours in their place. gpt-oss has one of its own.
 HOLDERS = (
@@ -70,12 +69,16 @@ def choose(layer: Any, ask: Callable[[], Any]) -> Any:
     layer  a RoutedExperts that is being made
     ask    gives vLLM's method
     """
-    settings = layers.settings_of(_additional_config())
+    settings = layers.settings_of(_config().additional_config)
     if settings is None:
         say('vLLM\'s own experts: additional_config has {"megamoe": false}')
         return ask()
     method, error = _asked(ask)
-    reason = layers.why_not(layer, method, settings)
+    exchanges, why_theirs = exchange.is_wanted(layer, settings.exchange), ""
+    if exchanges:
+        why_theirs = exchange.why_not(layer, _config().parallel_config)
+        exchanges = not why_theirs
+    reason = layers.why_not(layer, method, settings, exchanges=exchanges)
     if reason:
         say(f"vLLM's own experts: {reason}")
         if error is not None:
@@ -84,6 +87,10 @@ def choose(layer: Any, ask: Callable[[], Any]) -> Any:
     theirs: Any = type(method)
     method.__class__ = _ours(theirs)
     method.megamoe_settings = settings
+    if why_theirs:
+        say(f"vLLM exchanges tokens: {why_theirs}")
+    if exchanges:
+        method.megamoe_over, method.moe_kernel = exchange.over(layer), exchange.Finished()
     return method
 
 
@@ -126,6 +133,7 @@ class _Method:
     supports_pre_processed_weights = False
     megamoe: MoE | None = None
     megamoe_settings: layers.Settings
+    megamoe_over: exchange.Over | None = None
 
     @property
     def is_monolithic(self) -> bool:
@@ -156,14 +164,10 @@ class _Method:
         return None
 
     def process_weights_after_loading(self, layer: Any) -> None:
-        require(
-            self.megamoe is None,
-            "the experts of a running server cannot be replaced",
-            got="weights loaded a second time",
-            fix='start vLLM with additional_config {"megamoe": false} to reload weights',
-            kind=NotAvailable,
-        )
-        made = layers.make_layer(layer, self, self.megamoe_settings)
+        if self.megamoe is not None:
+            layers.reload(layer, self, self.megamoe_settings, self.megamoe, self.megamoe_over)
+            return
+        made = layers.make_layer(layer, self, self.megamoe_settings, self.megamoe_over)
         object.__setattr__(self, "megamoe", made)  # no part of the model's own tree
         w = made.weights
         say(
@@ -176,7 +180,7 @@ class _Method:
         **options: Any,
     ) -> Tensor:  # fmt: skip
         assert self.megamoe is not None
-        return layers.apply(layer, self.megamoe, x, topk_weights, topk_ids)
+        return layers.apply(layer, self.megamoe, x, topk_weights, topk_ids, self.megamoe_over)
 
 
 @functools.cache
@@ -187,7 +191,7 @@ def _ours(theirs: type) -> type:
     return type(theirs.__name__, (theirs,), own)  # one base: an instance can change to it
 
 
-def _additional_config() -> Any:
+def _config() -> Any:
     from vllm.config import get_current_vllm_config  # type: ignore[import-not-found]
 
-    return get_current_vllm_config().additional_config
+    return get_current_vllm_config()

@@ -68,20 +68,25 @@ def _group_scales(gemm, split, acts_factor):
 
 @gluon.jit
 def _store_scales(gemm, stored, tile, START: gl.constexpr):
-    """Bytes [groups, N] where the next linear's copies find them (`gluon/placed`)."""
+    """Bytes [groups, N] where the next linear's copies find them (`gluon/placed`), or by rows."""
     NUM: gl.constexpr = 128 * gemm.CTAS // gemm.ACTS.GROUP
     LAYOUT: gl.constexpr = stored.type.layout
-    group = part_of(stored.shape[0], gl.SliceLayout(1, LAYOUT))
+    group = tile.n_tile_idx * NUM + part_of(stored.shape[0], gl.SliceLayout(1, LAYOUT))
     token = START + gl.arange(0, stored.shape[1], gl.SliceLayout(0, LAYOUT))
-    tile_bytes = gemm.num_outputs // gemm.ACTS.GROUP * PLACED_ROWS
-    begin = gemm.out_scale + (tile.row_begin // gemm.TOKENS).to(gl.int64) * tile_bytes
-    group = tile.n_tile_idx * NUM + group
-    used = gl.expand_dims(tile.row_begin + token < tile.row_end, 0)
-    if gemm.PAIR:  # the second CTA of the last tile may have outputs that are not there
-        last = gemm.num_outputs // gemm.ACTS.GROUP
-        used = used & gl.expand_dims(group < last, 1)
-    at = gl.expand_dims(placed_group(group), 1) + gl.expand_dims(placed_row(token), 0)
-    gl.store(begin + at, stored, mask=used & (at >= 0))
+    num_groups = gemm.num_outputs // gemm.ACTS.GROUP
+    used = tile.row_begin + token < tile.row_end
+    if gemm.STORE == "pool":
+        begin = (tile.row_begin // gemm.TOKENS).to(gl.int64) * (num_groups * PLACED_ROWS)
+        at = gl.expand_dims(placed_group(group), 1) + gl.expand_dims(placed_row(token), 0)
+        mask = gl.expand_dims(used, 0) & (at >= 0)
+        if gemm.PAIR:  # the second CTA of the last tile may have outputs that are not there
+            mask = mask & gl.expand_dims(group < num_groups, 1)
+    else:
+        begin = 0
+        row = gl.load(gemm.row_dest + tile.row_begin + token, mask=used, other=0).to(gl.int64)
+        at = gl.expand_dims(group, 1) + gl.expand_dims(row * num_groups, 0)
+        mask = gl.expand_dims(used, 0) & gl.expand_dims(group < num_groups, 1)
+    gl.store(gemm.out_scale + begin + at, stored, mask=mask)
 
 
 @gluon.jit
@@ -104,8 +109,13 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
     elif gemm.ACTS.HOLD == "codes":
         scale, inverse = e4m3_step(gl.max(abs_bits(act), 0))
         row = tile.row_begin + START + gl.arange(0, N, scale.type.layout)
-        at = gemm.out_scale + tile.n_tile_idx * gemm.pool_rows + row
-        gl.store(at, scale, mask=row < tile.row_end)
+        used = row < tile.row_end
+        if gemm.STORE == "pool":
+            at = tile.n_tile_idx * gemm.pool_rows + row
+        else:
+            num_scales = (gemm.num_outputs + 127) // 128
+            at = gl.load(gemm.row_dest + row, mask=used, other=0) * num_scales + tile.n_tile_idx
+        gl.store(gemm.out_scale + at, scale, mask=used)
         ratio = divide(act, gl.expand_dims(scale, 0), gl.expand_dims(inverse, 0))
         _store_rows(gemm, e4m3_code(ratio), tile, tile.n_tile_idx * OUTPUTS, START, False)
     else:
@@ -119,7 +129,7 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
 def finish_linear(gemm, sums, tile, HALF: gl.constexpr, START: gl.constexpr):
     """L2: sums [128, N] of a half -> BF16, 128 columns of each token's row."""
     N: gl.constexpr = sums.shape[1]
-    first = (tile.n_tile_idx * 256 + HALF * 128) * gemm.CTAS
+    first = (tile.n_tile_idx * gemm.HALVES + HALF) * (128 * gemm.CTAS)
     if gemm.FORMAT.FACTOR == "expert":
         factor = gl.load(gemm.factor + tile.expert) * gl.load(gemm.acts_factor + tile.expert)
         sums = times(sums, factor)
@@ -143,7 +153,8 @@ def finish_linear(gemm, sums, tile, HALF: gl.constexpr, START: gl.constexpr):
 def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.constexpr):
     """v [128 columns, N tokens from number START on] to rows of `out`, 16 bytes a thread.
 
-    PACKED: codes of FP4, two a byte. L2's rows go to their destinations.
+    PACKED: codes of FP4, two a byte. Rows go to their destinations, or stay where they are in the
+    pool. Sums over rows are added in no fixed order.
     """
     N: gl.constexpr = v.shape[1]
     VEC: gl.constexpr = 128 // v.dtype.primitive_bitwidth
@@ -157,10 +168,22 @@ def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.conste
     LAYOUT: gl.constexpr = turned.type.layout
     row = tile.row_begin + START + gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
     used = row < tile.row_end
-    if not gemm.GATED:
+    weight = 1.0
+    if gemm.STORE == "sum":
+        weight = gl.load(gemm.row_weight + row, mask=used, other=0.0)
+    if gemm.STORE != "pool":
         row = gl.load(gemm.row_dest + row, mask=used, other=0)
+        if gemm.SOURCE != "pool":  # whose destinations come from outside, -1 where they were wrong
+            used = used & (row >= 0)
     col = first_col // PACK + part_of(v.shape[0] // PACK, gl.SliceLayout(0, LAYOUT))
     width = gemm.num_outputs // PACK
-    at = gl.expand_dims(row.to(gl.int64) * width, 1) + gl.expand_dims(col, 0)
+    begin = row.to(gl.int64) * width
+    if gemm.IS_FAR and not gemm.GATED:
+        begin = (row >> 3) * 8  # an offset; the compiler sees multiples of 16 bytes
+    at = gl.expand_dims(begin, 1) + gl.expand_dims(col, 0)
     mask = gl.expand_dims(used, 1) & gl.expand_dims(col < width, 0)
-    gl.store(gemm.out + at, turned, mask=mask)
+    if gemm.STORE == "sum":
+        weighted = times(turned.to(gl.float32), gl.expand_dims(weight, 1))
+        gl.atomic_add(gemm.out + at, weighted, mask=mask, sem="relaxed")
+    else:
+        gl.store(gemm.out + at, turned, mask=mask)

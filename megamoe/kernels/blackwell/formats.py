@@ -61,6 +61,9 @@ SCALED_MMAS = {
 }
 
 
+LINE = 128  # bytes of the widest swizzle
+
+
 def operand_layout(
     kind: Kind, rows: int, block_k: int, bits: int, num_ctas: int = 1
 ) -> gl.NVMMASharedLayout:
@@ -76,10 +79,19 @@ def operand_layout(
     )  # fmt: skip
 
 
-def check_tile(kind: Kind, tile: GemmTmem, layout: gl.NVMMASharedLayout | None = None) -> None:
-    """Refuse what Gluon 3.6 compiles in silence although no MMA of sm_100a does it.
+def check_tile(
+    kind: Kind,
+    tile: GemmTmem,
+    layout: gl.NVMMASharedLayout | None = None,
+    *,
+    is_gated: bool = False,
+    gathers: bool = False,
+) -> None:
+    """Refuse what Gluon 3.6 compiles in silence although it computes something else.
 
-    layout  that of the weights' block
+    layout    that of the weights' block
+    is_gated  a tile has gate and up
+    gathers   tokens are gathered
     """
 
     def refuse(when: bool, what: str, got: object, fix: str = "") -> None:
@@ -98,9 +110,25 @@ def check_tile(kind: Kind, tile: GemmTmem, layout: gl.NVMMASharedLayout | None =
         f"{kind.name}, block_m {tile.block_m}",
     )
     refuse(
+        tile.num_ctas != 1 and (gathers or tile.is_dynamic or tile.num_halves != 2),
+        "a pair of CTAs takes tiles of two halves in a fixed order, whose tokens lie together",
+        f"{tile.num_halves} halves, {tile.schedule}{', gathered' if gathers else ''}",
+    )
+    refuse(
         tile.block_rows != tables.BLOCK_ROWS,
         "a block-scaled MMA has M = 128 in one CTA",
         f"M = {tile.block_rows}",
+    )
+    refuse(
+        is_gated and tile.num_halves != 2,
+        "a tile of a gated linear has 128 rows of gate and 128 of up",
+        f"{tile.num_halves} x {tile.block_rows} rows",
+    )
+    line = tile.block_k * kind.X_BITS.value // 8
+    refuse(
+        gathers and line != LINE,
+        f"gathered rows must have {LINE} bytes a stage: parts of a tile follow each other then",
+        f"{line} bytes with block_k {tile.block_k}",
     )
     widths = tables.block_ms(kind.name, kind.PROMOTED.value)
     refuse(

@@ -5,17 +5,28 @@ out[token, row] = sum over k of w[expert, row, k] * x[token, k]. One persistent 
 Dimensions
 
   here        GEMM word  size
-  weight row  M          ROWS = 256 per tile: two halves of 128, the M of one MMA each
+  weight row  M          256 per tile: HALVES = 2 of 128, the M of one MMA each; a narrow tile of
+                         a GEMM that is not gated has one
   half        -          L1 (GATED): 128 gate rows, and the 128 up rows of the same outputs, so that
                          a thread holds both of an output and 32 lanes the 32 outputs of an E8M0
                          scale; L2: two neighbouring blocks of 128 outputs
   token       N          TOKENS per tile: 8 to 128
   stage       BLOCK_K    of K, in one slot of the ring; `steps` of them
   turn        -          sums of a tile in tensor memory, one of SUMS; PROMOTED: of one stage
-  n tile      m block    256 weight rows of an expert: 128 outputs of L1, 256 of L2
+  n tile      m block    the weight rows of a tile: 128 outputs of L1, HALVES * 128 of L2
 
 Weights lie as checkpoints have them, padded to blocks of 128 rows; only scales are placed
 (`layout.tiles.placed_scales`). A tile's tokens begin at a multiple of TOKENS in the pool.
+
+Tokens and results of a layer and of a grouped GEMM alone (`grouped.py`)
+
+  SOURCE    a tile's rows of x                    STORE   its results
+  "pool"    as in the pool                        "pool"  L1: as in the pool, scales placed
+  "rows"    from row_source[its first] on         "rows"  at row_dest, scales as `formats` has them
+  "gather"  each at row_source, by TMA's gather   "sum"   added to FP32 rows at row_dest, weighted
+
+Tiles are dealt in turn, or DYNAMIC: load_weights draws each CTA's next one from a counter and posts
+it in shared memory for the other roles.
 
 Roles of a CTA
 
@@ -36,6 +47,8 @@ Barriers
   taken          SUMS     1                  store: sums are in registers    issue_mma
   decoded        DECODES  1                  decode: weights are there       issue_mma
   decoded_empty  DECODES  1                  issue_mma's commit              decode
+  posted_full    POSTS    1                  load_weights: a tile is drawn   the other roles
+  posted_empty   POSTS    the other roles    who has read it                 load_weights
 
 PTX orders a thread's tcgen05.cp before its later MMAs, and MMAs of the same sums; it does not order
 a copy after an earlier MMA. So every stage has its own columns for scales.
@@ -47,8 +60,8 @@ roles; the second's issue_mma does nothing. Of `full` and `taken` there is one m
 the first CTA, which alone waits for it: arrivals and bytes of both count there, so that it has
 twice the arrivals of the table. A commit arrives at `empty` and `summed` of both.
 
-Tensor memory: SUMS * 2 * TOKENS columns of sums, STAGES * 3 * BLOCK_K / VEC of scales, and
-DECODES * 2 * BLOCK_K / 2 of decoded weights, of 512.
+Tensor memory: SUMS * HALVES * TOKENS columns of sums, STAGES * (HALVES + 1) * BLOCK_K / VEC of
+scales, and DECODES * HALVES * BLOCK_K / 2 of decoded weights, of 512.
 """
 
 from triton.experimental import gluon
@@ -72,18 +85,25 @@ from megamoe.kernels.blackwell.pair import ring_barriers, scales_layout, sums_la
 from megamoe.kernels.gluon.compat import blackwell_tma as tma
 from megamoe.kernels.gluon.compat import get_tmem_reg_layout, reinterpret
 from megamoe.kernels.gluon.pipeline import (
+    FLAT_SHARED,
     advance,
+    advance_by,
     allow_next_launch,
     barriers,
     first_stage,
     record,
     wait_for_launch,
 )
-from megamoe.kernels.gluon.tile_scheduler import num_work_items, read_tile_list, tile_in_list
+from megamoe.kernels.gluon.tile_scheduler import (
+    next_item,
+    num_work_items,
+    read_tile_list,
+    tile_in_list,
+)
 
-HALVES = gl.constexpr(2)
 BLOCK_ROWS = gl.constexpr(128)  # the MMA's M
-ROWS = gl.constexpr(256)
+GATHERED = gl.constexpr(16)  # rows of one gather
+POSTS = gl.constexpr(2)  # drawn tiles that stand in shared memory
 DECODES = gl.constexpr(2)  # stages whose decoded weights stand in tensor memory
 DECODE_REGS = gl.constexpr(216)
 ONE = gl.constexpr(127)  # E8M0
@@ -100,6 +120,7 @@ class TmemGemm:
     w_bufs: gl.shared_memory_descriptor  # [STAGES * HALVES, 128, BLOCK_K as bytes hold it]
     ws_bufs: gl.shared_memory_descriptor  # [STAGES * HALVES, 1, 1, words, 2, 256]
     x_bufs: gl.shared_memory_descriptor  # [STAGES, TOKENS, BLOCK_K as bytes hold it]
+    x_parts: gl.shared_memory_descriptor  # the same for gathers: [.., GATHERED, ..]
     xs_bufs: gl.shared_memory_descriptor  # [STAGES, ..]: placed; PROMOTED: FP32 [STAGES, tokens]
     sums: tensor_memory_descriptor  # FP32 [SUMS * HALVES, 128, TOKENS]
     scales: tensor_memory_descriptor  # [STAGES * 3, 128, scales of a row]: halves, then tokens
@@ -111,12 +132,16 @@ class TmemGemm:
     taken: gl.shared_memory_descriptor
     decoded_full: gl.shared_memory_descriptor
     decoded_empty: gl.shared_memory_descriptor
+    posted: gl.shared_memory_descriptor  # DYNAMIC: int32 [POSTS, 1]
+    posted_full: gl.shared_memory_descriptor
+    posted_empty: gl.shared_memory_descriptor
     factor: gl.tensor  # FP32: per 128x128 (w8a8), per matrix (nvfp4)
     bias: gl.tensor
     acts_factor: gl.tensor  # nvfp4: global scale of the activations, per expert
     row_factor: gl.tensor  # nvfp4: global scale of each token
     row_weight: gl.tensor
     row_dest: gl.tensor
+    row_source: gl.tensor  # int32: rows of x, unless it is the pool
     out: gl.tensor
     out_scale: gl.tensor
     tiles: gl.tensor  # int32 [tiles, TILE_WORDS]
@@ -134,6 +159,10 @@ class TmemGemm:
     HAS_BIAS: gl.constexpr
     WEIGHTED: gl.constexpr
     ACTIVATION: gl.constexpr
+    SOURCE: gl.constexpr
+    STORE: gl.constexpr
+    DYNAMIC: gl.constexpr
+    HALVES: gl.constexpr
     TOKENS: gl.constexpr
     BLOCK_K: gl.constexpr
     STAGES: gl.constexpr
@@ -141,6 +170,8 @@ class TmemGemm:
     CHUNK: gl.constexpr
     SPAN: gl.constexpr
     NUM_WARPS: gl.constexpr
+    TURNS: gl.constexpr  # epilogues that have every TURNS-th of the sums: 1; fused, 2
+    IS_FAR: gl.constexpr  # L2's rows may be other ranks': `row_dest` has offsets
     PAIR: gl.constexpr
     CTAS: gl.constexpr  # that share a product: 2 for a pair
 
@@ -150,15 +181,46 @@ class TmemGemm:
 
 @gluon.jit
 def _tile_at(gemm, item):
-    """The tile of a work item, round robin."""
-    tile_idx, n_tile_idx = tile_in_list(gemm, item, ROWS * gemm.CTAS)
+    """The tile of a work item."""
+    ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS * gemm.CTAS
+    tile_idx, n_tile_idx = tile_in_list(gemm, item, ROWS)
     return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
 
 
 @gluon.jit
 def _end_item(gemm):
     """Work items of the launch."""
-    return num_work_items(gemm, ROWS * gemm.CTAS)
+    ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS * gemm.CTAS
+    return num_work_items(gemm, ROWS)
+
+
+@gluon.jit
+def draw_item(gemm, item, post, end):
+    """load_weights: (the CTA's next item, its next place in the ring of posted ones)."""
+    if gemm.DYNAMIC:
+        item = next_item(gemm, end)
+        mbarrier.wait(gemm.posted_empty.index(post.idx), post.phase)
+        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        gemm.posted.index(post.idx).store(gl.zeros([1], gl.int32, lanes) + item)
+        mbarrier.arrive(gemm.posted_full.index(post.idx), count=1)
+        post = advance(post, POSTS)
+    else:
+        item += gl.num_programs(0)
+    return item, post
+
+
+@gluon.jit
+def next_posted(gemm, item, post):
+    """The other roles: the same as load_weights drew it."""
+    if gemm.DYNAMIC:
+        lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        mbarrier.wait(gemm.posted_full.index(post.idx), post.phase)
+        item = gl.max(gemm.posted.index(post.idx).load(lanes), 0)
+        mbarrier.arrive(gemm.posted_empty.index(post.idx), count=1)
+        post = advance(post, POSTS)
+    else:
+        item += gl.num_programs(0)
+    return item, post
 
 
 @gluon.jit
@@ -167,7 +229,7 @@ def weight_block(gemm, tile, HALF: gl.constexpr):
     if gemm.GATED:
         block = (tile.expert * 2 + HALF) * gemm.num_blocks + tile.n_tile_idx * gemm.CTAS
     else:
-        block = tile.expert * gemm.num_blocks + (tile.n_tile_idx * 2 + HALF) * gemm.CTAS
+        block = tile.expert * gemm.num_blocks + (tile.n_tile_idx * gemm.HALVES + HALF) * gemm.CTAS
     return block
 
 
@@ -175,61 +237,98 @@ def weight_block(gemm, tile, HALF: gl.constexpr):
 
 
 @gluon.jit
-def load_weights(gemm):
-    """The weights of this CTA's tiles and their scales, both halves of each."""
+def load_weight_step(gemm, tile, k, stage):
+    """Step k of both halves of a tile and their scales, once a stage is empty; -> the next one."""
+    HALVES: gl.constexpr = gemm.HALVES
     HAS_SCALES: gl.constexpr = gemm.FORMAT.SCALED or gemm.FORMAT.DECODED
     SCALE_BYTES: gl.constexpr = gemm.w_scale.block_type.nbytes if HAS_SCALES else 0
     BYTES: gl.constexpr = HALVES * (gemm.w.block_type.nbytes + SCALE_BYTES) // gemm.CTAS
     WIDTH: gl.constexpr = gemm.w.block_type.shape[1]
+    full = gemm.full.index(stage.idx)
+    mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
+    mbarrier.expect(full, BYTES)
+    for half in gl.static_range(HALVES):
+        block = weight_block(gemm, tile, half)
+        to = stage.idx * HALVES + half
+        at = [block * BLOCK_ROWS, k * WIDTH]
+        tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(to))
+        if HAS_SCALES:
+            at = [0, block, k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC)), 0, 0]
+            tma.async_copy_global_to_shared(gemm.w_scale, at, full, gemm.ws_bufs.index(to))
+    return advance(stage, gemm.STAGES)
+
+
+@gluon.jit
+def load_weights(gemm):
+    """The weights of this CTA's tiles, which it draws."""
     stage = first_stage(1)
-    for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
+    post = first_stage(1)
+    item = gl.program_id(0)
+    end = _end_item(gemm)
+    while item < end:
         tile = _tile_at(gemm, item)
         for k in range(gemm.steps):
-            full = gemm.full.index(stage.idx)
-            mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-            mbarrier.expect(full, BYTES)
-            for half in gl.static_range(HALVES):
-                block = weight_block(gemm, tile, half)
-                to = stage.idx * HALVES + half
-                at = [block * BLOCK_ROWS, k * WIDTH]
-                tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(to))
-                if HAS_SCALES:
-                    at = [0, block, k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC)), 0, 0]
-                    tma.async_copy_global_to_shared(gemm.w_scale, at, full, gemm.ws_bufs.index(to))
-            stage = advance(stage, gemm.STAGES)
+            stage = load_weight_step(gemm, tile, k, stage)
+        item, post = draw_item(gemm, item, post, end)
+
+
+@gluon.jit
+def _gather_tokens(gemm, row, col, full, stage):
+    """Columns of a tile's rows, each from where it stands in x; few at a time: few registers."""
+    NUM: gl.constexpr = gemm.x_parts.shape[1]
+    PARTS: gl.constexpr = gemm.TOKENS // NUM
+    LAYOUT: gl.constexpr = gl.SliceLayout(0, gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0]))
+    for part in gl.static_range(PARTS):
+        source = gl.load(gemm.row_source + row + part * NUM + gl.arange(0, NUM, LAYOUT))
+        tma.async_gather(gemm.x, source, col, full, gemm.x_parts.index(stage.idx * PARTS + part))
+
+
+@gluon.jit
+def load_token_tile(gemm, row, stage):
+    """All steps of the tokens from `row` of the pool on, and of their scales; -> the next stage."""
+    HAS_SCALES: gl.constexpr = gemm.FORMAT.X_SCALED or gemm.FORMAT.PROMOTED
+    SCALE_BYTES: gl.constexpr = gemm.x_scale.block_type.nbytes if HAS_SCALES else 0
+    TIMES: gl.constexpr = gemm.TOKENS if gemm.SOURCE == "gather" else 1
+    BYTES: gl.constexpr = TIMES * gemm.x.block_type.nbytes // gemm.CTAS + SCALE_BYTES
+    WIDTH: gl.constexpr = gemm.x.block_type.shape[1]
+    source = row
+    if gemm.SOURCE == "rows":
+        source = gl.load(gemm.row_source + row)
+    for k in range(gemm.steps):
+        full = gemm.full.index(stage.idx)
+        mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
+        mbarrier.expect(full, BYTES)
+        if gemm.SOURCE == "gather":
+            _gather_tokens(gemm, row, k * WIDTH, full, stage)
+        else:
+            to = gemm.x_bufs.index(stage.idx)
+            tma.async_copy_global_to_shared(gemm.x, [source, k * WIDTH], full, to)
+        to = gemm.xs_bufs.index(stage.idx)
+        if gemm.FORMAT.X_SCALED:
+            words = k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC))
+            at = [0, row // gemm.TOKENS, words, 0, 0]
+            if gemm.PAIR:
+                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to, multicast=True)
+            else:
+                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
+        elif gemm.FORMAT.PROMOTED:
+            at = [k * gemm.pool_rows + row]
+            tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
+        stage = advance(stage, gemm.STAGES)
+    return stage
 
 
 @gluon.jit
 def load_tokens(gemm):
-    """The tokens of this CTA's tiles and their scales."""
-    HAS_SCALES: gl.constexpr = gemm.FORMAT.X_SCALED or gemm.FORMAT.PROMOTED
-    SCALE_BYTES: gl.constexpr = gemm.x_scale.block_type.nbytes if HAS_SCALES else 0
-    BYTES: gl.constexpr = gemm.x.block_type.nbytes // gemm.CTAS + SCALE_BYTES
-    WIDTH: gl.constexpr = gemm.x.block_type.shape[1]
+    """The tokens of this CTA's tiles."""
     stage = first_stage(1)
+    post = first_stage(0)
     wait_for_launch()
-    for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        tile = _tile_at(gemm, item)
-        row = tile.row_begin
-        for k in range(gemm.steps):
-            full = gemm.full.index(stage.idx)
-            mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-            mbarrier.expect(full, BYTES)
-            tma.async_copy_global_to_shared(
-                gemm.x, [row, k * WIDTH], full, gemm.x_bufs.index(stage.idx)
-            )
-            to = gemm.xs_bufs.index(stage.idx)
-            if gemm.FORMAT.X_SCALED:
-                words = k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC))
-                at = [0, row // gemm.TOKENS, words, 0, 0]
-                if gemm.PAIR:
-                    tma.async_copy_global_to_shared(gemm.x_scale, at, full, to, multicast=True)
-                else:
-                    tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
-            elif gemm.FORMAT.PROMOTED:
-                at = [k * gemm.pool_rows + row]
-                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
-            stage = advance(stage, gemm.STAGES)
+    item = gl.program_id(0)
+    end = _end_item(gemm)
+    while item < end:
+        stage = load_token_tile(gemm, _tile_at(gemm, item).row_begin, stage)
+        item, post = next_posted(gemm, item, post)
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -250,8 +349,8 @@ def _scale_columns(gemm, stage, WHICH: gl.constexpr):
     Scales cannot be allocated by stages (Gluon 3.6): FP32 of as many columns is, and is renamed.
     """
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
-    columns = gemm.scales.index(stage.idx * (HALVES + 1) + WHICH)
-    IS_TOKENS: gl.constexpr = WHICH == HALVES
+    columns = gemm.scales.index(stage.idx * (gemm.HALVES + 1) + WHICH)
+    IS_TOKENS: gl.constexpr = WHICH == gemm.HALVES
     ROWS_OF: gl.constexpr = 128 if IS_TOKENS else 128 * gemm.CTAS
     LAYOUT: gl.constexpr = scales_layout(gemm.PAIR, IS_TOKENS)
     return reinterpret(columns, gemm.w_scale.dtype, [ROWS_OF, NUM], LAYOUT)
@@ -260,6 +359,7 @@ def _scale_columns(gemm, stage, WHICH: gl.constexpr):
 @gluon.jit
 def _multiply_scaled(gemm, stage, turn, use_acc):
     """Both halves of a stage, with block scales; its copies come before its products."""
+    HALVES: gl.constexpr = gemm.HALVES
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
     x = gemm.x_bufs.index(stage.idx).permute((1, 0))
     for half in gl.static_range(HALVES):
@@ -281,6 +381,7 @@ def _multiply_scaled(gemm, stage, turn, use_acc):
 @gluon.jit
 def _multiply_plain(gemm, stage, ready, turn, use_acc):
     """Both halves of a stage: E4M3 or BF16; FP4 that was decoded to tensor memory."""
+    HALVES: gl.constexpr = gemm.HALVES
     x = gemm.x_bufs.index(stage.idx).permute((1, 0))
     for half in gl.static_range(HALVES):
         into = gemm.sums.index(turn.idx * HALVES + half)
@@ -291,61 +392,84 @@ def _multiply_plain(gemm, stage, ready, turn, use_acc):
 
 
 @gluon.jit
+def multiply_tile(gemm, steps, stage, turn, ready):
+    """Products of a tile's steps, into sums that were read; -> the next stage, turn and decoded."""
+    use_acc = False
+    if not gemm.FORMAT.PROMOTED:
+        mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+    for _k in range(steps):
+        if gemm.FORMAT.PROMOTED:
+            mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+        mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
+        if gemm.FORMAT.SCALED:
+            _multiply_scaled(gemm, stage, turn, use_acc)
+        else:
+            if gemm.FORMAT.DECODED:
+                mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
+            _multiply_plain(gemm, stage, ready, turn, use_acc)
+        tcgen05_commit(gemm.empty.index(stage.idx))
+        if gemm.FORMAT.DECODED:
+            tcgen05_commit(gemm.decoded_empty.index(ready.idx))
+            ready = advance(ready, DECODES)
+        if gemm.FORMAT.PROMOTED:
+            tcgen05_commit(gemm.summed.index(turn.idx))
+            turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
+        else:
+            use_acc = True
+        stage = advance(stage, gemm.STAGES)
+    if not gemm.FORMAT.PROMOTED:
+        tcgen05_commit(gemm.summed.index(turn.idx))
+        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
+    return stage, turn, ready
+
+
+@gluon.jit
 def issue_mma(gemm):
     """Products of this CTA's tiles, into sums that the epilogue has read."""
     stage = first_stage(0)
     turn = first_stage(1)
     ready = first_stage(0)  # decoded weights
-    for _ in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        use_acc = False
-        if not gemm.FORMAT.PROMOTED:
-            mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
-        for _k in range(gemm.steps):
-            if gemm.FORMAT.PROMOTED:
-                mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
-            mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
-            if gemm.FORMAT.SCALED:
-                _multiply_scaled(gemm, stage, turn, use_acc)
-            else:
-                if gemm.FORMAT.DECODED:
-                    mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
-                _multiply_plain(gemm, stage, ready, turn, use_acc)
-            tcgen05_commit(gemm.empty.index(stage.idx))
-            if gemm.FORMAT.DECODED:
-                tcgen05_commit(gemm.decoded_empty.index(ready.idx))
-                ready = advance(ready, DECODES)
-            if gemm.FORMAT.PROMOTED:
-                tcgen05_commit(gemm.summed.index(turn.idx))
-                turn = advance(turn, gemm.SUMS)
-            else:
-                use_acc = True
-            stage = advance(stage, gemm.STAGES)
-        if not gemm.FORMAT.PROMOTED:
-            tcgen05_commit(gemm.summed.index(turn.idx))
-            turn = advance(turn, gemm.SUMS)
+    post = first_stage(0)
+    item = gl.program_id(0)
+    end = _end_item(gemm)
+    while item < end:
+        stage, turn, ready = multiply_tile(gemm, gemm.steps, stage, turn, ready)
+        item, post = next_posted(gemm, item, post)
+
+
+@gluon.jit
+def decode_tile(gemm, steps, stage, room):
+    """FP4 weights of a tile's steps as BF16, in tensor memory; -> the next stage and room."""
+    HALVES: gl.constexpr = gemm.HALVES
+    NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
+    for _k in range(steps):
+        mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
+        mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
+        for half in gl.static_range(HALVES):
+            at = stage.idx * HALVES + half
+            scales = scale_block(gemm.ws_bufs.index(at), NUM)
+            decode_block(
+                gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
+            )
+        fence_async_shared()
+        mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
+        mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
+        stage = advance(stage, gemm.STAGES)
+        room = advance(room, DECODES)
+    return stage, room
 
 
 @gluon.jit
 def decode(gemm):
-    """DECODED: FP4 weights of every stage as BF16, in tensor memory."""
-    NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
+    """DECODED: the weights of this CTA's tiles."""
     stage = first_stage(0)
     room = first_stage(1)
-    for _ in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        for _k in range(gemm.steps):
-            mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
-            mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
-            for half in gl.static_range(HALVES):
-                at = stage.idx * HALVES + half
-                scales = scale_block(gemm.ws_bufs.index(at), NUM)
-                decode_block(
-                    gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
-                )
-            fence_async_shared()
-            mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
-            mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
-            stage = advance(stage, gemm.STAGES)
-            room = advance(room, DECODES)
+    post = first_stage(0)
+    item = gl.program_id(0)
+    end = _end_item(gemm)
+    while item < end:
+        stage, room = decode_tile(gemm, gemm.steps, stage, room)
+        item, post = next_posted(gemm, item, post)
 
 
 # -- sums ----------------------------------------------------------------------------------------
@@ -353,13 +477,15 @@ def decode(gemm):
 
 @gluon.jit
 def _read_sums(gemm, turn, START: gl.constexpr, N: gl.constexpr):
-    """N tokens of a turn's sums from number START on, of both halves."""
-    low = gemm.sums.index(turn.idx * HALVES).slice(START, N)
-    high = gemm.sums.index(turn.idx * HALVES + 1).slice(START, N)
+    """N tokens of a turn's sums from number START on, of both halves, or twice of the one."""
+    low = gemm.sums.index(turn.idx * gemm.HALVES).slice(START, N)
+    high = gemm.sums.index(turn.idx * gemm.HALVES + gemm.HALVES - 1).slice(START, N)
     LAYOUT: gl.constexpr = get_tmem_reg_layout(
         gl.float32, (128 * gemm.CTAS, N), low.type.layout, gemm.NUM_WARPS
     )
-    return low.load(LAYOUT), high.load(LAYOUT)
+    first = low.load(LAYOUT)
+    second = high.load(LAYOUT) if gemm.HALVES == 2 else first
+    return first, second
 
 
 @gluon.jit
@@ -385,20 +511,23 @@ def _add_stages(gemm, tile, stage, turn):
     high = gl.zeros([128, gemm.TOKENS], gl.float32, LAYOUT)
     for k in range(gemm.steps):
         low_factor = _block_factor(gemm, tile, k, 0)
-        high_factor = _block_factor(gemm, tile, k, 1)
+        high_factor = _block_factor(gemm, tile, k, gemm.HALVES - 1)
+        # Sums first: fused, the other epilogue's stages come between, and phases of `full` would
+        # be taken for each other. Now the stage is full, and this role alone keeps it so.
+        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
         scales = gemm.xs_bufs.index(stage.idx).slice(0, gemm.TOKENS, 0)
         scale = scales.load(gl.SliceLayout(0, LAYOUT))
         # Reads of the stage come before the copies that follow.
         fence_async_shared()
         mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
-        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
         part, other = _read_sums(gemm, turn, 0, gemm.TOKENS)
         mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
         low += part * gl.expand_dims(scale * low_factor, 0)
-        high += other * gl.expand_dims(scale * high_factor, 0)
+        if gemm.HALVES == 2:
+            high += other * gl.expand_dims(scale * high_factor, 0)
         stage = advance(stage, gemm.STAGES)
-        turn = advance(turn, gemm.SUMS)
+        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
     return low, high, stage, turn
 
 
@@ -409,7 +538,25 @@ def _finish(gemm, low, high, tile, START: gl.constexpr):
         finish_gated(gemm, low, high, tile, START)
     else:
         finish_linear(gemm, low, tile, 0, START)
-        finish_linear(gemm, high, tile, 1, START)
+        if gemm.HALVES == 2:
+            finish_linear(gemm, high, tile, 1, START)
+
+
+@gluon.jit
+def finish_tile(gemm, tile, stage, turn):
+    """A tile's sums and their epilogue, to memory; -> the next stage and turn."""
+    if gemm.FORMAT.PROMOTED:
+        low, high, stage, turn = _add_stages(gemm, tile, stage, turn)
+        _finish(gemm, low, high, tile, 0)
+    else:
+        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
+        for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
+            low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
+            if start + gemm.CHUNK == gemm.TOKENS:
+                mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
+            _finish(gemm, low, high, tile, start)
+        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
+    return stage, turn
 
 
 @gluon.jit
@@ -417,29 +564,22 @@ def store(gemm):
     """The epilogue of this CTA's tiles."""
     stage = first_stage(0)
     turn = first_stage(0)
+    post = first_stage(0)
     wait_for_launch()
-    for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
-        tile = _tile_at(gemm, item)
-        if gemm.FORMAT.PROMOTED:
-            low, high, stage, turn = _add_stages(gemm, tile, stage, turn)
-            _finish(gemm, low, high, tile, 0)
-        else:
-            mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
-            for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
-                low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
-                if start + gemm.CHUNK == gemm.TOKENS:
-                    mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
-                _finish(gemm, low, high, tile, start)
-            turn = advance(turn, gemm.SUMS)
+    item = gl.program_id(0)
+    end = _end_item(gemm)
+    while item < end:
+        stage, turn = finish_tile(gemm, _tile_at(gemm, item), stage, turn)
+        item, post = next_posted(gemm, item, post)
 
 
 # -- the launch ----------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _allocate_tmem(
-    FORMAT: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    SUMS: gl.constexpr, PAIR: gl.constexpr,
+def allocate_tmem(
+    FORMAT: gl.constexpr, HALVES: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr,
+    STAGES: gl.constexpr, SUMS: gl.constexpr, PAIR: gl.constexpr = False,
 ):  # fmt: skip
     """(sums, scales, ones, decoded) in tensor memory; what a format lacks stands for `sums`."""
     NUM: gl.constexpr = BLOCK_K // FORMAT.VEC
@@ -464,11 +604,19 @@ def _allocate_tmem(
 
 
 @gluon.jit
-def _allocate_stages(w, w_scale, x, x_scale, FORMAT: gl.constexpr, STAGES: gl.constexpr):
-    """(w_bufs, ws_bufs, x_bufs, xs_bufs) in shared memory; unused ones stand for others."""
+def allocate_stages(
+    w, w_scale, x, x_scale, FORMAT: gl.constexpr, SOURCE: gl.constexpr, HALVES: gl.constexpr,
+    TOKENS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """(w_bufs, ws_bufs, x_bufs, x_parts, xs_bufs) in shared memory; unused ones are others."""
     NUM: gl.constexpr = STAGES * HALVES
     w_bufs = gl.allocate_shared_memory(w.dtype, [NUM] + w.block_type.shape, w.layout)
-    x_bufs = gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout)
+    PART: gl.constexpr = min(TOKENS, GATHERED) if SOURCE == "gather" else TOKENS
+    WIDTH: gl.constexpr = x.block_type.shape[1]  # of a gather's block: one row
+    x_parts = gl.allocate_shared_memory(x.dtype, [STAGES * TOKENS // PART, PART, WIDTH], x.layout)
+    x_bufs = x_parts
+    if PART < TOKENS:  # rows are one swizzled line each, so parts follow each other
+        x_bufs = reinterpret(x_parts, x.dtype, [STAGES, TOKENS, WIDTH], x.layout)
     ws_bufs = w_bufs
     xs_bufs = x_bufs
     if FORMAT.SCALED or FORMAT.DECODED:
@@ -479,22 +627,25 @@ def _allocate_stages(w, w_scale, x, x_scale, FORMAT: gl.constexpr, STAGES: gl.co
         xs_bufs = gl.allocate_shared_memory(
             x_scale.dtype, [STAGES] + x_scale.block_type.shape, x_scale.layout
         )
-    return w_bufs, ws_bufs, x_bufs, xs_bufs
+    return w_bufs, ws_bufs, x_bufs, x_parts, xs_bufs
 
 
 @gluon.jit(do_not_specialize=["pool_rows", "steps", "num_blocks", "factor_cols"])
 def gemm_tmem_kernel(
-    w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest, out,
-    out_scale, tiles, num_tiles, pool_rows, steps, num_outputs, num_bias, num_blocks, factor_cols,
-    clamp,
+    w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest,
+    row_source, out, out_scale, tiles, num_tiles, pool_rows, steps, num_outputs, num_bias,
+    num_blocks, factor_cols, clamp,
     FORMAT: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
-    WEIGHTED: gl.constexpr, ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr,
+    WEIGHTED: gl.constexpr, ACTIVATION: gl.constexpr, SOURCE: gl.constexpr, STORE: gl.constexpr,
+    DYNAMIC: gl.constexpr, HALVES: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, SUMS: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr,
     LOAD_REGS: gl.constexpr, NUM_WARPS: gl.constexpr, PAIR: gl.constexpr = False,
 ):  # fmt: skip
     """The launch: one persistent CTA per SM. Arguments as the fields of `TmemGemm`."""
-    w_bufs, ws_bufs, x_bufs, xs_bufs = _allocate_stages(w, w_scale, x, x_scale, FORMAT, STAGES)
-    sums, scales, ones, decoded = _allocate_tmem(FORMAT, TOKENS, BLOCK_K, STAGES, SUMS, PAIR)
+    w_bufs, ws_bufs, x_bufs, x_parts, xs_bufs = allocate_stages(
+        w, w_scale, x, x_scale, FORMAT, SOURCE, HALVES, TOKENS, STAGES
+    )
+    sums, scales, ones, decoded = allocate_tmem(FORMAT, HALVES, TOKENS, BLOCK_K, STAGES, SUMS, PAIR)
     full = ring_barriers(STAGES, 2, PAIR, True)
     READERS: gl.constexpr = 2 if FORMAT.PROMOTED or FORMAT.DECODED else 1
     empty = ring_barriers(STAGES, READERS, PAIR)
@@ -505,21 +656,31 @@ def gemm_tmem_kernel(
     if FORMAT.DECODED:
         decoded_full = barriers(DECODES, 1)
         decoded_empty = barriers(DECODES, 1)
-    if GATED:
-        wait_for_launch()  # L1's tile list is written by the launch before; L2's is older
+    posted = full
+    posted_full = full
+    posted_empty = full
+    if DYNAMIC:
+        posted = gl.allocate_shared_memory(gl.int32, [POSTS, 1], FLAT_SHARED)
+        posted_full = barriers(POSTS, 1)
+        OTHERS: gl.constexpr = 4 if FORMAT.DECODED else 3
+        posted_empty = barriers(POSTS, OTHERS)
+    if GATED or SOURCE != "pool":
+        wait_for_launch()  # the tile list is written by the launch before; L2's is older
     allow_next_launch()
     gemm = TmemGemm(
         w=w, w_scale=w_scale, x=x, x_scale=x_scale, w_bufs=w_bufs, ws_bufs=ws_bufs, x_bufs=x_bufs,
-        xs_bufs=xs_bufs, sums=sums, scales=scales, ones=ones, decoded=decoded, full=full,
-        empty=empty, summed=summed, taken=taken, decoded_full=decoded_full,
-        decoded_empty=decoded_empty, factor=factor, bias=bias, acts_factor=acts_factor,
-        row_factor=row_factor, row_weight=row_weight, row_dest=row_dest, out=out,
-        out_scale=out_scale, tiles=tiles, num_tiles=num_tiles, pool_rows=pool_rows, steps=steps,
-        num_outputs=num_outputs, num_bias=num_bias, num_blocks=num_blocks,
-        factor_cols=factor_cols, clamp=clamp, FORMAT=FORMAT, ACTS=ACTS, GATED=GATED,
-        HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, TOKENS=TOKENS,
-        BLOCK_K=BLOCK_K, STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
-        PAIR=PAIR, CTAS=2 if PAIR else 1,
+        x_parts=x_parts, xs_bufs=xs_bufs, sums=sums, scales=scales, ones=ones, decoded=decoded,
+        full=full, empty=empty, summed=summed, taken=taken, decoded_full=decoded_full,
+        decoded_empty=decoded_empty, posted=posted, posted_full=posted_full,
+        posted_empty=posted_empty, factor=factor, bias=bias, acts_factor=acts_factor,
+        row_factor=row_factor, row_weight=row_weight, row_dest=row_dest,
+        row_source=row_source, out=out, out_scale=out_scale, tiles=tiles, num_tiles=num_tiles,
+        pool_rows=pool_rows, steps=steps, num_outputs=num_outputs, num_bias=num_bias,
+        num_blocks=num_blocks, factor_cols=factor_cols, clamp=clamp, FORMAT=FORMAT, ACTS=ACTS,
+        GATED=GATED, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, SOURCE=SOURCE,
+        STORE=STORE, DYNAMIC=DYNAMIC, HALVES=HALVES, TOKENS=TOKENS, BLOCK_K=BLOCK_K,
+        STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
+        TURNS=1, IS_FAR=False, PAIR=PAIR, CTAS=2 if PAIR else 1,
     )  # fmt: skip
     if FORMAT.DECODED:
         gl.warp_specialize(

@@ -70,9 +70,14 @@ def arithmetic(recipe: str) -> Arithmetic:
 
 
 def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None) -> Pool:  # fmt: skip
-    """Room for `slots` slots; the routing is that of `tiles` where it is given."""
-    wide, rows = align_up(width, WIDTH), num_rows(slots, experts, block)
+         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
+         rows: int | None = None) -> Pool:  # fmt: skip
+    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
+
+    is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
+    rows    of a ring on each rank, instead of as many as any routing needs
+    """
+    wide, rows = align_up(width, WIDTH), ranks * (rows or num_rows(slots, experts, block))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
@@ -87,8 +92,9 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
         scale = new(1, rows // block, groups // 4, 2, 256, dtype=how.scale_dtype)
     if tiles is not None:
         return tiles._replace(data=data, scale=scale)
+    dest = new(rows, dtype=torch.int64 if is_far else torch.int32)
     return Pool(
-        data, scale, new(rows, dtype=torch.int32), new(rows), new(rows),
+        data, scale, dest, new(rows), new(rows),
         new(max_tiles(slots, experts, block), 4, dtype=torch.int32), new(4, dtype=torch.int32),
     )  # fmt: skip
 
@@ -97,12 +103,12 @@ def gated(x: Pool, w: Placed, out: Pool, step: Launch, how: Arithmetic, options:
           *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
           use_pdl: bool = False) -> None:  # fmt: skip
     """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate]."""
-    data = out.data.view(BYTES) if out.data.dtype == torch.float8_e4m3fn else out.data
-    scale = out.scale.view(BYTES) if out.scale.element_size() == 1 else out.scale
-    _run(
+    data, scale = as_bytes(out.data), as_bytes(out.scale)
+    run(
         x, w, step, how, bias, acts_factor, out=data, out_scale=scale,
         num_outputs=out.data.shape[1] * how.pack, clamp=float(options.limit), ACTS=how.acts,
-        ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
+        ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", STORE="pool",
+        launch_pdl=use_pdl,
     )  # fmt: skip
 
 
@@ -110,39 +116,46 @@ def linear(x: Pool, w: Placed, out: Tensor, step: Launch, how: Arithmetic, optio
            *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
            use_pdl: bool = False) -> None:  # fmt: skip
     """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
-    _run(
+    run(
         x, w, step, how, bias, acts_factor, out=out, out_scale=out, num_outputs=w.num_outputs,
         clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
-        launch_pdl=use_pdl,
+        STORE="rows", launch_pdl=use_pdl,
     )  # fmt: skip
 
 
-def _run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
-         acts_factor: Tensor | None, **rest: Any) -> None:  # fmt: skip
+def run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
+         acts_factor: Tensor | None, *, source: Tensor | None = None, SOURCE: str = "pool",
+         **rest: Any) -> None:  # fmt: skip
+    """source: int32 [R], where the rows of the pool stand in x, by way of SOURCE (`gemm`)."""
     tile = step.config
     assert isinstance(tile, GemmTmem)
     unused = x.num_tiles
-    descriptors = operands(x, w, tile, how)
+    descriptors = operands(x, w, tile, how, gathers=SOURCE == "gather")
     gemm_tmem_kernel[step.grid](
-        **descriptors, factor=_or(w.factor, unused), bias=_or(bias, unused),
-        acts_factor=_or(acts_factor, unused), row_factor=x.factor, row_weight=x.weight,
-        row_dest=x.dest, tiles=x.tiles, num_tiles=x.num_tiles, pool_rows=x.data.shape[0],
+        **descriptors, factor=or_unused(w.factor, unused), bias=or_unused(bias, unused),
+        acts_factor=or_unused(acts_factor, unused), row_factor=x.factor, row_weight=x.weight,
+        row_dest=x.dest, row_source=or_unused(source, unused), tiles=x.tiles,
+        num_tiles=x.num_tiles, pool_rows=len(x.dest),
         steps=ceil_div(x.data.shape[1] * how.pack, tile.block_k), num_bias=w.num_outputs,
-        num_blocks=w.num_blocks,
-        factor_cols=1 if w.factor is None or w.factor.ndim < 2 else w.factor.shape[-1],
-        FORMAT=how.kind, GATED=w.is_gated, HAS_BIAS=bias is not None, **rest, **tile.constants(),
+        num_blocks=w.num_blocks, factor_cols=factor_cols(w),
+        FORMAT=how.kind, GATED=w.is_gated, HAS_BIAS=bias is not None, SOURCE=SOURCE, **rest,
+        **tile.constants(),
     )  # fmt: skip
 
 
-def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic) -> dict[str, TensorDescriptor]:
-    """TMA over weights, tokens and their scales; refuses what the MMA would read otherwise."""
+def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic,
+             gathers: bool = False) -> dict[str, TensorDescriptor]:  # fmt: skip
+    """TMA over weights, tokens and their scales; refuses what the MMA would read otherwise.
+
+    gathers  copies name each row of a tile: a block of theirs is one row
+    """
     kind, k, ctas = how.kind, tile.block_k, tile.num_ctas
     w_layout = operand_layout(kind, ctas * BLOCK, k, kind.W_BITS.value, ctas)
-    check_tile(kind, tile, w_layout)
+    check_tile(kind, tile, w_layout, is_gated=w.is_gated, gathers=gathers)
     rows = [ctas * BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)]
     data = _tma(w.data, rows, w_layout)
     x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value, ctas)
-    tokens = _tma(x.data, [tile.block_m, k // how.pack], x_layout)
+    tokens = _tma(x.data, [1 if gathers else tile.block_m, k // how.pack], x_layout)
     words = k // (4 * kind.VEC.value)
     w_scale, x_scale = data, tokens
     if w.scale is not None:
@@ -155,10 +168,20 @@ def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic) -> dict[str, T
     return {"w": data, "w_scale": w_scale, "x": tokens, "x_scale": x_scale}
 
 
+def factor_cols(w: Placed) -> int:
+    """128-blocks of K that `factor` has."""
+    return 1 if w.factor is None or w.factor.ndim < 2 else w.factor.shape[-1]
+
+
 def _tma(t: Tensor, block: list[int], layout: gl.NVMMASharedLayout) -> TensorDescriptor:
     return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
 
 
-def _or(t: Tensor | None, unused: Tensor) -> Tensor:
+def as_bytes(t: Tensor) -> Tensor:
+    """What threads store codes to."""
+    return t.view(BYTES) if t.element_size() == 1 else t
+
+
+def or_unused(t: Tensor | None, unused: Tensor) -> Tensor:
     """`t`, or any tensor where the kernel does not look."""
     return unused if t is None else t

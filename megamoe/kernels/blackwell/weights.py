@@ -78,6 +78,7 @@ def place(w: Quantized) -> Placed:
         scale = place_scales(_blocks(flat, rows, wide // group)).view(w.scale.dtype)
         factor = w.global_scale
         if factor is not None:
+            factor = factor.expand(w.shape[0]) if factor.ndim == 0 else factor
             factor = factor[:, None].expand(-1, 2) if is_gated and factor.ndim == 1 else factor
             factor = factor.contiguous()
     elif bits == 8:

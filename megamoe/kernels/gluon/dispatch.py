@@ -88,7 +88,7 @@ def _pool_kernel(
     ACTS: tl.constexpr, READY: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, K_SLOTS: tl.constexpr,
     SLOTS: tl.constexpr, IS_SMALL: tl.constexpr, BLOCK: tl.constexpr, ALIGN: tl.constexpr,
-    COLS: tl.constexpr, E: tl.constexpr, BY_GROUP: tl.constexpr,
+    COLS: tl.constexpr, E: tl.constexpr, SORTED: tl.constexpr, BY_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program (token, block of columns): quantise once, write to each of the token's rows.
 
@@ -176,7 +176,7 @@ def _pool_kernel(
                 inside = expert < num_experts - SHARED
                 total = tl.load(stats + expert, mask=inside)
                 tl.store(stats + expert, total + count, mask=inside)
-            write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
+            write_tiles(count, row_begin, tiles, num_tiles, BLOCK, SORTED)
 
 
 class Tokens(NamedTuple):
@@ -209,33 +209,61 @@ def route(
     Writes the work items of `work` too. The last `num_shared` experts see every token, with weight
     1, in slots after the routed ones.
     """
-    x, x_scale, g, is_ready, hidden = tokens
-    num_tokens, hidden = len(x), hidden or x.shape[1]
     top_k = routing.topk_idx.shape[1] + num_shared
-    slots, num_experts = num_tokens * top_k, steps.num_experts
-    config = steps["permute"].config
-    assert isinstance(config, Permute) and slots == steps.num_slots
-    is_small = config.is_small
-    g_stride = 0 if g is None or g.ndim == 0 else 1
+    config, g = steps["permute"].config, tokens.g
+    assert isinstance(config, Permute)
     num_dest = num_dest or top_k
-    unused = rows = pool.num_tiles
-    if not is_small:
+    rows = pool.num_tiles
+    if not config.is_small:
         rows = place(
-            routing, pool, steps, work=work, g=g, g_stride=g_stride, stats=stats,
+            routing, pool, steps, work=work, g=g, g_stride=stride_of(g), stats=stats,
             first_slot=first_slot, num_dest=num_dest, num_shared=num_shared, pdl=pdl,
         )  # fmt: skip
+    permute(
+        tokens, routing, acts, pool, steps, rows, stats=stats, first_slot=first_slot,
+        num_dest=num_dest, num_shared=num_shared, by_group=by_group, pdl=pdl,
+    )  # fmt: skip
+
+
+def stride_of(g: Tensor | None) -> int:
+    """From one token's global scale to the next's; 0 where there is one of all."""
+    return 0 if g is None or g.ndim == 0 else 1
+
+
+def permute(
+    tokens: Tokens,
+    routing: Routing,
+    acts: Kind,
+    pool: Pool,
+    steps: Pass,
+    rows: Tensor,
+    *,
+    stats: Tensor | None = None,
+    first_slot: int = 0,
+    num_dest: int = 0,
+    num_shared: int = 0,
+    by_group: bool = False,
+    pdl: bool = False,
+) -> None:
+    """Tokens to their `rows`, int32 [slots]; in small calls programs find the rows themselves."""
+    x, x_scale, g, is_ready, hidden = tokens
+    top_k = routing.topk_idx.shape[1] + num_shared
+    slots, num_experts = len(x) * top_k, steps.num_experts
+    config = steps["permute"].config
+    assert isinstance(config, Permute) and slots == steps.num_slots
+    is_small, unused = config.is_small, pool.num_tiles
     pack = 8 // acts.BITS.value if acts.HOLD.value == "placed" else 1
     width = pool.data.shape[1] * pack
     has_count = is_small and routing.num_valid is not None
     _pool_kernel[steps["permute"].grid](
         x=_raw(x), x_scale=unused if x_scale is None else _raw(x_scale), x_stride=x.stride(0),
-        g=unused if g is None else g, g_stride=g_stride, idx=routing.topk_idx,
+        g=unused if g is None else g, g_stride=stride_of(g), idx=routing.topk_idx,
         weights=routing.topk_weights, num_valid=routing.num_valid if has_count else unused,
         error=routing.error, idx_out=routing.idx, weights_out=routing.weights, rows=rows,
         stats=unused if stats is None else stats, data=_raw(pool.data), scale=_raw(pool.scale),
         dest=pool.dest, weight=pool.weight, factor=pool.factor, tiles=pool.tiles,
         num_tiles=pool.num_tiles, num_slots=slots, pool_rows=pool.data.shape[0],
-        num_experts=num_experts, hidden=hidden, width=width, first_slot=first_slot,
+        num_experts=num_experts, hidden=hidden or x.shape[1], width=width, first_slot=first_slot,
         num_dest=num_dest, ACTS=acts, READY=is_ready, HAS_G=g is not None,
         HAS_STATS=is_small and stats is not None, HAS_COUNT=has_count, TOP_K=top_k,
         SHARED=num_shared, BY_GROUP=by_group, **config.constants(), **overlap(pdl),

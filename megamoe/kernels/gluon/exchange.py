@@ -9,7 +9,7 @@ and sorts its own slots (`permute.place`). `exchange_kernel`, one CTA for each p
 into the owner's memory, 16 bytes a thread, and signals once: a store that releases at system scope.
 The same CTA waits for that peer's signal. `finish_kernel` does the same at the end of a call, when
 this rank's rows are home. Waits are bounded; one that is given up leaves the layer's report, and
-tells every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
+signals every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
 GEMMs gave up, whose rows are worthless. Nobody adds to a peer's words.
 
 A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
@@ -46,7 +46,7 @@ MISSED = gl.constexpr(2)  # 1: this rank did not see every peer's lists; its own
 # What a report names, after those of fused launches.
 WAIT_BEGUN = gl.constexpr(16)
 WAIT_HOME = gl.constexpr(17)
-WAIT_TOLD = gl.constexpr(18)
+WAIT_STOPPED = gl.constexpr(18)
 
 ALIGN = gl.constexpr(LIST_ALIGN)
 EXCHANGE_WARPS = 8
@@ -66,7 +66,7 @@ mov.b32 $0, 0;
 }""")
 
 # Unless $2 >= $3: the word at $1 becomes $4.
-TELL = gl.constexpr("""{
+STORE_IF_MISSED = gl.constexpr("""{
 .reg .pred p;
 setp.ge.s32 p, $2, $3;
 @p bra done;
@@ -186,37 +186,37 @@ def _signal(pointer, call):
 
 @gluon.jit
 def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
-    """Wait until a peer's signal here is `call` or later; report it and tell all peers if not.
+    """Wait until a peer's signal here is `call` or later; report it and signal all peers if not.
 
     -> what was seen.
     """
     stop = p.state + STOP
     seen = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
-    told = gl.load(stop, volatile=True)
+    stopped_by = gl.load(stop, volatile=True)
     # A peer that gave up is what this rank waits for in vain.
-    what = gl.where(told > 0, WAIT_TOLD, WHAT)
-    where = gl.where(told > 0, told - 1, peer)
+    what = gl.where(stopped_by > 0, WAIT_STOPPED, WHAT)
+    where = gl.where(stopped_by > 0, stopped_by - 1, peer)
     gl.inline_asm_elementwise(
         REPORT, "=r,l,r,r,r,r,r,r",
         [p.report.to(gl.int64), gl.minimum(seen, call), call, p.rank, gl.program_id(0), what,
          where],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    _tell_peers(p, seen, call)
+    _signal_given_up(p, seen, call)
     return seen
 
 
 @gluon.jit
-def _tell_peers(p, seen, want):
-    """Unless `seen` >= `want`: all ranks are told that this one gave up."""
+def _signal_given_up(p, seen, want):
+    """Unless `seen` >= `want`: signal all ranks that this one gave up."""
     for other in range(p.RANKS):
-        _tell(at_peer(p.peers, p.state + STOP, other), seen, want, p.rank + 1)
+        _store_if_missed(at_peer(p.peers, p.state + STOP, other), seen, want, p.rank + 1)
 
 
 @gluon.jit
-def _tell(pointer, seen, want, value):
+def _store_if_missed(pointer, seen, want, value):
     gl.inline_asm_elementwise(
-        TELL, "=r,l,r,r,r", [pointer.to(gl.int64), seen, want, value], dtype=gl.int32,
+        STORE_IF_MISSED, "=r,l,r,r,r", [pointer.to(gl.int64), seen, want, value], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -265,7 +265,7 @@ def exchange_kernel(
         _copy(slot_weights, at_peer(peers, weight_in, peer) + rank * capacity, begin, num_eights)
         _signal(at_peer(peers, begun, peer) + rank, call)
     seen = _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
-    _tell(state + MISSED, seen, call, gl.to_tensor(1))
+    _store_if_missed(state + MISSED, seen, call, gl.to_tensor(1))
     allow_next_launch()
 
 
@@ -285,10 +285,10 @@ def finish_kernel(
     done, error, state, peers, report, rank, bound_ns, counts_in, pitch, l2_begun, ns_per_row,
     RANKS: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """CTA: tell one peer that this rank's rows for it are home, and wait for its rows.
+    """CTA: signal one peer that this rank's rows for it are home, and wait for its rows.
 
-    After a report nobody is told: the rows are worthless. Nor where `error` is negative, that is,
-    a wait of this rank's GEMMs was given up: then all are told that.
+    After a report no peer is signalled: the rows are worthless. A negative `error` says that a wait
+    of this rank's GEMMs was given up; then all peers get that signal instead.
 
     l2_begun  None, or int64 [1]: rows are not home before a link of 1 / ns_per_row rows that was
               free when L2 began (0: when this launch did) could have brought them
@@ -303,7 +303,7 @@ def finish_kernel(
     peer = (rank + gl.program_id(0)) % RANKS
     call = gl.load(state + CALL)
     found = gl.load(error)
-    _tell_peers(p, found, gl.to_tensor(0))
+    _signal_given_up(p, found, gl.to_tensor(0))
     if (found >= 0) & (gl.load(state + STOP, volatile=True) == 0):
         _signal(at_peer(peers, done, peer) + rank, call)
     _await_peer(p, done + peer, call, peer, WAIT_HOME)

@@ -83,9 +83,21 @@ def rank(experts, other, mine, slot):
 
 
 @triton.jit
-def write_tiles(count, row_begin, tiles, num_tiles, BLOCK: tl.constexpr):
-    """One program: int32 [E] rows per expert to the tile list; its counters are zero."""
+def write_tiles(
+    count, row_begin, tiles, num_tiles, BLOCK: tl.constexpr, SORTED: tl.constexpr = False
+):
+    """One program: int32 [E] rows per expert to the tile list; its counters are zero.
+
+    SORTED: experts with many rows first, those with as many in their order (C010).
+    """
     AT_ONCE: tl.constexpr = 128
+    if SORTED:
+        E: tl.constexpr = count.shape[0]
+        keys = count.to(tl.int64) * E + (E - 1 - tl.arange(0, E))
+        keys = tl.sort(keys, descending=True)
+        experts = E - 1 - (keys % E).to(tl.int32)
+        count = (keys // E).to(tl.int32)
+        row_begin = tl.gather(row_begin, experts, 0)
     blocks = (count + BLOCK - 1) // BLOCK
     last = tl.cumsum(blocks, 0)
     total = tl.sum(blocks, 0)
@@ -99,7 +111,7 @@ def write_tiles(count, row_begin, tiles, num_tiles, BLOCK: tl.constexpr):
         begin = tl.gather(row_begin, expert, 0)
         row = begin + number * BLOCK
         at = tiles + tile * TILE_WORDS
-        tl.store(at + TILE_EXPERT, expert, mask=mask)
+        tl.store(at + TILE_EXPERT, tl.gather(experts, expert, 0) if SORTED else expert, mask=mask)
         tl.store(at + TILE_ROW_BEGIN, row, mask=mask)
         end = tl.minimum(row + BLOCK, begin + tl.gather(count, expert, 0))
         tl.store(at + TILE_ROW_END, end, mask=mask)
@@ -133,7 +145,7 @@ def _place_kernel(
     CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, HAS_G: tl.constexpr, HAS_STATS: tl.constexpr,
     HAS_COUNT: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     IS_COUNTED: tl.constexpr, CHUNK: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-    ALIGN: tl.constexpr, E: tl.constexpr,
+    ALIGN: tl.constexpr, E: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """A program each: chunks of slots (checked, and their rows), the tile list, waves of items."""
     after_previous()
@@ -174,7 +186,7 @@ def _place_kernel(
             is_routed = expert < num_experts - SHARED
             total = tl.load(stats + expert, mask=is_routed)
             tl.store(stats + expert, total + count, mask=is_routed)
-        write_tiles(count, row_begin, tiles, num_tiles, BLOCK)
+        write_tiles(count, row_begin, tiles, num_tiles, BLOCK, SORTED)
     else:
         to, is_given = routing_place(at, TOP_K, SHARED)
         tl.store(idx_out + to, mine, mask=inside & is_given)

@@ -97,9 +97,9 @@ def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems
         return None
     linears = [LinearTiles(-(-w.num_rows // 256), w.data.shape[1]) for w in weights]
     is_dynamic = tile.schedule == "dynamic"
-    most = len(pool.tiles)
+    max_tiles = len(pool.tiles)
     return WorkItems.empty(
-        pool.tiles, linears, step.num_ctas, tile.group_m, most, is_dynamic=is_dynamic
+        pool.tiles, linears, step.num_ctas, tile.group_m, max_tiles, is_dynamic=is_dynamic
     )
 
 

@@ -8,7 +8,7 @@ rows. All on one axis would do as well, but the NVFP4 quantiser took 58 us for 8
 import triton
 import triton.language as tl
 
-MOST = tl.constexpr(65_535)
+MAX_BLOCKS = tl.constexpr(65_535)
 
 
 def tiles(rows: int, cols: int) -> tuple[int, int, int]:
@@ -17,12 +17,12 @@ def tiles(rows: int, cols: int) -> tuple[int, int, int]:
     >>> tiles(100, 7), tiles(65_536, 7)
     ((7, 100, 1), (7, 65535, 2))
     """
-    return cols, min(rows, MOST.value), triton.cdiv(rows, MOST.value)
+    return cols, min(rows, MAX_BLOCKS.value), triton.cdiv(rows, MAX_BLOCKS.value)
 
 
 def is_deep(rows: int) -> bool:
     """Whether so many row tiles need the third axis: kernels are compiled for it."""
-    return rows > MOST.value
+    return rows > MAX_BLOCKS.value
 
 
 @triton.jit
@@ -30,5 +30,5 @@ def row_tile(IS_DEEP: tl.constexpr):
     """The row tile of this program; beyond the last ones in the third axis' last layer."""
     tile = tl.program_id(1)
     if IS_DEEP:
-        tile += tl.program_id(2) * MOST
+        tile += tl.program_id(2) * MAX_BLOCKS
     return tile

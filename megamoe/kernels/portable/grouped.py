@@ -89,7 +89,7 @@ def grouped_gemm(
     tile       the planner's unless given
     returns    bf16 [M, n]; every schedule, order and tile gives the same bits
     """
-    recipe = _check(x, w, counts)
+    recipe = check_operands(x, w, counts)
     one_of(schedule, SCHEDULES, "schedule")
     (num_rows, _), (num_groups, n, _) = x.shape, w.shape
     device = w.device
@@ -124,8 +124,11 @@ def grouped_gemm(
     return y
 
 
-def _check(x: Quantized, w: Quantized, counts: Tensor) -> str:
-    """The recipe of these operands, once they fit each other; no value is read."""
+def check_operands(x: Quantized, w: Quantized, counts: Tensor, *, is_gated: bool = False) -> str:
+    """The recipe of these operands, once they fit each other; no value is read.
+
+    is_gated  w has gate and up: [G, 2, n, k]
+    """
     recipe = next(
         (r for r in RECIPES if (w.format, x.format) == _formats(r)),
         None,
@@ -137,9 +140,11 @@ def _check(x: Quantized, w: Quantized, counts: Tensor) -> str:
         fix="see docs/numerics.md",
         kind=RangeError,
     )
+    lead = w.shape[1:-2]
+    fits = len(x.shape) == 2 and lead == ((2,) if is_gated else ()) and w.shape[0] >= 1
     require(
-        len(x.shape) == 2 and len(w.shape) == 3 and x.shape[1] == w.shape[2] and w.shape[0] >= 1,
-        "x must be [M, k] and w [G, n, k]",
+        fits and x.shape[1] == w.shape[-1],
+        f"x must be [M, k] and w [G, {'2, ' if is_gated else ''}n, k]",
         got=f"{x.shape} and {w.shape}",
         kind=ShapeError,
     )
@@ -162,7 +167,7 @@ def _check(x: Quantized, w: Quantized, counts: Tensor) -> str:
         got=f"{x.device}, {w.device}, {counts.device}",
         kind=DeviceError,
     )
-    for name, g, most in (("x", x.global_scale, 0), ("w", w.global_scale, 1)):
+    for name, g, most in (("x", x.global_scale, 0), ("w", w.global_scale, 1 + is_gated)):
         require(
             g is None or g.ndim <= most,
             f"{name} takes one global scale{' per group at most' if most else ''}",

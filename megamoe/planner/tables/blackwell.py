@@ -23,6 +23,7 @@ MOST_PROMOTED = 64  # 128 tokens spill: sums of a promoted tile are registers
 PAIRED = ("w4a8", "w4a4", "nvfp4")
 LEAST_PAIRED = 16
 CHUNK = 32  # tokens that an epilogue has in registers: 64 spill in NVFP4 (232 bytes)
+WIDE_N = 4096  # weight rows of a group from which a tile of a grouped GEMM alone has 256 of them
 
 
 def block_ms(recipe: str, is_promoted: bool) -> tuple[int, ...]:
@@ -34,6 +35,49 @@ def block_ms(recipe: str, is_promoted: bool) -> tuple[int, ...]:
 
 SCALED = ("w4a8", "w4a4", "nvfp4", "w4a8_block")  # whose MMA takes block scales
 ACTIVATIONS = ("swiglu", "gpt_oss")  # that the epilogues compute
+
+
+# How CTAs come to their tiles, and why. A tile costs as much as any other of its width, however many
+# of its rows are used: all its weights are read and multiplied.
+SCHEDULES = {
+    "strided": "dealt in turn: tiles cost the same, and every role knows its own",
+    "dynamic": "drawn from a counter: a CTA that began or ended early takes the next",
+    "sorted": "drawn, tiles of experts with many rows first",
+}
+
+
+# -- fused launches --------------------------------------------------------------------------------
+
+FUSED_SCRATCH = 8 << 10  # the compiler's, whatever the tile
+FUSED_RESERVE = 2 << 10  # work items, barriers
+
+
+class Fused(NamedTuple):
+    """How a recipe's fused launch is held, whatever its tile: registers are a thread's."""
+
+    most: int  # tokens of a tile
+    why: str  # no more
+    chunk: int = 16  # tokens that an epilogue has in registers: 32 spill (NVFP4: 56 bytes)
+    math_regs: int = 216  # as on Hopper: twelve warps too
+    load_regs: int = 72
+    decode_regs: int = 0
+
+
+_TURNS = "of either warpgroup's sums, two tiles' in tensor memory"
+_ADDED = "sums of a promoted tile are registers of four warps"
+FUSED = {
+    "w4a8": Fused(64, _TURNS),
+    "w4a4": Fused(64, _TURNS),
+    "nvfp4": Fused(64, _TURNS),
+    "bf16": Fused(64, _TURNS),
+    "w8a8": Fused(32, _ADDED),
+    "w4a8_block": Fused(32, _ADDED),
+    "w4a16": Fused(64, _TURNS, 8, 144, 72, 152),  # sixteen warps: four decode
+}
+# (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
+MODES: tuple[tuple[float, str, str], ...] = (
+    (INF, "staged", "neither mode has been timed; staged launches hold no CTA back for another"),
+)
 
 
 class Shape(NamedTuple):
@@ -48,6 +92,7 @@ class Shape(NamedTuple):
 
 _SCALED = ("w4a8",)
 _FP4 = ("w4a4", "nvfp4")
+_MXFP4 = ("w4a4",)
 _PROMOTED = ("w8a8", "w4a8_block")
 _BLOCK = ("w4a8_block",)
 _PLAIN = ("bf16",)
@@ -65,6 +110,7 @@ TILES: tuple[tuple[tuple[str, ...], float, Shape, str], ...] = (
     (_FP4,      13.0, Shape(16, 256, 2),      "the narrowest tile that a busy expert fits"),
     (_FP4,      22.5, Shape(32, 256, 2),      "the narrowest tile that a busy expert fits"),
     (_FP4,      49.8, Shape(64, 256, 2),      "two tiles' sums are 256 columns: the widest that is double-buffered"),
+    (_MXFP4,    96.5, Shape(128, 128, 1, 4, 4), "published kernels have 256 of K for 32, 64 and 192 tokens, not for 96 and 128 (D004)"),
     (_FP4,      INF,  Shape(128, 256, 1, 4, 4), "sums of one tile are 256 columns: not twice beside the scales"),
     (_BLOCK,    4.0,  Shape(8, 128, 4),       "a product of 128 of K at a time, four of them ahead of the sums"),
     (_PROMOTED, 13.0, Shape(16, 128, 4),      "the narrowest tile that a busy expert fits"),

@@ -36,15 +36,15 @@ ROUTING_BYTES = 4096  # of routing that fit into shared memory beside all stages
 # ring: w4a16 flash at 8 tokens 109.1 and 106.6, 109.7 and 107.6 with two stages.
 MAX_IN_FLIGHT = 2
 
-# Whether `auto` takes the chain over a group: not before it has run on GPUs, as opt-in backends.
+# Whether `auto` takes the chain over a group: not before it has run on several GPUs.
 AUTO_TAKES_CHAIN = False
-WHY_OPT_IN = "it has not run on a GPU yet"
+WHY_OPT_IN = "it has not run on several GPUs yet"
 
 # The chain. SMs that pull tokens into the pool beside L1.
 PULL_SMS = 16
 WHY_PULL_SMS = (
-    "16 SMs: copies by loads and stores reach 18 to 20 GB/s an SM from local memory on an H200, so 16 "
-    "bring about what NVLink does; 12 that copied by TMA hid 85 to 98% of a pull, 6 were too few"
+    "16 SMs copy about as fast as NVLink: an H200's SM copies 18 to 20 GB/s from local memory by loads "
+    "and stores; in an experiment 12 SMs that copied by TMA hid 85 to 98% of a pull, 6 were too few"
 )
 
 # Permute: slots of a call up to which one launch does it all, and up to which programs count for
@@ -56,6 +56,7 @@ PERMUTE_COLS = {True: (1024, 4), False: (2048, 4)}
 PLACE_WARPS = {False: 8, True: 4}
 CHUNK = 128  # slots that a program ranks against each other
 LOOK = 2048  # slots that are counted together
+PACK_WARPS = 4  # of a program that packs a slab: 1024 words of a K block at a time
 
 
 class Shape(NamedTuple):
@@ -76,42 +77,44 @@ _BF16 = (*_FP4, "bf16")
 # (recipes, mean rows per expert up to, tile, why). The first row that fits wins. An edge lies where
 # a busy expert (mean + 2 sigma of random routing) still fits. With FP8 activations a tile has 256
 # weight rows, since 128 outputs share a scale.
+# Figures: whole layers, one rank's share of eight, on one H200 each, 2026-11-15 to 2026-11-18;
+# commits and the tiles that lost are in benchmarks/h200/hopper-tried.txt and hopper-layer.txt.
 TILES: tuple[tuple[tuple[str, ...], float, Shape | Gemm, str], ...] = (
-    (("w4a8_block",), 4.0,  Shape(8, 2, 2),        "the stream of weights is the limit; fused flash at 8 tokens 96.4 us, 97.2 with four warpgroups of one slab"),
-    (("w4a8_block",), 13.0, Shape(16, 2, 2),       "fused flash at 64 tokens 118.7 us, 119.0 with four warpgroups of one slab, which took 127 with 32 tokens"),
-    (("w4a8_block",), 22.5, Shape(32, 2, 2),       "v3 at 64 tokens: fused 191.3 us, 196.1 with four warpgroups of one slab; staged 205.5, 210.3 with one K block a stage"),
-    (("w4a8_block",), 70.0, Shape(64, 2, 2, 1, 1), "43 rows an expert (48 of 6144 x 2048) 322.6 us, 328.6 where weights are no stream, 335.2 with four warpgroups; 64 rows (pro at 512 tokens) 820.3, 827.9, 852.4"),
-    (("w4a8_block",), PER_TILE_ROWS, Gemm(3, 3, 8, 216, 56, 24), "a warpgroup decodes: flash at 512 tokens 274 us, 529 decoded ahead; v3 617 and 930"),
-    (("w4a8_block",), 700.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=16), "decoded once per wave: flash at 2048 tokens 818-841 us, 878 per tile, 924 with a ring of 32; v3 1603-1648 and 1940; pro 2242-2286, 2312-2522"),
-    (("w4a8_block",), 1200.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=32), "pro at 8192 tokens: 6603-6901 us, 6740-6880 and 7021 with rings of 16 and 64, 6976 with 16 tiles together"),
-    (("w4a8_block",), INF,  Gemm(3, 3, 24, 216, 56, 24, decode_ahead=64), "flash at 8192 tokens: 2582 us, 2737 and 2816 with rings of 32 and 16; v3 5883 and 5923"),
-    (("w8a8",),       4.0,  Shape(8, 2, 2),        "flash at 8 tokens 171.2 us, 172.8 with one K block a stage"),
-    (("w8a8",),       13.0, Shape(16, 2, 2),       "flash at 64 tokens 208.7 us, 211.8 with one K block a stage, 213.4 with 32 tokens"),
-    (("w8a8",),       22.5, Shape(32, 2, 2),       "v3 at 64 tokens 349.2 us, 356.5 with one K block a stage"),
-    (("w8a8",),       40.0, Shape(64, 2, 1),       "two K blocks leave two stages; not measured apart"),
-    (("w8a8",),       200.0, Gemm(4, schedule="dynamic"), "L2 follows L1 tile by tile: v3 at 512 tokens 504 us, 523 dealt; pro 817-843, 866 by turns; flash 262-267, 270"),
-    (("w8a8",),       300.0, Gemm(4, schedule="static"), "two tiles share their weights while they run side by side: pro at 2048 tokens 1766-1835 us, 1852-1886 drawn"),
-    (("w8a8",),       INF,  Gemm(4, group_m=16, schedule="dynamic"), "pro at 8192 tokens 6361 us, 6547 with 8 tiles together, 6441-6604 dealt; v3 5837 and 5781-5879; flash at 2048 650, 672 dealt"),
-    (_FP4,            4.0,  Shape(8, 2, 2),        "flash at 8 tokens: w4a16 132 us, 139 with one K block a stage; nvfp4 166, 172"),
-    (_FP4,            13.0, Shape(16, 2, 2),       "flash at 64 tokens: w4a16 146 us, 153 with one K block a stage, 161 with 32 tokens; nvfp4 186 and 190"),
-    (_FP4,            22.5, Shape(32, 2, 2),       "v3 at 64 tokens: w4a16 262 us, 273 with one K block a stage; nvfp4 338 and 337-338"),
-    (("bf16",),       4.0,  Shape(8, 2, 1),        "flash at 8 tokens 315 us, 349 with two K blocks a stage"),
-    (("bf16",),       9.75, Shape(16, 2, 1),       "the narrowest tile that covers a busy expert; flash at 64 tokens (12 rows) 389 us, 387 with 32 tokens"),
-    (("bf16",),       22.5, Shape(32, 2, 1),       "v3 at 64 tokens 661 us, 664 with two K blocks a stage"),
-    (_BF16,           49.8, Shape(64, 1, 1),       "two slabs of 64 tokens lack registers"),
-    (_BF16,           INF,  Shape(128, 1, 1, 4),   "256 tokens leave two stages and spill"),
+    (("w4a8_block",), 4.0,  Shape(8, 2, 2),        "reading the weights takes all the time; V4-Flash, 8 tokens, fused: 96.4 us, with four warpgroups of one slab 97.2"),
+    (("w4a8_block",), 13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits; V4-Flash, 64 tokens, fused: 118.7 us, with four warpgroups of one slab 119.0, and 127 in tiles of 32"),
+    (("w4a8_block",), 22.5, Shape(32, 2, 2),       "two slabs a warpgroup and two K blocks a stage; V3, 64 tokens: fused 191.3 us, with four warpgroups of one slab 196.1; staged 205.5, with one K block a stage 210.3"),
+    (("w4a8_block",), 70.0, Shape(64, 2, 2, 1, 1), "weights are read once and evicted from L2 first; 48 experts of 6144 x 2048, 43 rows each: 322.6 us, without that hint 328.6, with four warpgroups 335.2; V4-Pro, 512 tokens (64 rows): 820.3, 827.9, 852.4"),
+    (("w4a8_block",), PER_TILE_ROWS, Gemm(3, 3, 8, 216, 56, 24), "each CTA decodes the FP4 of its own tiles: few tiles share a weight; V4-Flash, 512 tokens: 274 us, decoded once per wave 529; V3: 617 and 930"),
+    (("w4a8_block",), 700.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=16), "FP4 is decoded once per wave, for all tiles that share it; 2048 tokens: V4-Flash 818-841 us, per tile 878, with a ring of 32 K blocks 924; V3 1603-1648, per tile 1940; V4-Pro 2242-2286, per tile 2312-2522"),
+    (("w4a8_block",), 1200.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=32), "decoded once per wave into a ring of 32 K blocks; V4-Pro, 8192 tokens: 6603-6901 us, with rings of 16 and 64 6740-6880 and 7021, with group_m 16 6976"),
+    (("w4a8_block",), INF,  Gemm(3, 3, 24, 216, 56, 24, decode_ahead=64), "decoded once per wave into a ring of 64 K blocks; 8192 tokens: V4-Flash 2582 us, with rings of 32 and 16 2737 and 2816; V3 5883, with 32 5923"),
+    (("w8a8",),       4.0,  Shape(8, 2, 2),        "reading the weights takes all the time; V4-Flash, 8 tokens: 171.2 us, with one K block a stage 172.8"),
+    (("w8a8",),       13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits; V4-Flash, 64 tokens: 208.7 us, with one K block a stage 211.8, in tiles of 32 213.4"),
+    (("w8a8",),       22.5, Shape(32, 2, 2),       "two K blocks a stage; V3, 64 tokens: 349.2 us, with one 356.5"),
+    (("w8a8",),       40.0, Shape(64, 2, 1),       "with two K blocks a stage only two stages would fit; not compared"),
+    (("w8a8",),       200.0, Gemm(4, schedule="dynamic"), "CTAs draw tiles, and L2 follows L1 tile by tile; 512 tokens: V3 504 us, statically scheduled 523; V4-Pro 817-843, strided 866; V4-Flash 262-267, strided 270"),
+    (("w8a8",),       300.0, Gemm(4, schedule="static"), "neighbouring CTAs have tiles of the same weights, which then come from L2; V4-Pro, 2048 tokens: 1766-1835 us, drawn dynamically 1852-1886"),
+    (("w8a8",),       INF,  Gemm(4, group_m=16, schedule="dynamic"), "16 token tiles share each weight tile, and CTAs draw them; V4-Pro, 8192 tokens: 6361 us, with group_m 8 6547, statically scheduled 6441-6604; V3 5837, static 5781-5879; V4-Flash, 2048 tokens: 650, static 672"),
+    (_FP4,            4.0,  Shape(8, 2, 2),        "two K blocks a stage; V4-Flash, 8 tokens: w4a16 132 us, with one 139; nvfp4 166, with one 172"),
+    (_FP4,            13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits; V4-Flash, 64 tokens: w4a16 146 us, with one K block a stage 153, in tiles of 32 161; nvfp4 186, with one K block 190"),
+    (_FP4,            22.5, Shape(32, 2, 2),       "two K blocks a stage; V3, 64 tokens: w4a16 262 us, with one 273; nvfp4 338, with one 337-338"),
+    (("bf16",),       4.0,  Shape(8, 2, 1),        "one K block a stage: more stages; V4-Flash, 8 tokens: 315 us, with two 349"),
+    (("bf16",),       9.75, Shape(16, 2, 1),       "the narrowest tile that a busy expert fits; V4-Flash, 64 tokens (12 rows an expert): 389 us, in tiles of 32 387"),
+    (("bf16",),       22.5, Shape(32, 2, 1),       "one K block a stage; V3, 64 tokens: 661 us, with two 664"),
+    (_BF16,           49.8, Shape(64, 1, 1),       "64 tokens leave registers for one slab a warpgroup"),
+    (_BF16,           INF,  Shape(128, 1, 1, 4),   "the widest tile: with 256 tokens only two stages fit, and accumulators spill"),
 )
 # An FP4 layer whose exponents do not fit E4M3 multiplies in BF16 and still promotes every 128.
 WIDE_RANGE: tuple[tuple[float, Shape, str], ...] = (
-    (4.0,  Shape(8, 2, 1),  "exact path for exponents that E4M3 lacks"),
-    (22.5, Shape(32, 2, 1), "exact path for exponents that E4M3 lacks"),
-    (INF,  Shape(64, 2, 1), "exact path for exponents that E4M3 lacks"),
+    (4.0,  Shape(8, 2, 1),  "some weight scales lie outside E4M3's exponents, so products are BF16, which holds them exactly"),
+    (22.5, Shape(32, 2, 1), "some weight scales lie outside E4M3's exponents, so products are BF16, which holds them exactly"),
+    (INF,  Shape(64, 2, 1), "some weight scales lie outside E4M3's exponents, so products are BF16, which holds them exactly"),
 )
 
 # (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.
 MODES: tuple[tuple[float, str, str], ...] = (
-    (1024, "fused", "decode: flash at 8 and 64 tokens 97 and 119 us, 109 and 126 staged; 1024 slots over 48 experts 242, staged 261"),
-    (INF, "staged", "more rows an expert want wider tiles; of 64 tokens, 256 over 48 experts, a fused launch takes 322 us, staged ones 323"),
+    (1024, "fused", "decode is faster in one launch; V4-Flash, 8 and 64 tokens: 97 and 119 us, staged 109 and 126; 1024 slots over 48 experts: 242, staged 261"),
+    (INF, "staged", "with more rows an expert wider tiles are faster, which a fused launch cannot hold; at the edge, 256 tokens over 48 experts, both take the same: 322 us fused, 323 staged"),
 )
 
 # What `megamoe bench sweep` tries beside the table's tile, and overrides may name. None of them

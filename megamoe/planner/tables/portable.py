@@ -23,22 +23,22 @@ QUANTIZE_AS = {"codes-nvfp4": ((4, 512), 1), "codes-mxfp4": ((2, 1024), 1)}
 # DeepSeek-V4-Flash, -Pro and -V3.
 _W8, _W4, _NV = ("w8a8",), ("w4a16", "w4a8", "w4a4"), ("nvfp4", "nvfp4a16")
 TILES = (
-    (_W8, 16.5, PortableGemm(16, 128, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "weights stream at 3.2-4.0 TB/s"),
-    (_W8, INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 4, 3, 8), "128 tokens spill: 1.5x slower"),
+    (_W8, 16.5, PortableGemm(16, 128, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "reading the weights takes all the time: 3.2 to 4.0 TB/s"),
+    (_W8, INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 4, 3, 8), "tiles of 128 tokens spill registers: 1.5 times slower"),
     (_W4, 16.5, PortableGemm(16, 128, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "best in four of six cells, within 6% in the others"),
-    (_W4, 72, PortableGemm(64, 64, 128, 4, 4, 8), PortableGemm(64, 128, 128, 4, 3, 8), "pro at 512 tokens: 64 rows an expert fill one tile"),
-    (_W4, INF, PortableGemm(128, 128, 128, 8, 3, 8), PortableGemm(128, 256, 128, 8, 3, 8), "decoded once for 128 tokens: best or within 5% of it"),
+    (_W4, 72, PortableGemm(64, 64, 128, 4, 4, 8), PortableGemm(64, 128, 128, 4, 3, 8), "64 rows an expert fill one tile (V4-Pro, 512 tokens)"),
+    (_W4, INF, PortableGemm(128, 128, 128, 8, 3, 8), PortableGemm(128, 256, 128, 8, 3, 8), "FP4 is decoded once for 128 tokens: the best, or within 5% of it"),
     (("bf16",), 16.5, PortableGemm(16, 128, 64, 4, 4), PortableGemm(16, 128, 64, 4, 4), "four stages fit; not measured"),
     (("bf16",), INF, PortableGemm(64, 128, 64, 8, 3, 8), PortableGemm(64, 128, 64, 4, 3, 8), "as w8a8; not measured"),
-    (("w4a8_block",), 16.5, PortableGemm(16, 128, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "as w4a16, a 1x128 scale a step"),
+    (("w4a8_block",), 16.5, PortableGemm(16, 128, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "as w4a16, with a 1x128 scale a step of K"),
     (("w4a8_block",), INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 8, 3, 8), "as w4a16; not measured"),
     (_NV, 16.5, PortableGemm(16, 64, 128, 4, 3), PortableGemm(16, 128, 128, 4, 3), "as w4a16; not measured"),
-    (_NV, INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 4, 3, 8), "128 tokens spill; not measured"),
+    (_NV, INF, PortableGemm(64, 128, 128, 8, 3, 8), PortableGemm(64, 128, 128, 4, 3, 8), "tiles of 128 tokens spill registers; not measured"),
 )  # fmt: skip
 
 
 # Where the MMA takes block-scaled codes, 128 rows of weights at once.
 NATIVE_TILES = (
-    (16.5, PortableGemm(16, 128, 128, 4, 4), PortableGemm(16, 128, 128, 4, 4), "few tokens; not measured"),
-    (INF, PortableGemm(64, 128, 128, 8, 4, 8), PortableGemm(64, 128, 128, 4, 4, 8), "two sums fill TMEM; not measured"),
+    (16.5, PortableGemm(16, 128, 128, 4, 4), PortableGemm(16, 128, 128, 4, 4), "the narrowest tile of the MMA; not measured"),
+    (INF, PortableGemm(64, 128, 128, 8, 4, 8), PortableGemm(64, 128, 128, 4, 4, 8), "two accumulators fill tensor memory; not measured"),
 )  # fmt: skip

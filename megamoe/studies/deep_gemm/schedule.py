@@ -53,7 +53,7 @@ def schedule_of(plan: Plan) -> Schedule:
         num_sms=plan.num_sms,
         order=Waves(plan),
         steps=_steps(plan),
-        deal="static" if plan.deal == "static" else "ticket",
+        assignment="static" if plan.deal == "static" else "ticket",
         l1_sms=k1,
         is_own_stream=not is_blackwell,
         peels=True,

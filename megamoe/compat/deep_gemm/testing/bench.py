@@ -54,9 +54,9 @@ class suppress_stdout_stderr:
     def __exit__(self, *_: object) -> None:
         self._nowhere.close()
         sys.stdout, sys.stderr = self._streams
-        for fd, kept in self._kept:
-            os.dup2(kept, fd)
-            os.close(kept)
+        for fd, copy in self._kept:
+            os.dup2(copy, fd)
+            os.close(copy)
 
 
 def bench_kineto(

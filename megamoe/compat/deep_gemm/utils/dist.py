@@ -47,9 +47,9 @@ def uneven_all_gather(tensor: Tensor, dim: int = 0, group: Any = None) -> Tensor
     rows = tensor.movedim(dim, 0)
     mine = rows.new_zeros(max(counts), *rows.shape[1:])
     mine[: len(rows)] = rows
-    found = [torch.empty_like(mine) for _ in counts]
-    dist.all_gather(found, mine, group=group)
-    parts = [part[:count] for part, count in zip(found, counts, strict=True)]
+    gathered = [torch.empty_like(mine) for _ in counts]
+    dist.all_gather(gathered, mine, group=group)
+    parts = [part[:count] for part, count in zip(gathered, counts, strict=True)]
     return torch.cat(parts).movedim(0, dim)
 
 

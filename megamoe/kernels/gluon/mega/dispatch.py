@@ -14,30 +14,32 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.common.columns import token_column
-from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_round
-from megamoe.kernels.common.quantise import round_to_format
-from megamoe.kernels.gluon.arithmetic import divide
 from megamoe.kernels.gluon.compat import gl, reinterpret
 from megamoe.kernels.gluon.mega.inbox import (
     inbox_counts,
     inbox_rows,
     read_g,
+    read_scale_bytes,
     read_scales,
     read_slot_words,
     source_of,
     store_row_begins,
     token_ends,
+    values_per_element,
 )
+from megamoe.kernels.gluon.mega.quantise import quantise_part
 from megamoe.kernels.gluon.mega.scheduler import (
     WAVES,
     ring_row,
     running_sum,
+    tiles_of_wave,
     wave_of,
     write_wave_table,
 )
 from megamoe.kernels.gluon.mega.state import FLAT, PAIR_SLOTS, PAIRS, PART_COLS, num_parts
 from megamoe.kernels.gluon.mega.sync import (
     FILLED,
+    L2_DONE,
     POOL,
     WAIT_POOL,
     WAIT_WAVE,
@@ -46,8 +48,9 @@ from megamoe.kernels.gluon.mega.sync import (
     wait_for,
 )
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, fast_div
+from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
+from megamoe.kernels.gluon.placed import placed_group, placed_row
 from megamoe.kernels.gluon.pool import (
-    ROW_ALIGN,
     TILE_EXPERT,
     TILE_ROW_BEGIN,
     TILE_ROW_END,
@@ -110,7 +113,7 @@ def _count_slots(cta):
 def read_routing(cta):
     """One warpgroup: fill `slot_expert`, `expert_row_begin` and the tile list; arrive at `routed`.
 
-    An expert's rows begin at a multiple of ROW_ALIGN, and its tiles have TOKENS rows.
+    An expert's rows begin at a multiple of ALIGN, and its tiles have TOKENS rows.
     """
     args = cta.args
     local_rank = cta.local_rank
@@ -122,7 +125,7 @@ def read_routing(cta):
     else:
         counts = inbox_counts(cta)
         count = gl.convert_layout(gl.sum(counts, 0), FLAT)
-    rows = (count + ROW_ALIGN - 1) // ROW_ALIGN * ROW_ALIGN
+    rows = (count + args.ALIGN - 1) // args.ALIGN * args.ALIGN
     row_begin = running_sum(rows) - rows
     if args.RANKS == 1:
         cta.expert_row_begin.store(row_begin)
@@ -226,67 +229,6 @@ def prefetch_inputs(args, cta_idx, num_ctas):
 
 
 @gluon.jit
-def _exact_ratio(x, step):
-    """x / step, correctly rounded for BF16 x and the step of their amax: one division a group.
-
-    A test goes through all pairs of mantissas. Tiny steps are lifted, or 1 / step overflows.
-    """
-    lift = gl.where(step < 2.0**-60, 2.0**64, 1.0)
-    by = step * lift
-    inverse = gl.expand_dims(gl.div_rn(1.0 + 0.0 * by, by), 1)
-    return divide(x * gl.expand_dims(lift, 1), gl.expand_dims(by, 1), inverse)
-
-
-@gluon.jit
-def _divided(x, bits, args, token):
-    """(x [groups, group] by the step of its group, FP32 scales [groups]) of formats with a scale
-    that is no power of two: FP32 per 128, NVFP4 per 16; `bits` [groups] are those of the amax.
-    """
-    size = bits.to(gl.float32, bitcast=True)
-    IS_WIDE: gl.constexpr = args.ACTS.GROUP == 128
-    if IS_WIDE:
-        by: gl.constexpr = 1.0 / 448.0
-        scale = gl.where(bits == 0, 1.0, divide(size, 448.0 + 0.0 * size, by))
-        scale = gl.where(bits >= INF_BITS, float("nan"), scale)
-        step = scale
-    else:
-        by = gl.load(args.g + token * args.g_stride)
-        scale = e4m3_round(gl.where(bits == 0, 1.0, gl.div_rn(size, 6.0 * by + 0.0 * size)))
-        scale = gl.where(bits >= INF_BITS, float("nan"), scale)
-        step = scale * by
-    dead = (step == 0.0) | (abs_bits(step) >= INF_BITS)
-    step = gl.where(dead, 1.0, step)
-    if IS_WIDE:  # noqa: SIM108  known at compile time
-        ratio = _exact_ratio(x, step)
-    else:
-        ratio = gl.div_rn(x, gl.expand_dims(step, 1) + 0.0 * x)
-    return gl.where(gl.expand_dims(dead, 1), 0.0, ratio), scale
-
-
-@gluon.jit
-def quantise_part(args, source, token):
-    """Columns [PART_COLS] as the pool holds them, and FP32 scales per group where it has any."""
-    A: gl.constexpr = args.ACTS
-    scale = 1.0
-    values = source
-    if A.HOLD != "plain":
-        GROUP: gl.constexpr = A.GROUP
-        x = source.to(gl.float32).reshape([PART_COLS // GROUP, GROUP])
-        if GROUP == 32:
-            values = round_to_format(x, A).to(gl.bfloat16)
-        else:
-            ratio, scale = _divided(x, gl.max(abs_bits(x), 1), args, token)
-            if A.HOLD == "codes":
-                values = ratio.to(gl.float8e4nv)
-            elif A.HOLD == "scaled":
-                values = A.round(ratio).to(gl.bfloat16)
-            else:
-                values = (A.round(ratio) * gl.expand_dims(scale, 1)).to(gl.bfloat16)
-        values = values.reshape([PART_COLS])
-    return values, scale
-
-
-@gluon.jit
 def _computed(values):
     """A volatile no-op, to have the values computed before the wait that follows.
 
@@ -299,6 +241,22 @@ def _computed(values):
 
 
 @gluon.jit
+def _store_placed(args, scale, row, part):
+    """Bytes of a part's scales to each row of the token, where the MMA's copies find them."""
+    G: gl.constexpr = args.ACTS.GROUP
+    WORDS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    scale = gl.expand_dims(gl.convert_layout(scale, gl.SliceLayout(0, WORDS)), 0)
+    group = part * (PART_COLS // G) + gl.arange(0, PART_COLS // G, gl.SliceLayout(0, WORDS))
+    to = gl.convert_layout(row, gl.SliceLayout(1, WORDS))
+    tile_bytes = args.width // G * PLACED_ROWS
+    begin = (to // args.TOKENS).to(gl.int64) * tile_bytes + placed_row(to % args.TOKENS)
+    at = gl.expand_dims(begin, 1) + gl.expand_dims(placed_group(group), 0)
+    mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(group < args.width // G, 0)
+    scale, at = gl.broadcast(scale, at)
+    gl.store(args.pool_scale + at, scale, mask=mask)
+
+
+@gluon.jit
 def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
     """Parts [begin, end) of tokens: quantise once, write to each row of the token, count them.
 
@@ -307,7 +265,12 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
     args = cta.args
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])  # [slots, columns]
     SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # slots as in PAIRS
+    PACK: gl.constexpr = values_per_element(args.ACTS)
+    IS_PLACED: gl.constexpr = args.ACTS.HOLD == "placed"
     parts = (args.width + PART_COLS - 1) // PART_COLS
+    width = args.width  # elements of a row in memory
+    if PACK == 2:
+        width = args.width // 2
     before = -1
     row = gl.zeros([args.K_SLOTS], gl.int32, gl.SliceLayout(1, PAIRS))
     if args.RANKS > 1:
@@ -316,9 +279,12 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
         token = fast_div(item, parts)
         part = item - token * parts
         col = part * PART_COLS + gl.arange(0, PART_COLS, gl.SliceLayout(0, WIDE))
+        place = col  # in memory
+        if PACK == 2:
+            place = part * (PART_COLS // 2) + gl.arange(0, PART_COLS // 2, gl.SliceLayout(0, WIDE))
         if args.RANKS == 1:
             source_col = col
-            if args.WEIGHTS.BY_GROUP:
+            if args.BY_GROUP:
                 inside = token_column(gl.arange(0, PART_COLS, gl.SliceLayout(0, WIDE)))
                 source_col = part * PART_COLS + inside
             x = args.x + token.to(gl.int64) * args.x_stride + source_col
@@ -332,12 +298,14 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
         else:
             source, here = source_of(ends, token)
             inbox_row = source * args.tokens_per_rank + here
-            x = own(args, args.inbox, cta.rank) + inbox_row.to(gl.int64) * args.width + col
-            values = gl.expand_dims(gl.load(x, mask=col < args.width, other=0.0), 0)
+            x = own(args, args.inbox, cta.rank) + inbox_row.to(gl.int64) * width + place
+            values = gl.expand_dims(gl.load(x, mask=place < width, other=0.0), 0)
             word, weight = read_slot_words(args, cta.rank, inbox_row)
             if args.PROMOTED:
                 scale = read_scales(args, cta.rank, inbox_row, part, gl.SliceLayout(0, SMALL))
                 scale = gl.expand_dims(scale, 0)
+            elif IS_PLACED:
+                scale = read_scale_bytes(args, cta.rank, inbox_row, part)
         if token != before:
             mbarrier.wait(cta.routed, 0)
             if args.RANKS == 1:
@@ -347,8 +315,8 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
                 row = _in_waves(cta, first, row, word >= 0, wave_begin, wave_end)
             before = token
         wide_row = gl.convert_layout(row, gl.SliceLayout(1, WIDE))
-        at = gl.expand_dims(wide_row * args.width, 1) + gl.expand_dims(col, 0)
-        mask = gl.expand_dims(wide_row >= 0, 1) & gl.expand_dims(col < args.width, 0)
+        at = gl.expand_dims(wide_row * width, 1) + gl.expand_dims(place, 0)
+        mask = gl.expand_dims(wide_row >= 0, 1) & gl.expand_dims(place < width, 0)
         values, at = gl.broadcast(values, at)
         gl.store(args.pool + at, values, mask=mask)
         if args.PROMOTED:
@@ -359,6 +327,8 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
             mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(block < args.width // 128, 0)
             scale, at = gl.broadcast(scale, at)
             gl.store(args.pool_scale + at, scale, mask=mask)
+        elif IS_PLACED:
+            _store_placed(args, scale, row, part)
         if part == 0:
             used = row >= 0
             number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
@@ -418,3 +388,12 @@ def wait_for_wave(cta, tile_idx):
         if wave >= 2:
             want = num_parts(cta.args, cta.num_tokens)
             wait_for(cta, cta.counters + FILLED + wave, want, WAIT_WAVE, wave)
+
+
+@gluon.jit
+def fill_later(cta, wave, item, l2_n_tiles, WG: gl.constexpr):
+    """RING: a part of a later pool wave, once L2 has read the wave that it replaces."""
+    before = wave - 2
+    want = tiles_of_wave(cta, before) * l2_n_tiles
+    wait_for(cta, cta.counters + L2_DONE + before, want, WAIT_WAVE, before)
+    fill_wave(cta, wave, item, WG)

@@ -28,10 +28,20 @@ def count_stride(experts):
     return experts + 4
 
 
+@gluon.constexpr_function
+def values_per_element(acts):
+    """Of a pooled token: two codes of FP4 share a byte."""
+    return 2 if acts.HOLD == "placed" and acts.BITS == 4 else 1
+
+
 @gluon.jit
 def scale_stride(args):
-    """FP32 scales of a token in `inbox_scale`, to whole 16 bytes."""
-    return (args.width + 511) // 512 * 4
+    """Scales of a token in `inbox_scale`, to whole 16 bytes: FP32, or placed ones' bytes."""
+    if args.ACTS.HOLD == "placed":
+        stride = (args.width // args.ACTS.GROUP + 15) // 16 * 16
+    else:
+        stride = (args.width + 511) // 512 * 4
+    return stride
 
 
 @gluon.jit
@@ -117,6 +127,16 @@ def read_scales(args, rank, row, part, LAYOUT: gl.constexpr):
     block = part * BLOCKS + gl.arange(0, BLOCKS, LAYOUT)
     at = own(args, args.inbox_scale, rank) + row * scale_stride(args) + block
     return gl.load(at, mask=block < args.width // 128, other=1.0)
+
+
+@gluon.jit
+def read_scale_bytes(args, rank, row, part):
+    """Bytes [PART_COLS / group]: placed scales of a part of the token at a row of the inbox."""
+    G: gl.constexpr = args.ACTS.GROUP
+    BYTES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    group = part * (PART_COLS // G) + gl.arange(0, PART_COLS // G, BYTES)
+    at = own(args, args.inbox_scale, rank) + row * scale_stride(args) + group
+    return gl.load(at, mask=group < args.width // G, other=0)
 
 
 @gluon.jit

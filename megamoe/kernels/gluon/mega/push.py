@@ -14,8 +14,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.common.columns import token_column
-from megamoe.kernels.gluon.mega.dispatch import local_expert, quantise_part, read_slots
-from megamoe.kernels.gluon.mega.inbox import G_WORD, NUM_TOKENS_WORD, count_stride, scale_stride
+from megamoe.kernels.gluon.mega.dispatch import local_expert, read_slots
+from megamoe.kernels.gluon.mega.inbox import (
+    G_WORD,
+    NUM_TOKENS_WORD,
+    count_stride,
+    scale_stride,
+    values_per_element,
+)
+from megamoe.kernels.gluon.mega.quantise import quantise_part
 from megamoe.kernels.gluon.mega.state import FLAT, PAIR_SLOTS, PAIRS, PART_COLS
 from megamoe.kernels.gluon.mega.sync import num_own_tokens, on_rank, own
 from megamoe.kernels.gluon.pipeline import fast_div
@@ -57,12 +64,27 @@ def _store_words(pointer, words, at):
 
 
 @gluon.jit
+def _push_scale_bytes(args, other, scale, row, part):
+    """Placed scales of a part to a rank, 16 bytes a thread."""
+    G: gl.constexpr = args.ACTS.GROUP
+    BYTES: gl.constexpr = gl.BlockedLayout([16], [32], [4], [0])
+    group = part * (PART_COLS // G) + gl.arange(0, PART_COLS // G, BYTES)
+    to = on_rank(args, args.inbox_scale, other) + row * scale_stride(args)
+    gl.store(to + group, gl.convert_layout(scale, BYTES), mask=group < args.width // G)
+
+
+@gluon.jit
 def _push_parts(args, rank, begin, end):
     """Parts [begin, end) of this rank's tokens, to every rank that needs them."""
     VEC: gl.constexpr = 128 // args.pool.dtype.element_ty.primitive_bitwidth
     COLS: gl.constexpr = gl.BlockedLayout([VEC], [32], [4], [0])
     BLOCKS: gl.constexpr = PART_COLS // 128
     SCALES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+    PACK: gl.constexpr = values_per_element(args.ACTS)
+    IS_PLACED: gl.constexpr = args.ACTS.HOLD == "placed"
+    width = args.width  # elements of a row in memory
+    if PACK == 2:
+        width = args.width // 2
     parts = (args.width + PART_COLS - 1) // PART_COLS
     number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
     place = gl.arange(0, PART_COLS, COLS)
@@ -72,7 +94,7 @@ def _push_parts(args, rank, begin, end):
         part = item - token * parts
         col = part * PART_COLS + place
         source_col = col
-        if args.WEIGHTS.BY_GROUP:
+        if args.BY_GROUP:
             source_col = part * PART_COLS + token_column(place)
         at = x + token.to(gl.int64) * args.x_stride + source_col
         values = gl.load(at, mask=source_col < args.hidden, other=0.0)
@@ -80,6 +102,8 @@ def _push_parts(args, rank, begin, end):
         expert, weight, _ = read_slots(args, rank, slot, token + 0 * number, number < args.TOP_K)
         values, scale = quantise_part(args, values, token)
         values = gl.convert_layout(values, COLS)
+        if PACK == 2:
+            col = part * (PART_COLS // 2) + gl.arange(0, PART_COLS // 2, COLS)
         if args.PROMOTED:
             scale = gl.convert_layout(scale, SCALES)
         earlier = 0 * number
@@ -89,12 +113,14 @@ def _push_parts(args, rank, begin, end):
         for other in range(num_ranks(args)):
             mine = local_expert(args, other, expert)
             if gl.max(mine, 0) >= 0:
-                to = on_rank(args, args.inbox, other) + row.to(gl.int64) * args.width
-                gl.store(to + col, values, mask=col < args.width)
+                to = on_rank(args, args.inbox, other) + row.to(gl.int64) * width
+                gl.store(to + col, values, mask=col < width)
                 if args.PROMOTED:
                     block = part * BLOCKS + gl.arange(0, BLOCKS, SCALES)
                     to = on_rank(args, args.inbox_scale, other) + row * scale_stride(args)
                     gl.store(to + block, scale, mask=block < args.width // 128)
+                elif IS_PLACED:
+                    _push_scale_bytes(args, other, scale, row, part)
             if part == 0:
                 words = gl.where(mine >= 0, mine | earlier << 16, -1)
                 _store_words(on_rank(args, args.inbox_slots, other), words, row)

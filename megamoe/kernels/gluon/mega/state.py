@@ -3,7 +3,6 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.gluon.compat import tma
 from megamoe.kernels.gluon.pipeline import record
 
 PART_COLS = gl.constexpr(2048)  # columns of a part of a token: what is quantised at a time
@@ -62,8 +61,8 @@ class KernelArgs:
     hidden: gl.tensor
     width: gl.tensor  # of a pooled token
     clamp: gl.tensor
-    WEIGHTS: gl.constexpr
     ACTS: gl.constexpr
+    BY_GROUP: gl.constexpr  # how columns stand in the pool (`common.columns`)
     FACTOR: gl.constexpr
     HAS_BIAS: gl.constexpr
     ACTIVATION: gl.constexpr
@@ -80,12 +79,9 @@ class KernelArgs:
     SHARED: gl.constexpr  # shared experts: the last experts, in the last slots of every token
     K_SLOTS: gl.constexpr  # TOP_K to the next power of two
     TOKENS: gl.constexpr
-    SLABS: gl.constexpr
-    DEPTH: gl.constexpr
-    STAGES: gl.constexpr
     ROWS: gl.constexpr  # weight rows of a tile
+    ALIGN: gl.constexpr  # rows of the pool at whose multiples experts begin
     TRACE: gl.constexpr
-    WINDOW: gl.constexpr  # as in `SwapAbGemm`
     RING: gl.constexpr  # the pool holds two pool waves at a time, not all rows
     ROWS_AS: gl.constexpr  # the format that combine rounds rows to
 
@@ -96,28 +92,6 @@ def num_parts(args, num_tokens):
     if args.RANKS == 1:
         num_tokens = args.num_slots // args.TOP_K
     return num_tokens * ((args.width + PART_COLS - 1) // PART_COLS)
-
-
-@record
-class Linear:
-    """One of the two products: what `SwapAbGemm` has of its own for each."""
-
-    w: tma.tensor_descriptor
-    w_scale: tma.tensor_descriptor
-    x: tma.tensor_descriptor
-    x_scale: tma.tensor_descriptor
-    factor: gl.tensor
-    bias: gl.tensor
-    acts_factor: gl.tensor
-    out: gl.tensor
-    out_scale: gl.tensor
-    steps: gl.tensor
-    num_outputs: gl.tensor
-    num_bias: gl.tensor
-    factor_rows: gl.tensor
-    factor_cols: gl.tensor
-    ACTS: gl.constexpr
-    GATED: gl.constexpr
 
 
 @record

@@ -166,7 +166,7 @@ def _see_ranks(args, rank, WORD: gl.constexpr, call, bound_ns):
 
 
 @gluon.jit
-def _tell_ranks(args, rank, WORD: gl.constexpr, value, to):
+def _signal_ranks(args, rank, WORD: gl.constexpr, value, to):
     """This rank's word in the signals of all ranks, where `to` [32] is not 0."""
     number = gl.minimum(_lanes(), args.RANKS - 1)
     words = on_rank(args, args.signals + (WORD + rank), number)
@@ -200,7 +200,7 @@ def wait_for_ranks(args, rank, num_ctas):
     pushed = own(args, args.counters, rank) + PUSHED
     num = gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu")
     if num == num_ctas - 1:
-        _tell_ranks(args, rank, BEGUN, call, 1 + 0 * _lanes())
+        _signal_ranks(args, rank, BEGUN, call, 1 + 0 * _lanes())
     seen = _see_ranks(args, rank, BEGUN, call, args.bound_ns)
     return _expect_ranks(args, rank, seen, call, WAIT_RANK)
 
@@ -209,7 +209,7 @@ def wait_for_ranks(args, rank, num_ctas):
 def signal_done(cta):
     """Signal that this CTA has no tile left; the rank's last one signals it to all ranks.
 
-    After a report the rows are worthless, and peers need not wait for them: they are told so. Only
+    After a report the rows are worthless, and peers need not wait for them: a signal says so. Only
     those that have begun this call: nothing is known of the others' memory.
     """
     args = cta.args
@@ -222,7 +222,7 @@ def signal_done(cta):
             call = _call(args, cta.rank)
             begun = _see_ranks(args, cta.rank, BEGUN, call, 0 * args.bound_ns)
             value = gl.where(read_report(args) == 0, call, GAVE_UP)
-            _tell_ranks(args, cta.rank, ENDED, value, (begun >= call).to(gl.int32))
+            _signal_ranks(args, cta.rank, ENDED, value, (begun >= call).to(gl.int32))
 
 
 @gluon.jit

@@ -60,10 +60,11 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.compiler_hooks import ours
+from megamoe.kernels.gluon.mega.begin import begin_cta
 from megamoe.kernels.gluon.mega.combine import combine
 from megamoe.kernels.gluon.mega.dispatch import (
+    fill_later,
     fill_pool,
-    fill_wave,
     prefetch_inputs,
     read_routing,
     wait_for_pool,
@@ -84,35 +85,29 @@ from megamoe.kernels.gluon.mega.events import (
     now,
     stamp,
 )
-from megamoe.kernels.gluon.mega.inbox import SOURCES, num_inbox_tokens
 from megamoe.kernels.gluon.mega.prefetch_code import prefetch_code
-from megamoe.kernels.gluon.mega.push import push_tokens
 from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
     tiles_of_wave,
     wave_of,
 )
-from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, CtaState, KernelArgs, Linear
+from megamoe.kernels.gluon.mega.state import KernelArgs
 from megamoe.kernels.gluon.mega.sync import (
     L1_DONE,
     L2_DONE,
     WAIT_L1,
-    WAIT_WAVE,
-    own,
     read_report,
     wait_for,
-    wait_for_ranks,
 )
 from megamoe.kernels.gluon.operands import fetch_operands, publish_operands
 from megamoe.kernels.gluon.pipeline import (
-    FLAT_SHARED,
     GROUPS,
-    barriers,
     fast_div,
     fence_stores,
     first_stage,
 )
+from megamoe.kernels.gluon.pool import ROW_ALIGN
 from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
 from megamoe.kernels.hopper.gemm.swap_ab import (
     compute,
@@ -123,7 +118,7 @@ from megamoe.kernels.hopper.gemm.swap_ab import (
     multiply,
     num_warm_steps,
 )
-from megamoe.kernels.hopper.mega.smem import allocate_shared, gemm_of
+from megamoe.kernels.hopper.mega.smem import Linear, Shape, allocate_shared, gemm_of
 
 
 @gluon.jit
@@ -254,15 +249,6 @@ def _compute(l1, l2, is_l1, tile, num_done, num_l1_done, stage, WG: gl.constexpr
 
 
 @gluon.jit
-def _fill_later(cta, wave, item, l2_n_tiles, WG: gl.constexpr):
-    """RING: a part of a later pool wave, once L2 has read the wave that it replaces."""
-    before = wave - 2
-    want = tiles_of_wave(cta, before) * l2_n_tiles
-    wait_for(cta, cta.counters + L2_DONE + before, want, WAIT_WAVE, before)
-    fill_wave(cta, wave, item, WG)
-
-
-@gluon.jit
 def math(cta, l1, l2, WG: gl.constexpr):
     """One warpgroup: routing or tokens into the pool, its slabs of every tile, then combine."""
     l2_n_tiles = num_n_tiles(l2, cta.args.ROWS)
@@ -298,7 +284,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
         if cta.args.RING:  # noqa: SIM102  known at compile time, unlike the kind
             if kind == FILL:
                 begin = now(cta.args)
-                _fill_later(cta, item.tile_idx, item.tile.n_tile_idx, l2_n_tiles, WG)
+                fill_later(cta, item.tile_idx, item.tile.n_tile_idx, l2_n_tiles, WG)
                 if WG == 0:
                     n = stamp(cta.args, MATH, n, FILL, item.ticket, begin)
         i += 1
@@ -363,13 +349,14 @@ def mega_kernel(
         num_slots=num_slots, tokens_per_rank=tokens_per_rank, num_experts=num_experts,
         rows_per_rank=rows_per_rank, pool_rows=pool_rows, wave_rows=wave_rows,
         tile_list_stride=tile_list_stride, num_counters=num_counters, hidden=hidden, width=width,
-        clamp=clamp, WEIGHTS=WEIGHTS, ACTS=ACTS, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS,
+        clamp=clamp, ACTS=ACTS, BY_GROUP=WEIGHTS.BY_GROUP, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS,
         ACTIVATION=ACTIVATION, PROMOTED=PROMOTED, WEIGHTED=WEIGHTED, HAS_COUNT=HAS_COUNT,
         HAS_STATS=HAS_STATS, RANKS=RANKS, LOCAL=LOCAL, EXPERTS=EXPERTS, SLOTS=SLOTS,
         CHUNK=SLOTS if SLOTS < 512 else 512, TOP_K=TOP_K, SHARED=SHARED, K_SLOTS=K_SLOTS,
-        TOKENS=TOKENS, SLABS=SLABS, DEPTH=DEPTH, STAGES=STAGES, ROWS=GROUPS * SLABS * 64,
-        TRACE=TRACE, WINDOW=WINDOW, RING=RING, ROWS_AS=ROWS_AS,
+        TOKENS=TOKENS, ROWS=GROUPS * SLABS * 64, ALIGN=ROW_ALIGN, TRACE=TRACE, RING=RING,
+        ROWS_AS=ROWS_AS,
     )  # fmt: skip
+    shape = Shape(WEIGHTS=WEIGHTS, SLABS=SLABS, DEPTH=DEPTH, STAGES=STAGES, WINDOW=WINDOW)
     linear1 = Linear(
         w=l1_w, w_scale=l1_w_scale, x=l1_x, x_scale=l1_x_scale, factor=l1_factor, bias=l1_bias,
         acts_factor=acts_factor, out=acts, out_scale=acts_scale, steps=l1_steps,
@@ -393,42 +380,12 @@ def mega_kernel(
     prefetch_code(RANKS > 1)
     if RANKS == 1:
         prefetch_inputs(args, cta_idx, num_ctas)
-    shared = allocate_shared(args, linear1, linear2)  # while the routing comes
-    queue = gl.allocate_shared_memory(gl.int32, [2 * QUEUE_WORDS, 1], FLAT_SHARED)
-    item_full = barriers(2, 1)
-    item_empty = barriers(2, GROUPS + 3)
-    tile_stored = barriers(2, GROUPS)
-    tile_counted = barriers(2, 1)
-    own_done = barriers(1, GROUPS).index(0)
-    all_done = barriers(1, 1).index(0)
-    if RANKS == 1:
-        chunk_shape: gl.constexpr = [SLOTS // args.CHUNK, args.CHUNK]
-        slot_expert = gl.allocate_shared_memory(gl.int16, chunk_shape, FLAT_SHARED)
-        expert_row_begin = gl.allocate_shared_memory(gl.int32, [EXPERTS], FLAT_SHARED)
-    else:
-        expert_row_begin = gl.allocate_shared_memory(gl.int32, [SOURCES, EXPERTS], FLAT_SHARED)
-        slot_expert = expert_row_begin
-    num_tiles = gl.allocate_shared_memory(gl.int32, [1], FLAT_SHARED)
-    routed = barriers(1, 1).index(0)
-    own_filled = barriers(1, 1).index(0)
-    pool_filled = barriers(1, 1).index(0)
-    num_tokens = num_slots
-    if RANKS > 1:
-        push_tokens(args, rank, cta_idx, num_ctas)
-        num_tokens = 0 * num_slots
-        if wait_for_ranks(args, rank, num_ctas):
-            num_tokens = num_inbox_tokens(args, rank)
-    cta = CtaState(
-        args=args, rank=rank, local_rank=local_rank, cta_idx=cta_idx, num_ctas=num_ctas,
-        num_tokens=num_tokens, tile_list=tile_list, counters=own(args, counters, rank),
-        slot_expert=slot_expert, expert_row_begin=expert_row_begin, num_tiles=num_tiles,
-        routed=routed, own_filled=own_filled,
-        pool_filled=pool_filled, queue=queue, item_full=item_full,
-        item_empty=item_empty, tile_stored=tile_stored, tile_counted=tile_counted,
-        own_done=own_done, all_done=all_done,
-    )  # fmt: skip
-    l1 = gemm_of(args, linear1, shared.w_l1, shared, tile_list)
-    l2 = gemm_of(args, linear2, shared.w_l2, shared, tile_list)
+    shared = allocate_shared(args, shape, linear1, linear2)  # while the routing comes
+    cta = begin_cta(
+        args, rank, local_rank, cta_idx, num_ctas, tile_list, READERS=GROUPS + 3, STORERS=GROUPS
+    )
+    l1 = gemm_of(args, shape, linear1, shared.w_l1, shared, tile_list)
+    l2 = gemm_of(args, shape, linear2, shared.w_l2, shared, tile_list)
     gl.thread_barrier()
     gl.warp_specialize(
         [(math, (cta, l1, l2, 0)), (math, (cta, l1, l2, 1)), (load_weights, (cta, l1, l2)),

@@ -2,11 +2,45 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.gluon.operands import EpilogueOperands, allocate_operands
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, barriers, record
 from megamoe.kernels.hopper.gemm.swap_ab import SwapAbGemm, allocate_stages
+
+
+@record
+class Linear:
+    """One of the two products: what `SwapAbGemm` has of its own for each."""
+
+    w: tma.tensor_descriptor
+    w_scale: tma.tensor_descriptor
+    x: tma.tensor_descriptor
+    x_scale: tma.tensor_descriptor
+    factor: gl.tensor
+    bias: gl.tensor
+    acts_factor: gl.tensor
+    out: gl.tensor
+    out_scale: gl.tensor
+    steps: gl.tensor
+    num_outputs: gl.tensor
+    num_bias: gl.tensor
+    factor_rows: gl.tensor
+    factor_cols: gl.tensor
+    ACTS: gl.constexpr
+    GATED: gl.constexpr
+
+
+@record
+class Shape:
+    """What only Hopper's tiles have: how weights are read, and the ring of stages."""
+
+    WEIGHTS: gl.constexpr
+    SLABS: gl.constexpr
+    DEPTH: gl.constexpr
+    STAGES: gl.constexpr
+    WINDOW: gl.constexpr  # as in `SwapAbGemm`
 
 
 @record
@@ -26,20 +60,20 @@ class Shared:
 
 
 @gluon.jit
-def allocate_shared(args, l1, l2):
+def allocate_shared(args, shape, l1, l2):
     """The stage ring and what epilogues need; weights of both linears lie in the same stages."""
     w_l1, w_scale, x, x_scale = allocate_stages(
-        l1.w, l1.w_scale, l1.x, l1.x_scale, args.WEIGHTS, args.PROMOTED, args.TOKENS, args.SLABS,
-        args.DEPTH, args.STAGES,
+        l1.w, l1.w_scale, l1.x, l1.x_scale, shape.WEIGHTS, args.PROMOTED, args.TOKENS, shape.SLABS,
+        shape.DEPTH, shape.STAGES,
     )  # fmt: skip
     w_l2 = w_l1
-    if not args.WEIGHTS.DECODED:
-        shape: gl.constexpr = [args.STAGES * args.DEPTH] + l2.w.block_type.shape
-        w_l2 = reinterpret(w_l1, l2.w.dtype, shape, l2.w.layout)
+    if not shape.WEIGHTS.DECODED:
+        bufs: gl.constexpr = [shape.STAGES * shape.DEPTH] + l2.w.block_type.shape
+        w_l2 = reinterpret(w_l1, l2.w.dtype, bufs, l2.w.layout)
     amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS * 4, args.TOKENS], FLAT_SHARED)
     gl.static_assert(args.TOKENS < 64, "wider tiles are transposed in memory that is not here")
-    full = barriers(args.STAGES, 2, LOOP=True)
-    empty = barriers(args.STAGES, GROUPS, LOOP=True)
+    full = barriers(shape.STAGES, 2, LOOP=True)
+    empty = barriers(shape.STAGES, GROUPS, LOOP=True)
     amax_full = full
     if args.PROMOTED:
         amax_full = barriers(2, GROUPS)
@@ -51,7 +85,7 @@ def allocate_shared(args, l1, l2):
 
 
 @gluon.jit
-def gemm_of(args, linear, w_bufs, shared, tile_list):
+def gemm_of(args, shape, linear, w_bufs, shared, tile_list):
     """One linear over the CTA's ring, as the swap-AB GEMM computes it."""
     out_width = linear.num_outputs
     if args.RANKS > 1 and not linear.GATED:
@@ -66,10 +100,10 @@ def gemm_of(args, linear, w_bufs, shared, tile_list):
         out_scale=linear.out_scale, tiles=tile_list, num_tiles=tile_list,
         pool_rows=args.pool_rows, steps=linear.steps, num_outputs=linear.num_outputs,
         num_bias=linear.num_bias, out_width=out_width, factor_rows=linear.factor_rows,
-        factor_cols=linear.factor_cols, clamp=args.clamp, WEIGHTS=args.WEIGHTS, ACTS=linear.ACTS,
+        factor_cols=linear.factor_cols, clamp=args.clamp, WEIGHTS=shape.WEIGHTS, ACTS=linear.ACTS,
         GATED=linear.GATED, PROMOTED=args.PROMOTED, FACTOR=args.FACTOR, HAS_BIAS=args.HAS_BIAS,
         WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION, TOKENS=args.TOKENS, IS_STREAM=True,
-        SLABS=args.SLABS, DEPTH=args.DEPTH, STAGES=args.STAGES, SPAN=1, WINDOW=args.WINDOW,
+        SLABS=shape.SLABS, DEPTH=shape.DEPTH, STAGES=shape.STAGES, SPAN=1, WINDOW=shape.WINDOW,
         IS_FAR=args.RANKS > 1,
         FOLLOWS=False, PUBLISHES=False, follows=tile_list, publishes=tile_list,
         l1_n_tiles=linear.steps, error=tile_list,

@@ -46,7 +46,6 @@ PLAIN_MMA = gl.constexpr(
     gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 128, 32])
 )
 E4M3_OPERAND = gl.constexpr(gl.DotOperandLayout(0, PLAIN_MMA.value, 4))
-TO_E4M3 = gl.constexpr(_to_e4m3(1))
 FOUR_TO_E4M3 = gl.constexpr(_to_e4m3(4))  # of a row, which share a scale
 
 

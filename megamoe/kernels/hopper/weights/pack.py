@@ -94,13 +94,13 @@ def pack(w: Quantized, *, to_e4m3: bool, is_placed: bool = False) -> Packed:
     if kind in ("bf16", "fp8"):
         factor_is = "none" if kind == "bf16" else "block"
         return Packed(kind, w.data, None, w.scale, factor_is, *w.shape[-2:], len(w.shape) == 4)
-    out = room(kind, w.shape, w.device)
+    out = empty_image(kind, w.shape, w.device)
     for expert in range(len(w)):
         write(out, expert, w[expert : expert + 1])
     return out
 
 
-def room(
+def empty_image(
     kind: str, shape: tuple[int, ...], device: torch.device, data: Tensor | None = None
 ) -> Packed:
     """An image of experts [E, 2, I, H] or [E, H, I] to be written.
@@ -199,11 +199,11 @@ def facts_of(w: Quantized) -> Facts:
     """Which images hold every value of `w`; expert by expert, for little memory."""
     if w.spec.element.bits != 4 or w.spec.scale is not Scale.E8M0:
         return Facts(True, True, False)
-    found = Facts()
+    facts = Facts()
     for expert in range(len(w)):
         one = w[expert : expert + 1]
-        found &= Facts(fits_e4m3(one), fits_bf16(one), can_be_placed(one))
-    return found
+        facts &= Facts(fits_e4m3(one), fits_bf16(one), can_be_placed(one))
+    return facts
 
 
 def joined(first: Packed, second: Packed) -> Packed | None:
@@ -221,17 +221,6 @@ def _follows(a: Tensor, b: Tensor) -> bool:
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
         and a.storage_offset() + len(a) * a.stride(0) == b.storage_offset()
     )
-
-
-def parted(both: Packed, num: int) -> tuple[Packed, Packed]:
-    """The first `num` experts, and the others: parts of the same memory."""
-
-    def part(of: slice) -> Packed:
-        assert both.scale is not None
-        factor = None if both.factor is None else both.factor[of]
-        return replace(both, data=both.data[of], scale=both.scale[of], factor=factor)
-
-    return part(slice(num)), part(slice(num, None))
 
 
 def fits_e4m3(w: Quantized) -> bool:
@@ -253,7 +242,7 @@ def fits_bf16(w: Quantized) -> bool:
 
 
 def can_be_placed(w: Quantized) -> bool:
-    """Whether no MXFP4 group that counts has a scale above 2: placed bits leave no room for it."""
+    """Whether no MXFP4 group that counts has a scale above 2: placed bits cannot hold it."""
     if w.spec.element.bits != 4 or w.spec.scale is not Scale.E8M0:
         return False
     return not bool(((_bytes(w.scale) > MAX_PLACED) & _nonzero_groups(w.data)).any())

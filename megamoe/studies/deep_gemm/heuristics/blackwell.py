@@ -12,10 +12,10 @@ from megamoe.errors import ShapeError, require
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
-from megamoe.planner import tcgen05
 from megamoe.planner.choice import Term
 from megamoe.planner.numerics import narrowest_mma
 from megamoe.problem import Problem
+from megamoe.studies.deep_gemm import tcgen05
 from megamoe.studies.deep_gemm.choice import Picked, Role, Tiles
 
 BLOCK_MS = (16, 32, 64, 96, 128, 192)

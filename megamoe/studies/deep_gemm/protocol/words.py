@@ -123,12 +123,12 @@ class Words:
     @property
     def cleaned(self) -> tuple[str, ...]:
         """Control arrays that must be zero between calls."""
-        return tuple(r.name for r in self.layout.room("control") if r.is_cleaned)
+        return tuple(r.name for r in self.layout.section("control") if r.is_cleaned)
 
     @property
     def control(self) -> tuple[str, ...]:
         """All control arrays: what a reset zeroes."""
-        return tuple(r.name for r in self.layout.room("control"))
+        return tuple(r.name for r in self.layout.section("control"))
 
 
 @lru_cache(maxsize=64)
@@ -138,7 +138,7 @@ def words(shape: Shape) -> Words:
     layout = workspace(shape.problem, sizes, min_block_n=MODEL_BLOCK_N)
     arrays = {
         r.name: Array(r.offset // 4, r.num_bytes // r.item_bytes, r.item_bytes // 4)
-        for r in layout.room("control")
+        for r in layout.section("control")
     }
     tokens, slots, ring = shape.max_tokens, shape.max_tokens * shape.top_k, sizes.ring_rows
     ring_blocks = ring // shape.grid.block_m

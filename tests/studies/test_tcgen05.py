@@ -6,8 +6,14 @@ import pytest
 
 from megamoe.bench.cells import UNEVEN_GEMMS
 from megamoe.errors import CapacityError
-from megamoe.planner import tcgen05
-from megamoe.planner.tcgen05 import GroupedTile, Operand, grouped_tile, num_stages, stage_bytes
+from megamoe.studies.deep_gemm import tcgen05
+from megamoe.studies.deep_gemm.tcgen05 import (
+    GroupedTile,
+    Operand,
+    grouped_tile,
+    num_stages,
+    stage_bytes,
+)
 
 KIB = 1024
 

@@ -1,8 +1,7 @@
 """Arithmetic of tcgen05 GEMMs on Blackwell: bytes of a stage, stages, depth and width of tiles.
 
-What published kernels for sm_100 choose, as functions of integers: `tests/planner/test_tcgen05.py`
-holds them to the figures of the documents. Nothing here was measured by us, and nothing is launched
-by it alone: `planner/tables/blackwell.py` and the study of DeepGEMM's kernel ask.
+What published kernels for sm_100 choose, as functions of integers: `tests/studies/test_tcgen05.py`
+holds them to the figures of the documents. Nothing here was measured by us, and no launch asks it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rooms and their one-way imports, held by a test."""
+"""Packages of megamoe import one way, held by a test."""
 
 import ast
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 ROOT = Path(__file__).parent.parent / "megamoe"
 FILES = sorted(ROOT.rglob("*.py"))
 
-# A room imports only rooms to its left.
+# A package (or module) of megamoe imports only those to its left.
 ORDER = [
     "errors", "files", "tested", "certificate", "problem", "hardware", "formats", "routing",
     "reference", "layout", "planner", "balance", "kernels", "distributed", "engine", "compat",
@@ -41,27 +41,27 @@ def imports(path: Path, *, top_level: bool = False) -> set[str]:
     return found
 
 
-def room_of(path: Path) -> str:
+def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    room = room_of(path)
-    if room in ("__init__", "__main__"):
+    package = package_of(path)
+    if package in ("__init__", "__main__"):
         return
     for name in imports(path):
         top, _, rest = name.partition(".")
         target = rest.split(".")[0]
         if top == "megamoe" and target in ORDER:
-            assert ORDER.index(target) <= ORDER.index(room), f"{room} may not import {name}"
-            assert target != "reference" or room in SEE_REFERENCE, f"{room} must not see the oracle"
+            assert ORDER.index(target) <= ORDER.index(package), f"{package} may not import {name}"
+            assert target != "reference" or package in SEE_REFERENCE, f"{package} sees the oracle"
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_rooms_without_torch_do_not_load_it(path):
+def test_packages_without_torch_do_not_load_it(path):
     name = str(path.relative_to(ROOT))
-    if name in NO_TORCH_FILES or (room_of(path) in NO_TORCH and name not in TORCH_FILES):
+    if name in NO_TORCH_FILES or (package_of(path) in NO_TORCH and name not in TORCH_FILES):
         loaded = {name.partition(".")[0] for name in imports(path)}
         assert not loaded & {"torch", "triton", "numpy"}
 
@@ -70,7 +70,7 @@ def test_rooms_without_torch_do_not_load_it(path):
 def test_no_launch_depends_on_a_study(path):
     """What stands in `studies` is true of other systems: the library works without the folder."""
     name = str(path.relative_to(ROOT))
-    if room_of(path) != "studies" and name not in SEE_STUDIES:
+    if package_of(path) != "studies" and name not in SEE_STUDIES:
         assert not {one for one in imports(path) if one.startswith("megamoe.studies")}
 
 

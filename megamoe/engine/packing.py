@@ -1,0 +1,101 @@
+"""Many experts packed at once: on a GPU by a kernel, and with few looks from the host.
+
+Which images hold an expert, and whether it is finite, mostly shows in its scales alone; only where
+it does not are the values looked at, expert by expert.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from megamoe.engine import device_guard
+from megamoe.formats.quantized import Quantized
+from megamoe.formats.spec import Scale, format_named
+from megamoe.kernels.hopper.weights import pack
+from megamoe.kernels.hopper.weights.pack import Facts, Spare
+
+if TYPE_CHECKING:
+    from megamoe.engine.packed import PackedMatrix
+
+MX, NV = Facts(), Facts(True, True, False)  # what is true of all NVFP4
+LOST = ("e4m3_image", "placed_image")  # kinds that lose the scales of groups of zeros
+E4M3_NAN = 0x7F
+
+
+def facts_by_scales(w: Quantized) -> list[Facts | None]:
+    """Of each expert, if its scales say that it is finite and any image of its format holds it."""
+    if w.device.type == "meta" or w.spec.element.bits != 4:
+        return [None] * len(w)
+    assert w.scale is not None
+    codes = w.scale.view(torch.uint8).flatten(1, -2)
+    if w.spec.scale is Scale.E4M3:
+        fine = ((codes & E4M3_NAN) != E4M3_NAN).flatten(1).all(1)
+        return [NV if ok else None for ok in fine.tolist()]
+    high, low = codes.amax(-1).int(), codes.amin(-1).int()
+    spread = high - low <= pack.MAX_RELATIVE - pack.MIN_RELATIVE
+    fine = (spread & (low > 0) & (high <= pack.MAX_PLACED)).all(1)
+    return [MX if ok else None for ok in fine.tolist()]
+
+
+def write(
+    out: PackedMatrix,
+    experts: Sequence[int],
+    w: Quantized,
+    facts: Sequence[Facts | None] | None = None,
+) -> None:
+    """Experts `w` [n, ...], which lie where the image lies, at places of it.
+
+    facts  of each, as far as they are known
+    """
+    kind, is_gated = out.kind, out.packed.is_gated
+    if not (is_gpu(out.device) and agrees(kind, is_gated, out.device)):
+        for i, expert in enumerate(experts):
+            out.write(expert, w[i : i + 1])
+        return
+    from megamoe.kernels.hopper.weights import pack_on_gpu
+
+    with device_guard.on(out.device):
+        counts = pack_on_gpu.launch(out.packed, experts, w)
+        known = facts_by_scales(w) if facts is None else facts
+        zeros = counts.tolist() if kind in LOST else [0] * len(w)
+    for i, expert in enumerate(experts):
+        one, fact = w[i : i + 1], known[i]
+        spare = pack.spare_of(one) if zeros[i] else Spare()
+        out.aside.put(expert, spare, pack.facts_of(one) if fact is None else fact)
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether a kernel can write there."""
+    return device.type == "cuda"
+
+
+@functools.cache
+def agrees(kind: str, is_gated: bool, device: torch.device) -> bool:
+    """Whether the kernel writes the bytes of `pack.write` here: looked at once, on one expert."""
+    from megamoe.kernels.hopper.weights import pack_on_gpu
+
+    name = "nvfp4" if kind == "nv_image" else "mxfp4"
+    fmt, rng = format_named(name), torch.Generator().manual_seed(0)
+    rows, cols = (2, 96, 352) if is_gated else (160, 352), 352
+    shape = (1, *rows[:-1], cols)
+    codes = torch.randint(256, (*shape[:-1], cols // 2), generator=rng, dtype=torch.uint8)
+    codes[..., 16:32] &= 0x88  # groups of zeros, some of them -0
+    scale = torch.randint(116, 124, (*shape[:-1], cols // fmt.block[1]), generator=rng).byte()
+    g = torch.ones(1) if fmt.has_global else None
+    held = scale.view(torch.float8_e4m3fn) if fmt.scale is Scale.E4M3 else scale
+    w = Quantized(codes, held, name, shape, g).to(device)
+    both = [pack.empty_image(kind, shape, device) for _ in range(2)]
+    with device_guard.on(device):
+        pack.write(both[0], 0, w)
+        pack_on_gpu.launch(both[1], [0], w)
+    pairs = [(getattr(both[0], n), getattr(both[1], n)) for n in ("data", "scale", "factor")]
+    is_same = all(a is None or torch.equal(a, b) for a, b in pairs)
+    if not is_same:
+        log = logging.getLogger("megamoe")
+        log.warning("the kernel that packs %s is wrong on %s: packed by torch", kind, device)
+    return is_same

@@ -1,0 +1,178 @@
+"""Experts that the layer holds alone: one copy, brought back bit for bit, one node of a graph."""
+
+import copy
+
+import pytest
+import torch
+
+from megamoe.engine import images
+from megamoe.errors import NotAvailable, RangeError
+from megamoe.integrations import transformers as ours
+from tests.integrations.models import CONFIGS, VERSION, experts, logits, model, prompt
+from tests.integrations.test_transformers_more import ODD, E, H, fp8_module
+
+tf = pytest.importorskip("transformers")
+pytestmark = pytest.mark.skipif(VERSION < (5, 7), reason="transformers 5.7 is not installed")
+HERE = ours.Implementation(None, "reference")
+KINDS = ["qwen3", "gpt_oss", "odd qwen3", "odd gpt_oss", "block", "ue8m0", "tensor", "fp4",
+         "fp4 float"]  # fmt: skip
+
+
+def module_of(kind, monkeypatch):
+    if kind in ("block", "ue8m0", "tensor", "fp4", "fp4 float"):
+        return fp8_module(kind)[0]
+    family = kind.removeprefix("odd ")
+    if family != kind:
+        monkeypatch.setitem(CONFIGS, family, ODD[family])
+    module = experts(model(family, torch.bfloat16))[0]
+    with torch.no_grad():
+        for name, t in module.named_parameters():
+            if "bias" in name:
+                t.normal_()
+    return module
+
+
+def inputs(module):
+    rng = torch.Generator().manual_seed(5)
+    transposed = getattr(module, "is_transposed", False)
+    hidden = (
+        H if not hasattr(module, "down_proj") else module.down_proj.shape[2 if transposed else 1]
+    )
+    x = torch.randn(7, hidden, generator=rng).bfloat16()
+    idx = torch.rand(7, E, generator=rng).topk(2).indices
+    return x, idx, torch.rand(7, 2, generator=rng)
+
+
+def same(a, b):
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_are_held_once_and_come_back_bit_for_bit(kind, monkeypatch):
+    module = module_of(kind, monkeypatch)
+    forward, given = ours.experts_forward(None, "reference"), inputs(module)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    objects = dict(module.named_parameters())
+    with torch.no_grad():
+        wanted = forward(module, *given)
+        HERE.take(module, 2)
+        assert torch.equal(forward(module, *given), wanted)
+    assert not list(module.parameters()) and all(p.numel() == 0 for p in objects.values())
+    for found in (module.state_dict(), {name: getattr(module, name) for name in before}):
+        assert set(found) == set(before)
+        assert all(same(found[name], t) for name, t in before.items())
+    with torch.no_grad():  # a load goes into the layer
+        module.load_state_dict({name: torch.zeros_like(t) for name, t in before.items()})
+        assert not forward(module, *given).any() and not list(module.parameters())
+        module.load_state_dict(before)
+        assert torch.equal(forward(module, *given), wanted)
+    assert ours.give_back(module) == 1
+    assert all(module._parameters[name] is p for name, p in objects.items())
+    assert all(same(p.detach(), before[name]) for name, p in objects.items())
+    with torch.no_grad():
+        assert torch.equal(forward(module, *given), wanted)
+
+
+def test_images_bring_the_parameters_back_too():
+    """As on a Hopper GPU, where nothing but images is held."""
+    module, _ = fp8_module("fp4")
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    HERE.take(module, 2)
+    layer = module.megamoe_taken.layer
+    images.hold(layer.weights)
+    assert layer.weights.is_packed
+    assert all(same(getattr(module, name), t) for name, t in before.items())
+    with torch.no_grad():
+        module.gate_up_proj.add_(1)
+    with pytest.raises(RangeError, match="copies, which nothing reads again"):
+        ours.give_back(module)
+
+
+def test_a_write_to_what_the_layer_reads_counts_and_one_to_a_copy_is_refused(monkeypatch):
+    forward = ours.experts_forward(None, "reference")
+    for kind in ("qwen3", "gpt_oss"):
+        module = module_of(kind, monkeypatch)
+        given = inputs(module)
+        with torch.no_grad():
+            HERE.take(module, 2)
+            wanted = forward(module, *given) * 0
+            module.down_proj.zero_()
+            if kind == "qwen3":
+                assert torch.equal(forward(module, *given), wanted)
+                continue
+            with pytest.raises(RangeError, match="copies, which nothing reads again"):
+                forward(module, *given)
+
+
+def test_a_model_saves_what_it_was_and_its_copies_answer_alike(tmp_path):
+    made, ids = model("qwen3", torch.bfloat16), prompt()
+    before = {name: t.clone() for name, t in made.state_dict().items()}
+    ours.register()
+    wanted = logits(made, "megamoe", ids)
+    assert ours.use(made, take=True) == 2
+    assert torch.equal(logits(made, "megamoe", ids), wanted)
+    made.save_pretrained(tmp_path)
+    again = tf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="bfloat16")
+    assert set(again.state_dict()) == set(before)
+    assert all(torch.equal(t, before[name]) for name, t in again.state_dict().items())
+    other = copy.deepcopy(made)
+    del made
+    assert torch.equal(logits(other, "megamoe", ids), wanted)
+    eager = logits(other, "eager", ids)  # reads the properties
+    assert 0 < float((eager - wanted).norm() / wanted.norm()) < 0.02
+    assert ours.give_back(other) == 2 and ours.give_back(other) == 0
+
+
+REFUSED = {
+    "float32": (lambda: HERE.take(experts(model("qwen3"))[0], 2), "come back bit for bit"),
+    "another recipe": (
+        lambda: ours.use(model("qwen3", torch.bfloat16), "megamoe-w8a8", recipe="w8a8", take=True),
+        "which w8a8 rounds",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_not_come_back_is_not_taken(name):
+    act, says = REFUSED[name]
+    with pytest.raises(NotAvailable, match=says):
+        act()
+
+
+def test_taken_experts_are_for_inference_and_for_one_implementation():
+    made = model("qwen3", torch.bfloat16)
+    ours.use(made, take=True)
+    with pytest.raises(NotAvailable, match=r"give_back\(model\)"):
+        made.train()
+    ours.register("megamoe-portable", backend="reference")
+    with pytest.raises(NotAvailable, match="run as they were taken"):
+        logits(made, "megamoe-portable", prompt())
+    ours.give_back(made)
+    made.train()
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt_oss", "block", "tensor", "fp4"])
+def test_taken_experts_are_one_node_of_a_compiled_graph(kind, monkeypatch):
+    module = module_of(kind, monkeypatch)
+    forward, given = ours.experts_forward(None, "reference"), inputs(module)
+    with torch.no_grad():
+        wanted = forward(module, *given)
+        HERE.take(module, 2)
+        compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+        for num in (7, 3):
+            y = compiled(module, *(t[:num] for t in given))
+            assert torch.equal(y, wanted[:num])
+
+
+def test_a_compiled_model_of_taken_experts_answers_as_before_and_others_break_the_graph():
+    made, ids = model("qwen3", torch.bfloat16), prompt()
+    ours.use(made)
+    with torch.no_grad():
+        loose = torch.compile(made, backend="aot_eager")(ids).logits
+        assert torch.equal(loose, made(ids).logits)
+        torch._dynamo.reset()
+        ours.use(made, take=True)
+        whole = torch.compile(made, fullgraph=True, backend="aot_eager")
+        assert torch.equal(whole(ids).logits, loose)

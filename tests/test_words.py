@@ -1,0 +1,35 @@
+"""Words that the code had for things that the field has words for; none of them comes back."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1] / "megamoe"
+# before -> now
+GONE = {
+    "crew": "state", "manner": "launch options", "greet": "signal", "mail": "replay arguments",
+    "mailbox": "replay queue", "deal": "assignment", "hand": "work items", "firsts": "row_begin",
+    "looks": "signature", "across": "num_n_tiles", "Held": "ExpertModule", "Calc": "Compute",
+    "Faults": "DeviceStatus", "rooms": "symmetric buffers", "SECONDS": "L2_DONE",
+    "EARLY": "PREFETCH_STEPS", "straight": "plain", "swapped": "swap_ab", "draw_tile": "dynamic",
+}  # fmt: skip
+FILES = [p for p in sorted(ROOT.rglob("*.py")) if "studies" not in p.parts]
+
+
+def names(path):
+    yield path.stem
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            yield node.target.id
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_names_are_the_fields(path):
+    assert not {name for name in names(path) if name.strip("_") in GONE}
