@@ -141,7 +141,7 @@ BY_HAND = (
     (gemm, "_add_stages", "scale * low_factor", "scale * high_factor"),
     (gemm, "_block_factor", "block * gemm.factor_cols + k", "block * gemm.factor_cols"),
     (gemm, "finish_tile", "start + gemm.CHUNK == gemm.TOKENS", "start == 0"),
-    (epilogue, "_store_scales", "tile.n_tile_idx * NUM + gl.arange", "gl.arange"),
+    (epilogue, "_store_scales", "tile.n_tile_idx * NUM + part_of", "part_of"),
     (epilogue, "_store_scales", "tile.row_begin // gemm.TOKENS", "tile.row_begin // 16"),
     (epilogue, "_store_scales", "row * num_groups", "row"),
     (epilogue, "_store_rows", "times(turned.to(gl.float32), gl.expand_dims(weight, 1))",
