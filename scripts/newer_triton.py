@@ -25,8 +25,12 @@ import pytest
 import triton
 
 from megamoe.kernels.gluon.compat import HAS_PAIRS
+from megamoe.planner.blackwell import shipped
+from megamoe.planner.blackwell_fused import as_fused
+from megamoe.planner.grouped import VARIANTS
+from megamoe.planner.numerics import BLACKWELL_RECIPES
 from tests.kernels import test_blackwell_compile, test_chain_compile, test_compile
-from tests.kernels.blackwell import compiled, tile_name
+from tests.kernels.blackwell import compiled, compiled_fused, compiled_grouped, tile_name
 from tests.kernels.compiling import resources
 
 Compile = Callable[[Any], list[Any]]
@@ -71,6 +75,28 @@ def blackwell() -> Iterator[tuple[str, int, Compile]]:
         yield f"blackwell/{recipe}-{tile_name(tile)}-{linear}", arch, made
 
 
+def blackwell_more() -> Iterator[tuple[str, int, Compile]]:
+    """The fused launch, and grouped GEMMs alone: tiles of few and of many rows."""
+    for arch, recipe in itertools.product((100, 103), BLACKWELL_RECIPES):
+        for tile in shipped(recipe):
+            if as_fused(recipe, tile)[0] is None:
+                continue
+
+            def fused(patch, how=(recipe, tile, arch)):  # type: ignore[no-untyped-def]
+                return [compiled_fused(*how)]
+
+            yield f"blackwell/fused-{recipe}-{tile_name(tile)}", arch, fused
+        for variant, rows in itertools.product(VARIANTS, (16, 512)):
+            if (recipe, variant) == ("w4a16", "gather"):
+                continue
+
+            def grouped(patch, how=(recipe, variant, rows, arch)):  # type: ignore[no-untyped-def]
+                _, kernels = compiled_grouped(how[0], how[1], how[2], arch=how[3])
+                return list(kernels)
+
+            yield f"blackwell/grouped_{variant}-{recipe}-{rows}", arch, grouped
+
+
 def pairs() -> Iterator[tuple[str, int, Compile]]:
     """The staged GEMM by pairs of CTAs, which is offered, no default: Triton 3.8 and newer."""
     each = test_blackwell_compile.PAIRS if HAS_PAIRS else ()
@@ -100,7 +126,7 @@ def portable() -> Iterator[tuple[str, int, Compile]]:
 
 def configurations() -> dict[str, tuple[int, Compile]]:
     found: dict[str, tuple[int, Compile]] = {}
-    for part in (hopper, chain, blackwell, pairs, portable):
+    for part in (hopper, chain, blackwell, blackwell_more, pairs, portable):
         for name, arch, make in part():
             found[f"{name} {ARCHS[arch]}"] = arch, make
     return found

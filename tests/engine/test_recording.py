@@ -1,6 +1,7 @@
 """What `megamoe compile` makes is what a launch asks for: the same keys of Triton's disk cache."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -75,9 +76,15 @@ def test_other_sizes_images_and_ways_are_other_kernels():
     assert {"gemm_swap_ab_kernel", "_combine_kernel"} <= {one.kernel for one in staged}
 
 
-def test_chained_calls_are_refused_by_name():
-    with pytest.raises(NotAvailable, match=r"mode chain; mm\.warmup"):
-        cubins_of(spec(mode="chain", num_ranks=2, max_tokens=64), [64])
+def test_calls_over_a_group_are_found_in_the_mode_of_their_bound():
+    """As `GroupCalls.pick` plans them: a bucket of the bound, not the layer's largest call."""
+    layer = spec("w8a8", num_ranks=2, max_tokens=4096)
+    assert [layer.plan(num).mode for num in (3, 4096)] == ["fused", "chain"]
+    assert [layer.plan(num).call.max_tokens for num in (3, 300)] == [4, 512]
+    found = {one.kernel for one in cubins_of(layer, [4, 1000])}
+    assert {"mega_kernel", "exchange_kernel", "pull_kernel", "gemm_kernel"} <= found
+    graphed = {one.kernel for one in cubins_of(replace(layer, graphs=True), [4])}
+    assert {"_read_args_kernel", "_copy_inputs_kernel", "_copy_output_kernel"} <= graphed - found
 
 
 def test_nothing_of_it_stays():

@@ -85,7 +85,10 @@ def assert_is_as_planned(recipe, tile, kernel):
     rows = decoded(ptx)
     depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
     # The first stage may be peeled.
-    assert rows and len(rows) % (tile.num_halves * tile.block_k // depth) == 0
+    num = {tile.block_k // depth}
+    if ".target sm_103a" in ptx and kind.X.value == "e2m1" and VERSION >= (3, 9):
+        num.add(-(-tile.block_k // 96))  # that machine's packed FP4 takes 96 of K at a time
+    assert rows and any(len(rows) % (tile.num_halves * each) == 0 for each in num)
     assert not [fault for row in rows for fault in faults(row)]
     assert {(row["m"], row["n"]) for row in rows} == {(128 * ctas, tile.block_m)}
     assert {(row["a_type"], row["b_type"]) for row in rows} == {(kind.W.value, kind.X.value)}
