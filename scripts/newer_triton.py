@@ -4,10 +4,10 @@
     PYTHONPATH=folder/of/triton:. python scripts/newer_triton.py [--take 60] [--only REGEX]
 
 Hopper's kernels for sm_90a, Blackwell's for sm_100a and sm_103a, portable ones for all three. What
-is looked at: a cubin for the right machine; Blackwell's instructions, MMA descriptors, shared and
-tensor memory as in `tests/kernels/test_blackwell_compile.py`, and no spills; of the fused launch, of
-Hopper's and of portable kernels at most STACK bytes of spills a thread, since another assembler allocates registers differently. `--take`
-compiles so many, spread over kinds. One process per core (`--processes`).
+is looked at: a cubin for the right machine; Blackwell's staged GEMM as in
+`tests/kernels/test_blackwell_compile.py`, instructions, descriptors and memory, without spills; of
+other kernels at most STACK bytes of spills a thread, since another assembler allocates registers
+differently. `--take` compiles so many, spread over kinds. One process per core (`--processes`).
 """
 
 import argparse
