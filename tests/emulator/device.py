@@ -148,6 +148,8 @@ def _atomic(change):
         if isinstance(pointer.address, np.ndarray):
             assert sem == "relaxed"
             return _many_atomics(scheduler, role, change, pointer, value, mask)
+        if np.ndim(raw(mask)):
+            raise Violation("many atomics on one address")
         sem, scope = sem or "acq_rel", scope or "gpu"
         if mask is not None and not raw(mask):
             return Value(0)
