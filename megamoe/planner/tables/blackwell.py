@@ -19,6 +19,9 @@ BLOCK_MS = (8, 16, 32, 64, 128)  # the MMA's N: Gluon wants powers of two
 # says 8); those with block scales take 8.
 LEAST_PLAIN = 16
 MOST_PROMOTED = 64  # 128 tokens spill: sums of a promoted tile are registers
+# Pairs of CTAs: recipes whose kernel is written for them, and tokens whose half an MMA reads.
+PAIRED = ("w4a8", "w4a4", "nvfp4")
+LEAST_PAIRED = 16
 CHUNK = 32  # tokens that an epilogue has in registers: 64 spill in NVFP4 (232 bytes)
 WIDE_N = 4096  # weight rows of a group from which a tile of a grouped GEMM alone has 256 of them
 
