@@ -283,7 +283,10 @@ def _l1(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following)
         window.pool, here.made.w13, window.acts, steps["l1"], here.made.how, call.options,
         items=None if work is None else work[0].items, bias=call.weights.b13,
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=here.pdl,
-        chain=Chain(pulled.arrived, pulled.l1_done if follows.publishes else None),
+        chain=Chain(
+            pulled.arrived, pulled.l1_done if follows.publishes else None,
+            bound_s=bound_s(call.timeout_s),
+        ),
     )  # fmt: skip
 
 
@@ -304,6 +307,7 @@ def _l2(
         chain=Chain(
             window.pulled.l1_done if follows.l2 else None, dest_unit=pull.DEST_UNIT,
             after=here.made.w13, begun=here.l2_begun, row_scale=row_scale,
+            bound_s=bound_s(call.timeout_s),
         ),
     )  # fmt: skip
     if send is not None:

@@ -1,8 +1,9 @@
 """Bugs planted in kernels by a tool that reads their source: synchronisation dropped or changed.
 
 Sites are found by what they are, not by name: calls of mbarrier, fences, waits for groups and
-products, semantics and scopes of atomics, counts, phases, and PTX that waits or fences. A mutant is
-the changed code of one function, put in place of that of the scheduled kernels (`device`).
+products, semantics and scopes of atomics, counts, phases, words that ranks and launches wait for or
+look at, who is told, and PTX that waits, signals or fences. A mutant is the changed code of one
+function, put in place of that of the scheduled kernels (`device`).
 """
 
 import ast
@@ -51,8 +52,10 @@ class Mutant:
 
 
 def short_name(module):
-    """The last two parts of a module's name."""
-    return ".".join(module.split(".")[-2:])
+    """The last two parts of a module's name; of Blackwell's, all from there on."""
+    parts = module.split(".")
+    at = parts.index("blackwell") if "blackwell" in parts else -2
+    return ".".join(parts[at:])
 
 
 # -- functions -------------------------------------------------------------------------------------
@@ -124,7 +127,7 @@ def _is_hand_shake(node):
 
 HAND_SHAKE = (
     r"mbarrier\.(wait|arrive)|griddepcontrol|fence\.proxy|atomic_|_wait\(|wait_until_reached\("
-    r"|wait_for\(|gdc_wait|_tell\(|\bSIGNAL\b|\bTELL\b"
+    r"|wait_for\(|gdc_wait|_tell\(|\bSIGNAL\b|\bSTORE_IF_MISSED\b"
 )
 DROPPED = (
     "mbarrier.wait", "mbarrier.arrive", "mbarrier.expect", "fence_async_shared",

@@ -18,6 +18,7 @@ from megamoe.kernels.gluon.mega import inbox, quantise, sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.launches import Gemm
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import Options
@@ -117,6 +118,13 @@ def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe
     inputs = loads(0, 1, tile.block_m + 1, tile.block_m // 2)
     w = weights_of(recipe)
     assert_agrees(stage(inputs, w, tile), inputs, w)
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_no_expert_has_a_row_though_a_quotient_is_then_anything(schedule):
+    w, (x, idx, gates) = weights_of("w8a8"), tokens(6)
+    y = stage((x, torch.full_like(idx, -1), gates), w, Gemm(3, schedule=schedule))
+    assert not y.any()
 
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8"])

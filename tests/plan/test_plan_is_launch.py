@@ -166,7 +166,7 @@ def test_fused_on_blackwell(launched, monkeypatch, recipe):
     pretend_b200(monkeypatch)
     monkeypatch.setattr(blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w))
     given, w, options = {"backend": "blackwell", "mode": "fused"}, experts(recipe), Options()
-    for num, ranks in ((8, 1), (96, 1), (8, 8), (300, 8)):
+    for num, ranks in ((8, 1), (64, 1), (8, 8), (300, 8)):
         launched.clear()
         of = Ranks(ranks, ranks * E, max_tokens=num) if ranks > 1 else Ranks()
         plan = plan_for(

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.errors import CapacityError, NotAvailable, RangeError
+from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.kernels.blackwell.weights import place_scales, taken_back
 from megamoe.layout.tiles import placed_scales
 from megamoe.planner.blackwell import num_rows, pick
-from megamoe.planner.call import CallSpec
+from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.launches import GemmTmem
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.plan import choose_backend
@@ -109,3 +109,63 @@ def test_placed_scales_are_the_map_and_go_back():
     assert torch.equal(taken_back(place_scales(low), 8), low)
     there = placed_scales(256, 8)
     assert all(there.inverse(there.forward(i)) == i for i in range(there.size))
+
+
+# -- fused -----------------------------------------------------------------------------------------
+
+
+def fused(tokens, recipe="w4a8", experts=256, **given):
+    problem = mm.Problem(tokens, 4096, 2048, experts, 6, 1, recipe)
+    return mm.plan(problem, "b200", backend="blackwell", mode="fused", **given)
+
+
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
+def test_a_fused_plan_is_one_launch_whose_memory_is_a_sum(recipe):
+    plan = fused(64, recipe)
+    (step,) = plan.launches
+    assert (step.kernel, step.grid) == ("mega_tmem_kernel", (148,)) and plan.tile.num_stages >= 3
+    assert plan["tmem_columns"] <= 512 and plan.shared_memory.num_bytes <= SMEM_PER_CTA
+    assert plan.tile.num_sums % 2 == 0 and plan.max_fused_tokens >= 256 * 13 // 6
+    text = str(plan)
+    assert "routing" in text and "not yet run on the hardware" in text
+    auto = mm.plan(plan.problem, "b200", backend="blackwell")
+    assert auto.mode == "staged" and "neither mode has been timed" in auto["mode"] + auto.why
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "match"),
+    [
+        (CallSpec(mm.Problem(512, 4096, 2048, 16, 6, 1, "w4a8")), CapacityError, "64 tokens a"),
+        (CallSpec(mm.Problem(64, 4096, 2048, 16, 6, 1, "w8a8")), CapacityError, "16 tokens a tile"),
+        (CallSpec(mm.Problem(1000, 4096, 2048, 256, 6, 1, "w4a4")), CapacityError, "4096 slots"),
+        (CallSpec(PROBLEM, is_quantized=True), DTypeError, "takes BF16 tokens"),
+        (CallSpec(PROBLEM, is_captured=True), NotAvailable, "no counters of its own"),
+        (CallSpec(PROBLEM, shared=SharedSpec(1, "w4a8", 2048, apart="x")), NotAvailable, "shared"),
+    ],
+)  # fmt: skip
+def test_what_no_fused_launch_takes_is_refused_with_the_reason(call, kind, match):
+    with pytest.raises(kind, match=match):
+        mm.plan(call, "b200", backend="blackwell", mode="fused")
+
+
+def test_a_ring_of_a_fused_launch_has_halves_of_whole_tiles():
+    for recipe, rows in (("w4a8", 400), ("w8a8", 600), ("nvfp4", 333)):
+        config = fused(128, recipe, 64, pool_rows=rows).mega.config
+        assert config.is_ring and config.pool_rows <= rows
+        m = config.tile.block_m
+        assert config.pool_rows % (2 * m) == 0 and config.wave_rows % m == 0
+        assert config.wave_rows + m == config.pool_rows // 2
+
+
+def test_ranks_share_what_their_tokens_take_in_the_recipes_format():
+    """An inbox of FP4 has half the bytes of one of FP8; NVFP4 twice the scales of MXFP4."""
+    sizes = {}
+    for recipe in ("w4a8", "w4a4", "nvfp4", "bf16"):
+        problem = mm.Problem(64, 4096, 2048, 256, 6, 8, recipe)
+        plan = mm.plan(problem, "b200", backend="blackwell", mode="fused")
+        assert plan.num_passes == 1 and plan.fused_tokens == 64
+        where = plan.exchange
+        sizes[recipe] = tuple(where[f"inbox_{name}"].shape[-1] for name in ("tokens", "scale"))
+    assert sizes == {
+        "w4a8": (4096, 32), "w4a4": (2048, 32), "nvfp4": (2048, 64), "bf16": (8192, 4),
+    }  # fmt: skip

@@ -6,13 +6,16 @@ from dataclasses import replace
 import torch
 
 import megamoe as mm
-from megamoe.engine import blackwell
+from megamoe.engine import backends, blackwell
 from megamoe.engine.call import Call
-from megamoe.engine.planning import plan_for, traits_of
+from megamoe.engine.local import LocalRanks
+from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.blackwell import decode, epilogue, gemm, grouped
+from megamoe.kernels.blackwell.mega import kernel, smem
 from megamoe.kernels.blackwell.weights import place
+from megamoe.kernels.gluon.mega import dispatch, inbox, push, quantise
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import GemmTmem
 from megamoe.planner.overrides import checked
@@ -84,9 +87,62 @@ CASES = {
 }
 
 
+def fused_case(recipe, tokens=5, experts=2, num_sms=2, pool_rows=None, has_bias=False, stages=2,
+               **given):  # fmt: skip
+    """A fused call of one rank whose ring goes round."""
+    kept = []
+    w = targets.weights_of(recipe, experts, 256, 256, has_bias)
+    inputs, options = targets.tokens_of(tokens, experts, 256), Options()
+    with targets.installed(num_sms, {"mega-tmem": targets.Recorder("mega-tmem", kept)}) as patch:
+        pretend_b200(patch, num_sms)
+        found = fused_plan(w, tokens, pool_rows=pool_rows, num_stages=stages, **given)
+        status, stats = DeviceStatus(targets.CPU), torch.zeros(experts, dtype=torch.int64)
+        call = Call(*inputs, w, options, None, status, stats, None, 30.0, True)
+        blackwell.run(call, found)
+    return targets.Case("fused", kept)
+
+
+def fused_plan(w, tokens, ranks=None, **given):
+    return plan_for(
+        w, Options(), traits_of("blackwell", w, None), num_tokens=tokens, top_k=2,
+        overrides=checked({"backend": "blackwell", "mode": "fused", **given}),
+        ranks=ranks or Ranks(),
+    )  # fmt: skip
+
+
+def local_case(recipe, counts=(2, 1), ctas=2, experts=4):
+    """Ranks of one fused launch."""
+    kept = []
+    w = targets.weights_of(recipe, experts, 256, 256)
+    inputs = targets.tokens_of(sum(counts), experts, 256)
+    num = len(counts)
+    with targets.installed(num * ctas, {"mega-tmem": targets.Recorder("mega-tmem", kept)}) as patch:
+        pretend_b200(patch, num * ctas)
+        patch.setattr(backends, "resolve", lambda *wanted: None)
+        there = LocalRanks(w, num, timeout_s=30.0, debug_poison=True, backend="blackwell")
+        there._top_k = 2
+        there._make_buffers(max(counts))
+        there(*(t.split(counts) for t in inputs))
+    most = max(counts)
+    used = [rank * most + i for rank, count in enumerate(counts) for i in range(count)]
+    return targets.Case("fused-ranks", kept, [b.tokens for b in there._buffers], used=used)
+
+
+# Of the fused launch, for what it has beside the GEMM and the shared parts.
+FUSED = {
+    "fused": lambda: fused_case("w4a8"),
+    "fused-promoted": lambda: fused_case("w8a8", 18, has_bias=True, block_m=16),
+    "fused-nvfp4": lambda: fused_case("nvfp4"),
+    "fused-decoded": lambda: fused_case("w4a16", 3),
+    "fused-ring": lambda: fused_case("w4a4", 16, 3, pool_rows=32, block_m=8),
+    "fused-ranks": lambda: local_case("w4a8"),
+    "fused-ranks-nvfp4": lambda: local_case("nvfp4", (0, 2), 1),
+}
+
+
 @functools.cache
 def case(name):
-    made = CASES[name]()
+    made = (CASES | FUSED)[name]()
     made.name = name
     made.learn()
     return made
@@ -156,10 +212,72 @@ EXCUSED = {
     "blackwell.gemm.decode_tile: mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1) "
     "before mbarrier.arrive(gemm.empty.index(stage.idx), count=1)":
         "two arrivals after the same fence",
+    "blackwell.gemm._add_stages: no mbarrier.wait(gemm.full.index(stage.idx), stage.phase)":
+        "sums of the stage were waited for, and bring what issue_mma knew of it",
     "blackwell.gemm.gemm_tmem_kernel: no allow_next_launch()": "speed alone",
     "blackwell.gemm.store: no wait_for_launch()":
         "its first sums come from tokens that load_tokens loaded, which has waited",
 }  # fmt: skip
+
+
+# Bugs in what only the fused launch runs: its kernel, and placed scales in shared parts.
+FUSED_BY_HAND = (
+    (kernel, "issue_mma", "turn = Stage(idx=other.idx, phase=other.phase)", "turn = mine"),
+    (kernel, "issue_mma", "_turn_of(1, 1)", "_turn_of(1, 0)"),
+    (kernel, "issue_mma", "_turn_of(0, 1)", "_turn_of(1, 1)"),
+    (kernel, "_steps_of", "kind == L1, l1.steps, l2.steps", "kind == L1, l1.steps, l1.steps + 1"),
+    (kernel, "math", "num_done & 1 == WG", "num_done & 1 != WG"),
+    (kernel, "math", "turn = _turn_of(WG, 0)", "turn = _turn_of(WG, 1)"),
+    (kernel, "math", "stage = _skip(stage, _steps_of(kind, l1, l2), l1.STAGES)", "pass"),
+    (kernel, "_skip", "stage.phase ^ at // NUM_STAGES & 1", "stage.phase"),
+    (kernel, "_finish", "finish_tile(l2, known,", "finish_tile(l1, known,"),
+    (kernel, "_count", "L1_DONE + item.tile_idx", "L1_DONE"),
+    (kernel, "_count", "wave_of(cta, item.tile_idx)", "0 * wave_of(cta, item.tile_idx)"),
+    (kernel, "load_tokens", "L1_DONE + item.tile_idx", "L1_DONE"),
+    (kernel, "load_tokens", "wait_for_wave(cta, item.tile_idx)", "pass"),
+    (kernel, "mega_tmem_kernel", "ALIGN=TOKENS", "ALIGN=4"),
+    (kernel, "mega_tmem_kernel", "GROUPS + 3", "GROUPS + 2"),
+    (smem, "gemm_of", "TURNS=GROUPS", "TURNS=1"),
+    (smem, "gemm_of", "IS_FAR=args.RANKS > 1", "IS_FAR=False"),
+    (smem, "allocate_shared", "FORMAT.PROMOTED or FORMAT.DECODED", "FORMAT.DECODED"),
+    (dispatch, "_store_placed", "to // args.TOKENS", "to // 32"),
+    (dispatch, "_store_placed", "to % args.TOKENS", "0 * to"),
+    (dispatch, "_store_placed", "part * (PART_COLS // G)", "PART_COLS // G"),
+    (dispatch, "_fill_parts", "part * (PART_COLS // 2)", "part * PART_COLS + 2"),
+    (quantise, "_placed_part", "low | high << 4", "high | low << 4"),
+    (quantise, "_placed_part", "gl.where(bits >= INF_BITS, 127, e4m3_code(scale).to(gl.int32))",
+     "e4m3_code(scale).to(gl.int32) + 1"),
+    (inbox, "read_scale_bytes", "row * scale_stride(args)", "row"),
+    (inbox, "scale_stride", "args.width // args.ACTS.GROUP + 15", "15"),
+    (push, "_push_scale_bytes", "row * scale_stride(args)", "0"),
+    (gemm, "_advance_by", "idx - NUM_STAGES", "0"),
+)  # fmt: skip
+FUSED_MODULES = (kernel, smem)
+# {mutant: why no run can tell it from the kernel}
+FUSED_EXCUSED = {
+    "blackwell.mega.kernel.load_weights: no mbarrier.wait(cta.own_filled, 0)": "speed alone",
+    "blackwell.mega.kernel.load_weights: no mbarrier.wait(cta.pool_filled, 0)": "speed alone",
+    "blackwell.mega.kernel.math: no mbarrier.wait(cta.pool_filled, 0)":
+        "load_tokens has waited, and products bring that; here for the report alone",
+    "blackwell.mega.kernel.math: no wait_for_wave(cta, item.tile_idx)":
+        "load_tokens has waited, and products bring that; here for the report alone",
+    "blackwell.mega.kernel.math: no mbarrier.wait(cta.all_done, 0)": "in builds with stamps alone",
+    "blackwell.mega.kernel.math: other phase of mbarrier.wait(cta.all_done, 0)":
+        "in builds with stamps alone",
+    "blackwell.mega.kernel.mega_tmem_kernel: no gl.thread_barrier()":
+        "entering warp_specialize is such a barrier",
+}  # fmt: skip
+
+
+@functools.cache
+def fused_bugs():
+    """Planted in the fused kernel, and by hand in what it shares."""
+    targets.kernels()
+    found = mutate.mutants(FUSED_MODULES, ())
+    for module, function, old, new in FUSED_BY_HAND:
+        mutant = mutate.edited(module, function, old, new)
+        found[mutant.name] = mutant
+    return found
 
 
 @functools.cache
@@ -172,9 +290,9 @@ def planted_bugs():
     return found
 
 
-def hunt(mutant, seeds=6):
+def hunt(mutant, seeds=6, cases=CASES):
     """(case, seed, error) of who finds a planted bug first, or None."""
-    names = [name for name in CASES if (mutant.module, mutant.function) in reached(name)]
+    names = [name for name in cases if (mutant.module, mutant.function) in reached(name)]
     with mutate.planted(mutant):
         for seed in range(seeds):
             for name in names:

@@ -22,6 +22,7 @@ from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
 from megamoe.kernels.blackwell import grouped
 from megamoe.kernels.blackwell import launch as blackwell_launch
+from megamoe.kernels.blackwell.mega import launch as mega_tmem_launch
 from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import (
     dispatch,
@@ -34,7 +35,7 @@ from megamoe.kernels.gluon import (
     tile_scheduler,
     window,
 )
-from megamoe.kernels.gluon.mega import combine, inbox, push, scheduler, state, sync
+from megamoe.kernels.gluon.mega import begin, combine, inbox, push, scheduler, state, sync
 from megamoe.kernels.gluon.mega import dispatch as mega_dispatch
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.gemm import (
@@ -69,21 +70,22 @@ CPU = torch.device("cpu")
 # What is mutated: every file that synchronises roles, CTAs or launches of a Gluon kernel.
 MODULES = (
     pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, push, inbox,
-    scheduler, state, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
+    scheduler, state, begin, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
     decode_per_wave, follow, pull, exchange, permute, dispatch, sort, portable_combine,
     portable_dispatch, compat,
 )  # fmt: skip
 # Functions that give PTX that waits, and with what; PTX that signals.
 TEXTS = (
     (exchange, "SIGNAL", None),
-    (exchange, "TELL", None),
+    (exchange, "STORE_IF_MISSED", None),
     *((pipeline, "wait_text", how) for how in (("gpu", "eq"), ("sys", "ge"), ("gpu", "ge"))),
     *((sync, "signal_text", (scope,)) for scope in ("gpu", "sys")),
 )
 _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
        "plain": (launch, "gemm_kernel"), "pull": (pull, "pull_kernel"),
        "exchange": (exchange, "exchange_kernel"), "finish": (exchange, "finish_kernel"),
-       "tmem": (blackwell_launch, "gemm_tmem_kernel")}  # fmt: skip
+       "tmem": (blackwell_launch, "gemm_tmem_kernel"),
+       "mega-tmem": (mega_tmem_launch, "mega_tmem_kernel")}  # fmt: skip
 # Kernels of Triton's own language: they run freely, unless a case schedules them too.
 _PLAIN = {"pool": (dispatch, "_pool_kernel"), "count": (permute, "_count_kernel"),
           "place": (permute, "_place_kernel"), "scan": (sort, "_scan_kernel"),
@@ -232,7 +234,7 @@ class Case:
         self.wanted = None
         scheduler = self.run(policies.Calm())
         name, _, given = self.launches[-1]
-        result = given["y" if name == "mega" else "out"]
+        result = given["y" if name.startswith("mega") else "out"]
         result = result if self.used is None else result[self.used]
         assert not self.is_strict or bool(result.isfinite().all()), "poison in the result"
         return scheduler

@@ -7,9 +7,11 @@ import os
 
 import pytest
 
+from tests.emulator import mutate
 from tests.emulator.exploring import explore
 from tests.kernels.support import INTERPRETED
 from tests.proof import blackwell
+from tests.proof.test_faults import outcomes
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
@@ -44,3 +46,52 @@ def test_a_copy_of_scales_that_may_overtake_a_product_is_a_violation():
     name = next(n for n in blackwell.planted_bugs() if "'WHICH' for" in n)
     found = blackwell.hunt(blackwell.planted_bugs()[name], seeds=1)
     assert found is not None and "has a cp write scales" in str(found[2])
+
+
+# -- the fused launch ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", blackwell.FUSED)
+def test_no_interleaving_of_a_fused_launch_breaks_an_order_or_changes_a_bit(name):
+    num = max(int(30 * TIMES), 1)
+    assert explore(blackwell.case(name), range(FROM, FROM + num)) == num
+
+
+def missed(names):
+    bugs = blackwell.fused_bugs()
+    return [
+        name for name in names
+        if name not in blackwell.FUSED_EXCUSED
+        and blackwell.hunt(bugs[name], cases=blackwell.FUSED) is None
+    ]  # fmt: skip
+
+
+def test_a_sample_of_the_bugs_in_the_fused_launch_is_found():
+    names = list(blackwell.fused_bugs())
+    assert len(names) - len(blackwell.FUSED_EXCUSED) >= 50
+    assert not missed(names[::4])
+
+
+@pytest.mark.every
+def test_every_bug_in_the_fused_launch_is_found():
+    assert not missed(blackwell.fused_bugs())
+    assert not set(blackwell.FUSED_EXCUSED) - set(blackwell.fused_bugs())
+
+
+def test_what_the_compiler_does_not_carry_is_not_in_the_fused_launch():
+    """An alias before a loop that sets it again (`mutate.as_compiled`) would be found."""
+    traps = [t for module in blackwell.FUSED_MODULES for t in mutate.carried_traps(module)]
+    assert not [t.name for t in traps if blackwell.hunt(t, cases=blackwell.FUSED) is None]
+
+
+@pytest.mark.parametrize("name", ["fused", "fused-ring", "fused-ranks"])
+def test_waits_that_run_out_at_any_time_leave_nobody_waiting_and_store_nowhere_else(name):
+    assert any(outcomes(blackwell.case(name), range(6), hurry=0.05))
+
+
+def test_rows_whose_destinations_may_be_garbage_are_not_stored():
+    """After a report: without the guard a fused launch writes where no allocation is."""
+    blackwell.fused_bugs()  # translates the kernels
+    bug = mutate.edited(blackwell.kernel, "_finish", "report == 0", "report >= report")
+    with mutate.planted(bug), pytest.raises(AssertionError, match="no allocation holds"):
+        outcomes(blackwell.case("fused"), range(40), hurry=0.05)

@@ -78,8 +78,8 @@ from megamoe.kernels.blackwell.decode import decode_block
 from megamoe.kernels.blackwell.epilogue import finish_gated, finish_linear
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
+    Stage,
     advance,
-    advance_by,
     allow_next_launch,
     barriers,
     first_stage,
@@ -374,6 +374,15 @@ def _multiply_plain(gemm, stage, ready, turn, use_acc):
 
 
 @gluon.jit
+def _advance_by(stage, NUM: gl.constexpr, NUM_STAGES: gl.constexpr):
+    """The slot NUM further, of a ring whose slots are shared out to NUM users in turn."""
+    idx = stage.idx + NUM
+    wraps = idx >= NUM_STAGES
+    idx = gl.where(wraps, idx - NUM_STAGES, idx)
+    return Stage(idx=idx, phase=gl.where(wraps, stage.phase ^ 1, stage.phase))
+
+
+@gluon.jit
 def multiply_tile(gemm, steps, stage, turn, ready):
     """Products of a tile's steps, into sums that were read; -> the next stage, turn and decoded."""
     use_acc = False
@@ -395,13 +404,13 @@ def multiply_tile(gemm, steps, stage, turn, ready):
             ready = advance(ready, DECODES)
         if gemm.FORMAT.PROMOTED:
             tcgen05_commit(gemm.summed.index(turn.idx))
-            turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
+            turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
         else:
             use_acc = True
         stage = advance(stage, gemm.STAGES)
     if not gemm.FORMAT.PROMOTED:
         tcgen05_commit(gemm.summed.index(turn.idx))
-        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
+        turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
     return stage, turn, ready
 
 
@@ -509,7 +518,7 @@ def _add_stages(gemm, tile, stage, turn):
         if gemm.HALVES == 2:
             high += other * gl.expand_dims(scale * high_factor, 0)
         stage = advance(stage, gemm.STAGES)
-        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
+        turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
     return low, high, stage, turn
 
 
@@ -537,7 +546,7 @@ def finish_tile(gemm, tile, stage, turn):
             if start + gemm.CHUNK == gemm.TOKENS:
                 mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
             _finish(gemm, low, high, tile, start)
-        turn = advance_by(turn, gemm.TURNS, gemm.SUMS)
+        turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
     return stage, turn
 
 

@@ -70,22 +70,6 @@ def advance(stage, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def advance_by(stage, NUM: gl.constexpr, NUM_STAGES: gl.constexpr):
-    """The slot NUM further, of a ring whose slots are shared out to NUM users in turn."""
-    idx = stage.idx + NUM
-    wraps = idx >= NUM_STAGES
-    idx = gl.where(wraps, idx - NUM_STAGES, idx)
-    return Stage(idx=idx, phase=gl.where(wraps, stage.phase ^ 1, stage.phase))
-
-
-@gluon.jit
-def skip_stages(stage, num, NUM_STAGES: gl.constexpr):
-    """The slot `num` further in the ring, and its phase."""
-    at = stage.idx + num
-    return Stage(idx=at % NUM_STAGES, phase=stage.phase ^ (at // NUM_STAGES & 1))
-
-
-@gluon.jit
 def barriers(NUM: gl.constexpr, COUNT: gl.constexpr, LOOP: gl.constexpr = False):
     """NUM mbarriers of COUNT arrivals each.
 

@@ -52,6 +52,7 @@ class Chain(NamedTuple):
     after: Packed | None = None  # L2: weights of the L1 that was launched before it
     begun: Tensor | None = None  # int64 [1]: when it began
     row_scale: Tensor | None = None  # L2 of FP8 rows: uint8 [blocks of 128, rows of the pool]
+    bound_s: float = 0.0  # of a wait for a tile
 
 
 NO_CHAIN = Chain()
@@ -153,6 +154,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
          l1_n_tiles: int = 0, *, chain: Chain, **rest: Any) -> None:  # fmt: skip
     """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
     unused = x.num_tiles
+    assert chain.follows is None or chain.bound_s > 0, "a wait without a bound"
     factor_rows, factor_cols = factor_shape(w)
     rest |= {
         "factor": or_unused(w.factor, unused), "bias": or_unused(bias, unused),
@@ -160,6 +162,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
         "pool_rows": x.data.shape[0], "factor_rows": factor_rows, "factor_cols": factor_cols,
         "num_bias": w.num_outputs, "GATED": w.is_gated, "HAS_BIAS": bias is not None,
         "follows": chain.follows, "publishes": chain.publishes, "begun": chain.begun,
+        "bound_us": None if chain.follows is None else round(chain.bound_s * 1e6),
     }  # fmt: skip
     if isinstance(step.config, Gemm):
         rest |= {

@@ -61,14 +61,14 @@ class Fused(NamedTuple):
 
 
 _TURNS = "of either warpgroup's sums, two tiles' in tensor memory"
-_ADDED = "sums of a promoted tile are registers of four warps"
+_ADDED = "sums of a promoted tile are registers of four warps; 32 spill 16 bytes beside a ring"
 FUSED = {
     "w4a8": Fused(64, _TURNS),
     "w4a4": Fused(64, _TURNS),
     "nvfp4": Fused(64, _TURNS),
     "bf16": Fused(64, _TURNS),
-    "w8a8": Fused(32, _ADDED),
-    "w4a8_block": Fused(32, _ADDED),
+    "w8a8": Fused(16, _ADDED),
+    "w4a8_block": Fused(16, _ADDED),
     "w4a16": Fused(64, _TURNS, 8, 144, 72, 152),  # sixteen warps: four decode
 }
 # (slots of a call up to, mode, why): what mode="auto" takes on one rank. The first row wins.

@@ -91,7 +91,6 @@ from megamoe.kernels.gluon.mega.events import (
 from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
-    tiles_of_wave,
     wave_of,
 )
 from megamoe.kernels.gluon.mega.state import KernelArgs
@@ -109,7 +108,6 @@ from megamoe.kernels.gluon.pipeline import (
     Tile,
     fast_div,
     first_stage,
-    skip_stages,
 )
 from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
 
@@ -234,6 +232,13 @@ def _finish(cta, l1, l2, item, report, stage, turn):
 
 
 @gluon.jit
+def _skip(stage, num, NUM_STAGES: gl.constexpr):
+    """The slot `num` further in the ring, and its phase."""
+    at = stage.idx + num
+    return Stage(idx=at % NUM_STAGES, phase=stage.phase ^ (at // NUM_STAGES & 1))
+
+
+@gluon.jit
 def _count(cta, item):
     """Count a tile that this warpgroup has stored, for all CTAs: L1's, in a ring L2's too.
 
@@ -242,9 +247,7 @@ def _count(cta, item):
     if item.kind == L1:
         publish_count(cta.counters + L1_DONE + item.tile_idx, 1)
     elif cta.args.RING:
-        wave = wave_of(cta, item.tile_idx)
-        if tiles_of_wave(cta, wave + 2) > 0:  # else the count could come after cleaning
-            publish_count(cta.counters + L2_DONE + wave, 1)
+        publish_count(cta.counters + L2_DONE + wave_of(cta, item.tile_idx), 1)
 
 
 @gluon.jit
@@ -282,7 +285,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
                 _count(cta, item)
                 stamp(args, MATH, i + 1, kind, item.ticket, begin)
             elif l1.FORMAT.PROMOTED:  # who reads stages
-                stage = skip_stages(stage, _steps_of(kind, l1, l2), l1.STAGES)
+                stage = _skip(stage, _steps_of(kind, l1, l2), l1.STAGES)
             num_done += 1
         if args.RING:  # noqa: SIM102  known at compile time, unlike the kind
             if kind == FILL:

@@ -144,6 +144,7 @@ class PlainGemm:
     num_tiles: gl.tensor
     follows: gl.tensor  # FOLLOWS: words by tile, for which its tokens wait (`follow`)
     publishes: gl.tensor  # PUBLISHES: L1's, for L2
+    bound_us: gl.tensor  # FOLLOWS: of a wait for a tile
     l1_n_tiles: (
         gl.tensor
     )  # L2 that follows, or DYNAMIC: n tiles of L1, for which a tile of tokens waits
@@ -601,12 +602,16 @@ def _allocate_weights(w, w_scale, IN_STAGE: gl.constexpr, STAGES: gl.constexpr,
         return w_bufs, w_bufs, w_bufs
 
 
-@gluon.jit(do_not_specialize=["l1_n_tiles", "pool_rows", "steps", "factor_rows", "factor_cols"])
+@gluon.jit(
+    do_not_specialize=[
+        "l1_n_tiles", "pool_rows", "steps", "factor_rows", "factor_cols", "bound_us",
+    ]
+)  # fmt: skip
 def gemm_kernel(
     w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
     l1_n_tiles, items, fp4, fp4_scale, ring, error,
     pool_rows, steps, num_outputs, out_width, factor_rows, factor_cols, clamp, num_bias,
-    follows, publishes, begun,
+    follows, publishes, begun, bound_us,
     DECODED: gl.constexpr, HAS_ITEMS: gl.constexpr, DYNAMIC: gl.constexpr, DEPTH: gl.constexpr,
     CHUNK: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
@@ -615,8 +620,8 @@ def gemm_kernel(
     """The launch: one persistent CTA per SM. Arguments as the fields of `PlainGemm`.
 
     DEPTH > 0: FP4 weights (fp4, fp4_scale) are decoded per wave into `ring`, which w describes.
-    follows, publishes: None, or words by tile of the chain (`follow`); begun: None, or where CTA 0
-    says when it began.
+    follows, publishes: None, or words by tile of the chain (`follow`), which waits bound_us for one
+    at most; begun: None, or where CTA 0 says when it began.
     """
     if begun is not None:
         stamp_begin(begun)
@@ -676,7 +681,7 @@ def gemm_kernel(
         factor=factor, bias=bias, row_weight=row_weight, row_dest=row_dest, out=out,
         out_scale=out_scale, tiles=tiles, num_tiles=num_tiles, l1_n_tiles=l1_n_tiles, items=items,
         follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
-        FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
+        bound_us=bound_us if FOLLOWS else steps, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
         decoded=decoded, pool_rows=pool_rows, steps=steps, num_outputs=num_outputs,
         num_bias=num_bias, out_width=out_width, factor_rows=factor_rows, factor_cols=factor_cols,
         clamp=clamp, DECODED=DECODED, HAS_ITEMS=HAS_ITEMS, DYNAMIC=DYNAMIC, GATED=GATED,
