@@ -25,7 +25,7 @@ def test_calls_have_the_bits_of_one_rank(recipe, has_replicas, tmp_path):
     assert [(end.result, end.error) for end in ends] == [(True, "")] * 2
 
 
-@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
+@pytest.mark.parametrize("recipe", ["w8a8", pytest.param("w4a8_block", marks=pytest.mark.every)])
 def test_one_layer_serves_all_sizes(recipe, tmp_path):
     ends = launch(2, one_layer_serves_all_sizes, str(tmp_path), recipe, limit_s=300.0)
     assert [(end.result, end.error) for end in ends] == [(True, "")] * 2
