@@ -18,11 +18,12 @@ from megamoe.bench.cells import SEED, Cell
 from megamoe.bench.inputs import Job, Weights, make_job
 from megamoe.bench.job import Progress
 from megamoe.bench.provenance import provenance
-from megamoe.engine.graphs import Gpu, bucket_of
+from megamoe.engine.graphs import MAX_TOKENS, Gpu
 from megamoe.engine.layer import MoE
 from megamoe.engine.replay_queue import SLOTS
 from megamoe.errors import RangeError, require
 from megamoe.formats.spec import recipe_named
+from megamoe.planner.buckets import bucket_of
 
 CALLS = 20  # of a round: some launches each, of the thousand that a queue holds
 
@@ -113,7 +114,7 @@ def _bare(job: Job, graphed: MoE) -> Call:
     """
     parts = graphed._captured_parts()
     gpu = Gpu(parts.weights.device)
-    one = gpu.capture(bucket_of(len(job.x)), parts)
+    one = gpu.capture(bucket_of(len(job.x), MAX_TOKENS), parts)
     y = torch.empty_like(one.rows(len(job.x)))
     addresses = (t.data_ptr() for t in (job.x, job.topk_idx, job.topk_weights, y))
     note = *addresses, job.x.stride(0), len(job.x), job.topk_idx.dtype == torch.int64

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.engine import hopper, images
+from megamoe.engine import chain_home, hopper, images
 from megamoe.engine.call import Call
 from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
@@ -23,17 +23,18 @@ from megamoe.kernels.gluon.permute import place
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
 from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import fp8_rows
 from megamoe.kernels.hopper.launch import Chain
-from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.routing import Routing
 from megamoe.layout.pushed import TokenWords
-from megamoe.layout.regions import Workspace
+from megamoe.layout.regions import Workspace, align_up
 from megamoe.planner import chain as planned
 from megamoe.planner.hopper import max_tiles, num_rows
 from megamoe.planner.launches import Gemm, Launch, Pass
-from megamoe.planner.plan import Plan, shared_plan
+from megamoe.planner.plan import Plan
+from megamoe.planner.tables.hopper import WIDTH
 
-DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"i32": torch.int32, "f32": torch.float32, "bf16": torch.bfloat16, "u8": torch.uint8}
 
 
 class ChainBuffer(NamedTuple):
@@ -91,6 +92,7 @@ class _Ranked(NamedTuple):
     made: images.Prepared
     pdl: bool
     num_slots: int  # rows of a token: routed, then shared
+    limit: int  # tokens of a rank that all ranks plan for
     links: Links | None
     l2_begun: Tensor | None  # int64 [1], with `links`: when L2 began
 
@@ -127,7 +129,7 @@ def stretches(
         begun = torch.zeros(1, dtype=torch.int64, device=call.weights.device)
     here = _Ranked(
         me, call, planned.words_of(plan.call), images.prepared(call.weights), plan.overlaps,
-        call.top_k + extra, links, begun,
+        call.top_k + extra, planned.bound(plan.call), links, begun,
     )  # fmt: skip
     num, hidden = call.num_tokens, call.weights.hidden
     source, *owner = plan.passes
@@ -148,33 +150,14 @@ def stretches(
     exchange.finish_kernel[finish.grid](
         done=me.buffer.done, error=call.status.bad_slot, **here.control,
         counts_in=me.buffer.counts_in, pitch=me.buffer.counts_in.shape[1], l2_begun=begun,
-        ns_per_row=0 if links is None else links.ns_of(2 * hidden),
+        ns_per_row=0 if links is None else links.ns_of(planned.row_bytes(plan.call)),
         **finish.config.constants(), **overlap(here.pdl and not is_split),
     )  # fmt: skip
     yield None
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
     if num > 0:
-        _combine(here, plan, rest, routing, y)
+        chain_home.combine_rows(here, plan, rest, routing, y)
     yield y
-
-
-def _combine(here: _Ranked, plan: Plan, rest: list[Launch], routing: Routing, y: Tensor) -> None:
-    """Rows that are home, and those of shared experts, to y [T, H]."""
-    call, num, hidden = here.call, *y.shape
-    rows = here.me.buffer.rows[: num * here.num_slots].view(num, here.num_slots, hidden)
-    if call.shared is not None:
-        hopper.shared_rows(
-            call.x, call.shared, call.options, call.status.bad_slot, rows, shared_plan(plan),
-            call.top_k, here.pdl,
-        )  # fmt: skip
-    row_scale = None
-    if call.options.combine == "fp8":
-        rows, row_scale = hopper.as_fp8(rows, rest[-2], here.pdl)
-    weighted = call.options.weight_at == "combine"
-    combine(
-        rows, row_scale, routing.idx, routing.weights, y, step=rest[-1], weighted=weighted,
-        pdl=here.pdl,
-    )  # fmt: skip
 
 
 class _Pushed(NamedTuple):
@@ -215,7 +198,8 @@ def _exchange(here: _Ranked, steps: Pass, pushed: _Pushed) -> None:
         counts_in=buffer.counts_in,
         list_in=buffer.list_in, weight_in=buffer.weight_in, begun=buffer.begun, **here.control,
         local_experts=num_local, pitch=buffer.counts_in.shape[1],
-        capacity=buffer.list_in.shape[1], **step.config.constants(), **overlap(here.pdl),
+        capacity=buffer.list_in.shape[1], limit=here.limit, **step.config.constants(),
+        **overlap(here.pdl),
     )  # fmt: skip
 
 
@@ -299,7 +283,10 @@ def _l1(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following)
         window.pool, here.made.w13, window.acts, steps["l1"], here.made.how, call.options,
         items=None if work is None else work[0].items, bias=call.weights.b13,
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=here.pdl,
-        chain=Chain(pulled.arrived, pulled.l1_done if follows.publishes else None),
+        chain=Chain(
+            pulled.arrived, pulled.l1_done if follows.publishes else None,
+            bound_s=bound_s(call.timeout_s),
+        ),
     )  # fmt: skip
 
 
@@ -307,16 +294,28 @@ def _l2(
     here: _Ranked, steps: Pass, window: _Window, follows: planned.Following, *, pdl: bool
 ) -> None:
     """Activations to rows at their homes."""
-    call, work = here.call, window.work
+    call, work, pool = here.call, window.work, window.pool
+    send, rows, row_scale = steps.find("scales"), here.me.buffer.rows, None
+    if send is not None:
+        blocks, num_rows = align_up(call.weights.hidden, WIDTH) // 128, len(pool.dest)
+        row_scale = torch.empty(blocks, num_rows, dtype=torch.uint8, device=rows.device)
+        rows = rows.view(torch.float8_e4m3fn)
     launch.linear(
-        window.acts, here.made.w2, here.me.buffer.rows, steps["l2"], here.made.how, call.options,
+        window.acts, here.made.w2, rows, steps["l2"], here.made.how, call.options,
         items=None if work is None else work[1].items, bias=call.weights.b2,
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=pdl,
         chain=Chain(
             window.pulled.l1_done if follows.l2 else None, dest_unit=pull.DEST_UNIT,
-            after=here.made.w13, begun=here.l2_begun,
+            after=here.made.w13, begun=here.l2_begun, row_scale=row_scale,
+            bound_s=bound_s(call.timeout_s),
         ),
     )  # fmt: skip
+    if send is not None:
+        fp8_rows.scales_kernel[send.grid](
+            scale=row_scale, rows=here.me.buffer.rows, dest=pool.dest, tiles=pool.tiles,
+            num_tiles=pool.num_tiles, pool_rows=len(pool.dest), hidden=call.weights.hidden,
+            **send.config.constants(), **overlap(pdl),
+        )  # fmt: skip
 
 
 def _items(here: _Ranked, steps: Pass, pool: Pool) -> tuple[WorkItems, WorkItems] | None:
@@ -359,11 +358,12 @@ def _rows(here: _Ranked, steps: Pass, window: _Window, *, pdl: bool | None = Non
         stats=unused if call.stats is None else call.stats, dest=pool.dest, origin=pulled.origin,
         weight=pool.weight, arrived=pulled.arrived, l1_done=pulled.l1_done, tiles=pool.tiles,
         num_tiles=pool.num_tiles, num_experts=call.weights.num_experts, num_dest=here.num_slots,
-        hidden=call.weights.hidden, record_bytes=4 * here.words.pitch,
+        row_bytes=buffer.rows.shape[1] * buffer.rows.element_size(),
+        record_bytes=4 * here.words.pitch,
         pitch=buffer.counts_in.shape[1], capacity=buffer.list_in.shape[1], chunks=own.chunks,
         first_row=own.first_row, pool_rows=own.pool_rows, **items,
-        HAS_STATS=call.stats is not None, **step.config.constants(),
-        **overlap(here.pdl if pdl is None else pdl),
+        HAS_STATS=call.stats is not None, DEST_BYTES=pull.DEST_UNIT * buffer.rows.element_size(),
+        **step.config.constants(), **overlap(here.pdl if pdl is None else pdl),
     )  # fmt: skip
 
 

@@ -14,15 +14,11 @@ import torch
 from torch import Tensor
 
 from megamoe.balance.placement import Placement
-from megamoe.distributed.group import check_alike
 from megamoe.distributed.placement import Places
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import fused_group
 from megamoe.engine.launch_options import MAX_S
-from megamoe.engine.planning import log_once
 from megamoe.errors import (
-    CapacityError,
-    MegaMoEError,
     MegaMoETimeout,
     NotAvailable,
     RankError,
@@ -30,43 +26,12 @@ from megamoe.errors import (
 )
 from megamoe.formats.quantized import Quantized
 from megamoe.planner import chain as planned
+from megamoe.planner.buckets import bucket_of
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
-    from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
-
-
-def join(layer: MoE, world: GroupWorld) -> tuple[Any, str]:
-    """(calls over the group without a host between ranks, "") or (None, why they are staged).
-
-    All ranks come to the same. `auto` is one fused launch where the plan of every rank is, the
-    chain where that of every rank is and all reach each other's memory, and staged otherwise.
-    """
-    mode = layer._wanted[1]
-    if layer.backend != "hopper" or mode in ("staged", "fused"):
-        return fused_group.join(layer, world)
-    if mode in ("chain", "split"):
-        return ChainGroup(layer, world.meeting, world.placement), ""
-
-    def look() -> list[Any]:
-        try:
-            plan = layer._plan_in("auto")
-            return [plan.mode, plan.why, describe(plan)]
-        except MegaMoEError as error:
-            return ["staged", str(error), None]
-
-    cards = world.meeting.meet("choose between modes", look)
-    if any(mode != "chain" for mode, _, _ in cards):
-        return fused_group.join(layer, world)
-    try:
-        check_alike([found for *_, found in cards])
-        return ChainGroup(layer, world.meeting, world.placement), ""
-    except MegaMoETimeout:
-        raise
-    except MegaMoEError as error:  # every rank has the same one
-        log_once(f"calls over the group are staged, not a chain: {error}")
-        return None, str(error)
+    from megamoe.kernels.portable.graph_io import Inputs
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -91,9 +56,6 @@ class ChainGroup:
         self.num_tokens, self._fits = most, plan.call.fits_e4m3
         where = planned.memory(plan.call)
         self._shared = share(meeting, where.num_bytes, weights.device)
-        # Ranks that share a GPU share its SMs.
-        kept = dict(plan.overrides).get("reserve_sms") or 0
-        assert isinstance(kept, int)
         require(
             self.mode == "chain" or self._shared.ranks_here == 1,
             "mode split needs a GPU for each rank: it parts all of the GPU's SMs",
@@ -101,13 +63,21 @@ class ChainGroup:
             fix="use mode='chain'",
             kind=NotAvailable,
         )
-        num_sms = plan.hardware.num_sms
-        layer._reserve(num_sms - (num_sms - kept) // self._shared.ranks_here)
+        layer._share_sms(plan.hardware.num_sms, self._shared.ranks_here)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         buffer = chain.buffer_in(self._shared.own, where)
         self._me = chain.Member(buffer, peers, meeting.rank, meeting.num_ranks)
         self._places = Places(placement, weights.device)
         self._lost: Exception | None = None  # what ended a call between two of its launches
+
+    def bucket(self, bound: int) -> int:
+        """The bound that a call is planned for."""
+        return bucket_of(bound, self.num_tokens)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a call can be replayed; streams on parts of the GPU are not captured."""
+        return self.mode == "chain"
 
     @property
     def num_bytes(self) -> int:
@@ -125,24 +95,29 @@ class ChainGroup:
         topk_weights: Tensor,
         stats: Tensor,
         check: Callable[[], None],
+        bound: int | None = None,
     ) -> Tensor:
-        """One call on this rank; all ranks make it. bf16 [T, H]."""
+        """One call on this rank; all ranks make it. bf16 [T, H].
+
+        bound  tokens of a rank that it is planned for, the same on all; None: the layer's
+        """
+        bound = self.num_tokens if bound is None else bound
         found = layer._status
-        found.remedy = RESTART  # no rank knows how far its peers came
+        found.remedy = fused_group.REMEDY  # no rank knows how far its peers came
         fused_group.order_after_last(layer.weights.device)
         refusal: Exception | None = None
         try:
             found.raise_if_seen()
             check()
-            self._check(x)
-        except MegaMoETimeout:
-            raise
+        except (MegaMoETimeout, RankError):
+            raise  # the ranks stand at different calls
         except Exception as error:
             refusal = error
             x, topk_idx, topk_weights = self._masked(layer, 0)
         self._check_whole()
         try:
-            y = self._launch(layer, (x, topk_idx, topk_weights), stats, layer._launch.timeout_s)
+            inputs = x, topk_idx, topk_weights
+            y = self._launch(layer, inputs, bound, stats, layer._launch.timeout_s)
         except Exception as error:  # out of memory, say: peers may have taken what it pushed
             self._lost = error
             raise
@@ -151,28 +126,46 @@ class ChainGroup:
             raise refusal
         return y
 
-    def compile(self, layer: MoE) -> None:
+    def compile(self, layer: MoE, bound: int | None = None) -> None:
         """Compile what a call launches, and launch nothing: nobody waits for a peer's compiler."""
         if layer.weights.device.type != "cuda":
             return
         from megamoe.engine.compile_only import compiled_only
 
+        bound = self.num_tokens if bound is None else bound
         with compiled_only():  # weights are packed by torch, which goes on
             stats = torch.zeros_like(layer.stats)
-            self._launch(layer, self._masked(layer, self.num_tokens), stats, MAX_S)
+            self._launch(layer, self._masked(layer, bound), bound, stats, MAX_S)
 
-    def warm(self, layer: MoE) -> None:
+    def warm(self, layer: MoE, bound: int | None = None) -> None:
         """A call with a masked token that all ranks make once they have compiled it."""
         fused_group.order_after_last(layer.weights.device)
-        self._launch(layer, self._masked(layer, 1), torch.zeros_like(layer.stats), MAX_S)
+        bound = self.num_tokens if bound is None else bound
+        stats = torch.zeros_like(layer.stats)
+        self._launch(layer, self._masked(layer, 1), bound, stats, MAX_S)
         layer._status.check(layer.top_k)
+
+    def inputs(self, bound: int, layer: MoE) -> Inputs:
+        """Where a graph of calls up to a bound finds its tokens."""
+        from megamoe.kernels.portable.graph_io import Inputs
+
+        w = layer.weights
+        return Inputs.empty(bound, w.hidden, layer.top_k, w.device)
+
+    def launch(self, layer: MoE, inputs: Inputs, bound: int) -> Tensor:
+        """A call on the inputs of a graph, for its capture."""
+        given = inputs.x, inputs.topk_idx, inputs.topk_weights
+        timeout_s = layer._launch.timeout_s
+        return self._launch(layer, given, bound, layer.stats, timeout_s, inputs.count)
 
     def _launch(
         self,
         layer: MoE,
         inputs: tuple[Tensor | Quantized, Tensor, Tensor],
+        bound: int,
         stats: Tensor,
         timeout_s: float,
+        count: Tensor | None = None,
     ) -> Tensor:
         from megamoe.engine import chain, images
 
@@ -185,8 +178,11 @@ class ChainGroup:
         )
         x, topk_idx, topk_weights = inputs
         topk_idx = self._places.routed(topk_idx, self._me.rank)
-        call = layer._call(x, topk_idx, topk_weights)._replace(stats=stats, timeout_s=timeout_s)
-        plan = layer.plan(call.num_tokens, is_quantized=not isinstance(call.x, Tensor))
+        call = layer._call(x, topk_idx, topk_weights)._replace(
+            stats=stats, timeout_s=timeout_s, num_valid=count
+        )
+        is_quantized = not isinstance(x, Tensor)
+        plan = layer._plan_in(self.mode, bound, call.num_tokens, is_quantized=is_quantized)
         return chain.run(self._me, call, plan)
 
     def _masked(self, layer: MoE, num: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,13 +200,4 @@ class ChainGroup:
             got=f"an earlier one that ended with {type(self._lost).__name__}: {self._lost}",
             fix=RESTART,
             kind=RankError,
-        )
-
-    def _check(self, x: Tensor | Quantized) -> None:
-        require(
-            x.shape[0] <= self.num_tokens,
-            f"a call may hold at most max_tokens_per_rank = {self.num_tokens} tokens",
-            got=x.shape[0],
-            fix="split the batch or build the layer for more",
-            kind=CapacityError,
         )

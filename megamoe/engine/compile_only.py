@@ -7,18 +7,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from triton.compiler.compiler import CompiledKernel
 from triton.runtime.jit import JITFunction
 
 
 @contextmanager
 def compiled_only() -> Iterator[None]:
-    """This thread's launches inside are compiled as they stand, and not made."""
+    """This thread's launches inside are compiled and loaded as they stand, and not made."""
     real, thread = JITFunction.run, threading.get_ident()
 
     def run(kernel: JITFunction[Any], *args: Any, **options: Any) -> object:
-        if threading.get_ident() == thread:
-            options["warmup"] = True
-        return real(kernel, *args, **options)
+        if threading.get_ident() != thread:
+            return real(kernel, *args, **options)
+        options["warmup"] = True
+        made = real(kernel, *args, **options)
+        if isinstance(made, CompiledKernel) and torch.cuda.is_available():
+            made.run  # noqa: B018  loads it: a later load could wait for a peer, or end a capture
+        return made
 
     JITFunction.run = run
     try:

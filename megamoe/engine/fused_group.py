@@ -21,23 +21,22 @@ from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import symm_buffer
 from megamoe.engine.launch_options import MAX_S
-from megamoe.engine.planning import log_once
 from megamoe.engine.status import is_capturing
 from megamoe.errors import (
-    CapacityError,
     DTypeError,
-    MegaMoEError,
     MegaMoETimeout,
     NotAvailable,
+    RankError,
     require,
 )
 from megamoe.formats.quantized import Quantized
+from megamoe.planner.buckets import bucket_of
 from megamoe.planner.hopper import check_grid
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
-    from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
+    from megamoe.kernels.portable.graph_io import Inputs
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -45,53 +44,19 @@ def describe(plan: Plan) -> dict[str, Any]:
     return {"fits_e4m3": plan.call.fits_e4m3, "launches": plan.num_passes}
 
 
-def join(layer: MoE, world: GroupWorld) -> tuple[FusedGroup | None, str]:
-    """(fused calls over the group, "") or (None, why its calls are staged): all ranks alike.
-
-    `auto` is fused where the plan of every rank is.
-    """
-    mode = layer._wanted[1]
-    if layer.backend not in ("hopper", "blackwell"):  # as on all ranks
-        return None, f"backend {layer.backend} has no fused calls over a group"
-    if mode == "fused":
-        return FusedGroup(layer, world.meeting), ""
-    if mode == "staged":
-        return None, "asked for"
-
-    def look() -> list[Any]:
-        try:
-            plan = layer._plan_in("auto")
-            return ["" if plan.mode == "fused" else plan.why, describe(plan)]
-        except MegaMoEError as error:
-            return [str(error), None]
-
-    cards = world.meeting.meet("choose the mode", look)
-    whys = [f"rank {rank}: {why}" for rank, (why, _) in enumerate(cards) if why]
-    try:
-        if not whys:
-            check_alike([card for _, card in cards])
-            return FusedGroup(layer, world.meeting), ""
-    except MegaMoETimeout:
-        raise
-    except MegaMoEError as error:  # every rank has the same one
-        whys = [str(error)]
-    log_once(f"calls over the group are staged, not fused: {whys[0]}")
-    return None, whys[0]
-
-
 class FusedGroup:
     """This rank's symmetric buffer, and its peers'. Make it on all ranks."""
 
     mode = "fused"
 
-    def __init__(self, layer: MoE, meeting: Rendezvous) -> None:
+    def __init__(self, layer: MoE, meeting: Rendezvous, most: int) -> None:
+        """most  tokens of a rank in the largest call"""
         from megamoe.distributed.symmetric import share
         from megamoe.kernels.gluon.mega.arguments import World
 
-        weights, max_tokens = layer.weights, layer.max_tokens_per_rank
-        assert max_tokens is not None
-        plan = layer._plan_in("fused")
-        self.num_tokens = max_tokens
+        weights = layer.weights
+        plan = layer._plan_in("fused", most)
+        self.num_tokens = most
         self.num_passes, self._each = plan.num_passes, plan.fused_tokens
         where = plan.exchange
         self._shared = share(meeting, where.num_bytes, weights.device)
@@ -102,17 +67,23 @@ class FusedGroup:
         )
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
         num_sms = plan.hardware.num_sms
-        reserved = dict(plan.overrides).get("reserve_sms") or 0
-        assert isinstance(reserved, int)
-        taken = num_sms - (num_sms - reserved) // self._shared.ranks_here
+        taken = layer._share_sms(num_sms, self._shared.ranks_here)
 
         def card() -> dict[str, int]:
             check_grid(num_sms, taken, 1)
             return {"CTAs of a launch": num_sms - taken}
 
         check_alike(meeting.meet("agree on the launch", card))
-        layer._reserve(taken)
-        self.plan = layer._plan_in("fused")
+        self.plan = layer._plan_in("fused", most)
+
+    def bucket(self, bound: int) -> int:
+        """The bound that a call is planned for; calls of several launches always have all."""
+        return bucket_of(bound, self.num_tokens) if self.has_graphs else self.num_tokens
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a call can be replayed: it is one launch."""
+        return self.num_passes == 1
 
     @property
     def num_bytes(self) -> int:
@@ -130,42 +101,69 @@ class FusedGroup:
         topk_weights: Tensor,
         stats: Tensor,
         check: Callable[[], None],
+        bound: int | None = None,
     ) -> Tensor:
-        """One call on this rank; all ranks make it. bf16 [T, H]."""
+        """One call on this rank; all ranks make it. bf16 [T, H].
+
+        bound  tokens of a rank that it is planned for, the same on all; None: `num_tokens`
+        """
         status = layer._status
-        status.remedy = RESTART  # no rank knows how far its peers came
+        status.remedy = REMEDY  # no rank knows how far its peers came
         order_after_last(layer.weights.device)  # before the buffer is written to
         refusal: Exception | None = None
         try:
             status.raise_if_seen()
             check()
-            self._check(x)
+            require(
+                isinstance(x, Tensor),
+                "a fused launch takes BF16 tokens",
+                got="quantised ones",
+                fix="dequantise them, or build the layer with mode='auto', 'chain' or 'staged'",
+                kind=DTypeError,
+            )
             assert isinstance(x, Tensor)
             self.buffer.put(x, topk_idx, topk_weights)
-        except MegaMoETimeout:
-            raise
+        except (MegaMoETimeout, RankError):
+            raise  # the ranks stand at different calls
         except Exception as error:
             refusal = error
             self.buffer.num_valid.zero_()
-        y = self._launch(layer, stats, layer._launch.timeout_s)
+        y = self._launch(layer, bound, stats, layer._launch.timeout_s)
         status.copy_to_host_async(layer.top_k)
         if refusal is not None:
             raise refusal
         return y[: len(x)]
 
-    def compile(self, layer: MoE) -> None:
+    def compile(self, layer: MoE, bound: int | None = None) -> None:
         """Compile what a call launches, and launch nothing: no rank waits for a peer's compiler."""
-        self._launch(layer, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
+        self._launch(layer, bound, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
 
-    def warm(self, layer: MoE) -> None:
+    def warm(self, layer: MoE, bound: int | None = None) -> None:
         """A call without tokens that all ranks make once they have compiled it."""
         order_after_last(layer.weights.device)
         self.buffer.num_valid.zero_()
-        self._launch(layer, torch.zeros_like(layer.stats), MAX_S)
+        self._launch(layer, bound, torch.zeros_like(layer.stats), MAX_S)
         layer._status.check(layer.top_k)
 
+    def inputs(self, bound: int, layer: MoE) -> Inputs:
+        """Where a graph of calls up to a bound finds its tokens: in the symmetric buffer."""
+        from megamoe.kernels.portable.graph_io import Inputs
+
+        b = self.buffer
+        return Inputs(b.tokens[:bound], b.topk_idx[:bound], b.topk_weights[:bound], b.num_valid)
+
+    def launch(self, layer: MoE, inputs: Inputs, bound: int) -> Tensor:
+        """A call on the inputs of a graph, for its capture."""
+        return self._launch(layer, bound, layer.stats, layer._launch.timeout_s)
+
     def _launch(
-        self, layer: MoE, stats: Tensor, timeout_s: float, *, is_compiled_only: bool = False
+        self,
+        layer: MoE,
+        bound: int | None,
+        stats: Tensor,
+        timeout_s: float,
+        *,
+        is_compiled_only: bool = False,
     ) -> Tensor:
         from megamoe.engine import fused, images
 
@@ -179,11 +177,14 @@ class FusedGroup:
             fix="build the layer anew on all ranks",
             kind=NotAvailable,
         )
-        assert self.plan.mega is not None
+        plan, each = self.plan, self._each
+        if bound is not None and bound != self.num_tokens:
+            plan, each = layer._plan_in("fused", bound), bound
+        assert plan.mega is not None
         parts = [
             fused.over(
-                self.buffer, self._each, layer.weights, layer.options, self._world, stats,
-                step=self.plan.mega, status=layer._status, timeout_s=timeout_s,
+                self.buffer, each, layer.weights, layer.options, self._world, stats,
+                step=plan.mega, status=layer._status, timeout_s=timeout_s,
                 is_poisoned=layer._launch.is_poisoned, number=number,
                 is_compiled_only=is_compiled_only,
             )
@@ -191,23 +192,8 @@ class FusedGroup:
         ]  # fmt: skip
         return parts[0] if self.num_passes == 1 else torch.cat(parts)
 
-    def _check(self, x: Tensor | Quantized) -> None:
-        require(
-            isinstance(x, Tensor),
-            "a fused launch takes BF16 tokens",
-            got="quantised ones",
-            fix="dequantise them, or build the layer with mode='staged'",
-            kind=DTypeError,
-        )
-        require(
-            x.shape[0] <= self.num_tokens,
-            f"a call may hold at most max_tokens_per_rank = {self.num_tokens} tokens",
-            got=x.shape[0],
-            fix="split the batch or build the layer for more",
-            kind=CapacityError,
-        )
 
-
+REMEDY = f"{RESTART} (ranks that pass different max_tokens may wait for each other so)"
 _LAST: dict[torch.device, torch.cuda.Stream] = {}  # of the last such call over a group
 
 

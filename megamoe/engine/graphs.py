@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from operator import is_
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,27 +27,15 @@ from megamoe.engine.replay_queue import ReplayQueue, finish
 from megamoe.engine.status import REPLAYS, DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
-from megamoe.layout.regions import align_up
+from megamoe.planner.buckets import bucket_of
 from megamoe.planner.overrides import Overrides
 from megamoe.problem import Options
 
 if TYPE_CHECKING:
     from megamoe.kernels.portable.graph_io import Inputs, ReplayArgs
 
-STEP = 256  # buckets above this are its multiples
 MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
 MAX_SIGNATURES = 4096  # signatures of calls that are remembered
-
-
-def bucket_of(num_tokens: int, max_tokens: int = MAX_TOKENS) -> int:
-    """The tokens of the graph that serves a call: a power of two up to STEP, then its multiples.
-
-    >>> [bucket_of(num) for num in (1, 3, 8, 9, 200, 257)], bucket_of(65, max_tokens=100)
-    ([1, 4, 8, 16, 256, 512], 100)
-    """
-    is_small = num_tokens <= STEP
-    bucket = 1 << (num_tokens - 1).bit_length() if is_small else align_up(num_tokens, STEP)
-    return min(bucket, max_tokens)
 
 
 class Parts(NamedTuple):
@@ -62,7 +51,17 @@ class Parts(NamedTuple):
     launch_options: LaunchOptions
     overrides: Overrides
 
-    def launch(self, inputs: Inputs) -> Tensor:
+    def inputs(self, bucket: int) -> Inputs:
+        """Where the graph of a bucket finds its tokens."""
+        from megamoe.kernels.portable.graph_io import Inputs
+
+        return Inputs.empty(bucket, self.weights.hidden, self.top_k, self.weights.device)
+
+    def rehearsing(self) -> AbstractContextManager[None]:
+        """Before a capture: the call is made once, on no token, so that all is compiled."""
+        return nullcontext()
+
+    def launch(self, bucket: int, inputs: Inputs) -> Tensor:
         """The call on a graph's inputs."""
         call = Call(
             inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights, self.options,
@@ -71,29 +70,39 @@ class Parts(NamedTuple):
         )  # fmt: skip
         traits = traits_of(self.backend, self.weights, self.shared, self.options.activation)
         plan = plan_for(
-            self.weights, self.options, traits, num_tokens=len(inputs.x), top_k=self.top_k,
+            self.weights, self.options, traits, num_tokens=bucket, top_k=self.top_k,
             overrides=self.overrides,
         )  # fmt: skip
         return launch(call, plan)
 
     def has_changed(self) -> bool:
         """Whether somebody wrote to what the experts were packed from."""
-        if self.backend != "hopper":
-            return False
-        from megamoe.engine import images
-
-        return images.has_changed(self.weights, self.shared)
+        return experts_changed(self.backend, self.weights, self.shared)
 
     def verify(self) -> None:
         """Refuse experts that changed, uncounted, after they were packed."""
-        if self.backend == "hopper":
-            from megamoe.engine import images
+        verify_experts(self.backend, self.weights, self.shared)
 
-            images.verify(self.weights, self.shared)
-        elif self.backend == "blackwell":
-            from megamoe.engine import made
 
-            made.verify(self.weights, self.shared)
+def experts_changed(backend: str, weights: ExpertWeights, shared: ExpertWeights | None) -> bool:
+    """Whether somebody wrote to what a backend packed experts from."""
+    if backend != "hopper":
+        return False
+    from megamoe.engine import images
+
+    return images.has_changed(weights, shared)
+
+
+def verify_experts(backend: str, weights: ExpertWeights, shared: ExpertWeights | None) -> None:
+    """Refuse experts that changed, uncounted, after a backend packed them."""
+    if backend == "hopper":
+        from megamoe.engine import images
+
+        images.verify(weights, shared)
+    elif backend == "blackwell":
+        from megamoe.engine import made
+
+        made.verify(weights, shared)
 
 
 class Captured:
@@ -113,7 +122,7 @@ class Captured:
 class Ready(NamedTuple):
     """All that calls which look the same have in common."""
 
-    parts: Parts
+    parts: Any  # Parts, or of a group
     gpu: Gpu
     launch: Callable[[], object]
     rows: Tensor  # of the graph's own output
@@ -128,9 +137,9 @@ class Graphs:
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self.most = MAX_TOKENS if max_tokens is None else min(max_tokens, MAX_TOKENS)
-        self._held: dict[int, Captured] = {}
-        self._by_signature: dict[Signature, Ready] = {}
-        self._parts: Parts | None = None
+        self._held: dict[Any, Captured] = {}
+        self._by_signature: dict[Any, Ready] = {}
+        self._parts: Any = None  # Parts, or of a group
         self._gpu: Gpu | None = None
         self._replays = 0
 
@@ -142,9 +151,9 @@ class Graphs:
         is_plain = isinstance(x, Tensor) and 0 < x.shape[0] <= self.most
         return is_plain and not torch.cuda.is_current_stream_capturing()
 
-    def find(self, signature: Signature | None) -> Ready | None:
+    def find(self, signature: Any) -> Ready | None:
         """What a call like one before needs, if it may be replayed; its parts are not compared."""
-        one = self._by_signature.get(signature)  # type: ignore[arg-type]
+        one = self._by_signature.get(signature)
         if one is None or self._is_written() or torch.cuda.is_current_stream_capturing():
             return None
         self._replays += 1
@@ -158,27 +167,40 @@ class Graphs:
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
         parts.status.raise_if_seen()
-        num_tokens = x.shape[0]
-        held = self.prepare(num_tokens, parts)
+        one = self.meet(signature, bucket_of(x.shape[0], self.most), x, topk_idx, parts)
+        return self.replay(one, x, topk_idx, topk_weights, copy)
+
+    def meet(self, signature: Any, bucket: Any, x: Tensor, topk_idx: Tensor, parts: Any) -> Ready:
+        """What a replay of a bucket's graph needs, which is captured now if it was not before.
+
+        signature  by which `find` finds it the next time
+        """
+        held = self.held(bucket, parts)
         assert self._gpu is not None
-        words = x.stride(0), num_tokens, topk_idx.dtype == torch.int64
-        one = Ready(parts, self._gpu, held.graph.replay, held.rows(num_tokens), words)
+        words = x.stride(0), x.shape[0], topk_idx.dtype == torch.int64
+        one = Ready(parts, self._gpu, held.graph.replay, held.rows(x.shape[0]), words)
         if len(self._by_signature) < MAX_SIGNATURES:
             self._by_signature[signature] = one
-        return self.replay(one, x, topk_idx, topk_weights, copy)
+        return one
 
     def replay(
         self, one: Ready, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy: bool
     ) -> Tensor:
-        """Replay what was found.
+        """Replay what was found, unless an earlier call's fault has arrived.
 
         copy  False: the result is the graph's own, and the bucket's next call overwrites it
         """
+        one.parts.status.raise_if_seen()
+        return self.send(one, x, topk_idx, topk_weights, copy)
+
+    def send(
+        self, one: Ready, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, copy: bool
+    ) -> Tensor:
+        """Replay, whatever earlier calls found."""
         parts, gpu, launch, y, words = one
         if not device_guard.is_current(gpu.device):
             with device_guard.on(gpu.device):
-                return self.replay(one, x, topk_idx, topk_weights, copy)
-        parts.status.raise_if_seen()
+                return self.send(one, x, topk_idx, topk_weights, copy)
         to = 0
         if copy:
             y = torch.empty_like(y)
@@ -196,11 +218,14 @@ class Graphs:
 
     def prepare(self, num_tokens: int, parts: Parts) -> Captured:
         """The graph that serves so many tokens, captured now if it was not before."""
+        return self.held(bucket_of(num_tokens, self.most), parts)
+
+    def held(self, bucket: Any, parts: Any) -> Captured:
+        """The graph of a bucket, captured now if it was not before."""
         if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
             self.drop()
             self._gpu = Gpu(parts.weights.device)
             self._parts = parts
-        bucket = bucket_of(num_tokens, self.most)
         if bucket not in self._held:
             with device_guard.on(parts.weights.device):
                 self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
@@ -245,31 +270,30 @@ class Gpu:
             now.wait_stream(self._last)
             self._last, self._handle = now, handle
 
-    def capture(self, bucket: int, parts: Parts) -> Captured:
-        """Make the call once, on no token, so that all is compiled and packed; then capture it."""
-        from megamoe.kernels.portable.graph_io import Inputs
-
+    def capture(self, bucket: Any, parts: Any) -> Captured:
+        """Rehearse the call, so that all is compiled and packed; then capture it."""
         self.follow()
         with torch.inference_mode(False), torch.no_grad():
-            inputs = Inputs.empty(bucket, parts.weights.hidden, parts.top_k, self.device)
+            inputs = parts.inputs(bucket)
             now = torch.cuda.current_stream(self.device)
             self._side.wait_stream(now)
-            with torch.cuda.stream(self._side):
-                _launch_all(parts, inputs, self._empty.args)
+            with torch.cuda.stream(self._side), parts.rehearsing():
+                inputs.count.zero_()
+                _launch_all(parts, bucket, inputs, self._empty.args)
             now.wait_stream(self._side)
             graph = torch.cuda.CUDAGraph()
             # thread_local: other threads may allocate meanwhile
             with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
-                y = _launch_all(parts, inputs, self.replay_queue.args)
+                y = _launch_all(parts, bucket, inputs, self.replay_queue.args)
         return Captured(self.replay_queue.args, inputs, graph, y)
 
 
-def _launch_all(parts: Parts, inputs: Inputs, args: ReplayArgs) -> Tensor:
+def _launch_all(parts: Any, bucket: Any, inputs: Inputs, args: ReplayArgs) -> Tensor:
     """One call of a graph: its inputs in, the layer's launches, its output out."""
     from megamoe.kernels.portable.graph_io import copy_inputs, copy_output, read_args
 
     read_args(args)
     copy_inputs(args.now, inputs)
-    y = parts.launch(inputs)
+    y: Tensor = parts.launch(bucket, inputs)
     copy_output(args.now, y)
     return y

@@ -34,11 +34,12 @@ def group_moe_op(
     stats: Tensor,
     sent: Tensor,
     handle: int,
+    max_tokens: int | None,
 ) -> Tensor:
     """bf16 [T, H], [T, k], [T, k] -> bf16 [T, H] on every rank of the layer's group."""
-    return _LAYERS[handle]._call_over_group(x, topk_idx, topk_weights, stats, sent)
+    return _LAYERS[handle]._call_over_group(x, topk_idx, topk_weights, stats, sent, max_tokens)
 
 
 @group_moe_op.register_fake
-def _(x, topk_idx, topk_weights, stats, sent, handle):  # type: ignore[no-untyped-def]
+def _(x, topk_idx, topk_weights, stats, sent, handle, max_tokens):  # type: ignore[no-untyped-def]
     return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)

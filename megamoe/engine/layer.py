@@ -13,9 +13,9 @@ from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.engine import (
     backends,
-    chain_group,
     device_guard,
-    fused_group,
+    group_calls,
+    group_graphs,
     parallel,
     partition,
     status,
@@ -40,6 +40,7 @@ from megamoe.engine.refresh import Refresh
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
+from megamoe.planner.buckets import UpTo, group_modes
 from megamoe.planner.choice import Value
 from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
@@ -61,7 +62,7 @@ class MoE(nn.Module):
     group                torch.distributed process group, or None for one rank; all its ranks build
                          the same layer and make the same calls (docs/expert-parallel.md)
     max_tokens_per_rank  refuse larger calls (no token is ever dropped); None is no limit, which
-                         fused calls over a group do not take
+                         fused calls and the chain over a group do not take
     placement            which experts lie on which rank; None: contiguous, each once
     mode                 "staged", "fused" (one launch, docs/fused.md), "split" (L1 and L2 side by
                          side, docs/split.md), over a group also "chain"
@@ -71,7 +72,8 @@ class MoE(nn.Module):
     overlap_launches     place each kernel while the one before it ends; None: on Hopper, where
                          decode is up to 7% faster with it (docs/hopper.md)
     cuda_graphs          replay calls of up to 2048 BF16 tokens from graphs, one per bucket of token
-                         counts: the same bits, less time on the host; without a GPU calls are eager
+                         counts, over a group of bounds: the same bits, less time on the host;
+                         without a GPU calls are eager, and so are staged ones over a group
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
     pool_rows            rows of the pool of fused launches, of split and of the chain: a call with
@@ -133,7 +135,8 @@ class MoE(nn.Module):
         self._wants_graphs = cuda_graphs
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
-        self._fused_group: fused_group.FusedGroup | chain_group.ChainGroup | None = None
+        self._fused_group: group_calls.GroupCalls | None = None
+        self._own_sms = reserve_sms
         self._ranks, self._why_staged = ONE_RANK, ""
 
         def build(num_ranks: int) -> Placement:
@@ -150,7 +153,7 @@ class MoE(nn.Module):
             )
         else:
             self._world = parallel.join(self, build, group, timeout_s)
-            self._fused_group, self._why_staged = chain_group.join(self, self._world)
+            self._fused_group, self._why_staged = group_calls.join(self, self._world)
             zeros = torch.zeros(num_experts, dtype=torch.int64, device=weights.device)
             self.register_buffer("_sent", counted(zeros), persistent=False)
             self._handle = handle_of(self)
@@ -201,10 +204,10 @@ class MoE(nn.Module):
             kind=ShapeError,
         )
         require(
-            not (self._has_group and self._wants_graphs),
-            "a layer over a process group keeps no graphs of its own",
-            got="cuda_graphs=True with a group",
-            fix="capture calls of another mode than 'staged' yourself: those wait for the GPU",
+            not (self._has_group and self._wants_graphs and self._wanted[1] == "staged"),
+            "staged calls over a group wait for the GPU, and no graph can hold them",
+            got="cuda_graphs=True with mode='staged'",
+            fix="use mode='auto', 'fused' or 'chain'",
             kind=NotAvailable,
         )
         placement = parallel.placement_of(self.num_experts, num_ranks, weights, placement)
@@ -225,37 +228,68 @@ class MoE(nn.Module):
 
     @property
     def mode(self) -> str:
-        """As asked for; over a group what `auto` came to."""
+        """As asked for; over a group what `auto` came to, or "auto" where sizes differ."""
         if self._world is None:
             return self._wanted[1]
         return "staged" if self._fused_group is None else self._fused_group.mode
 
-    def plan(self, num_tokens: int, *, is_quantized: bool = False) -> Plan:
+    def plan(
+        self, num_tokens: int, *, max_tokens: int | None = None, is_quantized: bool = False
+    ) -> Plan:
         """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
 
         is_quantized  whether tokens come as `mm.Quantized`
+        max_tokens    over a group: the bound that the call is made with (None: that of the layer);
+                      mode and tile follow from it
 
-        Over a group that is fused, every call has the launches of `max_tokens_per_rank` tokens;
-        staged, those of even routing.
+        Staged launches over a group are those of even routing.
         """
         self._renew()
+        if self._fused_group is not None:
+            calls, bound = self._fused_group.pick(max_tokens, is_quantized=is_quantized)
+            mode = "staged" if calls is None else self._wanted[1]
+            return self._plan_in(mode, bound, num_tokens, is_quantized=is_quantized)
         weights, shared = self._parts()
         traits = traits_of(self._backend, weights, shared)
         return self._plan(num_tokens, traits, is_quantized=is_quantized)
 
-    def _plan_in(self, mode: str) -> Plan:
-        """Over a group: the plan of the largest call in a mode."""
+    def _plan_in(
+        self,
+        mode: str,
+        bound: int | None = None,
+        num_tokens: int | None = None,
+        *,
+        is_quantized: bool = False,
+    ) -> Plan:
+        """Over a group: the plan of a call in a mode.
+
+        bound       tokens of a rank that it is planned for; None: those of the layer
+        num_tokens  of this rank; None: as many
+        """
         weights, shared = self._parts()
+        ranks = self._ranks
+        if bound is not None:
+            ranks = ranks._replace(max_tokens=bound, shared_tokens=ranks.max_tokens)
+        most = ranks.max_tokens or 1
         return plan_for(
             weights, self.options, traits_of(self._backend, weights, shared),
-            num_tokens=self.max_tokens_per_rank or 1, top_k=self.top_k,
-            overrides=self._overrides(mode), ranks=self._ranks,
+            num_tokens=most if num_tokens is None else num_tokens, top_k=self.top_k,
+            overrides=self._overrides(mode), ranks=ranks, is_quantized=is_quantized,
         )  # fmt: skip
 
-    def _reserve(self, num_sms: int) -> None:
-        """Leave so many SMs to others from now on."""
+    def _modes(self) -> tuple[UpTo, ...]:
+        """Over a group: what `auto` takes, by the bound of a call."""
+        if self._backend != "hopper":
+            plan = self._plan_in("auto")
+            return (UpTo(self.max_tokens_per_rank or 0, plan.mode, plan.why),)
+        return group_modes(self._plan_in("staged").call, dict(self._overrides("auto")))
+
+    def _share_sms(self, num_sms: int, ranks_here: int) -> int:
+        """Share a GPU's SMs with the ranks that use it too; -> those that are left to others."""
+        taken = num_sms - (num_sms - self._own_sms) // ranks_here
         rest = tuple(pair for pair in self._given if pair[0] != "reserve_sms")
-        self._given = (("reserve_sms", num_sms), *rest)
+        self._given = (("reserve_sms", taken), *rest)
+        return taken
 
     def _plan(
         self, num_tokens: int, traits: Traits, *, is_quantized: bool = False, mode: str = ""
@@ -277,9 +311,7 @@ class MoE(nn.Module):
         backend = self._why_backend or asked.get(self._wanted[0], "asked for")
         text = f"backend {self._backend}: {backend}"
         if self._world is not None:
-            can = dict.fromkeys(("chain", "split"), "no host between ranks")
-            can["fused"] = "every rank can, in one launch"
-            mode = self._why_staged or can[self.mode]
+            mode = self._why_staged if self._fused_group is None else self._fused_group.why
             return f"{text}; mode {self.mode}: {mode}"
         mode = "by the size of each call" if self._wanted[1] == "auto" else "asked for"
         if self._backend == "reference":
@@ -302,11 +334,14 @@ class MoE(nn.Module):
         topk_idx: Tensor,
         topk_weights: Tensor,
         *,
+        max_tokens: int | None = None,
         copy: bool = True,
     ) -> Tensor:
         """bf16 [T, H] (or Quantized), int [T, top_k], float32 [T, top_k] -> bf16 [T, H].
 
         x     the tokens, bf16 [T, H], or `Quantized` in the recipe's activation format
+        max_tokens  over a group: tokens that no rank exceeds in this call, the same number on all
+                    ranks; what runs follows from it. None: `max_tokens_per_rank`
         copy  with `cuda_graphs`, False gives the graph's own output, which the next call of about
               as many tokens overwrites
         """
@@ -314,7 +349,7 @@ class MoE(nn.Module):
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
             if self._world is not None:
                 over: Tensor = group_moe_op(
-                    x, topk_idx, topk_weights, self.stats, self._sent, self._handle
+                    x, topk_idx, topk_weights, self.stats, self._sent, self._handle, max_tokens
                 )
                 return over
             tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
@@ -322,17 +357,25 @@ class MoE(nn.Module):
                 x, topk_idx, topk_weights, tensors, self.stats, self._status.storage, self._what
             )
             return y
-        graphs = self._graphs  # none over a group
+        graphs = self._graphs
         signature = signature_of(x, topk_idx, topk_weights)
-        if graphs is not None:
+        if graphs is not None and self._world is None:
             one = graphs.find(signature)
             if one is not None and self._is_current(one.parts):
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
         self._renew()
         if self._world is not None:
-            return self._call_over_group(x, topk_idx, topk_weights, self.stats, self._sent)
+            if graphs is not None:
+                found = group_graphs.replay(
+                    self, signature, (x, topk_idx, topk_weights), max_tokens, copy
+                )
+                if found is not None:
+                    return found
+            return self._call_over_group(
+                x, topk_idx, topk_weights, self.stats, self._sent, max_tokens
+            )
         graphs = self._graphs
-        self._check_once(signature, x, topk_idx, topk_weights)
+        self._check_once(signature, x, topk_idx, topk_weights, max_tokens)
         if graphs is not None and graphs.serves(x):
             assert isinstance(x, Tensor) and signature is not None
             return graphs(signature, x, topk_idx, topk_weights, self._captured_parts(), copy=copy)
@@ -350,22 +393,33 @@ class MoE(nn.Module):
         )  # fmt: skip
 
     def _check_once(
-        self, signature: Signature | None, x: Tensor | Quantized, idx: Tensor, weights: Tensor
+        self,
+        signature: Signature | None,
+        x: Tensor | Quantized,
+        idx: Tensor,
+        weights: Tensor,
+        max_tokens: int | None,
     ) -> None:
         """The checks of a call; a call that looks like one that passed is not checked again."""
-        if signature in self._checked:
-            return
-        self._check(x, idx, weights)
-        limit = self.max_tokens_per_rank
+        if signature not in self._checked:
+            self._check(x, idx, weights)
+        self._check_fits(x, max_tokens)
+        if signature is not None and len(self._checked) < MAX_CHECKED:
+            self._checked.add(signature)
+
+    def _check_fits(self, x: Tensor | Quantized, max_tokens: int | None) -> None:
+        """Refuse more tokens than a call may have."""
+        limit, name = self.max_tokens_per_rank, "max_tokens_per_rank"
+        if max_tokens is not None:
+            group_calls.check_bound(max_tokens, limit)
+            limit, name = max_tokens, "max_tokens"
         require(
             limit is None or x.shape[0] <= limit,
-            f"a call may hold at most max_tokens_per_rank = {limit} tokens",
+            f"a call may hold at most {name} = {limit} tokens",
             got=x.shape[0],
             fix="split the batch or build the layer for more",
             kind=CapacityError,
         )
-        if signature is not None and len(self._checked) < MAX_CHECKED:
-            self._checked.add(signature)
 
     def _call_over_group(
         self,
@@ -374,23 +428,27 @@ class MoE(nn.Module):
         topk_weights: Tensor,
         stats: Tensor,
         sent: Tensor,
+        max_tokens: int | None = None,
     ) -> Tensor:
-        """The call over the group; what one rank refuses, all refuse, but for fused calls."""
+        """The call over the group; what one rank refuses, all refuse if it is staged."""
         assert self._world is not None
         grad = torch.is_grad_enabled()
-        fused_calls = self._fused_group
-        if self._wanted[1] == "auto" and isinstance(x, Quantized):
-            fused_calls = None  # no fused launch takes them: staged, on all ranks alike
+        calls, bound = None, 0
+        if self._fused_group is not None:
+            is_quantized = not isinstance(x, Tensor)
+            calls, bound = self._fused_group.pick(max_tokens, is_quantized=is_quantized)
 
         def check() -> None:
-            if fused_calls is None:
+            if calls is None:
                 self._status.raise_if_seen()
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
+            if calls is not None or max_tokens is not None:  # else the ranks compare theirs
+                self._check_fits(x, max_tokens)
 
         with torch.no_grad(), device_guard.on(self.weights.device):
-            if fused_calls is not None:
-                y = fused_calls(self, x, topk_idx, topk_weights, stats, check)
+            if calls is not None:
+                y = calls(self, x, topk_idx, topk_weights, stats, check, bound)
             else:
                 compute = self._compute(stats)
                 y = self._world.run(compute, x, topk_idx, topk_weights, check)
@@ -575,7 +633,7 @@ class MoE(nn.Module):
     def _largest_replay(self) -> int | None:
         """Tokens of the largest graph: in mode fused those that one launch takes."""
         max_tokens = self.max_tokens_per_rank
-        if self._wanted[1] != "fused":
+        if self._wanted[1] != "fused" or self._has_group:
             return max_tokens
         fits = self.plan(1).max_fused_tokens
         return fits if max_tokens is None else min(max_tokens, fits)

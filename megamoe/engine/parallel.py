@@ -334,9 +334,9 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         placement = build(meeting.num_ranks)
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
-            what |= fused_group.describe(layer.plan(layer.max_tokens_per_rank or 1))
+            what |= fused_group.describe(layer._plan_in(mode))
         if mode in ("chain", "split") and layer.backend == "hopper":
-            plan = layer.plan(layer.max_tokens_per_rank or 1)
+            plan = layer._plan_in(mode)
             partition.prepare(plan, layer.weights.device)  # what one rank refuses, all do
             what |= chain_group.describe(plan)
         return placement, what

@@ -105,7 +105,8 @@ class Ranks(NamedTuple):
     num_experts: int | None = None  # of all ranks; None: those of the weights
     local: int = 1
     is_placed: bool = False
-    max_tokens: int | None = None
+    max_tokens: int | None = None  # that a call is planned for
+    shared_tokens: int | None = None  # that memory is shared for
 
 
 ONE_RANK = Ranks()
@@ -150,6 +151,7 @@ def _planned(
         local_ranks=ranks.local,
         is_placed=ranks.is_placed,
         max_tokens=ranks.max_tokens,
+        shared_tokens=ranks.shared_tokens,
         is_certified=is_certified(device, hw.arch, recipe),
     )
     return plan_call(call, hw, overrides)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from megamoe.engine import fused, graphs, parallel, planning, symm_buffer
+from megamoe.engine import chain, fused, graphs, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.layer import MoE
@@ -39,6 +39,8 @@ from megamoe.hardware import Hardware, of_gpu
 from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
+from megamoe.planner import chain as chain_plan
+from megamoe.planner.buckets import bucket_of, group_modes, planned_bound
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.overrides import checked
@@ -120,7 +122,13 @@ class LayerSpec:
             shared=self.shared,
             max_tokens=self.max_tokens if self.num_ranks > 1 else None,
         )  # fmt: skip
-        return plan_call(call, self.hardware, checked(dict(self.overrides)))
+        given = checked(dict(self.overrides))
+        mode, is_hopper = dict(given).get("mode", "auto"), self.hardware.arch == "sm_90a"
+        if call.is_group and call.max_tokens and is_hopper and mode in ("auto", "chain"):
+            modes = group_modes(call, dict(given))
+            bound = planned_bound(modes if mode == "auto" else modes[-1:], num_tokens)
+            call = replace(call, max_tokens=bound)
+        return plan_call(call, self.hardware, given)
 
 
 def spec_of(layer: MoE) -> LayerSpec:
@@ -166,6 +174,7 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
     with recorded(target_of(layer.hardware)) as cubins:
         for num in sorted(set(token_counts) - {0}):
             make_calls(layer, num)
+        pack_experts(layer)
     order = {name: at for at, name in enumerate(SLOW)}
     return sorted(cubins.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
 
@@ -264,7 +273,18 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
         )
         launch(call, plan)
     if layer.graphs and num_tokens <= graphs.MAX_TOKENS:
-        _captured(layer, weights, shared, stats, graphs.bucket_of(num_tokens))
+        _captured(layer, weights, shared, stats, bucket_of(num_tokens, graphs.MAX_TOKENS))
+
+
+def pack_experts(layer: LayerSpec) -> None:
+    """What packs FP4 experts that lie on a Hopper GPU, when the layer is built or refreshed."""
+    from megamoe.kernels.hopper.weights import pack_on_gpu
+
+    for experts in experts_of(layer):
+        for matrix in () if experts is None else (experts.w13, experts.w2):
+            if isinstance(matrix, PackedMatrix):
+                one = empty((1, *matrix.shape[1:]), matrix.spec, META)
+                pack_on_gpu.launch(matrix.packed, [0], one)
 
 
 def _captured(
@@ -291,18 +311,29 @@ def _captured(
     copy_output(replay_args.now, launch(call, layer.plan(bucket)))
 
 
+def _around_graph(
+    layer: LayerSpec, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, count: Tensor
+) -> None:
+    """The kernels around a graph over a group: what it is about, its inputs and its output."""
+    from megamoe.kernels.portable import graph_io
+
+    args = graph_io.ReplayArgs.empty(1, META)
+    graph_io.read_args(args)
+    graph_io.copy_inputs(args.now, graph_io.Inputs(x, topk_idx, topk_weights, count))
+    graph_io.copy_output(args.now, torch.empty_like(x))
+
+
 def _over_group(
     layer: LayerSpec, plan: Plan, weights: ExpertWeights, shared: ExpertWeights | None,
     stats: Tensor, num_tokens: int,
 ) -> None:  # fmt: skip
     """One rank's launches: fused over symmetric memory, or staged around the exchange of rows."""
-    require(
-        plan.mode in ("fused", "staged"),
-        "kernels are found without a GPU for fused and staged calls",
-        got=f"mode {plan.mode}",
-        fix="mm.warmup compiles them on the GPU",
-        kind=NotAvailable,
-    )
+    if plan.mode == "fused" and layer.graphs and plan.num_passes == 1:
+        given = _tokens(layer, plan.fused_tokens, torch.int64)
+        _around_graph(layer, *given, torch.empty(1, dtype=torch.int32, device=META))
+    if plan.mode == "chain":
+        _chained(layer, plan, weights, shared, stats, num_tokens)
+        return
     if plan.mode == "fused":
         assert plan.mega is not None
         passes, each = plan.num_passes, plan.fused_tokens
@@ -334,6 +365,28 @@ def _over_group(
             if rows == slots:
                 at = torch.empty(rows, dtype=torch.int64, device=META)
                 compute.combine(result, at, x, idx, gates)
+
+
+def _chained(
+    layer: LayerSpec, plan: Plan, weights: ExpertWeights, shared: ExpertWeights | None,
+    stats: Tensor, num_tokens: int,
+) -> None:  # fmt: skip
+    """One rank's launches of a chain."""
+    where = chain_plan.memory(replace(plan.call, max_tokens=layer.max_tokens))
+    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
+    peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
+    me = chain.Member(chain.buffer_in(memory, where), peers, 0, layer.num_ranks)
+    for dtype in IDS:
+        given = _tokens(layer, num_tokens, dtype)
+        call = Call(*given, weights, layer.options, shared, _status(), stats)
+        chain.run(me, call, plan)
+    bound = plan.call.max_tokens or 0
+    if layer.graphs and bound <= graphs.MAX_TOKENS:
+        count = torch.empty(1, dtype=torch.int32, device=META)
+        given = _tokens(layer, bound, torch.int32)
+        call = Call(*given, weights, layer.options, shared, _status(), stats, count)
+        chain.run(me, call, layer.plan(bound))
+        _around_graph(layer, *given, count)
 
 
 def _like(tokens: Quantized, rows: int) -> Quantized:

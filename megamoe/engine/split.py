@@ -19,6 +19,7 @@ from torch import Tensor
 from megamoe.engine import hopper, partition
 from megamoe.engine.call import Call
 from megamoe.engine.images import Prepared, prepared, with_shared
+from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.gluon.dispatch import Tokens, permute, stride_of
 from megamoe.kernels.gluon.permute import place
@@ -213,7 +214,10 @@ def _l2(layer: _Layer, steps: Pass, whole: Pool, half: _Half) -> None:
         _window_of(half.acts, whole, steps), layer.made.w2, layer.rows, steps["l2"],
         layer.made.how, call.options, items=items, bias=call.weights.b2,
         acts_factor=call.weights.acts_global, error=layer.routing.error,
-        chain=Chain(half.l1_done if _counts(steps) else None, after=layer.made.w13),
+        chain=Chain(
+            half.l1_done if _counts(steps) else None, after=layer.made.w13,
+            bound_s=bound_s(layer.call.timeout_s),
+        ),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megamoe.errors import MegaMoETimeout, RangeError, require
+from megamoe.errors import MegaMoEError, MegaMoETimeout, RangeError, RankError, require
 from megamoe.planner.tables.hopper import COUNTERS, MAX_RANKS
 
 NONE = 2**31 - 1
@@ -39,6 +39,8 @@ BARRIERS = {
     18: "its peers: rank {where} gave up and said so",
 }
 CHAIN = 16  # and on: waits of the chain
+# No waits: ranks planned a call for different bounds, as this one saw, or one that stopped it.
+UNLIKE, UNLIKE_STOPPED = (9, 19), 20
 ANEW, RESET = "the next call starts anew", "call layer.reset() before the next call"
 GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
 
@@ -129,7 +131,7 @@ class DeviceStatus:
         if seen[REPORT]:
             if self._resets_itself:
                 self.reset()
-            raise _timeout(seen[REPORT:], self.remedy)
+            raise _given_up(seen[REPORT:], self.remedy)
         first, rank = min((word, rank) for rank, word in enumerate(seen[: self._ranks]))
         if first == NONE:
             return
@@ -183,9 +185,16 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _timeout(report: list[int], remedy: str) -> MegaMoETimeout:
+def _given_up(report: list[int], remedy: str) -> MegaMoEError:
     """The report of `kernels/gluon/mega/sync.py` in words."""
     _, rank, cta, what, where, expected, seen, _ = report
+    if what in UNLIKE or what == UNLIKE_STOPPED:
+        got = f"{expected} on rank {rank}, {seen} on rank {where}"
+        if what == UNLIKE_STOPPED:
+            got = f"another on some rank, as rank {where} saw"
+        return RankError(
+            f"all ranks must pass the same max_tokens to a call (in buckets); got {got}; {remedy}"
+        )
     barrier = BARRIERS.get(what, f"barrier {what}").format(where=where)
     of = "the chain" if what >= CHAIN else "a fused launch"
     waited_for = f"{barrier} (CTA {cta} of {of})"

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
+from megamoe.engine import group_graphs
 from megamoe.engine.functional import run
+from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.layer import MoE
 from megamoe.engine.planning import log_once
 from megamoe.engine.row_counts import row_counts
@@ -45,17 +47,42 @@ def warmup(
     if layer._world is None:
         compile_all()
     elif layer._fused_group is not None:  # a launch needs its peers
-        fused_group, meeting = layer._fused_group, layer._world.meeting
-
-        def lead() -> None:
-            if layer.weights.device.type == "cuda" and meeting.rank == 0:
-                compile_before(layer, [fused_group.num_tokens], processes)
-            fused_group.compile(layer)
-
-        meeting.follow("compile the launch", lead, timeout_s)
-        meeting.meet("warm up", lambda: fused_group.warm(layer), timeout_s)
+        _warm_group(layer, layer._fused_group, token_counts, timeout_s, processes)
     else:
         layer._world.meeting.follow("warm up", compile_all, timeout_s)
+
+
+def _warm_group(
+    layer: MoE,
+    group: GroupCalls,
+    token_counts: Sequence[int],
+    timeout_s: float,
+    processes: int | None,
+) -> None:
+    """Every mode and size that calls with these bounds have: compiled, then made once together."""
+    assert layer._world is not None
+    meeting = layer._world.meeting
+    sizes = group.bounds(token_counts)
+    staged = [bound for calls, bound in sizes if calls is None]
+
+    def lead() -> None:
+        if layer.weights.device.type == "cuda":
+            if meeting.rank == 0:
+                compile_before(layer, [bound for _, bound in sizes], processes)
+            if staged:
+                run_all(layer, staged)
+        for calls, bound in sizes:
+            if calls is not None:
+                calls.compile(layer, bound)
+
+    def make() -> None:
+        for one in sizes:
+            if one.calls is not None:
+                one.calls.warm(layer, one.bound)
+                group_graphs.prepare(layer, one)
+
+    meeting.follow("compile the launches", lead, timeout_s)
+    meeting.meet("warm up", make, timeout_s)
 
 
 @torch.no_grad()

@@ -69,7 +69,7 @@ def exchange(
                 "i32",
                 (inbox.num_ranks, inbox.max_experts + 4),
                 "data",
-                "slots of each expert, then tokens",
+                "slots of each expert, then tokens, and those that the launch is planned for",
             ),
         )
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from megamoe.layout.regions import Segment, Workspace, align_up, chain
+from megamoe.layout.regions import Segment, Workspace, align_up, ceil_div, chain
 
 LIST_ALIGN = 8  # entries of a pushed list at which an expert begins: 32 bytes
 RECORD_WORDS = 16  # a token's record is a multiple of 64 bytes
@@ -34,15 +34,20 @@ def token_words(width: int, element_bytes: int, has_scales: bool, has_factor: bo
 
 def pushed_exchange(
     num_tokens: int, slots: int, top_k: int, hidden: int, num_ranks: int, local_experts: int,
-    words: TokenWords,
+    words: TokenWords, fp8_row: int | None = None,
 ) -> Workspace:  # fmt: skip
     """What a rank of the chain shares: enough for calls of up to `num_tokens` tokens a rank.
 
     Sources write counts, lists and signals here, owners read tokens and write rows home; nobody
     reads routing out of a peer's memory.
 
-    slots  rows of a token: its experts, then shared ones
+    slots    rows of a token: its experts, then shared ones
+    fp8_row  bytes of a row home that is FP8 (`fp8_row_bytes`); None: rows are BF16
     """
+    rows = Segment("rows", "bf16", (num_tokens * slots, hidden), "data", "what combine adds")
+    if fp8_row is not None:
+        about = "what combine adds: E4M3, then E8M0 scales"
+        rows = Segment("rows", "u8", (num_tokens * slots, fp8_row), "data", about)
     cap = list_capacity(num_tokens * top_k, local_experts)
     by_source = (num_ranks, cap)
     return chain(
@@ -57,9 +62,18 @@ def pushed_exchange(
             Segment("list_in", "i32", by_source, "data", "by source: its slots, by expert"),
             Segment("weight_in", "f32", by_source, "data", "topk weights of those slots"),
             Segment("tokens", "i32", (num_tokens, words.pitch), "data", "in the pool's format"),
-            Segment("rows", "bf16", (num_tokens * slots, hidden), "data", "what combine adds"),
+            rows,
         )
     )  # fmt: skip
+
+
+def fp8_row_bytes(hidden: int) -> int:
+    """Bytes of a row home in FP8: codes, and a scale for each 128 of them, in whole 16 bytes.
+
+    >>> fp8_row_bytes(4096), fp8_row_bytes(7168)
+    (4128, 7232)
+    """
+    return hidden + align_up(ceil_div(hidden, 128), 16)
 
 
 def list_capacity(num_slots: int, local_experts: int) -> int:

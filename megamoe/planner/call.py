@@ -30,7 +30,8 @@ class CallSpec:
     is_captured   the call is recorded in somebody's graph and no layer owns its counters
     local_ranks   ranks that one launch runs side by side on one GPU
     is_placed     experts lie in another order than by rank, or more than once
-    max_tokens    over a process group: tokens per rank that symmetric memory is made for
+    max_tokens    over a process group: tokens per rank that all ranks plan the call for
+    shared_tokens  over a process group: those that memory is shared for; None: max_tokens
     is_certified  the machine has a certificate for the backend that `auto` needs one for
     """
 
@@ -44,6 +45,7 @@ class CallSpec:
     local_ranks: int = 1
     is_placed: bool = False
     max_tokens: int | None = None
+    shared_tokens: int | None = None
     is_certified: bool = False
 
     def __post_init__(self) -> None:

@@ -18,7 +18,13 @@ from typing import NamedTuple
 
 from megamoe.errors import CapacityError, require
 from megamoe.formats.spec import recipe_named
-from megamoe.layout.pushed import TokenWords, list_capacity, pushed_exchange, token_words
+from megamoe.layout.pushed import (
+    TokenWords,
+    fp8_row_bytes,
+    list_capacity,
+    pushed_exchange,
+    token_words,
+)
 from megamoe.layout.regions import Workspace, align_up, ceil_div
 from megamoe.planner import hopper, split
 from megamoe.planner.call import CallSpec
@@ -124,6 +130,23 @@ class Pull:
 
 
 @dataclass(frozen=True, slots=True)
+class Scales:
+    """The scales of FP8 rows to their homes, 32 rows at a time."""
+
+    block_m: int
+    blocks: int  # of 128 columns of a row, to a power of two
+
+    pitch: int  # to a multiple of 16
+
+    def constants(self) -> Constants:
+        """Of `scales_kernel`."""
+        return {"BLOCK": self.block_m, "BLOCKS": self.blocks, "PITCH": self.pitch, "num_warps": 4}
+
+    def __str__(self) -> str:
+        return f"32 rows x {self.pitch} bytes"
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Signals that rows are home."""
 
@@ -184,12 +207,28 @@ def words_of(call: CallSpec) -> TokenWords:
     return token_words(width, 1 if how.mma == "fp8" else 2, how.promotion > 0, has_factor)
 
 
+def has_fp8_rows(call: CallSpec) -> bool:
+    """Whether rows cross as FP8: where a warpgroup has all 128 columns that share a scale.
+
+    So they do where wgmma multiplies FP8; BF16 tiles have 64 columns a warpgroup, and such rows are
+    rounded at home.
+    """
+    how = numerics("hopper", call.problem.recipe, fits_e4m3=call.fits_e4m3)
+    return call.combine == "fp8" and how.promotion > 0
+
+
+def row_bytes(call: CallSpec) -> int:
+    """Bytes of a row on its way home."""
+    hidden = call.problem.hidden
+    return fp8_row_bytes(hidden) if has_fp8_rows(call) else 2 * hidden
+
+
 def memory(call: CallSpec) -> Workspace:
     """What a rank shares with its peers."""
     p = call.problem
     return pushed_exchange(
         bound(call), p.top_k + call.num_shared, p.top_k, p.hidden, p.num_ranks,
-        p.num_local_experts, words_of(call),
+        p.num_local_experts, words_of(call), row_bytes(call) if has_fp8_rows(call) else None,
     )  # fmt: skip
 
 
@@ -320,10 +359,15 @@ def owner_passes(
     grid = (p.num_ranks * chunks + 1 + sum(waves),)
     l1, l2 = ("l1", "l2") if is_split else ("", "")
     how_l2 = _how_l2(tile, is_split=is_split)
-    gemms = (
+    gemms = [
         _on(l1, hopper.gemm_launch("l1", tile, p.hidden, l1_sms, f"{why}; {_how_l1(tile)}")),
         _on(l2, hopper.gemm_launch("l2", tile, p.intermediate, on.l2, f"{why}; {how_l2}")),
-    )
+    ]
+    if has_fp8_rows(call):
+        pitch = fp8_row_bytes(p.hidden) - p.hidden
+        send = Scales(tile.block_m, next_power_of_2(pitch, 16), pitch)
+        why = "a byte a row and block: together, after the codes that L2 sends"
+        gemms.append(Launch("scales", "scales_kernel", (on.l2,), send, why, l2))
     found = []
     for number in range(passes):
         own = Launch(
@@ -361,8 +405,9 @@ def rest(call: CallSpec, num_sms: int) -> tuple[Launch, ...]:
     slots = p.top_k + call.num_shared
     if call.shared is not None:
         found += hopper.shared_pass(call, num_sms).launches
-    if call.combine == "fp8":
+    at_home = call.num_shared if has_fp8_rows(call) else slots
+    if call.combine == "fp8" and at_home:
         kind = "codes-fp8_combine"
-        found.append(quantize_rows("rows_to_fp8", p.num_tokens * slots, p.hidden, kind))
+        found.append(quantize_rows("rows_to_fp8", p.num_tokens * at_home, p.hidden, kind))
     found.append(combine(p.num_tokens, p.hidden))
     return tuple(found)

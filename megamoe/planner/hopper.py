@@ -276,14 +276,27 @@ def passes(
     slots_per_token  of all ranks, for each token of a rank
     """
 
+    each = tokens_of_a_launch(recipe, num_tokens, slots_per_token, num_experts, fits_e4m3=fits_e4m3)
+    num = ceil_div(num_tokens, max(each, 1))
+    return num, ceil_div(num_tokens, num)
+
+
+def tokens_of_a_launch(
+    recipe: str,
+    num_tokens: int,
+    slots_per_token: int,
+    num_experts: int,
+    *,
+    fits_e4m3: bool = True,
+) -> int:
+    """Tokens of a rank, up to `num_tokens`, that one fused launch takes; arguments as `passes`."""
+
     def is_too_many(tokens: int) -> bool:
         rows = tokens * slots_per_token / num_experts
         return as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
 
     max_tokens = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
-    each = bisect(range(1, max_tokens + 1), False, key=is_too_many)
-    num = ceil_div(num_tokens, max(each, 1))
-    return num, ceil_div(num_tokens, num)
+    return bisect(range(1, max_tokens + 1), False, key=is_too_many)
 
 
 def passes_of(call: CallSpec) -> tuple[int, int]:
@@ -377,7 +390,7 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
     if asked == "split":
         return _split(call)
     if asked == "chain" or (asked == "auto" and call.is_group):
-        return _chain_or(call, refusal, asked)
+        return over_group(call, refusal, asked)
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
@@ -399,11 +412,8 @@ def _split(call: CallSpec) -> tuple[str, str]:
     return "split", "asked for"
 
 
-def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
-    """Over a group: one fused launch, else staged; the chain as asked for.
-
-    `tables.AUTO_TAKES_CHAIN`: or instead of staged.
-    """
+def over_group(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
+    """Over a group: one fused launch, else the chain (`tables.AUTO_TAKES_CHAIN`), else staged."""
     from megamoe.planner import chain
 
     refusal = chain.why_not(call)
@@ -426,7 +436,8 @@ def _chain_or(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[st
         return "staged", f"{why}; {refusal.why}"
     if not tables.AUTO_TAKES_CHAIN:
         return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
-    return "chain", f"no host between ranks, and transfers overlap the GEMMs; {why}"
+    how = "no host between ranks, and transfers overlap the GEMMs"
+    return "chain", f"{how}; {tables.WHY_CHAIN}; {why}"
 
 
 # -- launches -------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ on what they are given, and the simulator plays the same launches.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,6 +18,7 @@ from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
 from megamoe.planner import blackwell, blackwell_fused, chain, hopper, portable, split
+from megamoe.planner.buckets import group_modes
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -508,8 +509,6 @@ def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str)
 
 
 def _with_buffers(made: Plan) -> Plan:
-    from dataclasses import replace
-
     return replace(made, buffers=tuple(_buffers(made)))
 
 
@@ -525,12 +524,8 @@ def _buffers(made: Plan) -> list[Buffer]:
         assert isinstance(made.mega.config, Mega)
         rows = made.mega.config.pool_rows * call.local_ranks
         buffers += _pools(made, rows)
-        each = made.fused_tokens
-        if call.is_group:
-            about = f"tokens, inbox and combine rows, {made.num_passes} x {each} tokens a rank"
-            num = made.exchange.num_bytes
-            buffers.append(Buffer("exchange", num, "symmetric", about))
-        else:
+        if not call.is_group:
+            each = made.fused_tokens
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
     elif made.is_chained and made.routed is not None:
@@ -539,9 +534,8 @@ def _buffers(made: Plan) -> list[Buffer]:
         is_ring = made.mode == "split" and len(made.passes) > 2
         tokens, acts = _pools(made, config.pool_rows)
         buffers += [tokens, _pools(made, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
-        where = chain.memory(call)
-        about = f"tokens, lists and combine rows, {chain.bound(call)} tokens a rank"
-        buffers.append(Buffer("exchange", where.num_bytes, "symmetric", about))
+        if not call.is_group:
+            buffers.append(_exchange(call, "chain"))
     elif made.mode == "split" and made.routed is not None:
         config = made.routed["window"].config
         assert isinstance(config, Window)
@@ -559,7 +553,42 @@ def _buffers(made: Plan) -> list[Buffer]:
         buffers += _pools(made, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    return buffers
+    return buffers + (_exchanges(made) if call.is_group else [])
+
+
+def _exchanges(made: Plan) -> list[Buffer]:
+    """What a layer shares with its peers: of every mode that its calls may have."""
+    call, given = made.call, dict(made.overrides)
+    if made.backend == "blackwell" and made.mega is not None:
+        about = f"tokens, inbox and combine rows, {made.num_passes} x {made.fused_tokens}"
+        about = f"fused: {about} tokens a rank"
+        return [Buffer("exchange", made.exchange.num_bytes, "symmetric", about)]
+    if made.backend != "hopper" or given.get("mode") == "staged":
+        return []
+    small = replace(call.problem, num_tokens=min(call.problem.num_tokens, 1))
+    most = max(call.shared_tokens or 0, call.max_tokens or 0, call.problem.num_tokens)
+    whole = replace(call, problem=small, max_tokens=most)
+    modes: tuple[tuple[int, str], ...] = ((most, made.mode),)
+    if given.get("mode", "auto") == "auto":
+        modes = tuple((one.tokens, one.mode) for one in group_modes(whole, given))
+    return [
+        _exchange(replace(whole, max_tokens=tokens), mode, "exchange" if mode == made.mode else "")
+        for tokens, mode in modes
+        if mode in ("fused", "chain")
+    ]
+
+
+def _exchange(call: CallSpec, mode: str, name: str = "exchange") -> Buffer:
+    """The memory of one mode."""
+    tokens = chain.bound(call)
+    if mode == "chain":
+        num, about = chain.memory(call).num_bytes, f"tokens, lists and combine rows, {tokens}"
+    else:
+        launches, each = hopper.passes_of(call)
+        num = hopper.exchange_of(call).num_bytes
+        about = f"tokens, inbox and combine rows, {launches} x {each}"
+    name = name or f"exchange, {mode}"
+    return Buffer(name, num, "symmetric", f"{mode}: {about} tokens a rank")
 
 
 def _image_bytes(call: CallSpec) -> int:

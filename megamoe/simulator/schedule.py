@@ -16,7 +16,7 @@ from megamoe.formats.spec import FP8_COMBINE, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, smem
+from megamoe.planner import blackwell, chain, smem
 from megamoe.planner.launches import (
     Gemm,
     GemmSwapAb,
@@ -385,7 +385,7 @@ def _chain(plan: Plan) -> Schedule:
         hardware=plan.hardware,
         backend=plan.backend,
         mode=plan.mode,
-        combine="bf16",  # FP8 rows are made at home
+        combine="fp8" if chain.has_fp8_rows(plan.call) else "bf16",  # which are rounded at home
         experts=_experts(plan, owner[0]),
         num_sms=num_sms,
         l1_sms=l1_sms,
@@ -404,9 +404,11 @@ def _chain_steps(plan: Plan) -> Iterator[Step]:
     for one in source.launches:
         known = one.name == "exchange"
         yield Step("exchange", "exchange") if known else _step(plan, one, is_shared=False)
-    for _ in owner:
+    for each in owner:
         yield Step("rows", "index", sorts=True)
         yield Step("pull, l1, l2", "chain")
+        if each.find("scales") is not None:
+            yield Step("scales", "index")
     for one in plan.rest:
         if one.name == "finish":
             yield Step("rows home", "finish")

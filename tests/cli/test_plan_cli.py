@@ -141,7 +141,7 @@ def test_simulate_json_is_for_machines(megamoe, mode):
     )
     found = json.loads(text)
     assert code == 0 and errors == "" and found["files"] == []
-    assert found["mode"] == (mode if mode != "auto" else "staged") and found["study"] == ""
+    assert found["mode"] == (mode if mode != "auto" else "chain") and found["study"] == ""
     assert found["time_us"] >= found["floor_us"] > 0
     again = megamoe(
         "simulate", "tiny", "--ranks", "2", "--mode", mode, "--skew", "zipf", "--json", "--no-files"

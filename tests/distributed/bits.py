@@ -22,7 +22,7 @@ from megamoe.problem import Options
 from megamoe.routing.samplers import SKEWS, sample_routing
 
 RANKS = (1, 2, 4, 8)
-EXPERTS, MOST_RANKS = 8, 8
+EXPERTS = 8
 WIDTHS = ((128, 128), (256, 128), (320, 160))  # hidden, intermediate: of an emulated case
 GPU_WIDTHS = ((512, 256), (768, 384))
 TILES = {  # of chains, besides what the plan picks: bits are those of all tiles
@@ -64,7 +64,7 @@ class Bits:
         rng = torch.Generator().manual_seed(self.seed)
         x = torch.randn(self.num_tokens, self.widths[0], generator=rng).bfloat16()
         idx, gates = sample_routing(
-            self.num_tokens, EXPERTS, self.top_k, skew=self.skew, num_ranks=MOST_RANKS // 2,
+            self.num_tokens, EXPERTS, self.top_k, skew=self.skew, num_ranks=EXPERTS // self.top_k,
             masked_ratio=self.masked_ratio, seed=self.seed,
         )  # fmt: skip
         if self.is_one_expert:
@@ -95,14 +95,16 @@ class Bits:
         more = [rng.choice([e for e in range(EXPERTS) if e not in own]) for own in slots]
         return Placement(EXPERTS, tuple((*own, e) for own, e in zip(slots, more, strict=True)))
 
-    def weights(self, placement: Placement | None = None, device: str = "cpu") -> mm.ExpertWeights:
+    def weights(
+        self, placement: Placement | None = None, device: torch.device | str = "cpu"
+    ) -> mm.ExpertWeights:
         """The experts in order, or as they stand on the ranks of a placement."""
         ids = list(range(EXPERTS)) if placement is None else [e for s in placement.slots for e in s]
         w13, w2, b13, b2 = (t[ids].to(device) for t in self._full(EXPERTS, 0))
         bias = {"b13": b13, "b2": b2} if self.has_bias else {}
         return mm.ExpertWeights.quantize(w13, w2, self.recipe, **bias)
 
-    def shared(self, device: str = "cpu") -> mm.ExpertWeights | None:
+    def shared(self, device: torch.device | str = "cpu") -> mm.ExpertWeights | None:
         """The shared expert."""
         if not self.is_shared:
             return None
@@ -138,7 +140,7 @@ class Bits:
 
     def modes(self, num_ranks: int) -> tuple[str, ...]:
         """What may take the call: fused launches take BF16 tokens, a shared expert on one rank."""
-        no_fused = self.is_ready or (self.is_shared and num_ranks > 1)
+        no_fused = self.is_ready or (self.is_shared and (num_ranks > 1 or not self.num_tokens))
         return ("chain",) if no_fused else ("chain", "fused")
 
 

@@ -1,9 +1,10 @@
-"""What each of two processes runs: a layer over a group in mode chain, on emulated kernels.
+"""What each of two processes runs: a layer over a group without a host, on emulated kernels.
 
 Symmetric memory is files that every process maps at addresses of its own.
 """
 
 import mmap
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,14 @@ import torch.distributed as dist
 import megamoe as mm
 from megamoe.balance.placement import Placement
 from megamoe.distributed import symmetric
-from megamoe.errors import MegaMoETimeout
+from megamoe.engine import group_graphs
+from megamoe.engine import layer as layer_module
+from megamoe.errors import CapacityError, MegaMoETimeout
+from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from tests.distributed.chain_ranks import REMOTE
 from tests.distributed.hopper_ranks import E, H, K, experts, pretend
+from tests.engine import pretended_cuda
 
 MOST = 6
 
@@ -26,18 +31,20 @@ class Mapped:
 
     def __init__(self, folder, kernels):
         self.folder, self.kernels, self.kept = Path(folder), kernels, []
+        self.num_shared = 0
 
     def share(self, meeting, num_bytes, device):
-        mine = self.folder / f"{meeting.rank}"
+        self.num_shared += 1
+        mine = self.folder / f"{self.num_shared}-{meeting.rank}"
         mine.write_bytes(bytes(num_bytes))
         meeting.meet("write files", lambda: None)
         parts = []
         for rank in range(meeting.num_ranks):
-            file = (self.folder / f"{rank}").open("r+b")
+            file = (self.folder / f"{self.num_shared}-{rank}").open("r+b")
             self.kept.append(mmap.mmap(file.fileno(), num_bytes))
             parts.append(torch.frombuffer(self.kept[-1], dtype=torch.uint8))
-        for name in REMOTE:
-            self.kernels[name].hold = parts
+        for name in (*REMOTE, "mega_kernel"):
+            self.kernels[name].hold = [*self.kernels[name].hold, *parts]
         own = parts[meeting.rank]
         offsets = tuple(p.data_ptr() - own.data_ptr() for p in parts)
         return symmetric.Shared(own, offsets, 1, None)
@@ -50,8 +57,8 @@ def _layer(rank, patch, folder, recipe, **options):
     placement = options.get("placement")
     mine = w.for_rank(rank, 2) if placement is None else w.take(placement.slots[rank])
     return w, mm.MoE(
-        mine, E, K, group=dist.group.WORLD, backend="hopper", max_tokens_per_rank=MOST,
-        **{"timeout_s": 60.0, "mode": "chain", **options},
+        mine, E, K, group=dist.group.WORLD, backend="hopper",
+        **{"timeout_s": 60.0, "mode": "chain", "max_tokens_per_rank": MOST, **options},
     )  # fmt: skip
 
 
@@ -69,8 +76,8 @@ def calls_have_the_bits_of_one_rank(rank, folder, recipe, has_replicas):
     with pytest.MonkeyPatch.context() as patch:
         w, layer = _layer(rank, patch, folder, recipe, **options)
         assert layer.mode == "chain" and "no host between ranks" in layer.why
-        layer._fused_group.compile(layer)  # as `mm.warmup` does: alone, then together
-        layer._fused_group.warm(layer)
+        layer._fused_group.chain.compile(layer)  # as `mm.warmup` does: alone, then together
+        layer._fused_group.chain.warm(layer)
         assert not layer.stats.any()
         same = True
         for step, counts in enumerate([(5, 3), (0, 6), (2, 0)]):
@@ -87,6 +94,152 @@ def calls_have_the_bits_of_one_rank(rank, folder, recipe, has_replicas):
             same &= torch.equal(y, mm.moe(*mine, w, backend="hopper", mode="staged"))
         assert int(layer.stats.sum()) > 0 and len(layer.sent) == E
     return bool(same)
+
+
+def one_layer_serves_all_sizes(rank, folder, recipe):
+    """Fused and chained calls in turn, by the bound that both ranks pass: the bits of one rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        w, layer = _layer(rank, patch, folder, recipe, mode="auto", max_tokens_per_rank=40)
+        calls = layer._fused_group
+        assert layer.mode == "auto" and "fused up to 22 tokens of a rank" in layer.why
+        assert "; chain above: no host" in layer.why and "mode=auto" in repr(layer)
+        assert calls.num_bytes == sum(
+            b.num_bytes for b in layer.plan(1).buffers if b.kind == "symmetric"
+        )
+        kernels = calls.fused, calls.chain
+        made, same = [], True
+        for one in kernels:
+            patch.setattr(one, "_launch", noted(made, one))
+        sizes = [
+            ((2, 3), 3),
+            ((30, 7), 30),
+            ((0, 1), 1),
+            ((5, 20), 20),
+            ((3, 3), None),
+            ((1, 0), 4),
+        ]
+        for step, (counts, bound) in enumerate(sizes):
+            inputs = tokens(counts, step)
+            mine = [t[sum(counts[:rank]) :][: counts[rank]] for t in inputs]
+            y = layer(*mine, max_tokens=bound)
+            layer.check()
+            same &= torch.equal(y, mm.moe(*mine, w, backend="hopper", mode="staged"))
+        assert made == ["fused 4", "chain 32", "fused 1", "fused 22", "chain 40", "fused 4"]
+        x, idx, gates = tokens((4,), 9)
+        ready = mm.quantize(x, "fp8_1x128") if recipe == "w8a8" else x
+        y = layer(ready, idx, gates, max_tokens=4)  # quantised tokens: both ranks pass such
+        same &= torch.equal(y, mm.moe(ready, idx, gates, w, backend="hopper", mode="staged"))
+        assert made[-1] == ("chain 4" if recipe == "w8a8" else "fused 4")
+        for bad in (41, -1):
+            with pytest.raises(CapacityError, match="max_tokens must lie between 0 and"):
+                layer(x, idx, gates, max_tokens=bad)
+        if rank == 0:  # takes part without tokens
+            with pytest.raises(CapacityError, match="at most max_tokens = 3 tokens; got 4"):
+                layer(x, idx, gates, max_tokens=3)
+        else:
+            y = layer(x[:2], idx[:2], gates[:2], max_tokens=3)
+            layer.check()
+            same &= torch.equal(
+                y, mm.moe(x[:2], idx[:2], gates[:2], w, backend="hopper", mode="staged")
+            )
+    return bool(same)
+
+
+def noted(made, calls):
+    """`calls._launch`, which says what was launched for which bound."""
+    real = calls._launch
+
+    def launch(layer, *given, **options):
+        made.append(f"{calls.mode} {next(one for one in given if isinstance(one, int))}")
+        return real(layer, *given, **options)
+
+    return launch
+
+
+def graphs_have_the_bits_of_one_rank(rank, folder, recipe):
+    """Graphs of both modes: what a replay launches is emulated; a capture launches nothing."""
+    with pytest.MonkeyPatch.context() as patch:
+        choose = layer_module.choose
+        cuda = pretended_cuda.install(patch)
+        patch.setattr(layer_module, "choose", choose)
+        rehearsed = _captured(patch, cuda)
+        limits = {"mode": "auto", "max_tokens_per_rank": 40, "cuda_graphs": True}
+        w, layer = _layer(rank, patch, folder, recipe, **limits)
+        asked, received, same = *torch.zeros(2, E, dtype=torch.int64), True
+        sizes = [
+            ((2, 3), 3),
+            ((30, 7), 30),
+            ((0, 4), 4),
+            ((25, 0), None),
+            ((4, 1), 4),
+            ((9, 31), 31),
+        ]
+        for step, (counts, bound) in enumerate(sizes):
+            inputs = tokens(counts, step)
+            mine = [t[sum(counts[:rank]) :][: counts[rank]] for t in inputs]
+            y = layer(*mine, max_tokens=bound)
+            layer.check()
+            same &= torch.equal(y, mm.moe(*mine, w, backend="hopper", mode="staged"))
+            asked += expert_counts(mine[1], E)
+            received += expert_counts(inputs[1], E)
+            same &= torch.equal(layer.sent, asked)
+            same &= torch.equal(layer.stats, received.chunk(2)[rank])
+        buckets = [(one.calls.mode, one.bound) for one in layer._graphs._held]
+        assert buckets == [("fused", 4), ("chain", 32), ("chain", 40)] == rehearsed
+        x, idx, gates = tokens((4,), 9)
+        if rank == 0:  # a fault of its own: it takes part without tokens, then says so
+            with pytest.raises(CapacityError, match="at most max_tokens = 3 tokens; got 4"):
+                layer(x, idx, gates, max_tokens=3)
+        else:
+            y = layer(x[:2], idx[:2], gates[:2], max_tokens=3, copy=False)
+            same &= torch.equal(
+                y, mm.moe(x[:2], idx[:2], gates[:2], w, backend="hopper", mode="staged")
+            )
+        layer.check()
+        cuda.busy = True  # inside somebody's capture the launches themselves are captured
+        layer(x[:1], idx[:1], gates[:1], max_tokens=3)
+        assert len(layer._graphs._held) == 3
+    return bool(same)
+
+
+def _captured(patch, cuda):
+    """Let a capture keep launches for its replay; -> what was rehearsed before."""
+    real, rehearsed, inside = group_graphs.GroupParts.launch, [], []
+
+    @contextmanager
+    def compiled_only():
+        inside.append(True)
+        yield
+        inside.pop()
+
+    def launch(parts, bucket, inputs):
+        y = torch.full((bucket.bound, H), float("nan"), dtype=torch.bfloat16)
+        if inside:
+            rehearsed.append((bucket.calls.mode, bucket.bound))
+            return y
+
+        def call():
+            y.copy_(real(parts, bucket, inputs))
+
+        cuda.do(call)
+        return y
+
+    patch.setattr(group_graphs, "compiled_only", compiled_only)
+    patch.setattr(group_graphs.GroupParts, "launch", launch)
+    return rehearsed
+
+
+def ranks_that_pass_other_bounds_are_told(rank, folder, bounds):
+    """Of one mode: told what each passed. Of two: each names whom it waited for."""
+    with pytest.MonkeyPatch.context() as patch:
+        limits = {"mode": "auto", "max_tokens_per_rank": 40, "timeout_s": 2.0}
+        _, layer = _layer(rank, patch, folder, "w8a8", **limits)
+        layer(*tokens((2,), rank), max_tokens=bounds[rank])
+        with pytest.raises(mm.MegaMoEError) as raised:
+            layer.check()
+        with pytest.raises(type(raised.value)):  # and from then on
+            layer(*tokens((2,), rank), max_tokens=1)
+    return f"{type(raised.value).__name__}: {raised.value}"
 
 
 def who_does_not_come_is_named(rank, folder):

@@ -16,7 +16,8 @@ from tests.emulator.values import Memory
 
 CPU = torch.device("cpu")
 HOST = threading.local()  # rank of the thread that launches
-REMOTE = ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_kernel", "gemm_swap_ab_kernel")
+REMOTE = ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_kernel", "gemm_swap_ab_kernel",
+          "scales_kernel")  # fmt: skip
 
 
 class ChainRanks:
@@ -37,13 +38,15 @@ class ChainRanks:
         self.stats = [torch.zeros(each, dtype=torch.int64) for _ in range(num_ranks)]
         for name in REMOTE:
             kernels[name].hold = self.memory
+        self.bounds = [most] * num_ranks  # that each rank plans a call for
 
-    def plan(self, rank, num, is_quantized=False):
+    def plan(self, rank, num, is_quantized=False, bound=None):
         w = self.weights[rank]
         return plan_for(
             w, self.options, traits_of("hopper", w, self.shared), num_tokens=num, top_k=self.top_k,
             overrides=checked({"backend": "hopper", "mode": self.mode, **self.given}),
-            ranks=Ranks(self.num, self.total, max_tokens=self.most), is_quantized=is_quantized,
+            ranks=Ranks(self.num, self.total, max_tokens=bound or self.most),
+            is_quantized=is_quantized,
         )  # fmt: skip
 
     def member(self, rank):
@@ -53,7 +56,8 @@ class ChainRanks:
 
     def launch(self, rank, part):
         HOST.rank = rank
-        plan = self.plan(rank, len(part[0]), not isinstance(part[0], torch.Tensor))
+        is_quantized = not isinstance(part[0], torch.Tensor)
+        plan = self.plan(rank, len(part[0]), is_quantized, self.bounds[rank])
         call = Call(
             *part, self.weights[rank], self.options, self.shared, self.found[rank],
             self.stats[rank], None, self.timeout_s,

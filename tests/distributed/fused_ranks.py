@@ -31,7 +31,7 @@ def build(rank, folder, recipe, most=MOST, mode="fused", **options):
         weights.for_rank(rank, num), E, K, group=dist.group.WORLD, mode=mode,
         max_tokens_per_rank=most, **options,
     )  # fmt: skip
-    assert layer.mode == "fused" and layer.backend == "hopper", layer.why
+    assert layer.mode != "staged" and layer.backend == "hopper", layer.why
     return layer, (x, idx, gates), wanted
 
 
@@ -50,17 +50,42 @@ def calls(rank, folder, recipe, num, most, mode):
     return int(wrong), layer.stats.tolist(), layer.sent.tolist()
 
 
-def chooses(rank, folder):
-    """What `auto` comes to where a call would be several launches, and one call of it."""
-    layer, crowd, wanted = build(rank, folder, "w4a8_block", mode="auto", timeout_s=60.0)
-    from tests.engine.test_hopper_gpu import E, K
-
-    many = mm.MoE(
-        layer.weights, E, K, group=dist.group.WORLD, max_tokens_per_rank=CROWD, timeout_s=60.0
+def all_sizes(rank, folder, recipe, num, has_graphs):
+    """Calls of one layer whose bounds follow a row that all ranks know; tokens differ."""
+    layer, crowd, wanted = build(
+        rank, folder, recipe, CROWD, "auto", timeout_s=60.0, cuda_graphs=has_graphs
     )
-    y = many(*(t[:MOST] for t in crowd))
-    error = (y.float() - wanted[:MOST].float()).norm() / wanted[:MOST].float().norm()
-    return many.mode, many.backend, many.why, float(error)
+    edge = layer._fused_group.fused.num_tokens
+    bounds = (1, 4, edge, edge + 1, 64, CROWD)
+    mm.warmup(layer, bounds)
+    both, own = random.Random(7), random.Random(100 + rank)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for step in range(num):
+        bound = both.choice(bounds)
+        count = own.choice((0, 1, own.randrange(bound + 1), bound))
+        at = torch.tensor(own.sample(range(CROWD), count), dtype=torch.int64, device="cuda")
+        inputs = [t[at] for t in crowd]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = layer(*inputs, max_tokens=bound)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        wrong += (y.view(torch.int16) != wanted[at].view(torch.int16)).any()
+        if step % 50 == 0:
+            layer.check()
+    layer.check()
+    return layer.mode, layer.why, int(wrong), layer.stats.tolist(), layer.sent.tolist()
+
+
+def other_bounds(rank, folder):
+    """What each rank raises where ranks pass different bounds."""
+    layer, crowd, _ = build(rank, folder, "w8a8", CROWD, "auto", timeout_s=BOUND_S)
+    layer(*(t[:1] for t in crowd), max_tokens=(100, CROWD)[rank % 2])
+    try:
+        layer.check()
+    except mm.MegaMoEError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
 
 
 def leaves(rank, folder):

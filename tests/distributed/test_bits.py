@@ -136,20 +136,26 @@ def test_calls_over_all_ranks_in_all_modes_have_the_bits_of_one_rank(first, monk
 class OnGpu:
     """Ranks side by side on one GPU. A case's weights and ranks live as long as the case."""
 
+    device = torch.device("cuda")
+
+    def inputs(self, case):
+        """Of all ranks."""
+        return tuple(t.to(self.device) for t in case.inputs())
+
     def wanted(self, case):
         """One staged call of one rank."""
-        x, idx, gates = (t.cuda() for t in case.inputs())
-        status = DeviceStatus(x.device)
+        x, idx, gates = self.inputs(case)
+        status = DeviceStatus(self.device)
         inputs = case.ready(x), idx, gates
-        w = case.weights(device="cuda")
+        w = case.weights(device=self.device)
         y = pretending.staged(inputs, w, bits.options_of(case), status=status)
         status.check(case.top_k)
         return y
 
     def run(self, case, mode, num_ranks):
         """The call on its ranks, or None where the plan refuses it."""
-        w = case.weights(case.placement(num_ranks), "cuda")
-        parts = case.parts(num_ranks, tuple(t.cuda() for t in case.inputs()))
+        w = case.weights(case.placement(num_ranks), self.device)
+        parts = case.parts(num_ranks, self.inputs(case))
         how = {"pool_rows": None, "overrides": {}}
         if mode == "chain":
             how = {"overrides": case.tile, **passes(case, num_ranks, w)}

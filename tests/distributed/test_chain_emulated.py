@@ -10,7 +10,7 @@ import megamoe as mm
 from megamoe.engine import backends, chain
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import GIVEN_UP, NONE
-from megamoe.errors import MegaMoETimeout
+from megamoe.errors import MegaMoETimeout, RankError
 from megamoe.kernels.gluon import exchange
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
@@ -32,13 +32,14 @@ def kernels(monkeypatch):
 # recipe, options, overrides, biases: every kind of tile that the plan can pick
 CASES = {
     "swap_ab": ("w4a8_block", {}, {}, True),
+    "swap_ab-fp8-rows": ("w4a8_block", {"combine": "fp8", "weight_at": "combine"}, {}, True),
     "dynamic": ("w8a8", {"weight_at": "combine"}, {"schedule": "dynamic"}, True),
     "static": ("w8a8", {}, {"schedule": "static"}, False),
     "strided": ("w8a8", {"combine": "fp8"}, {"schedule": "strided"}, False),
     "decoded-per-tile": ("w4a8_block", {}, {"kernel": "gemm", "schedule": "strided"}, False),
-    "decoded-per-wave": ("w4a8_block", {}, {"decode_ahead": 4}, False),
+    "decoded-per-wave": ("w4a8_block", {"combine": "fp8"}, {"decode_ahead": 4}, True),
     "bf16": ("bf16", {"activation": "gpt_oss"}, {}, True),
-    "w4a8": ("w4a8", {}, {}, False),
+    "w4a8": ("w4a8", {"combine": "fp8"}, {}, False),
     "nvfp4": ("nvfp4", {}, {}, True),
 }
 
@@ -76,15 +77,16 @@ def test_two_ranks_that_are_split_have_the_bits_of_one(case, monkeypatch):
         plan = ranks.plan(0, 20)
         assert len(plan.passes) == (2 if rows is None else 4)
         sides = [one.partition for one in plan.passes[-1].launches]
-        assert sides == ["" if rows is None else "l1", "l1", "l1", "l2"]
+        last = ["l2"] * (2 if options.combine == "fp8" else 1)  # scales too
+        assert sides == ["" if rows is None else "l1", "l1", "l1", *last]
         assert_like_one_rank(ranks, inputs, (20, 10), w, options)
 
 
-@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
-def test_call_after_call_of_four_ranks_some_of_them_idle(recipe, kernels):
+@pytest.mark.parametrize(("recipe", "rows"), [("w8a8", "fp8"), ("w4a8_block", "bf16")])
+def test_call_after_call_of_four_ranks_some_of_them_idle(recipe, rows, kernels):
     """Zero tokens on some ranks, all of them on one, all slots on one expert and on one rank."""
-    w = weights_of(recipe, 8)
-    ranks = ChainRanks(kernels, w, 4, 6, K)
+    w, options = weights_of(recipe, 8), Options(combine=rows)
+    ranks = ChainRanks(kernels, w, 4, 6, K, options)
     for step, counts in enumerate([(5, 0, 1, 3), (0, 0, 0, 6), (2, 2, 6, 0), (0, 0, 0, 0)]):
         x, idx, gates = tokens(sum(counts), 8, seed=step, masked_ratio=0.1)
         if step == 1:
@@ -92,7 +94,7 @@ def test_call_after_call_of_four_ranks_some_of_them_idle(recipe, kernels):
         if step == 2:
             idx = idx % 2 + 2  # rank 1
         if sum(counts):
-            assert_like_one_rank(ranks, (x, idx, gates), counts, w)
+            assert_like_one_rank(ranks, (x, idx, gates), counts, w, options)
         else:
             assert all(len(y) == 0 for y in ranks(ranks.split((x, idx, gates), counts)))
         assert [int(b.state[0]) for b in ranks.buffers] == [step + 1] * 4
@@ -104,13 +106,15 @@ def test_one_rank_alone_is_a_chain_too(kernels):
     assert_like_one_rank(ChainRanks(kernels, w, 1, 9, K), inputs, (9,), w)
 
 
-@pytest.mark.parametrize("given", [{}, {"schedule": "dynamic"}], ids=["swap_ab", "dynamic"])
-def test_a_pool_of_few_rows_takes_them_in_passes(given, kernels):
+@pytest.mark.parametrize(
+    ("given", "rows"), [({}, "fp8"), ({"schedule": "dynamic"}, "bf16")], ids=["swap_ab", "dynamic"]
+)
+def test_a_pool_of_few_rows_takes_them_in_passes(given, rows, kernels):
     """Experts lie across windows of the pool; some windows are empty."""
-    w, inputs = weights_of("w8a8"), tokens(60, skew="zipf")
-    ranks = ChainRanks(kernels, w, 2, 40, K, pool_rows=48, **given)
+    w, inputs, options = weights_of("w8a8"), tokens(60, skew="zipf"), Options(combine=rows)
+    ranks = ChainRanks(kernels, w, 2, 40, K, options, pool_rows=48, **given)
     assert len(ranks.plan(0, 40).passes) == 5
-    assert_like_one_rank(ranks, inputs, (40, 20), w)
+    assert_like_one_rank(ranks, inputs, (40, 20), w, options)
 
 
 def test_quantised_tokens_and_shared_experts(kernels):
@@ -142,16 +146,17 @@ def test_a_bad_slot_is_masked_and_named_by_the_rank_that_has_it(kernels):
 # -- what crosses --------------------------------------------------------------------------------
 
 
-def test_what_crosses_between_ranks_is_what_must(kernels, monkeypatch):
+@pytest.mark.parametrize(("rows", "row_bytes"), [("bf16", 4096), ("fp8", 2048 + 16)])
+def test_what_crosses_between_ranks_is_what_must(rows, row_bytes, kernels, monkeypatch):
     """A record for each slot, 8 bytes of list, a row home; no peer's routing is ever read."""
-    w = weights_of("w8a8", hidden=1024, intermediate=256)
-    inputs = tokens(24, hidden=1024)
-    ranks = ChainRanks(kernels, w, 2, 12, K)
+    w = weights_of("w8a8", hidden=2048, intermediate=256)
+    inputs = tokens(24, hidden=2048)
+    ranks = ChainRanks(kernels, w, 2, 12, K, Options(combine=rows))
     counted = Counted(ranks, monkeypatch)
     ranks(ranks.split(inputs, (12, 12)))
     home = torch.arange(24) // 12
     slots = int((inputs[1] // 2 != home[:, None]).sum())
-    need = slots * (1024 + 4 * 8 + 8 + 2 * 1024)
+    need = slots * (2048 + 4 * 16 + 8 + row_bytes)
     assert slots > 10 and need < counted.num_bytes <= 1.05 * need
     assert counted.read == {"tokens"}
     assert counted.written == {"begun", "done", "counts_in", "list_in", "weight_in", "rows"}
@@ -173,6 +178,26 @@ def test_a_rank_that_never_comes_ends_the_call_by_name_and_reaches_who_comes_lat
     ranks.launch(0, parts[0])
     with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
         ranks.found[0].check(K)
+
+
+def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(kernels):
+    """Planned for more or fewer tokens in the same memory; other bounds end in an error by name."""
+    w = weights_of("w8a8")
+    ranks = ChainRanks(kernels, w, 2, 40, K, timeout_s=3600.0)
+    for bound, counts in ((3, (2, 3)), (40, (40, 0)), (9, (0, 9))):
+        ranks.bounds = [bound] * 2
+        inputs = tokens(sum(counts), seed=bound, masked_ratio=0.1)
+        assert_like_one_rank(ranks, inputs, counts, w)
+    rows = [b.rows.clone() for b in ranks.buffers]
+    ranks.bounds = [3, 40]
+    ranks(ranks.split(tokens(6), (3, 3)))
+    assert all(torch.equal(b.rows, before) for b, before in zip(ranks.buffers, rows, strict=True))
+    for found in ranks.found:
+        with pytest.raises(RankError, match="all ranks must pass the same max_tokens"):
+            found.check(K)
+    values = {3: 40, 40: 3}
+    (rank, own), *_ = [(r, b) for r, b in enumerate(ranks.bounds) if ranks.found[r].report[3] == 19]
+    assert ranks.found[rank].report[4:7].tolist() == [1 - rank, own, values[own]]
 
 
 def test_a_peer_that_gives_up_meanwhile_splits_no_launch(kernels, monkeypatch):

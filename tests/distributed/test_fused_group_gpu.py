@@ -7,8 +7,7 @@ import tempfile
 
 import pytest
 
-from megamoe.formats.spec import recipe_named
-from tests.distributed.fused_ranks import BOUND_S, MOST, calls, chooses, leaves
+from tests.distributed.fused_ranks import BOUND_S, MOST, all_sizes, calls, leaves, other_bounds
 from tests.distributed.ranks import launch
 from tests.distributed.test_group import results
 from tests.engine.test_hopper_gpu import IS_OTHER
@@ -50,10 +49,23 @@ def test_processes_have_the_bits_of_one_rank(mps, num_ranks, recipe, num, most, 
     assert received == sent and sum(sent) > 0
 
 
-def test_auto_is_staged_where_a_call_would_be_several_launches(mps):
-    for mode, backend, why, error in results(launch(2, chooses, mps, limit_s=240)):
-        assert (mode, backend) == ("staged", "portable") and "fused launches" in why
-        assert error < 2 * recipe_named("w4a8_block").tolerance  # both round in their own order
+@pytest.mark.parametrize(
+    ("num_ranks", "recipe", "num", "has_graphs"),
+    [(2, "w4a8_block", 200, False), (2, "w8a8", 1000, True), (4, "w4a8_block", 1000, True)],
+)
+def test_one_layer_serves_all_sizes(mps, num_ranks, recipe, num, has_graphs):
+    """Fused and chained calls in turn, eagerly and from graphs, and nobody waits for the GPU."""
+    ends = results(launch(num_ranks, all_sizes, mps, recipe, num, has_graphs, limit_s=400))
+    for mode, why, wrong, _, _ in ends:
+        assert (mode, wrong) == ("auto", 0) and "fused up to" in why and "chain above" in why
+    received = [count for *_, stats, _ in ends for count in stats]
+    sent = [sum(counts) for counts in zip(*(sent for *_, sent in ends), strict=True)]
+    assert received == sent and sum(sent) > 0
+
+
+def test_ranks_that_pass_other_bounds_are_told(mps):
+    for text in results(launch(2, other_bounds, mps, limit_s=240)):
+        assert "RankError: all ranks must pass the same max_tokens" in text
 
 
 def test_a_process_that_leaves_is_named_by_the_others_in_time(mps):

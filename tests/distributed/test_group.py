@@ -203,6 +203,10 @@ def other_ways(rank, folder):
     layer._world._transport = None
     one_compiles = torch.compile(layer, fullgraph=True, backend="eager") if rank == 0 else layer
     assert torch.equal(one_compiles(*mine), wanted)
+    assert torch.equal(one_compiles(*mine, max_tokens=4), wanted)
+    for bad, text in ((3, "at most max_tokens = 3 tokens; got 4"), (-1, "must lie between 0")):
+        with pytest.raises(mm.CapacityError, match=text):  # staged: what one refuses, all refuse
+            layer(*mine, max_tokens=bad)
     layer.save_stats(f"{folder}/stats.json")
     pair = dist.new_group([rank - rank % 2, rank - rank % 2 + 1], use_local_synchronization=True)
     two = mm.MoE(weights.for_rank(rank % 2, 2), E, K, group=pair, timeout_s=WAIT_S)
@@ -243,7 +247,7 @@ def test_other_groups_transports_and_models(tmp_path):
 
     found = Statistics.load(tmp_path / "stats.json")
     assert (found.hidden, found.intermediate, found.top_k, found.recipe) == (H, I, K, "w4a8")
-    assert sum(found.logical) == 2 * 4 * 4 * K == sum(map(sum, found.received))
+    assert sum(found.logical) == 3 * 4 * 4 * K == sum(map(sum, found.received))
     assert [3 * n for rank in found.received for n in rank] == [2 * n for r in received for n in r]
 
 

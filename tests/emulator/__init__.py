@@ -9,6 +9,7 @@ Python functions run with `gl`, `mbarrier` and the like replaced by what is here
 
 from megamoe.kernels.gluon import dispatch, exchange, permute, pull, tile_scheduler, window
 from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import fp8_rows
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.portable import combine, sort
 from megamoe.kernels.portable import dispatch as portable_dispatch
@@ -27,7 +28,7 @@ KERNELS = tuple(
         (sort, "_scan_kernel"), (tile_scheduler, "_schedule_kernel"), (combine, "_combine_kernel"),
         (portable_dispatch, "_dispatch_kernel"), (exchange, "_quantize_kernel"),
         (exchange, "exchange_kernel"), (exchange, "finish_kernel"), (pull, "_rows_kernel"),
-        (pull, "pull_kernel"), (window, "_window_kernel"),
+        (pull, "pull_kernel"), (window, "_window_kernel"), (fp8_rows, "scales_kernel"),
     )
 )  # fmt: skip
 

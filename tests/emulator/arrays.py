@@ -89,7 +89,9 @@ def raw(x):
 
 
 def _quotient(a, b):
-    """Towards zero, as C divides."""
+    """Towards zero, as C divides; by zero it is anything, as PTX says: here -1, or 0 in tensors."""
+    if not isinstance(b, np.ndarray) and b == 0:
+        return a * 0 - 1
     q = a // b
     if isinstance(q, np.ndarray):
         if (q < 0).any():

@@ -1,8 +1,9 @@
 """Bugs planted in kernels by a tool that reads their source: synchronisation dropped or changed.
 
 Sites are found by what they are, not by name: calls of mbarrier, fences, waits for groups and
-products, semantics and scopes of atomics, counts, phases, and PTX that waits or fences. A mutant is
-the changed code of one function, put in place of that of the scheduled kernels (`device`).
+products, semantics and scopes of atomics, counts, phases, words that ranks and launches wait for or
+look at, who is told, and PTX that waits, signals or fences. A mutant is the changed code of one
+function, put in place of that of the scheduled kernels (`device`).
 """
 
 import ast

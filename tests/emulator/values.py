@@ -1,5 +1,6 @@
 """Values, pointers and memories of emulated kernels, over torch tensors."""
 
+import functools
 import math
 import operator
 from bisect import bisect_right
@@ -51,8 +52,17 @@ def _binary(do):
     return act, lambda self, other: act(self, other, flip=True)
 
 
+def _whole(do, a, b):
+    """A quotient or remainder of integers; by zero it is anything, as PTX says: here -1."""
+    a, is_zero = torch.as_tensor(a), torch.as_tensor(b) == 0
+    if a.is_floating_point() or not bool(is_zero.any()):
+        return do(a, b)
+    found = do(a, torch.as_tensor(b).masked_fill(is_zero, 1))
+    return found.masked_fill(is_zero, -1)
+
+
 def _divide(a, b):
-    return torch.div(torch.as_tensor(a), b, rounding_mode="trunc")
+    return _whole(functools.partial(torch.div, rounding_mode="trunc"), a, b)
 
 
 class Value:
@@ -73,7 +83,7 @@ class Value:
     __mul__, __rmul__ = _binary(operator.mul)
     __truediv__, __rtruediv__ = _binary(operator.truediv)
     __floordiv__, __rfloordiv__ = _binary(_divide)
-    __mod__, __rmod__ = _binary(lambda a, b: torch.fmod(torch.as_tensor(a), b))
+    __mod__, __rmod__ = _binary(lambda a, b: _whole(torch.fmod, a, b))
     __and__, __rand__ = _binary(operator.and_)
     __or__, __ror__ = _binary(operator.or_)
     __xor__, __rxor__ = _binary(operator.xor)

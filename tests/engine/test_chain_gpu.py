@@ -90,11 +90,31 @@ def test_a_pool_of_few_rows_takes_them_in_passes(recipe):
 
 
 @pytest.mark.parametrize("num_ranks", [2, 8])
-@pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8"])
-def test_a_graph_of_all_ranks_replays_with_other_routing(recipe, num_ranks):
+@pytest.mark.parametrize("tile", ["swap_ab", "decoded-per-tile", "decoded-per-wave", "dynamic"])
+def test_fp8_rows_have_the_bits_of_one_rank(tile, num_ranks):
+    """Codes from L2's epilogue, scales after it, in a pool of two windows."""
+    recipe, given = TILES[tile]
+    crowd, rng = Crowd(recipe, combine="fp8"), random.Random(num_ranks)
+    ranks = chains(crowd, num_ranks, {"pool_rows": 1024, **given})
+    stats = torch.zeros(E, dtype=torch.int64, device=CUDA)
+    for call in range(CALLS):
+        num = rng.choice((1, 300, 900))
+        inputs, wanted = crowd.pick(num, call)
+        counts = split_of(rng, num, num_ranks)
+        got = ranks(*(t.split(counts) for t in inputs), stats)
+        ranks.check(K)
+        assert same_bits(torch.cat(got), wanted), (call, counts)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 8])
+@pytest.mark.parametrize(("mode", "recipe", "num", "combine"), [
+    ("chain", "w4a8_block", 320, "bf16"), ("chain", "w8a8", 320, "fp8"),
+    ("fused", "w4a8_block", 64, "bf16"),
+])  # fmt: skip
+def test_a_graph_of_all_ranks_replays_with_other_routing(mode, recipe, num, combine, num_ranks):
     """1 000 replays; tokens that a call has not are masked, on some ranks all of them."""
-    crowd, num = Crowd(recipe), 320
-    ranks = LocalRanks(crowd.weights, num_ranks, crowd.options, mode="chain", timeout_s=20)
+    crowd = Crowd(recipe, combine=combine)
+    ranks = LocalRanks(crowd.weights, num_ranks, crowd.options, mode=mode, timeout_s=20)
     each = num // num_ranks
     held, _ = crowd.pick(num, 0)
     parts = [list(t.split(each)) for t in held]

@@ -12,10 +12,12 @@ from megamoe.balance.placement import Placement
 from megamoe.engine import chain, fused_group
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.compile_only import compiled_only
+from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.planning import Ranks
 from megamoe.errors import NotAvailable, RankError
+from megamoe.planner.buckets import UpTo
 from tests.engine.pretended import E, make, tokens
-from tests.engine.test_fused_group import MOST, call, peers  # noqa: F401  a fixture
+from tests.engine.test_fused_group import MOST, peers  # noqa: F401  a fixture
 
 
 def joined(gpu, mode):
@@ -26,7 +28,9 @@ def joined(gpu, mode):
     layer._ranks = Ranks(2, E, max_tokens=MOST)
     layer._wanted = ("hopper", mode)
     meeting = SimpleNamespace(rank=0, num_ranks=2)
-    layer._fused_group = ChainGroup(layer, meeting, Placement.contiguous(E, 2))
+    chained = ChainGroup(layer, meeting, Placement.contiguous(E, 2))
+    sizes = (UpTo(MOST, mode, "asked for"),)
+    layer._fused_group = GroupCalls(None, chained, MOST, sizes, is_asked_for=True)
     return layer
 
 
@@ -55,12 +59,19 @@ def one(gpu, peers, monkeypatch):  # noqa: F811
     return layer
 
 
+def call(one, x, idx, gates):
+    def check():
+        one._check_once(None, x, idx, gates, None)
+
+    return one._fused_group.chain(one, x, idx, gates, one.stats, check)
+
+
 def test_every_call_takes_its_place_in_the_order_of_fused_ones(one, monkeypatch):
     """A fused launch that waits for its peers holds the SMs that a chain of its peers needs."""
     ordered = []
     monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
     call(one, *tokens(4))
-    one._fused_group.warm(one)
+    one._fused_group.chain.warm(one)
     assert ordered == [one.weights.device] * 2
 
 
@@ -81,8 +92,8 @@ def test_a_rank_that_made_half_a_call_makes_no_other(one, monkeypatch):
 
 def test_warming_up_compiles_then_meets_then_makes_a_call_of_all_launches(one, monkeypatch):
     steps = []
-    group = one._fused_group
-    monkeypatch.setattr(group, "compile", lambda layer: steps.append("compile"), raising=False)
+    group = one._fused_group.chain
+    monkeypatch.setattr(group, "compile", lambda layer, bound: steps.append(f"compile {bound}"))
 
     def follow(step, make, timeout_s):
         make()
@@ -92,7 +103,7 @@ def test_warming_up_compiles_then_meets_then_makes_a_call_of_all_launches(one, m
         rank=1, meeting=SimpleNamespace(follow=follow, meet=follow, rank=1)
     )
     mm.warmup(one, [MOST])
-    assert steps == ["compile", "compile the launch", "warm up"]
+    assert steps == ["compile 6", "compile the launches", "warm up"]
     (warm,) = one.made
     assert warm.num_tokens == 1 and (warm.topk_idx == -1).all() and warm.timeout_s == 60
     assert not one.stats.any()

@@ -332,7 +332,7 @@ def test_a_graph_uses_the_layers_own_counters_and_its_count(gpu):
     for whole, part in zip(inputs, tokens(9), strict=False):
         whole[:9] = part
     inputs.count.fill_(9)
-    y = one._captured_parts().launch(inputs)
+    y = one._captured_parts().launch(len(inputs.x), inputs)
     assert torch.equal(y[:9], wanted(tokens(9), gpu)) and not y[9:].any()
     assert gpu.calls[0]["kept"].counters.data_ptr() == one._status.counters.data_ptr()
 

@@ -4,94 +4,121 @@ from types import SimpleNamespace
 
 import pytest
 
-from megamoe.engine import fused_group
+from megamoe.engine import group_calls
 from megamoe.engine.planning import log_once
 from megamoe.errors import MegaMoETimeout, NotAvailable, ShapeError
+from megamoe.planner.buckets import UpTo
 
-FITS = {"fits_e4m3": True, "launches": 1}
+SIZES = (UpTo(120, "fused", "one launch"), UpTo(4096, "chain", "no host"))
+FITS = [{"fits_e4m3": True, "launches": 1}, {"fits_e4m3": True, "symmetric bytes": 7}]
+ALIKE = [[list(one) for one in SIZES], FITS]
+NONE = [[[0, "staged", "no memory"]], []]
 
 
 class Layer:
-    """A layer on a GPU, as `join` sees it: its plan is fused unless there is a reason."""
+    """A layer on a GPU, as `join` sees it: both modes, unless there is a reason."""
 
-    def __init__(self, mode="auto", backend="hopper", why="", fits=True):
-        self._wanted, self.backend, self.why, self.fits = ("auto", mode), backend, why, fits
+    def __init__(self, mode="auto", backend="hopper", sizes=SIZES):
+        self._wanted, self.backend, self.sizes = ("auto", mode), backend, sizes
+        self.max_tokens_per_rank = 4096
 
-    def _plan_in(self, mode):
-        if isinstance(self.why, Exception):
-            raise self.why
-        return SimpleNamespace(
-            mode="staged" if self.why else "fused", why=self.why, num_passes=1,
-            call=SimpleNamespace(fits_e4m3=self.fits),
-        )  # fmt: skip
+    def _modes(self):
+        if isinstance(self.sizes, Exception):
+            raise self.sizes
+        return self.sizes
+
+    def _plan_in(self, mode, bound):
+        return SimpleNamespace(mode=mode, bound=bound)
 
 
 def world(*others):
     """This rank, then ranks that say `others` to any question."""
     meet = lambda step, make: [make(), *others]  # noqa: E731
-    return SimpleNamespace(
-        meeting=SimpleNamespace(meet=meet), placement=None, num_ranks=1 + len(others)
-    )
+    meeting = SimpleNamespace(meet=meet, rank=0)
+    return SimpleNamespace(meeting=meeting, placement=None, num_ranks=1 + len(others))
 
 
 @pytest.fixture
 def made(monkeypatch):
-    """Groups that were made."""
+    """Modes that memory was shared for, with the tokens of a rank."""
     found = []
-    monkeypatch.setattr(fused_group, "FusedGroup", lambda *args: found.append(args) or "group")
+
+    def make(mode):
+        def shared(layer, meeting, given):
+            found.append((mode, given))
+            return SimpleNamespace(num_tokens=given, bucket=lambda bound: bound, mode=mode)
+
+        return shared
+
+    monkeypatch.setattr(group_calls, "FusedGroup", make("fused"))
+    monkeypatch.setattr(group_calls, "ChainGroup", make("chain"))
+    for module, card in zip((group_calls.fused_group, group_calls.chain_group), FITS, strict=True):
+        monkeypatch.setattr(module, "describe", lambda plan, card=card: card)
     return found
 
 
-def test_auto_is_fused_where_every_rank_can_be(made):
-    assert fused_group.join(Layer(), world(["", FITS])) == ("group", "")
-    assert len(made) == 1
+def test_auto_has_both_modes_where_every_rank_can(made):
+    calls, why = group_calls.join(Layer(), world(ALIKE))
+    assert why == "" and made == [("fused", 120), ("chain", None)]
+    assert calls.mode == "auto" and "fused up to 120 tokens of a rank" in calls.why
+    assert [calls.pick(num).calls.mode for num in (0, 120, 121, None)] == [
+        "fused", "fused", "chain", "chain",
+    ]  # fmt: skip
+    assert calls.pick(1, is_quantized=True).calls.mode == "chain"
+
+
+def test_larger_calls_are_staged_where_the_chain_is_not_taken(made):
+    sizes = (SIZES[0], UpTo(4096, "staged", "switched off"))
+    calls, _ = group_calls.join(Layer(sizes=sizes), world([[list(s) for s in sizes], FITS[:1]]))
+    assert made == [("fused", 120)] and calls.pick(121).calls is None
+    assert "staged above: switched off" in calls.why
+    assert calls.pick(1, is_quantized=True).calls is None  # no fused launch takes them
 
 
 def test_one_rank_that_cannot_keeps_all_staged_and_it_is_logged_once(made, caplog):
     log_once.cache_clear()
     for _ in range(2):
-        assert fused_group.join(Layer(), world(["no memory", None])) == (None, "rank 1: no memory")
-    assert not made and caplog.messages == [
-        "calls over the group are staged, not fused: rank 1: no memory"
-    ]
+        assert group_calls.join(Layer(), world(NONE)) == (None, "rank 1: no memory")
+    assert not made and caplog.messages == ["calls over the group are staged: rank 1: no memory"]
     why = NotAvailable("another placement")
-    assert fused_group.join(Layer(why=why), world(["", FITS])) == (
-        None,
-        "rank 0: another placement",
-    )
+    assert group_calls.join(Layer(sizes=why), world(ALIKE)) == (None, "rank 0: another placement")
 
 
-def test_several_launches_a_call_and_ranks_that_differ_are_staged(made):
-    other = {"fits_e4m3": False, "launches": 1}
-    group, why = fused_group.join(Layer(), world(["", other]))
-    assert group is None and "fits_e4m3 differs" in why
-    group, why = fused_group.join(Layer(why="49 fused launches"), world(["", FITS]))
-    assert group is None and why == "rank 0: 49 fused launches" and not made
+def test_ranks_that_differ_are_staged(made):
+    other = [ALIKE[0], [{"fits_e4m3": False, "launches": 1}, FITS[1]]]
+    calls, why = group_calls.join(Layer(), world(other))
+    assert calls is None and "fits_e4m3 differs" in why
+    other = [[[64, "fused", ""], [4096, "chain", ""]], FITS]
+    calls, why = group_calls.join(Layer(), world(other))
+    assert calls is None and "modes differs" in why and not made
 
 
 def test_a_group_that_cannot_share_memory_is_staged_but_a_late_rank_is_named(made, monkeypatch):
     def fail(error):
-        def make(layer, meeting):
+        def make(*given):
             raise error
 
-        monkeypatch.setattr(fused_group, "FusedGroup", make)
+        monkeypatch.setattr(group_calls, "FusedGroup", make)
 
     fail(NotAvailable("all ranks on one host"))
-    assert fused_group.join(Layer(), world(["", FITS])) == (None, "all ranks on one host")
+    assert group_calls.join(Layer(), world(ALIKE)) == (None, "all ranks on one host")
     fail(MegaMoETimeout(0, "rank 1", 2, 1))
     with pytest.raises(MegaMoETimeout):
-        fused_group.join(Layer(), world(["", FITS]))
+        group_calls.join(Layer(), world(ALIKE))
 
 
 def test_what_is_asked_for_is_what_comes(made, monkeypatch):
-    assert fused_group.join(Layer("fused"), world()) == ("group", "")
-    assert fused_group.join(Layer("staged"), world()) == (None, "asked for")
-    why = "backend reference has no fused calls over a group"
-    assert fused_group.join(Layer(backend="reference"), world()) == (None, why)
+    for mode in ("fused", "chain", "split"):
+        calls, why = group_calls.join(Layer(mode), world())
+        assert why == "" and calls.mode == mode
+    assert made == [("fused", 4096), ("chain", None), ("chain", None)]
+    assert group_calls.join(Layer("staged"), world()) == (None, "asked for")
+    why = "backend reference has only staged calls over a group"
+    assert group_calls.join(Layer(backend="reference"), world()) == (None, why)
 
     def refuse(*args):
         raise ShapeError("wrong")
 
-    monkeypatch.setattr(fused_group, "FusedGroup", refuse)
+    monkeypatch.setattr(group_calls, "FusedGroup", refuse)
     with pytest.raises(ShapeError):
-        fused_group.join(Layer("fused"), world())
+        group_calls.join(Layer("fused"), world())

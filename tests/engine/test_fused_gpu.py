@@ -84,10 +84,11 @@ def weights_of(recipe, shape=SHAPES[0]):
 class Crowd:
     """Tokens of every kind, and what staged mode gives each."""
 
-    def __init__(self, recipe, shape=SHAPES[0]):
+    def __init__(self, recipe, shape=SHAPES[0], combine="bf16"):
         hidden, _, num = shape
         self.num, self.hidden = num, hidden
-        self.weights, self.options = weights_of(recipe, shape), HOW[recipe][0]
+        self.weights = weights_of(recipe, shape)
+        self.options = replace(HOW[recipe][0], combine=combine)
         rng = torch.Generator(CUDA).manual_seed(1)
         self.x = torch.randn(EACH * len(KINDS), hidden, generator=rng, device=CUDA).bfloat16()
         if recipe == WIDE:

@@ -10,6 +10,7 @@ from megamoe.distributed import symmetric
 from megamoe.distributed.rendezvous import RESTART
 from megamoe.engine import fused_group, parallel, symm_buffer
 from megamoe.engine.fused_group import FusedGroup
+from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.planning import Ranks
 from megamoe.errors import (
     CapacityError,
@@ -21,6 +22,7 @@ from megamoe.errors import (
     ShapeError,
 )
 from megamoe.layout.exchange import InboxSizes, exchange
+from megamoe.planner.buckets import UpTo
 from megamoe.planner.hopper import exchange_of
 from tests.engine.pretended import E, H, K, make, tokens, wanted
 
@@ -60,12 +62,21 @@ def join(gpu, peers, rank, most=MOST):
     meeting = SimpleNamespace(
         rank=rank, num_ranks=peers.num_ranks, meet=lambda step, make: [make()] * peers.num_ranks
     )
-    one._fused_group = FusedGroup(one, meeting)
+    one._fused_group = alone(FusedGroup(one, meeting, most))
     return one
 
 
+def alone(fused, mode="fused"):
+    """The calls of a layer whose only mode without a host between ranks is the fused one."""
+    sizes = (UpTo(fused.num_tokens, "fused", "asked for"),)
+    return GroupCalls(fused, None, fused.num_tokens, sizes, is_asked_for=mode == "fused")
+
+
 def call(one, x, idx, gates):
-    return one._fused_group(one, x, idx, gates, one.stats, lambda: one._check(x, idx, gates))
+    def check():
+        one._check_once(None, x, idx, gates, None)
+
+    return one._fused_group.fused(one, x, idx, gates, one.stats, check)
 
 
 @pytest.mark.parametrize("counts", [(6, 6), (3, 5), (0, 4), (1, 0), (0, 0)])
@@ -74,13 +85,16 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):  # on GPUs both do this at once
-        one._fused_group.buffer.put(*part)
+        one._fused_group.fused.buffer.put(*part)
     got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
     assert torch.equal(torch.cat(got), wanted(inputs, gpu))
     for rank, (one, launched) in enumerate(zip(layers, gpu.calls, strict=True)):
         world = launched["world"]
         assert (world.num, world.local, world.first, world.peers[rank]) == (2, 1, rank, 0)
-        assert launched["kept"].counters.data_ptr() == one._fused_group.buffer.counters.data_ptr()
+        assert (
+            launched["kept"].counters.data_ptr()
+            == one._fused_group.fused.buffer.counters.data_ptr()
+        )
         assert launched["timeout_s"] == 7 and launched["num_experts"] == E // 2
         assert launched["step"].grid == (66,)  # both ranks have half of the SMs
         assert launched["step"] == one.plan(3).mega  # what is planned is what runs
@@ -90,15 +104,15 @@ def test_every_rank_gets_its_tokens_and_counts_its_experts(gpu, peers, counts):
 @pytest.mark.parametrize("counts", [(100, 100), (70, 3), (0, 99)])
 def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     layers = [join(gpu, peers, rank, most=100) for rank in range(2)]
-    num = layers[0]._fused_group.num_passes
-    where = exchange_of(layers[0]._fused_group.plan.call)
-    assert num > 1 and layers[0]._fused_group.num_bytes == where.num_bytes
+    num = layers[0]._fused_group.fused.num_passes
+    where = exchange_of(layers[0]._fused_group.fused.plan.call)
+    assert num > 1 and layers[0]._fused_group.fused.num_bytes == where.num_bytes
     assert where["tokens"].shape == (num * -(-100 // num), H)
     assert where["inbox_slots"].shape == (2, -(-100 // num), K)  # of one launch
     inputs = tokens(sum(counts), masked_ratio=0.2)
     parts = list(zip(*(t.split(counts) for t in inputs), strict=True))
     for one, part in zip(layers, parts, strict=True):
-        one._fused_group.buffer.put(*part)
+        one._fused_group.fused.buffer.put(*part)
     got = [call(one, *part) for one, part in zip(layers, parts, strict=True)]
     assert torch.equal(torch.cat(got), wanted(inputs, gpu)) and len(gpu.calls) == 2 * num
     each = [launched["tokens"].num_valid[0].item() for launched in gpu.calls[:num]]
@@ -119,7 +133,7 @@ def test_who_refuses_its_input_takes_part_without_tokens(gpu, peers):
         launched = len(gpu.calls)
         with pytest.raises(kind, match=text):
             call(one, *bad)
-        assert len(gpu.calls) == launched + 1 and int(one._fused_group.buffer.num_valid) == 0
+        assert len(gpu.calls) == launched + 1 and int(one._fused_group.fused.buffer.num_valid) == 0
     assert call(one, x, idx, gates).shape == x.shape
 
 
@@ -141,7 +155,7 @@ def test_a_bad_expert_is_raised_by_the_next_call_which_takes_part_without_tokens
     call(one, x, idx, gates)
     with pytest.raises(RangeError, match="token 2, slot 1"):
         call(one, *tokens(4))
-    assert len(gpu.calls) == 2 and int(one._fused_group.buffer.num_valid) == 0
+    assert len(gpu.calls) == 2 and int(one._fused_group.fused.buffer.num_valid) == 0
     call(one, *tokens(4))
     counts = torch.zeros(E, dtype=torch.int64)
     parallel.add_counts(counts, idx)  # names no expert: counted nowhere
@@ -200,7 +214,7 @@ def test_every_call_takes_its_place_in_the_order_before_the_buffer_is_written_to
         symm_buffer.SymmBuffer, "put", lambda buffer, *inputs: ordered.append("written")
     )
     call(one, *tokens(4))
-    one._fused_group.warm(one)
+    one._fused_group.fused.warm(one)
     device = one.weights.device
     assert ordered == [device, "written", device]
 
@@ -209,6 +223,7 @@ def test_every_call_takes_its_place_in_the_order_before_the_buffer_is_written_to
 def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
     one = join(gpu, peers, 0)
     one._wanted = (one._wanted[0], mode)
+    one._fused_group = alone(one._fused_group.fused, mode)
     x, idx, gates = tokens(4)
     staged = []
 
@@ -234,7 +249,7 @@ def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
     one = make(gpu, max_tokens_per_rank=MOST)
     one._ranks = Ranks(2, 2 * E, max_tokens=MOST)
     with pytest.raises(RankError, match="CTAs of a launch differs"):
-        FusedGroup(one, meeting)
+        FusedGroup(one, meeting, MOST)
 
 
 def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):

@@ -10,9 +10,10 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import graphs, layer, replay_queue
-from megamoe.engine.graphs import MAX_TOKENS, bucket_of
+from megamoe.engine.graphs import MAX_TOKENS
 from megamoe.engine.replay_queue import HALF, SLOTS
 from megamoe.errors import CapacityError, NotAvailable, RangeError
+from megamoe.planner.buckets import bucket_of
 from megamoe.routing.permute import expert_counts
 
 pytest.importorskip("triton")
@@ -34,7 +35,7 @@ def captures(cuda):
 
 
 def test_buckets_are_powers_of_two_then_multiples_of_256():
-    buckets = [bucket_of(num) for num in range(1, MAX_TOKENS + 1)]
+    buckets = [bucket_of(num, MAX_TOKENS) for num in range(1, MAX_TOKENS + 1)]
     assert sorted(set(buckets)) == [1, 2, 4, 8, 16, 32, 64, 128, *range(256, 2049, 256)]
     assert all(num <= bucket < 2 * num for num, bucket in enumerate(buckets, 1))
     assert bucket_of(5, max_tokens=6) == 6 and bucket_of(600, max_tokens=600) == 600
@@ -337,11 +338,11 @@ def test_without_a_gpu_and_over_a_group():
     one = mm.MoE(weights(), E, K, cuda_graphs=True)
     assert one._graphs is None and "CUDA graphs" in repr(one)
     assert torch.equal(one(*tokens()), wanted(tokens(), one))
-    with pytest.raises(NotAvailable, match="keeps no graphs of its own"):
+    with pytest.raises(NotAvailable, match="staged calls over a group wait for the GPU"):
         layer.MoE._build(
             types.SimpleNamespace(
                 top_k=K, num_experts=E, max_tokens_per_rank=None, _has_group=True,
-                _wants_graphs=True,
+                _wants_graphs=True, _wanted=("auto", "staged"),
             ),
             weights(), None, None, 1,
         )  # fmt: skip

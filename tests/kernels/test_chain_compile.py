@@ -1,6 +1,7 @@
 """The chain's launches compile for sm_90a; what crosses between ranks is 16 bytes wide."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from megamoe.engine.planning import Ranks, Traits, plan_for
 from megamoe.engine.status import DeviceStatus
 from megamoe.kernels.gluon import exchange, permute, pull
 from megamoe.kernels.hopper import launch
+from megamoe.kernels.hopper.gemm import fp8_rows
 from megamoe.kernels.hopper.weights import pack
 from megamoe.kernels.portable import combine, sort
 from megamoe.planner import chain as planned
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 H, K, LOCAL, R = 4096, 6, 32, 8
 HOST = ((exchange, "_quantize_kernel"), (exchange, "exchange_kernel"), (exchange, "finish_kernel"),
         (pull, "_rows_kernel"), (pull, "pull_kernel"), (launch, "gemm_kernel"),
-        (launch, "gemm_swap_ab_kernel"))  # fmt: skip
+        (launch, "gemm_swap_ab_kernel"), (fp8_rows, "scales_kernel"))  # fmt: skip
 OTHERS = ((permute, "_count_kernel"), (permute, "_place_kernel"), (sort, "_scan_kernel"),
           (combine, "_combine_kernel"))  # fmt: skip
 
@@ -54,7 +56,12 @@ def compiled(monkeypatch, recipe, num, wanted, links=None, **given):
     monkeypatch.setattr(pack, "facts_of", lambda w: facts)
     monkeypatch.setattr(packed, "facts_of", lambda w: facts)
     monkeypatch.setattr(images, "_facts", lambda w: facts)
-    w, options = experts(recipe), Options()
+    w = experts(recipe)
+    if given.pop("has_bias", False):
+        b13 = torch.empty(LOCAL, 2, w.intermediate, device=META)
+        b2 = torch.empty(LOCAL, w.hidden, device=META)
+        w = replace(w, b13=b13, b2=b2)
+    options = Options(combine=given.pop("combine", "bf16"))
     plan = plan_for(
         w, options, Traits(), num_tokens=num, top_k=K,
         overrides=checked({"backend": "hopper", "mode": "chain", **given}),
@@ -88,7 +95,8 @@ def test_the_exchange_pushes_sixteen_bytes_at_a_time_behind_one_fence(monkeypatc
         assert ptx.count("st.release.sys") == 1
         assert ptx.count("fence.acq_rel.sys") + ptx.count("fence.sc.sys") == 0
         assert "atom.global.sys" not in ptx and "red.global.sys" not in ptx
-    assert set(accesses(found["exchange_kernel"][0], "st")) == {16}
+    pushed = accesses(found["exchange_kernel"][0], "st")
+    assert set(pushed) == {4, 16} and pushed.count(4) == 1  # the call's bound, beside its number
 
 
 @pytest.mark.parametrize(
@@ -111,6 +119,10 @@ GEMMS = {
     "decoded-per-wave": ("w4a8_block", 2048, {}),
     "dynamic": ("w8a8", 512, {}),
     "static": ("w8a8", 512, {"schedule": "static"}),
+    "swap_ab-fp8-rows": ("w4a8_block", 64, {"combine": "fp8"}),
+    "decoded-per-tile-fp8-rows": ("w4a8_block", 512, {"combine": "fp8"}),
+    "decoded-per-wave-fp8-rows": ("w4a8_block", 2048, {"combine": "fp8"}),
+    "dynamic-fp8-rows": ("w8a8", 512, {"combine": "fp8", "has_bias": True}),
 }
 
 
@@ -123,7 +135,15 @@ def test_gemms_that_follow_tiles_compile_without_spills_and_write_rows_home_wide
         used = resources(made)
         assert used["stack"] == 0 and used["shared"] <= SHARED_LIMIT
     narrow = [size for size in accesses(l2, "st") if size < 16]
-    assert len(narrow) <= 2 * (case == "dynamic")  # the counter of items, which is this rank's
+    if "fp8-rows" in case:  # scales, which stay here until `scales_kernel` sends them
+        assert narrow.count(1) >= 2
+        narrow = [size for size in narrow if size > 1]
+    assert len(narrow) <= 2 * ("dynamic" in case)  # the counter of items, which is this rank's
+
+
+def test_scales_of_fp8_rows_go_home_sixteen_bytes_at_a_time(monkeypatch):
+    (made,) = compiled(monkeypatch, "w8a8", 512, ("scales_kernel",), combine="fp8")["scales_kernel"]
+    assert set(accesses(made, "st")) == {16} and resources(made)["stack"] == 0
 
 
 @pytest.mark.parametrize("case", GEMMS)

@@ -13,11 +13,12 @@ import megamoe as mm
 from megamoe.engine import backends, fused, planning, symm_buffer
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE, DeviceStatus
-from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.gluon.mega import quantise, sync
+from megamoe.errors import MegaMoETimeout, RankError
+from megamoe.kernels.gluon.mega import inbox, quantise, sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.launches import Gemm
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import Options
@@ -117,6 +118,13 @@ def test_every_tile_takes_experts_with_no_one_almost_a_tile_and_more_rows(recipe
     inputs = loads(0, 1, tile.block_m + 1, tile.block_m // 2)
     w = weights_of(recipe)
     assert_agrees(stage(inputs, w, tile), inputs, w)
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+def test_no_expert_has_a_row_though_a_quotient_is_then_anything(schedule):
+    w, (x, idx, gates) = weights_of("w8a8"), tokens(6)
+    y = stage((x, torch.full_like(idx, -1), gates), w, Gemm(3, schedule=schedule))
+    assert not y.any()
 
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8"])
@@ -269,6 +277,7 @@ class Processes:
         kernels["mega_kernel"].hold = self.memory
         per_rank = w.num_experts // num_ranks
         self.weights = [w[r * per_rank : (r + 1) * per_rank] for r in range(num_ranks)]
+        self.bounds = [most] * num_ranks  # that each rank plans a call for
 
     def launch(self, rank, part, number=0):
         w, buffer, status = self.weights[rank], self.buffers[rank], self.status[rank]
@@ -277,7 +286,7 @@ class Processes:
         world = mega_launch.World(self.num, 1, rank, peers, buffer.signals, buffer.inbox)
         stats = torch.zeros(w.num_experts, dtype=torch.int64)
         y = fused.over(
-            buffer, self.most, w, Options(), world, stats, step=self.step, status=status,
+            buffer, self.bounds[rank], w, Options(), world, stats, step=self.step, status=status,
             timeout_s=self.timeout_s, number=number,
         )  # fmt: skip
         left = len(part[0]) - number * self.most
@@ -313,6 +322,26 @@ def test_a_call_in_two_launches_has_the_bits_of_one_and_names_a_bad_slot(kernels
     assert ranks.status[0].bad_slot.item() == 3 * K + 1 and ranks.status[1].bad_slot.item() == NONE
 
 
+def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(kernels):
+    w = weights_of("w4a8_block")
+    ranks = Processes(kernels, w, 2, 5)
+    for bound, counts in ((2, (2, 1)), (5, (0, 5)), (3, (3, 2))):
+        ranks.bounds = [bound] * 2
+        inputs = tokens(sum(counts), seed=bound, masked_ratio=0.2)
+        got = ranks.call(list(zip(*(t.split(counts) for t in inputs), strict=True)))
+        for status in ranks.status:
+            status.check(K)
+        assert torch.equal(torch.cat([y for y, _ in got]), fuse(inputs, w)[0])
+    ranks = Processes(kernels, w, 2, 5, timeout_s=3600.0)
+    ranks.bounds = [2, 5]
+    ranks.call(list(zip(*(t.split((2, 2)) for t in tokens(4)), strict=True)))
+    assert not any(buffer.rows.any() for buffer in ranks.buffers)
+    for rank, own in enumerate(ranks.bounds):
+        text = f"same max_tokens.*got {own} on rank {rank}, {ranks.bounds[1 - rank]} on rank"
+        with pytest.raises(RankError, match=text):
+            ranks.status[rank].check(K)
+
+
 def test_a_launch_whose_peer_does_not_come_reports_it_and_signals_no_rank_that_it_is_done(kernels):
     w, inputs = weights_of("w4a8_block"), tokens(3)
     ranks = Processes(kernels, w, 2, 5, timeout_s=LATER)
@@ -329,6 +358,7 @@ def test_a_peer_that_gave_up_is_named_at_once_and_a_later_number_is_no_fault(ker
         ranks = Processes(kernels, w, 2, 5, timeout_s=30.0)  # nobody waits so long
         signals = ranks.buffers[1].signals
         signals[sync.BEGUN.value], signals[sync.ENDED.value] = begun, ended
+        ranks.buffers[1].inbox_counts[0, -4 + inbox.LIMIT_WORD.value] = 5
         ranks.launch(1, inputs)
         if is_late:
             with pytest.raises(MegaMoETimeout, match="rank 0, which gave the call up"):

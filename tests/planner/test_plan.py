@@ -13,6 +13,8 @@ import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import MACHINES
+from megamoe.planner import chain
+from megamoe.planner.buckets import group_modes
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.floor import overlap_limit
 from megamoe.planner.launches import Gemm, Mega
@@ -117,8 +119,7 @@ def names(found):
         (replace(ONE, num_tokens=8192, recipe="w8a8"), "staged",
          ["count", "scan", "place", "permute", "l1", "l2", "combine"]),
         (replace(FLASH, num_tokens=120), "fused", ["mega"]),  # 22.5 rows an expert
-        (replace(FLASH, num_tokens=121), "staged",
-         ["quantize", "permute", "l1", "l2", "combine"]),
+        (replace(FLASH, num_tokens=121), "chain", CHAIN),
         (replace(PRO, num_ranks=16, num_tokens=8), "staged",
          ["quantize", "permute", "l1", "l2", "combine"]),
     ],
@@ -160,25 +161,44 @@ def test_fused_runs_or_is_refused_and_auto_says_why(call, error, says):
     with pytest.raises(error, match=says):
         plan(call, "h200", mode="fused")
     auto = plan(call, "h200")
-    assert auto.mode == "staged" and says.split(";")[0] in auto.why
-    if "shared" in says or "contiguous" in says:
-        assert "mode='chain' takes it, but is opt-in: it has not run on several GPUs" in auto.why
+    is_taken = call.is_group and chain.why_not(call) is None
+    assert auto.mode == ("chain" if is_taken else "staged") and says.split(";")[0] in auto.why
+    if is_taken:
+        assert "as 8 ranks of one H200" in auto.why
+        assert "no mode has run on several GPUs" in auto.why
 
 
-def test_auto_takes_the_chain_once_it_has_run_on_gpus(monkeypatch):
-    """One word of the tables: until then what never ran is never taken without being asked for."""
+def test_auto_takes_the_chain_where_a_fused_launch_cannot(monkeypatch):
+    """One word of the tables takes it back."""
     calls = (
         CallSpec(replace(FLASH, num_tokens=121), max_tokens=121),
         CallSpec(replace(FLASH, recipe="bf16"), max_tokens=FLASH.num_tokens),
         CallSpec(replace(FLASH, num_tokens=8), shared=SHARED, max_tokens=8),
         CallSpec(replace(FLASH, num_tokens=8), is_placed=True, max_tokens=8),
     )
-    assert [plan(call, "h200").mode for call in calls] == ["staged"] * 4
-    monkeypatch.setattr(hopper_tables, "AUTO_TAKES_CHAIN", True)
-    plan_call.cache_clear()
     taken = [plan(call, "h200") for call in calls]
-    plan_call.cache_clear()
     assert [one.mode for one in taken] == ["chain"] * 4 and names(taken[0]) == CHAIN
+    monkeypatch.setattr(hopper_tables, "AUTO_TAKES_CHAIN", False)
+    plan_call.cache_clear()
+    back = [plan(call, "h200") for call in calls]
+    plan_call.cache_clear()
+    assert [one.mode for one in back] == ["staged"] * 4 and "is opt-in" in back[0].why
+
+
+def test_one_layer_shares_memory_for_both_modes_and_its_calls_follow_their_bound():
+    flash = replace(FLASH, recipe="w4a8_block", num_tokens=0)
+    modes = group_modes(CallSpec(flash, max_tokens=4096), {})
+    assert [one[:2] for one in modes] == [(120, "fused"), (4096, "chain")]
+    few = CallSpec(replace(flash, num_tokens=8), max_tokens=8, shared_tokens=4096)
+    many = CallSpec(replace(flash, num_tokens=8), max_tokens=4096)
+    found = [plan(call, "h200") for call in (few, many)]
+    assert [one.mode for one in found] == ["fused", "chain"]
+    shared = [{b.about: b.num_bytes for b in one.buffers if b.kind == "symmetric"} for one in found]
+    assert shared[0] == shared[1] and [about.split(":")[0] for about in shared[0]] == [
+        "fused", "chain",
+    ]  # fmt: skip
+    assert group_modes(CallSpec(flash, max_tokens=64), {})[0][:2] == (64, "fused")
+    assert group_modes(CallSpec(flash), {})[0].mode == "staged"
 
 
 def test_shared_experts_join_the_launches_or_have_their_own():
@@ -195,7 +215,7 @@ def test_a_layer_over_a_group_is_planned_for_its_largest_call():
     big = CallSpec(replace(FLASH, num_tokens=8), max_tokens=512)
     found = plan(big, "h200", mode="fused")
     assert found.num_passes == 5 and names(found) == ["mega"] * 5
-    assert plan(big, "h200").mode == "staged"
+    assert plan(big, "h200").mode == "chain"
     assert "5 fused launches" in plan(big, "h200").why
 
 
@@ -203,7 +223,7 @@ def test_the_limit_of_a_launch_over_ranks_is_rows_an_expert():
     flash = replace(FLASH, recipe="w4a8_block", num_tokens=8)
     most = int(22.5 * flash.num_experts / (flash.num_ranks * flash.top_k))
     assert most == 120  # 5760 slots of all ranks
-    for tokens, mode in ((most, "fused"), (most + 1, "staged")):
+    for tokens, mode in ((most, "fused"), (most + 1, "chain")):
         assert plan(CallSpec(flash, max_tokens=tokens), "h200").mode == mode
 
 

@@ -9,7 +9,7 @@ from megamoe.kernels.gluon.mega import sync
 from tests.emulator import policies
 from tests.emulator.exploring import attempt
 from tests.kernels.support import INTERPRETED
-from tests.proof import targets
+from tests.proof import campaign, targets
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
@@ -87,3 +87,16 @@ def test_a_rank_whose_peer_makes_no_call_reports_it(seed):
     case = targets.apart_case(calls=((2, 1),), ctas=2, absent=0)
     with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to begin the call"):
         case.run(policies.policy_of(seed))
+
+
+def test_a_chain_waits_for_its_tiles_as_long_as_the_layer_says():
+    """The calls here have timeout_s = 30."""
+    _, l1, l2 = campaign.case("chain").launches
+    assert all(given["bound_us"] == 30_000_000 for _, _, given in (l1, l2))
+
+
+@pytest.mark.parametrize("name", ["chain-late", "fused-late"])
+def test_some_that_wait_in_vain_tell_and_some_need_not(name):
+    """What holds `a wrong result, and nobody says so` would hold nothing if all of them told."""
+    case = campaign.case(name)
+    assert len({bool(case.run(policies.policy_of(s)) and case.num_told) for s in range(12)}) == 2

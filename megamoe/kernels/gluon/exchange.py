@@ -35,18 +35,23 @@ from megamoe.kernels.gluon.pipeline import (
     wait_until,
 )
 from megamoe.kernels.portable.acts import quantise_blocks
-from megamoe.layout.pushed import LIST_ALIGN, TokenWords
+from megamoe.layout.pushed import LIST_ALIGN, MAX_SOURCES, TokenWords
 from megamoe.planner.launches import Launch
 
 # Words of `state`.
 CALL = gl.constexpr(0)  # number of the last call that this rank has planned
 STOP = gl.constexpr(1)  # 1 + the rank that gave up; 0: none. Peers write it, at any time
+SAW_UNLIKE = gl.constexpr(64)  # is added there by a rank that saw calls with different bounds
 MISSED = gl.constexpr(2)  # 1: this rank did not see every peer's lists; its own, for `pull`
+# Words of `begun`: by rank, the call that it pushed, and the tokens that it planned it for.
+LIMIT = gl.constexpr(MAX_SOURCES // 2)
 
 # What a report names, after those of fused launches.
 WAIT_BEGUN = gl.constexpr(16)
 WAIT_HOME = gl.constexpr(17)
 WAIT_STOPPED = gl.constexpr(18)
+UNLIKE = gl.constexpr(19)  # no wait: a rank planned its call for another bound
+UNLIKE_STOPPED = gl.constexpr(20)  # and stopped the others
 
 ALIGN = gl.constexpr(LIST_ALIGN)
 EXCHANGE_WARPS = 8
@@ -194,23 +199,43 @@ def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
     seen = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
     stopped_by = gl.load(stop, volatile=True)
     # A peer that gave up is what this rank waits for in vain.
-    what = gl.where(stopped_by > 0, WAIT_STOPPED, WHAT)
-    where = gl.where(stopped_by > 0, stopped_by - 1, peer)
-    gl.inline_asm_elementwise(
-        REPORT, "=r,l,r,r,r,r,r,r",
-        [p.report.to(gl.int64), gl.minimum(seen, call), call, p.rank, gl.program_id(0), what,
-         where],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    _signal_given_up(p, seen, call)
+    why = gl.where(stopped_by > SAW_UNLIKE, UNLIKE_STOPPED, WAIT_STOPPED)
+    what = gl.where(stopped_by > 0, why, WHAT)
+    where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_UNLIKE, peer)
+    _report(p, gl.minimum(seen, call), call, what, where)
+    _signal_given_up(p, seen, call, p.rank + 1)
     return seen
 
 
 @gluon.jit
-def _signal_given_up(p, seen, want):
-    """Unless `seen` >= `want`: signal all ranks that this one gave up."""
+def _report(p, seen, want, what, where):
+    """The layer's report, unless `seen` is `want`."""
+    gl.inline_asm_elementwise(
+        REPORT, "=r,l,r,r,r,r,r,r",
+        [p.report.to(gl.int64), seen, want, p.rank, gl.program_id(0), what, where],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _expect_limit(p, limits, limit, peer, has_pushed):
+    """Report a peer that planned this call for another bound, and signal it; -> 1: it did not.
+
+    Lists, rows and tiles are as large as the bound asks for: with more they would be cut.
+    """
+    theirs = gl.load(limits + peer, volatile=True)
+    theirs = gl.where(has_pushed, theirs, limit)
+    _report(p, theirs, limit, gl.to_tensor(UNLIKE), peer)
+    is_same = (theirs == limit).to(gl.int32)
+    _signal_given_up(p, is_same, gl.to_tensor(1), p.rank + 1 + SAW_UNLIKE)
+    return is_same
+
+
+@gluon.jit
+def _signal_given_up(p, seen, want, value):
+    """Unless `seen` >= `want`: signal all ranks, with `value`, that this one gave up."""
     for other in range(p.RANKS):
-        _store_if_missed(at_peer(p.peers, p.state + STOP, other), seen, want, p.rank + 1)
+        _store_if_missed(at_peer(p.peers, p.state + STOP, other), seen, want, value)
 
 
 @gluon.jit
@@ -232,16 +257,17 @@ def _copy(source, into, begin, num_eights):
         gl.store(into + start + at, gl.load(source + begin + start + at, mask=mask), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["rank", "bound_ns"])
+@gluon.jit(do_not_specialize=["rank", "bound_ns", "limit"])
 def exchange_kernel(
     counts, slots, slot_weights, counts_in, list_in, weight_in, begun, state, peers, report, rank,
-    bound_ns, local_experts, pitch, capacity,
+    bound_ns, local_experts, pitch, capacity, limit,
     RANKS: gl.constexpr, EXPERTS: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
     """CTA: one peer's share of the sorted slots into its memory, a signal, and the peer's signal.
 
     counts        int32 [experts of all ranks]: this rank's slots of each
     slots         int32: its slots by expert; each expert's begin at a multiple of ALIGN
+    limit         tokens of a rank that this call is planned for, on all ranks alike
     EXPERTS       experts of all ranks to a power of two; LOCAL: those of one to one of at least 16
     """
     wait_for_launch()
@@ -263,9 +289,11 @@ def exchange_kernel(
         gl.store(to, own, mask=local < pitch)
         _copy(slots, at_peer(peers, list_in, peer) + rank * capacity, begin, num_eights)
         _copy(slot_weights, at_peer(peers, weight_in, peer) + rank * capacity, begin, num_eights)
+        gl.store(at_peer(peers, begun, peer) + LIMIT + rank, limit)
         _signal(at_peer(peers, begun, peer) + rank, call)
     seen = _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
-    _store_if_missed(state + MISSED, seen, call, gl.to_tensor(1))
+    is_same = _expect_limit(p, begun + LIMIT, limit, peer, seen >= call)
+    _store_if_missed(state + MISSED, gl.where(is_same == 1, seen, call - 1), call, gl.to_tensor(1))
     allow_next_launch()
 
 
@@ -303,7 +331,7 @@ def finish_kernel(
     peer = (rank + gl.program_id(0)) % RANKS
     call = gl.load(state + CALL)
     found = gl.load(error)
-    _signal_given_up(p, found, gl.to_tensor(0))
+    _signal_given_up(p, found, gl.to_tensor(0), rank + 1)
     if (found >= 0) & (gl.load(state + STOP, volatile=True) == 0):
         _signal(at_peer(peers, done, peer) + rank, call)
     _await_peer(p, done + peer, call, peer, WAIT_HOME)

@@ -46,9 +46,8 @@ from megamoe.kernels.gluon.tile_scheduler import (
     schedule_wave,
 )
 
-DEST_UNIT = 16  # BF16 values: L2 writes rows home 16 bytes at a time
+DEST_UNIT = 16  # values of a row, so many bytes at least: what L2 writes home begins there
 ORIGIN_UNIT = 16  # words: a record begins at a multiple of 64 bytes
-_DEST = tl.constexpr(DEST_UNIT)
 _UNIT = tl.constexpr(ORIGIN_UNIT)
 _ORIGIN_BYTES = tl.constexpr(4 * ORIGIN_UNIT)
 _CALL = tl.constexpr(0)  # words of `state`, as in `exchange`
@@ -80,12 +79,12 @@ def _no_items(items, wave, num_ctas, CTAS: tl.constexpr):
 )  # fmt: skip
 def _rows_kernel(
     counts_in, list_in, weight_in, state, peers, stats, dest, origin, weight, arrived, l1_done,
-    tiles, num_tiles, num_experts, num_dest, hidden, record_bytes, pitch, capacity, chunks,
+    tiles, num_tiles, num_experts, num_dest, row_bytes, record_bytes, pitch, capacity, chunks,
     first_row, pool_rows, l1_items, l2_items, l1_n_tiles, l1_slabs, l2_n_tiles, l2_slabs,
     l1_waves, l1_ctas, l2_ctas, span,
     RANKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
     BLOCK: tl.constexpr, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, IS_FIRST: tl.constexpr,
-    HAS_STATS: tl.constexpr,
+    HAS_STATS: tl.constexpr, DEST_BYTES: tl.constexpr,
 ):  # fmt: skip
     """A program each: chunks of every source's list; the tile list; waves of work items.
 
@@ -146,9 +145,9 @@ def _rows_kernel(
         entry = tl.load(list_in + mine * capacity + at, mask=used, other=0)
         share = tl.load(weight_in + mine * capacity + at, mask=used, other=0.0)
         away = tl.load(peers + mine)
-        home = (away >> 1) + entry.to(tl.int64) * hidden
+        home = away + entry.to(tl.int64) * row_bytes
         token = (entry // num_dest).to(tl.int64)
-        tl.store(dest + row, home // _DEST, mask=used)
+        tl.store(dest + row, home // DEST_BYTES, mask=used)
         tl.store(origin + row, (away + token * record_bytes) // _ORIGIN_BYTES, mask=used)
         tl.store(weight + row, share, mask=used)
         begins = used & (row % ROW_ALIGN == 0)

@@ -172,6 +172,9 @@ def schedule_wave(
 
     Half tiles take CTA after CTA from where those of the wave before ended, whole ones fill the
     other CTAs downwards.
+
+    Where no expert has a row, `width` is zero, and what is divided by it is anything: words of
+    items that have no tile. Readers look at their expert, -1, first.
     """
     is_l2 = wave >= l1_waves
     num_n_tiles = tl.where(is_l2, l2[0], l1[0])

@@ -51,6 +51,8 @@ class Chain(NamedTuple):
     dest_unit: int = 0  # L2: values of a unit of `dest`; 0: a row
     after: Packed | None = None  # L2: weights of the L1 that was launched before it
     begun: Tensor | None = None  # int64 [1]: when it began
+    row_scale: Tensor | None = None  # L2 of FP8 rows: uint8 [blocks of 128, rows of the pool]
+    bound_s: float = 0.0  # of a wait for a tile
 
 
 NO_CHAIN = Chain()
@@ -136,9 +138,9 @@ def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, optio
     _run(
         x, w, step, how, bias, acts_factor, items, error,
         0 if chain.after is None else -(-chain.after.num_rows // _block_n(step)), out=out,
-        out_scale=out, num_outputs=w.num_outputs, out_width=chain.dest_unit or w.num_outputs,
-        clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
-        launch_pdl=use_pdl, chain=chain,
+        out_scale=or_unused(chain.row_scale, out), num_outputs=w.num_outputs,
+        out_width=chain.dest_unit or w.num_outputs, clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu",
+        WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl, chain=chain,
     )  # fmt: skip
 
 
@@ -152,6 +154,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
          l1_n_tiles: int = 0, *, chain: Chain, **rest: Any) -> None:  # fmt: skip
     """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
     unused = x.num_tiles
+    assert chain.follows is None or chain.bound_s > 0, "a wait without a bound"
     factor_rows, factor_cols = factor_shape(w)
     rest |= {
         "factor": or_unused(w.factor, unused), "bias": or_unused(bias, unused),
@@ -159,6 +162,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
         "pool_rows": x.data.shape[0], "factor_rows": factor_rows, "factor_cols": factor_cols,
         "num_bias": w.num_outputs, "GATED": w.is_gated, "HAS_BIAS": bias is not None,
         "follows": chain.follows, "publishes": chain.publishes, "begun": chain.begun,
+        "bound_us": None if chain.follows is None else round(chain.bound_s * 1e6),
     }  # fmt: skip
     if isinstance(step.config, Gemm):
         rest |= {

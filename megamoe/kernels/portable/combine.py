@@ -14,9 +14,12 @@ from megamoe.planner.launches import Launch
 def _combine_kernel(
     rows, row_scale, idx, weights, y, num_tokens, hidden,
     TOP_K: tl.constexpr, EXTRA: tl.constexpr, WEIGHTED: tl.constexpr, IS_FP8: tl.constexpr,
-    COLS: tl.constexpr, IS_DEEP: tl.constexpr,
+    COLS: tl.constexpr, IS_DEEP: tl.constexpr, PITCH: tl.constexpr = 0,
 ):  # fmt: skip
-    """EXTRA slots follow the routed ones in `rows`: shared experts, always there, weight 1."""
+    """EXTRA slots follow the routed ones in `rows`: shared experts, always there, weight 1.
+
+    PITCH  bytes from a row to the next where FP8 rows and their scales lie together; 0: apart
+    """
     after_previous()
     token = row_tile(IS_DEEP).to(tl.int64)
     if IS_DEEP:
@@ -31,10 +34,10 @@ def _combine_kernel(
         at = token * (TOP_K + EXTRA) + slot
         mask = inside & is_used
         if IS_FP8:
-            code = tl.load(rows + at * hidden + col, mask=mask, other=0)
-            block = tl.load(
-                row_scale + at * tl.cdiv(hidden, 128) + col // 128, mask=mask, other=127
-            )
+            width = PITCH if PITCH else hidden
+            blocks = PITCH if PITCH else tl.cdiv(hidden, 128)
+            code = tl.load(rows + at * width + col, mask=mask, other=0)
+            block = tl.load(row_scale + at * blocks + col // 128, mask=mask, other=127)
             row = combine_value(code, block)
         else:
             row = tl.load(rows + at * hidden + col, mask=mask, other=0.0).to(tl.float32)
@@ -55,7 +58,7 @@ def combine(
     weighted: bool,
     pdl: bool = False,
 ) -> None:
-    """rows [T, k + extra, H] -> y [T, H]; FP8 bytes where `row_scale` is given."""
+    """rows [T, k + extra, H] -> y [T, H]; FP8 bytes where `row_scale` is given, maybe beside it."""
     num_tokens, slots, hidden = rows.shape
     top_k = idx.shape[1]
     if num_tokens == 0:
@@ -65,5 +68,6 @@ def combine(
         rows=rows, row_scale=row_scale if row_scale is not None else rows, idx=idx,
         weights=weights, y=y, num_tokens=num_tokens, hidden=hidden, TOP_K=top_k,
         EXTRA=slots - top_k, WEIGHTED=weighted, IS_FP8=row_scale is not None,
+        PITCH=0 if rows.is_contiguous() else rows.stride(1),
         enable_fp_fusion=False, **step.config.constants(), **overlap(pdl),
     )  # fmt: skip

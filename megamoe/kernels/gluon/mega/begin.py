@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.gluon.mega.inbox import SOURCES, num_inbox_tokens
+from megamoe.kernels.gluon.mega.inbox import SOURCES, limits_agree, num_inbox_tokens
 from megamoe.kernels.gluon.mega.push import push_tokens
 from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, CtaState
 from megamoe.kernels.gluon.mega.sync import own, wait_for_ranks
@@ -47,8 +47,9 @@ def begin_cta(
     if args.RANKS > 1:
         push_tokens(args, rank, cta_idx, num_ctas)
         num_tokens = 0 * args.num_slots
-        if wait_for_ranks(args, rank, num_ctas):
-            num_tokens = num_inbox_tokens(args, rank)
+        if wait_for_ranks(args, rank, num_ctas):  # noqa: SIM102  Gluon evaluates both of an `and`
+            if limits_agree(args, rank):
+                num_tokens = num_inbox_tokens(args, rank)
     return CtaState(
         args=args, rank=rank, local_rank=local_rank, cta_idx=cta_idx, num_ctas=num_ctas,
         num_tokens=num_tokens, tile_list=tile_list, counters=own(args, args.counters, rank),

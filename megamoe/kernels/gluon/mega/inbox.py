@@ -10,13 +10,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.gluon.mega.state import FLAT, PAIRS, PART_COLS
-from megamoe.kernels.gluon.mega.sync import own
+from megamoe.kernels.gluon.mega.sync import UNLIKE, expect_equal, own
 from megamoe.planner.tables.hopper import MAX_RANKS
 
 SOURCES = gl.constexpr(MAX_RANKS)
 # Words after a source's counts.
 NUM_TOKENS_WORD = gl.constexpr(0)
 G_WORD = gl.constexpr(1)  # NVFP4: the global scale of its tokens
+LIMIT_WORD = gl.constexpr(2)  # tokens of a rank that its launch is planned for
 # [sources, experts]: a thread has all sources of an expert, so that sums over sources stay in it.
 BY_SOURCE = gl.constexpr(gl.BlockedLayout([SOURCES.value, 1], [1, 32], [1, 4], [1, 0]))
 
@@ -60,6 +61,21 @@ def _tokens_by_source(args, rank):
 def num_inbox_tokens(args, rank):
     """Tokens of all ranks in this call."""
     return gl.sum(_tokens_by_source(args, rank), 0)
+
+
+@gluon.jit
+def limits_agree(args, rank):
+    """Whether all ranks have planned this launch for as many tokens; a report of who has not.
+
+    Places in an inbox follow from that number: with another one its rows are nobody's.
+    """
+    source = gl.arange(0, SOURCES, FLAT)
+    at = own(args, args.inbox_counts, rank) + source * count_stride(args.EXPERTS)
+    want = args.tokens_per_rank + 0 * source
+    limit = gl.load(at + (args.EXPERTS + LIMIT_WORD), mask=source < args.RANKS, other=0)
+    limit = gl.where(source < args.RANKS, limit, want)
+    expect_equal(args, rank, limit, want, UNLIKE, source)
+    return gl.min((limit == want).to(gl.int32), 0) != 0
 
 
 @gluon.jit

@@ -17,6 +17,7 @@ from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.gluon.mega.dispatch import local_expert, read_slots
 from megamoe.kernels.gluon.mega.inbox import (
     G_WORD,
+    LIMIT_WORD,
     NUM_TOKENS_WORD,
     count_stride,
     scale_stride,
@@ -142,6 +143,7 @@ def _push_counts(args, rank, other, num_tokens):
     to = on_rank(args, args.inbox_counts, other) + rank * count_stride(E)
     gl.store(to + gl.arange(0, E, WIDE), gl.convert_layout(count, WIDE))
     gl.store(to + (E + NUM_TOKENS_WORD), num_tokens)
+    gl.store(to + (E + LIMIT_WORD), args.tokens_per_rank)
     if args.FACTOR == "expert":
         gl.store(to + (E + G_WORD), gl.load(args.g).to(gl.int32, bitcast=True))
 

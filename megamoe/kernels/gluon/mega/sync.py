@@ -36,6 +36,7 @@ WAIT_RANK = gl.constexpr(5)
 WAIT_WAVE = gl.constexpr(6)
 WAIT_PEER = gl.constexpr(7)
 WAIT_END = gl.constexpr(8)
+UNLIKE = gl.constexpr(9)  # no wait: a rank planned its launch for other bounds
 
 # Unless $2 == $3: the words at $1 become 1, $4 to $7, $3 and $2, if they are not taken. Every
 # thread by itself: warps of a role may see different values, so none may wait for another.

@@ -15,6 +15,7 @@ from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
 from megamoe.kernels.gluon.operands import operand, rows_of
 from megamoe.kernels.gluon.pipeline import GROUPS
+from megamoe.kernels.hopper.gemm.fp8_rows import row_codes
 
 _PLANES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
@@ -182,6 +183,24 @@ def finish_gated(gemm, low, high, tile, slab, num_l1_done, WG: gl.constexpr):
 @gluon.jit
 def finish_linear(gemm, sums, tile, slab, SLAB: gl.constexpr, WG: gl.constexpr):
     """L2: sums [64, N] of slab number SLAB of the tile -> BF16, 64 columns of each token's row."""
+    rows = _linear_rows(gemm, sums, tile, SLAB)
+    _store_rows(gemm, rows, tile, slab * 64, gemm.num_outputs, WG)
+
+
+@gluon.jit
+def finish_fp8(gemm, low, high, tile, slab, WG: gl.constexpr):
+    """L2: sums [64, N] of the warpgroup's two slabs -> E4M3, 128 columns of each token's row."""
+    gl.static_assert(gemm.SLABS == 2, "128 columns share a scale")
+    low = _linear_rows(gemm, low, tile, WG * 2)
+    high = _linear_rows(gemm, high, tile, WG * 2 + 1)
+    low, high = row_codes(gemm, low, high, tile, slab * 64, 0, 0)
+    _store_rows(gemm, low, tile, slab * 64, gemm.num_outputs, WG)
+    _store_rows(gemm, high, tile, slab * 64 + 64, gemm.num_outputs, WG)
+
+
+@gluon.jit
+def _linear_rows(gemm, sums, tile, SLAB: gl.constexpr):
+    """Sums [64, N] of slab number SLAB of the tile with their factors and biases, as BF16."""
     ROW: gl.constexpr = gl.SliceLayout(1, sums.type.layout)
     if gemm.FACTOR == "row" or gemm.FACTOR == "expert":
         factor = gemm.epilogue.factor.slice(SLAB * 64, 64, 0).load(ROW)
@@ -195,7 +214,7 @@ def finish_linear(gemm, sums, tile, slab, SLAB: gl.constexpr, WG: gl.constexpr):
             weight = gemm.epilogue.weight.slice(0, sums.shape[1], 0).load(COL)
             extra = times(extra, gl.expand_dims(weight, 0))
         sums = sums + extra
-    _store_rows(gemm, sums.to(gl.bfloat16), tile, slab * 64, gemm.num_outputs, WG)
+    return sums.to(gl.bfloat16)
 
 
 # -- stores --------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 Words stand by a tile's first row (`gluon/pull.py`): L1 waits for the rows that `pull_kernel` has
 brought, L2 for the n tiles that L1 has in memory. Every launch lets the next one begin when all its
 CTAs run, and waits only for launches before it, whose CTAs therefore run or have ended: nothing
-waits in a circle. A wait that is given up leaves the layer's word, as those between decoders do.
+waits in a circle. A wait beyond the layer's bound is given up and leaves the layer's word, as those
+between decoders do.
 """
 
 from triton.experimental import gluon
@@ -12,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from megamoe.kernels.gluon.pipeline import bounded_wait
 from megamoe.kernels.gluon.pool import ROW_ALIGN
 from megamoe.kernels.gluon.tile_scheduler import GIVEN_UP
-from megamoe.kernels.hopper.gemm.decode_per_wave import BOUND_NS, GIVE_UP
+from megamoe.kernels.hopper.gemm.decode_per_wave import GIVE_UP
 
 
 @gluon.jit
@@ -28,7 +29,7 @@ def wait_for_tile(gemm, tile, error):
     if not gemm.GATED:
         want = gemm.l1_n_tiles
     given_up = gemm.num_tiles + GIVEN_UP
-    bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
+    bound_ns = gl.to_tensor(1000).to(gl.int64) * gemm.bound_us
     word = tile_word(gemm.follows, tile.row_begin)
     seen = bounded_wait(word, want, given_up, bound_ns, "gpu", "ge")
     gl.inline_asm_elementwise(

@@ -108,6 +108,7 @@ from megamoe.kernels.hopper.gemm.decode_per_wave import (
 )
 from megamoe.kernels.hopper.gemm.epilogue import store_transposed
 from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
+from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8, row_codes
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 
 
@@ -143,6 +144,7 @@ class PlainGemm:
     num_tiles: gl.tensor
     follows: gl.tensor  # FOLLOWS: words by tile, for which its tokens wait (`follow`)
     publishes: gl.tensor  # PUBLISHES: L1's, for L2
+    bound_us: gl.tensor  # FOLLOWS: of a wait for a tile
     l1_n_tiles: (
         gl.tensor
     )  # L2 that follows, or DYNAMIC: n tiles of L1, for which a tile of tokens waits
@@ -467,9 +469,11 @@ def _finish_gated(gemm, act, bits, tile, START: gl.constexpr, WG: gl.constexpr):
 
 @gluon.jit
 def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
-    """BF16 rows of sums [64 tokens, 128 outputs] at their destinations, in parts: registers."""
+    """Rows of sums [64 tokens, 128 outputs] at their destinations, in parts: registers."""
     left, right = sums.reshape([64, 2, 64]).permute((0, 2, 1)).split()
-    if gemm.HAS_BIAS:
+    if is_fp8(gemm.out.dtype):
+        _finish_fp8(gemm, left, right, tile, START, WG)
+    elif gemm.HAS_BIAS:
         one, two = left.reshape([64, 2, 32]).permute((0, 2, 1)).split()
         _finish_columns(gemm, one, tile, 0, START, WG)
         _finish_columns(gemm, two, tile, 32, START, WG)
@@ -482,13 +486,32 @@ def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
+def _finish_fp8(gemm, left, right, tile, START: gl.constexpr, WG: gl.constexpr):
+    """E4M3 of sums [64 tokens, 64] of the two halves of 128 columns, which share a scale."""
+    col = tile.n_tile_idx * ROWS + WG * 128
+    left = _linear_columns(gemm, left, tile, 0, START, WG)
+    right = _linear_columns(gemm, right, tile, 64, START, WG)
+    left, right = row_codes(gemm, left, right, tile, col, START, 1)
+    store_transposed(gemm, left, tile, START, col, gemm.num_outputs, False, WG)
+    store_transposed(gemm, right, tile, START, col + 64, gemm.num_outputs, False, WG)
+
+
+@gluon.jit
 def _finish_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
                     WG: gl.constexpr):  # fmt: skip
     """Sums [64 tokens, N] of the warpgroup's columns from COL_START on."""
+    rows = _linear_columns(gemm, sums, tile, COL_START, START, WG)
+    col = tile.n_tile_idx * ROWS + WG * 128 + COL_START
+    store_transposed(gemm, rows, tile, START, col, gemm.num_outputs, False, WG)
+
+
+@gluon.jit
+def _linear_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
+                    WG: gl.constexpr):  # fmt: skip
+    """Sums [64 tokens, N] with their factors and biases, as BF16."""
     LAYOUT: gl.constexpr = sums.type.layout
     COL: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     N: gl.constexpr = sums.shape[1]
-    col = tile.n_tile_idx * ROWS + WG * 128 + COL_START
     if gemm.DECODED:
         factor = gemm.epilogue.factor.slice(WG * 128 + COL_START, N, 0).load(COL)
         sums = times(sums, gl.expand_dims(factor, 0))
@@ -498,8 +521,7 @@ def _finish_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constex
             weight = gemm.epilogue.weight.slice(START, 64, 0).load(gl.SliceLayout(1, LAYOUT))
             extra = times(extra, gl.expand_dims(weight, 1))
         sums = sums + extra
-    rows = sums.to(gl.bfloat16)
-    store_transposed(gemm, rows, tile, START, col, gemm.num_outputs, False, WG)
+    return sums.to(gl.bfloat16)
 
 
 @gluon.jit
@@ -580,12 +602,16 @@ def _allocate_weights(w, w_scale, IN_STAGE: gl.constexpr, STAGES: gl.constexpr,
         return w_bufs, w_bufs, w_bufs
 
 
-@gluon.jit(do_not_specialize=["l1_n_tiles", "pool_rows", "steps", "factor_rows", "factor_cols"])
+@gluon.jit(
+    do_not_specialize=[
+        "l1_n_tiles", "pool_rows", "steps", "factor_rows", "factor_cols", "bound_us",
+    ]
+)  # fmt: skip
 def gemm_kernel(
     w, w_scale, x, x_scale, factor, bias, row_weight, row_dest, out, out_scale, tiles, num_tiles,
     l1_n_tiles, items, fp4, fp4_scale, ring, error,
     pool_rows, steps, num_outputs, out_width, factor_rows, factor_cols, clamp, num_bias,
-    follows, publishes, begun,
+    follows, publishes, begun, bound_us,
     DECODED: gl.constexpr, HAS_ITEMS: gl.constexpr, DYNAMIC: gl.constexpr, DEPTH: gl.constexpr,
     CHUNK: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, STAGES: gl.constexpr, IMAGES: gl.constexpr, SPAN: gl.constexpr,
@@ -594,8 +620,8 @@ def gemm_kernel(
     """The launch: one persistent CTA per SM. Arguments as the fields of `PlainGemm`.
 
     DEPTH > 0: FP4 weights (fp4, fp4_scale) are decoded per wave into `ring`, which w describes.
-    follows, publishes: None, or words by tile of the chain (`follow`); begun: None, or where CTA 0
-    says when it began.
+    follows, publishes: None, or words by tile of the chain (`follow`), which waits bound_us for one
+    at most; begun: None, or where CTA 0 says when it began.
     """
     if begun is not None:
         stamp_begin(begun)
@@ -655,7 +681,7 @@ def gemm_kernel(
         factor=factor, bias=bias, row_weight=row_weight, row_dest=row_dest, out=out,
         out_scale=out_scale, tiles=tiles, num_tiles=num_tiles, l1_n_tiles=l1_n_tiles, items=items,
         follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
-        FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
+        bound_us=bound_us if FOLLOWS else steps, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
         decoded=decoded, pool_rows=pool_rows, steps=steps, num_outputs=num_outputs,
         num_bias=num_bias, out_width=out_width, factor_rows=factor_rows, factor_cols=factor_cols,
         clamp=clamp, DECODED=DECODED, HAS_ITEMS=HAS_ITEMS, DYNAMIC=DYNAMIC, GATED=GATED,

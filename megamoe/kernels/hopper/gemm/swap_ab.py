@@ -87,8 +87,9 @@ from megamoe.kernels.gluon.tile_scheduler import (
     read_tile_list,
     tile_in_list,
 )
-from megamoe.kernels.hopper.gemm.epilogue import finish_gated, finish_linear
+from megamoe.kernels.hopper.gemm.epilogue import finish_fp8, finish_gated, finish_linear
 from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
+from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8
 
 
 @record
@@ -121,6 +122,7 @@ class SwapAbGemm:
     num_tiles: gl.tensor
     follows: gl.tensor  # FOLLOWS: words by tile, for which its tokens wait (`follow`)
     publishes: gl.tensor  # PUBLISHES: L1's, for L2
+    bound_us: gl.tensor  # FOLLOWS: of a wait for a tile
     l1_n_tiles: gl.tensor  # L2 that follows: n tiles of L1
     error: gl.tensor  # the layer's word, where a wait may be given up
     pool_rows: gl.tensor  # of both pools: the stride of their scales
@@ -512,6 +514,8 @@ def finish(gemm, low, high, tile, slab, num_done, num_l1_done, WG: gl.constexpr)
         if gemm.PUBLISHES:
             fence_stores()
             gl.thread_barrier()
+    elif is_fp8(gemm.out.dtype):
+        finish_fp8(gemm, low, high, tile, slab, WG)
     else:
         finish_linear(gemm, low, tile, slab, WG * gemm.SLABS, WG)
         if gemm.SLABS == 2:
@@ -557,11 +561,12 @@ def math(gemm, WG: gl.constexpr):
 
 
 @ours
-@gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols"])
+@gluon.jit(do_not_specialize=["pool_rows", "steps", "factor_rows", "factor_cols", "bound_us"])
 def gemm_swap_ab_kernel(
     w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest, out,
     out_scale, tiles, num_tiles, pool_rows, steps, num_outputs, out_width, factor_rows,
     factor_cols, clamp, num_bias, follows, publishes, l1_n_tiles, error, begun,
+    bound_us,
     WEIGHTS: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, PROMOTED: gl.constexpr,
     FACTOR: gl.constexpr, HAS_BIAS: gl.constexpr, WEIGHTED: gl.constexpr,
     ACTIVATION: gl.constexpr, TOKENS: gl.constexpr, IS_STREAM: gl.constexpr, SLABS: gl.constexpr,
@@ -570,8 +575,8 @@ def gemm_swap_ab_kernel(
 ):  # fmt: skip
     """The launch: one persistent CTA per SM. Arguments as the fields of `SwapAbGemm`.
 
-    follows, publishes: None, or words by tile of the chain (`follow`); then with l1_n_tiles, error.
-    begun: None, or where CTA 0 says when it began.
+    follows, publishes: None, or words by tile of the chain (`follow`); then with l1_n_tiles, error,
+    bound_us. begun: None, or where CTA 0 says when it began.
     """
     if begun is not None:
         stamp_begin(begun)
@@ -609,6 +614,7 @@ def gemm_swap_ab_kernel(
         STAGES=STAGES, SPAN=SPAN, WINDOW=0, IS_FAR=False, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
         follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
         l1_n_tiles=l1_n_tiles if FOLLOWS else steps, error=error if FOLLOWS else tiles,
+        bound_us=bound_us if FOLLOWS else steps,
     )  # fmt: skip
     gl.warp_specialize(
         [(math, (gemm, 0)), (math, (gemm, 1)), (load_weights, (gemm,)), (load_tokens, (gemm,)),

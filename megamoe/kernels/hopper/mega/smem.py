@@ -105,5 +105,5 @@ def gemm_of(args, shape, linear, w_bufs, shared, tile_list):
         SLABS=shape.SLABS, DEPTH=shape.DEPTH, STAGES=shape.STAGES, SPAN=1, WINDOW=shape.WINDOW,
         IS_FAR=args.RANKS > 1,
         FOLLOWS=False, PUBLISHES=False, follows=tile_list, publishes=tile_list,
-        l1_n_tiles=linear.steps, error=tile_list,
+        l1_n_tiles=linear.steps, error=tile_list, bound_us=linear.steps,
     )  # fmt: skip

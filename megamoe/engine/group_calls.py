@@ -1,0 +1,182 @@
+"""GroupCalls: the modes of a layer over a group, and which of them a call has.
+
+All ranks choose alike without asking each other: by `max_tokens`, the bound that they pass to a
+call. One fused launch takes small bounds, the chain all others; each mode has shared memory of its
+own. Ranks that pass different bounds see that on the device, where bounds travel with the signals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megamoe.distributed.group import check_alike
+from megamoe.engine import chain_group, fused_group
+from megamoe.engine.chain_group import ChainGroup
+from megamoe.engine.fused_group import FusedGroup
+from megamoe.engine.planning import log_once
+from megamoe.errors import CapacityError, DTypeError, MegaMoEError, MegaMoETimeout, require
+from megamoe.planner.buckets import UpTo
+
+if TYPE_CHECKING:
+    from megamoe.distributed.group import GroupWorld
+    from megamoe.engine.layer import MoE
+
+MODES = ("fused", "chain", "split")  # that need no host between ranks
+NO_HOST = "no host between ranks"
+CAN = {"fused": "every rank can, in one launch", "chain": NO_HOST, "split": NO_HOST}
+
+
+class Picked(NamedTuple):
+    """What makes a call, and the tokens of a rank that it is planned for; None: a staged call."""
+
+    calls: FusedGroup | ChainGroup | None
+    bound: int
+
+
+class GroupCalls:
+    """The modes of a layer over a group that have no host between ranks, each where it is there.
+
+    most   tokens of a rank that calls may have
+    sizes  what `auto` came to, by the bound of a call; one mode that was asked for takes all
+    """
+
+    def __init__(
+        self,
+        fused: FusedGroup | None,
+        chain: ChainGroup | None,
+        most: int,
+        sizes: tuple[UpTo, ...],
+        *,
+        is_asked_for: bool,
+    ) -> None:
+        self.fused, self.chain, self.most, self.sizes = fused, chain, most, sizes
+        self._is_asked_for = is_asked_for
+
+    def __deepcopy__(self, memo: Any) -> GroupCalls:
+        return self  # a copied layer has the same peers
+
+    @property
+    def mode(self) -> str:
+        """The mode of all calls with BF16 tokens, or "auto": it follows from their bounds."""
+        modes = {one.mode for one in self.sizes}
+        return modes.pop() if len(modes) == 1 else "auto"
+
+    @property
+    def why(self) -> str:
+        """The modes by size, with their reasons."""
+        if len(self.sizes) == 1:
+            (one,) = self.sizes
+            return CAN.get(one.mode, one.why)
+        parts = []
+        for one in self.sizes:
+            upto = f"up to {one.tokens} tokens of a rank" if one.tokens < self.most else "above"
+            parts.append(f"{one.mode} {upto}: {CAN.get(one.mode, one.why)}")
+        return "; ".join(parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Symmetric memory of this rank."""
+        return sum(one.num_bytes for one in self._all)
+
+    @property
+    def _all(self) -> list[FusedGroup | ChainGroup]:
+        return [one for one in (self.fused, self.chain) if one is not None]
+
+    def checked(self, max_tokens: int | None) -> int:
+        """The bound of a call: `max_tokens`, or that of the layer."""
+        if max_tokens is None:
+            return self.most
+        check_bound(max_tokens, self.most)
+        return max_tokens
+
+    def pick(self, max_tokens: int | None, *, is_quantized: bool = False) -> Picked:
+        """Who makes a call with this bound, which all ranks pass."""
+        bound = self.checked(max_tokens)
+        is_fused = self.fused is not None and bound <= self.fused.num_tokens
+        if is_quantized and not self._is_asked_for:
+            is_fused = False  # no fused launch takes them
+        found = self.fused if is_fused else self.chain
+        if found is None:
+            return Picked(None, bound)
+        return Picked(found, found.bucket(bound))
+
+    def bounds(self, token_counts: Sequence[int]) -> list[Picked]:
+        """Every mode and size of calls with these bounds, and of the layer's own."""
+        counts = sorted({*(min(num, self.most) for num in token_counts), self.most})
+        return list(dict.fromkeys(self.pick(num) for num in counts))
+
+
+def check_bound(max_tokens: int, most: int | None) -> None:
+    """Refuse what cannot be the bound of a call."""
+    require(
+        isinstance(max_tokens, int) and not isinstance(max_tokens, bool),
+        "max_tokens must be an integer",
+        got=repr(max_tokens),
+        kind=DTypeError,
+    )
+    limit = "" if most is None else f" and max_tokens_per_rank = {most}"
+    require(
+        max_tokens >= 0 and (most is None or max_tokens <= most),
+        f"max_tokens must lie between 0{limit}",
+        got=max_tokens,
+        fix="all ranks pass the tokens of the fullest rank, or more",
+        kind=CapacityError,
+    )
+
+
+def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
+    """(calls over the group without a host between ranks, "") or (None, why they are staged).
+
+    All ranks come to the same: `auto` takes what the plans of every rank say, and is staged where
+    ranks do not reach each other's memory.
+    """
+    mode, most = layer._wanted[1], layer.max_tokens_per_rank
+    if layer.backend not in ("hopper", "blackwell"):  # as on all ranks
+        return None, f"backend {layer.backend} has only staged calls over a group"
+    if mode == "staged":
+        return None, "asked for"
+    if mode in MODES:
+        assert most is not None  # or the plan was refused
+        return _share(layer, world, most, (UpTo(most, mode, "asked for"),), is_asked_for=True), ""
+
+    def look() -> list[Any]:
+        try:
+            sizes = layer._modes()
+            plans = [layer._plan_in(one.mode, one.tokens) for one in sizes if one.mode in MODES]
+            how = {"fused": fused_group.describe, "chain": chain_group.describe}
+            return [[list(one) for one in sizes], [how[plan.mode](plan) for plan in plans]]
+        except MegaMoEError as error:
+            return [[[0, "staged", str(error)]], []]
+
+    cards = world.meeting.meet("choose the modes", look)
+    whys = [
+        f"rank {rank}: {sizes[-1][2]}" for rank, (sizes, plans) in enumerate(cards) if not plans
+    ]
+    try:
+        if not whys:
+            check_alike([{"modes": [one[:2] for one in sizes]} for sizes, _ in cards])
+            for plans in zip(*(plans for _, plans in cards), strict=True):
+                check_alike(list(plans))
+            sizes = tuple(UpTo(*one) for one in cards[world.meeting.rank][0])
+            assert most is not None
+            return _share(layer, world, most, sizes, is_asked_for=False), ""
+    except MegaMoETimeout:
+        raise
+    except MegaMoEError as error:  # every rank has the same one
+        whys = [str(error)]
+    log_once(f"calls over the group are staged: {whys[0]}")
+    return None, whys[0]
+
+
+def _share(
+    layer: MoE, world: GroupWorld, most: int, sizes: tuple[UpTo, ...], *, is_asked_for: bool
+) -> GroupCalls:
+    """The memory of every mode that there is; made on all ranks."""
+    made: dict[str, Any] = {"fused": None, "chain": None}
+    for one in sizes:
+        if one.mode == "fused":
+            made["fused"] = FusedGroup(layer, world.meeting, one.tokens)
+        elif one.mode in MODES:
+            made["chain"] = ChainGroup(layer, world.meeting, world.placement)
+    return GroupCalls(made["fused"], made["chain"], most, sizes, is_asked_for=is_asked_for)

@@ -1,0 +1,61 @@
+"""Sizes of calls: modes over a group, and buckets that share a plan, its kernels and a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from megamoe.layout.regions import align_up
+from megamoe.planner import hopper
+from megamoe.planner.call import CallSpec
+from megamoe.planner.choice import Value
+
+STEP = 256  # buckets above this are its multiples
+
+
+class UpTo(NamedTuple):
+    """What `auto` takes over a group, for bounds up to a number of tokens of a rank."""
+
+    tokens: int
+    mode: str
+    why: str
+
+
+def group_modes(call: CallSpec, given: Mapping[str, Value]) -> tuple[UpTo, ...]:
+    """The modes of a layer over a group by the bound of a call, which all ranks know.
+
+    >>> from megamoe.problem import Problem
+    >>> flash = Problem(1, 4096, 2048, 256, 6, num_ranks=8, recipe="w4a8_block")
+    >>> [found[:2] for found in group_modes(CallSpec(flash, max_tokens=4096), {})]
+    [(120, 'fused'), (4096, 'chain')]
+    """
+    p, most = call.problem, call.max_tokens or 0
+    edge = hopper.tokens_of_a_launch(
+        p.recipe, most, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
+    )
+    found: list[UpTo] = []
+    for bound in sorted({min(edge, most) or most, most}):
+        here = replace(call, problem=replace(p, num_tokens=min(bound, 1)), max_tokens=bound)
+        mode, why = hopper.over_group(here, hopper.why_not_fused(here, given), "auto")
+        if found and found[-1].mode == mode:
+            found.pop()
+        found.append(UpTo(bound, mode, why))
+    return tuple(found)
+
+
+def bucket_of(num_tokens: int, max_tokens: int) -> int:
+    """The tokens of the bucket of a call: a power of two up to STEP, then its multiples.
+
+    >>> [bucket_of(num, 2048) for num in (0, 1, 3, 8, 9, 200, 257)], bucket_of(65, max_tokens=100)
+    ([1, 1, 4, 8, 16, 256, 512], 100)
+    """
+    is_small = num_tokens <= STEP
+    bucket = 1 << (max(num_tokens, 1) - 1).bit_length() if is_small else align_up(num_tokens, STEP)
+    return min(bucket, max_tokens)
+
+
+def planned_bound(modes: Sequence[UpTo], max_tokens: int) -> int:
+    """The bound that a call over a group is planned for, where its ranks pass `max_tokens`."""
+    edge = next((one.tokens for one in modes if max_tokens <= one.tokens), modes[-1].tokens)
+    return bucket_of(max_tokens, edge)

@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# What servers ask of a GPU, with a record: scripts/serving_figures.sh FOLDER
+# Writes FOLDER/serving.txt: refresh beside a copy, loading a layer of full size, tokens a second of
+# Hugging Face models with experts in BF16, FP8 and FP4. FOLDER is usually benchmarks/h200.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+folder=$1
+export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
+{
+    rc=0
+    for recipe in w4a8_block w4a16 nvfp4 w8a8; do
+        python3 scripts/refresh_speed.py --recipe "$recipe" || rc=$?
+    done
+    python3 scripts/refresh_speed.py --floats || rc=$?
+    python3 scripts/load_speed.py --device cuda || rc=$?
+    python3 scripts/load_speed.py --device cuda --cold || rc=$?
+    for stored in bf16 fp8 fp4; do
+        for batch in 1 32; do
+            echo "Qwen3-MoE, 8 layers of 64 experts 2048 x 2048, $stored, batch $batch"
+            python3 examples/08_transformers.py --stored "$stored" --hidden 2048 --layers 8 \
+                --experts 64 --tokens 64 --batch "$batch" || rc=$?
+        done
+    done
+    exit "$rc"
+} 2>&1 | tee "$folder/serving.txt"
