@@ -65,10 +65,11 @@ class Fused(NamedTuple):
 
 _TURNS = "of either warpgroup's sums, two tiles' in tensor memory"
 _ADDED = "sums of a promoted tile are registers of four warps; 32 spill 16 bytes beside a ring"
+_CODES = "64 spill 8 bytes beside a ring with rows in FP8"
 FUSED = {
     "w4a8": Fused(64, _TURNS),
-    "w4a4": Fused(64, _TURNS),
-    "nvfp4": Fused(64, _TURNS),
+    "w4a4": Fused(32, _CODES),
+    "nvfp4": Fused(32, _CODES),
     "bf16": Fused(64, _TURNS),
     "w8a8": Fused(16, _ADDED),
     "w4a8_block": Fused(16, _ADDED),
