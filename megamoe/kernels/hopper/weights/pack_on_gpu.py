@@ -164,7 +164,7 @@ def launch(out: Packed, experts: Sequence[int], w: Quantized) -> Tensor:
     places = torch.tensor(list(experts), dtype=torch.int64, device=device)
     factor = out.factor if kind == "e4m3_image" and out.factor is not None else counts
     _pack_experts_kernel[(len(w), num_rows // 64)](
-        codes=w.data.contiguous().view(torch.int32),
+        codes=_words(w.data),
         scales=w.scale.view(torch.uint8).contiguous(),
         image=out.data, image_scales=out.scale.view(torch.uint8), factors=factor,
         zero_groups=counts, experts=places, num_rows=num_rows, num_outputs=out.num_outputs,
@@ -177,3 +177,9 @@ def launch(out: Packed, experts: Sequence[int], w: Quantized) -> Tensor:
         g = g.reshape(len(w), -1).expand(len(w), out.factor[0].numel())
         out.factor[places] = g.reshape(len(w), *out.factor.shape[1:])
     return counts.sum(1, dtype=torch.int32)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Bytes as int32; those that begin inside a word of their memory are copied."""
+    codes = codes.contiguous()
+    return (codes.clone() if codes.storage_offset() % 4 else codes).view(torch.int32)
