@@ -206,7 +206,7 @@ class _Driver:
     def __call__(self, name: str, *args: Any) -> None:
         call = getattr(self._library, name, None)
         if call is None:
-            _refuse(f"a driver without {name}; CUDA 12.4 has it")
+            _refuse(f"a driver without {name}; CUDA 12.5 has it")
         assert call is not None
         code = call(*args)
         if code != 0:
