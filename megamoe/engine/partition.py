@@ -125,7 +125,9 @@ def fork(device: torch.device, l1_sms: int, num_sms: int) -> Sides:
         return InOrder()
     if device.type != "cuda":
         return Threads()
-    return Streams(device, streams_of(device, l1_sms, num_sms))
+    streams = streams_of(device, l1_sms, num_sms)
+    with _LOCK:  # a call of another thread between the waits of both would have L2 wait alone
+        return Streams(device, streams)
 
 
 def prepare(plan: Plan, device: torch.device) -> None:
