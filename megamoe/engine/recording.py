@@ -316,7 +316,7 @@ def _over_group(
     if plan.mode == "fused" and layer.graphs and plan.num_passes == 1:
         given = _tokens(layer, plan.fused_tokens, torch.int64)
         _around_graph(layer, *given, torch.empty(1, dtype=torch.int32, device=META))
-    if plan.mode == "chain":
+    if plan.is_chained:
         _chained(layer, plan, weights, shared, stats, num_tokens)
         return
     if plan.mode == "fused":
@@ -366,7 +366,7 @@ def _chained(
         call = Call(*given, weights, layer.options, shared, _status(), stats)
         chain.run(me, call, plan)
     bound = plan.call.max_tokens or 0
-    if layer.graphs and bound <= graphs.MAX_TOKENS:
+    if layer.graphs and plan.mode == "chain" and bound <= graphs.MAX_TOKENS:
         count = torch.empty(1, dtype=torch.int32, device=META)
         given = _tokens(layer, bound, torch.int32)
         call = Call(*given, weights, layer.options, shared, _status(), stats, count)

@@ -92,6 +92,8 @@ def test_calls_over_a_group_are_found_in_the_mode_of_their_bound():
     assert [one_launch.plan(num).call.max_tokens for num in (3, 35)] == [4, 40]
     found = {one.kernel for one in cubins_of(layer, [4, 1000])}
     assert {"mega_kernel", "exchange_kernel", "pull_kernel", "gemm_kernel"} <= found
+    parted = {one.kernel for one in cubins_of(asked["split"], [300])}
+    assert {"exchange_kernel", "pull_kernel"} <= parted and "_pool_kernel" not in parted
     graphed = {one.kernel for one in cubins_of(replace(layer, graphs=True), [4])}
     assert {"_read_args_kernel", "_copy_inputs_kernel", "_copy_output_kernel"} <= graphed - found
 
