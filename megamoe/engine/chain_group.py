@@ -146,7 +146,7 @@ class ChainGroup:
         from megamoe.engine.compile_only import compiled_only
 
         bound = self.num_tokens if bound is None else bound
-        with compiled_only():
+        with compiled_only():  # but for weights, which are packed
             stats = torch.zeros_like(layer.stats)
             self._launch(layer, self._masked(layer, bound), bound, stats, MAX_S)
 

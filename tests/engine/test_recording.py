@@ -87,8 +87,19 @@ def test_calls_over_a_group_are_found_in_the_mode_of_their_bound():
     layer = spec("w8a8", num_ranks=2, max_tokens=4096)
     assert [layer.plan(num).mode for num in (3, 4096)] == ["fused", "chain"]
     assert [layer.plan(num).call.max_tokens for num in (3, 300)] == [4, 512]
+    asked = {
+        mode: replace(layer, overrides=(("mode", mode),)) for mode in ("chain", "fused", "split")
+    }
+    bounds = {
+        mode: [one.plan(num).call.max_tokens for num in (3, 300)] for mode, one in asked.items()
+    }
+    assert bounds == {"chain": [4, 512], "split": [4, 512], "fused": [4096, 4096]}
+    one_launch = replace(asked["fused"], max_tokens=40)  # as `auto` is where all sizes are fused
+    assert [one_launch.plan(num).call.max_tokens for num in (3, 35)] == [4, 40]
     found = {one.kernel for one in cubins_of(layer, [4, 1000])}
     assert {"mega_kernel", "exchange_kernel", "pull_kernel", "gemm_kernel"} <= found
+    parted = {one.kernel for one in cubins_of(asked["split"], [300])}
+    assert {"exchange_kernel", "pull_kernel"} <= parted and "_pool_kernel" not in parted
     graphed = {one.kernel for one in cubins_of(replace(layer, graphs=True), [4])}
     assert {"_read_args_kernel", "_copy_inputs_kernel", "_copy_output_kernel"} <= graphed - found
 
