@@ -57,9 +57,10 @@ def write(
         for i, expert in enumerate(experts):
             out.write(expert, w[i : i + 1])
         return
+    from megamoe.engine.compile_only import launched
     from megamoe.kernels.hopper.weights import pack_on_gpu
 
-    with device_guard.on(out.device):
+    with device_guard.on(out.device), launched():  # also where a call is compiled alone
         counts = pack_on_gpu.launch(out.packed, experts, w)
         known = facts_by_scales(w) if facts is None else facts
         zeros = counts.tolist() if kind in LOST else [0] * len(w)
@@ -77,12 +78,13 @@ def is_gpu(device: torch.device) -> bool:
 @functools.cache
 def agrees(kind: str, is_gated: bool, device: torch.device) -> bool:
     """Whether the kernel writes the bytes of `pack.write` here: looked at once, on one expert."""
+    from megamoe.engine.compile_only import launched
     from megamoe.kernels.hopper.weights import pack_on_gpu
 
     name = "nvfp4" if kind == "nv_image" else "mxfp4"
     fmt, rng = format_named(name), torch.Generator().manual_seed(0)
-    rows, cols = (2, 96, 352) if is_gated else (160, 352), 352
-    shape = (1, *rows[:-1], cols)
+    cols = 384  # as wide a step as that of layers: the same compilation
+    shape = (1, 2, 96, cols) if is_gated else (1, 160, cols)
     codes = torch.randint(256, (*shape[:-1], cols // 2), generator=rng, dtype=torch.uint8)
     codes[..., 16:32] &= 0x88  # groups of zeros, some of them -0
     scale = torch.randint(116, 124, (*shape[:-1], cols // fmt.block[1]), generator=rng).byte()
@@ -90,7 +92,7 @@ def agrees(kind: str, is_gated: bool, device: torch.device) -> bool:
     held = scale.view(torch.float8_e4m3fn) if fmt.scale is Scale.E4M3 else scale
     w = Quantized(codes, held, name, shape, g).to(device)
     both = [pack.empty_image(kind, shape, device) for _ in range(2)]
-    with device_guard.on(device):
+    with device_guard.on(device), launched():
         pack.write(both[0], 0, w)
         pack_on_gpu.launch(both[1], [0], w)
     pairs = [(getattr(both[0], n), getattr(both[1], n)) for n in ("data", "scale", "factor")]

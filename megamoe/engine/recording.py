@@ -40,7 +40,7 @@ from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner import chain as chain_plan
-from megamoe.planner.buckets import bucket_of, group_modes, planned_bound
+from megamoe.planner.buckets import bucket_of, planned_bound
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.overrides import checked
@@ -123,11 +123,8 @@ class LayerSpec:
             max_tokens=self.max_tokens if self.num_ranks > 1 else None,
         )  # fmt: skip
         given = checked(dict(self.overrides))
-        mode, is_hopper = dict(given).get("mode", "auto"), self.hardware.arch == "sm_90a"
-        if call.is_group and call.max_tokens and is_hopper and mode in ("auto", "chain"):
-            modes = group_modes(call, dict(given))
-            bound = planned_bound(modes if mode == "auto" else modes[-1:], num_tokens)
-            call = replace(call, max_tokens=bound)
+        if call.is_group and call.max_tokens and self.hardware.arch == "sm_90a":
+            call = replace(call, max_tokens=planned_bound(call, dict(given), num_tokens))
         return plan_call(call, self.hardware, given)
 
 
@@ -174,6 +171,7 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
     with recorded(target_of(layer.hardware)) as cubins:
         for num in sorted(set(token_counts) - {0}):
             make_calls(layer, num)
+        pack_experts(layer)
     order = {name: at for at, name in enumerate(SLOW)}
     return sorted(cubins.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
 
@@ -275,6 +273,17 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
         _captured(layer, weights, shared, stats, bucket_of(num_tokens, graphs.MAX_TOKENS))
 
 
+def pack_experts(layer: LayerSpec) -> None:
+    """What packs FP4 experts that lie on a Hopper GPU, when the layer is built or refreshed."""
+    from megamoe.kernels.hopper.weights import pack_on_gpu
+
+    for experts in experts_of(layer):
+        for matrix in () if experts is None else (experts.w13, experts.w2):
+            if isinstance(matrix, PackedMatrix):
+                one = empty((1, *matrix.shape[1:]), matrix.spec, META)
+                pack_on_gpu.launch(matrix.packed, [0], one)
+
+
 def _captured(
     layer: LayerSpec, weights: ExpertWeights, shared: ExpertWeights | None, stats: Tensor,
     bucket: int,
@@ -319,7 +328,7 @@ def _over_group(
     if plan.mode == "fused" and layer.graphs and plan.num_passes == 1:
         given = _tokens(layer, plan.fused_tokens, torch.int64)
         _around_graph(layer, *given, torch.empty(1, dtype=torch.int32, device=META))
-    if plan.mode == "chain":
+    if plan.is_chained:
         _chained(layer, plan, weights, shared, stats, num_tokens)
         return
     if plan.mode == "fused":
@@ -369,7 +378,7 @@ def _chained(
         call = Call(*given, weights, layer.options, shared, _status(), stats)
         chain.run(me, call, plan)
     bound = plan.call.max_tokens or 0
-    if layer.graphs and bound <= graphs.MAX_TOKENS:
+    if layer.graphs and plan.mode == "chain" and bound <= graphs.MAX_TOKENS:
         count = torch.empty(1, dtype=torch.int32, device=META)
         given = _tokens(layer, bound, torch.int32)
         call = Call(*given, weights, layer.options, shared, _status(), stats, count)

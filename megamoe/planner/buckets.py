@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -55,7 +55,13 @@ def bucket_of(num_tokens: int, max_tokens: int) -> int:
     return min(bucket, max_tokens)
 
 
-def planned_bound(modes: Sequence[UpTo], max_tokens: int) -> int:
-    """The bound that a call over a group is planned for, where its ranks pass `max_tokens`."""
-    edge = next((one.tokens for one in modes if max_tokens <= one.tokens), modes[-1].tokens)
-    return bucket_of(max_tokens, edge)
+def planned_bound(call: CallSpec, given: Mapping[str, Value], max_tokens: int) -> int:
+    """The bound that a call of a layer is planned for, where its ranks pass `max_tokens`.
+
+    call  with the layer's own bound
+    """
+    mode, most = given.get("mode", "auto"), call.max_tokens or 0
+    if mode == "staged" or (mode == "fused" and hopper.passes_of(call)[0] > 1):
+        return most
+    sizes = [one.tokens for one in group_modes(call, given)] if mode == "auto" else [most]
+    return bucket_of(max_tokens, next((edge for edge in sizes if max_tokens <= edge), most))

@@ -3,6 +3,8 @@
 Ranks are threads that launch into each other's memory. On several GPUs it has not run.
 """
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -36,6 +38,7 @@ CASES = {
     "dynamic": ("w8a8", {"weight_at": "combine"}, {"schedule": "dynamic"}, True),
     "static": ("w8a8", {}, {"schedule": "static"}, False),
     "strided": ("w8a8", {"combine": "fp8"}, {"schedule": "strided"}, False),
+    "narrow-fp8-rows": ("w8a8", {"combine": "fp8"}, {"block_m": 16}, False),
     "decoded-per-tile": ("w4a8_block", {}, {"kernel": "gemm", "schedule": "strided"}, False),
     "decoded-per-wave": ("w4a8_block", {"combine": "fp8"}, {"decode_ahead": 4}, True),
     "bf16": ("bf16", {"activation": "gpt_oss"}, {}, True),
@@ -198,6 +201,20 @@ def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(
     values = {3: 40, 40: 3}
     (rank, own), *_ = [(r, b) for r, b in enumerate(ranks.bounds) if ranks.found[r].report[3] == 19]
     assert ranks.found[rank].report[4:7].tolist() == [1 - rank, own, values[own]]
+
+
+def test_a_rank_that_comes_after_others_saw_unlike_bounds_is_told_so_too(kernels):
+    """They stopped it before it pushed anything; what they say last must not hide why."""
+    ranks = ChainRanks(kernels, weights_of("w8a8", 8), 4, 40, K, timeout_s=3600.0)
+    ranks.bounds = [3, 3, 3, 40]
+    parts = ranks.split(tokens(8, 8), (2, 2, 2, 2))
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(ranks.launch, (0, 3), (parts[0], parts[3])))
+    for late in (2, 1):
+        ranks.launch(late, parts[late])
+    for found in ranks.found:
+        with pytest.raises(RankError, match="all ranks must pass the same max_tokens"):
+            found.check(K)
 
 
 def test_a_peer_that_gives_up_meanwhile_splits_no_launch(kernels, monkeypatch):

@@ -91,6 +91,7 @@ class Role:
         # Since its last tcgen05.fence after a wait, and before an arrival.
         self.has_waited = self.has_used_tensor = False
         self.products = self.copies = None  # of wgmma and cp.async: `device` makes them
+        self.rank, self.cluster = 0, None  # of its CTA in a pair (`cta_pair`)
         self.last_launch = None  # a host's
         self.act = act
         self.coroutine = (_Green if greenlet else _Thread)(self._run, scheduler.main)

@@ -9,14 +9,14 @@ from triton.runtime.jit import JITFunction
 
 import megamoe as mm
 from megamoe.balance.placement import Placement
-from megamoe.engine import chain, fused_group
+from megamoe.engine import chain, fused_group, images, packing
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.planning import Ranks
 from megamoe.errors import NotAvailable, RankError
 from megamoe.planner.buckets import UpTo
-from tests.engine.pretended import E, make, tokens
+from tests.engine.pretended import E, make, tokens, weights
 from tests.engine.test_fused_group import MOST, peers  # noqa: F401  a fixture
 
 
@@ -120,3 +120,34 @@ def test_launches_of_this_thread_alone_are_compiled_and_not_made(monkeypatch):
         other.join()
     JITFunction.run(kernel, grid=(3,), warmup=False)
     assert [(s["grid"], s["warmup"]) for s in seen] == [((1,), True), ((2,), False), ((3,), False)]
+
+
+def test_weights_are_packed_where_a_call_is_compiled_alone(monkeypatch):
+    """A capture over ranks is rehearsed so; experts that were written to are packed anew in it."""
+    seen = []
+    monkeypatch.setattr(JITFunction, "run", lambda kernel, *_, **options: seen.append(options))
+    agrees = packing.agrees.__wrapped__
+    monkeypatch.setattr(packing, "is_gpu", lambda device: True)
+    monkeypatch.setattr(packing, "agrees", lambda *_: True)
+    with compiled_only():
+        images.hold(weights("nvfp4"))
+        agrees("nv_image", True, torch.device("cpu"))
+    assert [one["warmup"] for one in seen] == [False] * 3  # two matrices, and the look
+
+
+def test_threads_that_compile_alone_at_once_leave_launches_as_they_were():
+    real, inside, left = JITFunction.run, threading.Event(), threading.Event()
+
+    def other():
+        with compiled_only():
+            inside.set()
+            left.wait(10)
+
+    thread = threading.Thread(target=other)
+    with compiled_only():
+        thread.start()
+        assert inside.wait(10)
+    assert JITFunction.run is not real  # the other thread is still inside
+    left.set()
+    thread.join()
+    assert JITFunction.run is real

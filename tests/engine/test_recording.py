@@ -14,6 +14,7 @@ from megamoe.engine.functional import launch
 from megamoe.engine.recording import LayerSpec, cubins_of, recorded, target_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.errors import NotAvailable
+from megamoe.kernels.hopper.weights import pack_on_gpu
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -49,7 +50,11 @@ def test_a_launch_on_real_memory_asks_for_the_keys_that_are_found_without(recipe
             rest = w, layer.options, None, DeviceStatus(cpu), stats
             launch(Call(x, ids, torch.ones(num, K), *rest), layer.plan(num))
         asked |= set(seen)
-    assert asked == found and asked
+    with recorded(target_of(layer.hardware)) as seen:
+        for matrix in (w.w13, w.w2):
+            if w.is_packed:
+                pack_on_gpu.launch(matrix.packed, [3], matrix.plain()[3:4])
+    assert asked | set(seen) == found and asked and bool(seen) == (recipe != "w8a8")
 
 
 def test_a_compiled_kernel_is_found_under_the_key(tmp_path, monkeypatch):
@@ -65,7 +70,8 @@ def test_a_compiled_kernel_is_found_under_the_key(tmp_path, monkeypatch):
 
 def test_other_sizes_images_and_ways_are_other_kernels():
     def hashes(*sizes, **more):
-        return {one.hash for one in cubins_of(spec(**more), sizes)}
+        made = cubins_of(spec(**more), sizes)
+        return {one.hash for one in made if one.kernel != "_pack_experts_kernel"}
 
     assert hashes(1, 64) == hashes(1) | hashes(64)
     assert hashes(64, recipe="w4a16") != hashes(64, recipe="w4a16", can_be_placed=False)
@@ -81,8 +87,19 @@ def test_calls_over_a_group_are_found_in_the_mode_of_their_bound():
     layer = spec("w8a8", num_ranks=2, max_tokens=4096)
     assert [layer.plan(num).mode for num in (3, 4096)] == ["fused", "chain"]
     assert [layer.plan(num).call.max_tokens for num in (3, 300)] == [4, 512]
+    asked = {
+        mode: replace(layer, overrides=(("mode", mode),)) for mode in ("chain", "fused", "split")
+    }
+    bounds = {
+        mode: [one.plan(num).call.max_tokens for num in (3, 300)] for mode, one in asked.items()
+    }
+    assert bounds == {"chain": [4, 512], "split": [4, 512], "fused": [4096, 4096]}
+    one_launch = replace(asked["fused"], max_tokens=40)  # as `auto` is where all sizes are fused
+    assert [one_launch.plan(num).call.max_tokens for num in (3, 35)] == [4, 40]
     found = {one.kernel for one in cubins_of(layer, [4, 1000])}
     assert {"mega_kernel", "exchange_kernel", "pull_kernel", "gemm_kernel"} <= found
+    parted = {one.kernel for one in cubins_of(asked["split"], [300])}
+    assert {"exchange_kernel", "pull_kernel"} <= parted and "_pool_kernel" not in parted
     graphed = {one.kernel for one in cubins_of(replace(layer, graphs=True), [4])}
     assert {"_read_args_kernel", "_copy_inputs_kernel", "_copy_output_kernel"} <= graphed - found
 

@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.mega.sync import REPORT
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
@@ -41,7 +41,7 @@ from megamoe.planner.launches import Launch
 # Words of `state`.
 CALL = gl.constexpr(0)  # number of the last call that this rank has planned
 STOP = gl.constexpr(1)  # 1 + the rank that gave up; 0: none. Peers write it, at any time
-SAW_UNLIKE = gl.constexpr(64)  # is added there by a rank that saw calls with different bounds
+SAW_UNLIKE = gl.constexpr(64)  # is added there where some rank saw calls with different bounds
 MISSED = gl.constexpr(2)  # 1: this rank did not see every peer's lists; its own, for `pull`
 # Words of `begun`: by rank, the call that it pushed, and the tokens that it planned it for.
 LIMIT = gl.constexpr(MAX_SOURCES // 2)
@@ -198,12 +198,13 @@ def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
     stop = p.state + STOP
     seen = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
     stopped_by = gl.load(stop, volatile=True)
-    # A peer that gave up is what this rank waits for in vain.
-    why = gl.where(stopped_by > SAW_UNLIKE, UNLIKE_STOPPED, WAIT_STOPPED)
+    # A peer that gave up is what this rank waits for in vain; why it did is passed on.
+    saw_unlike = stopped_by > SAW_UNLIKE
+    why = gl.where(saw_unlike, UNLIKE_STOPPED, WAIT_STOPPED)
     what = gl.where(stopped_by > 0, why, WHAT)
     where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_UNLIKE, peer)
     _report(p, gl.minimum(seen, call), call, what, where)
-    _signal_given_up(p, seen, call, p.rank + 1)
+    _signal_given_up(p, seen, call, p.rank + 1 + gl.where(saw_unlike, SAW_UNLIKE, 0))
     return seen
 
 

@@ -69,7 +69,7 @@ def scales_kernel(
     """
     wait_for_launch()
     allow_next_launch()
-    PARTS: gl.constexpr = BLOCK // _GROUP
+    PARTS: gl.constexpr = (BLOCK + _GROUP - 1) // _GROUP  # narrower tiles are one
     THREADS: gl.constexpr = BLOCKS // 16  # of a row
     WIDE: gl.constexpr = gl.BlockedLayout(
         [1, 16], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
