@@ -35,7 +35,11 @@ from tests.kernels.blackwell import compiled, compiled_grouped, launched, tile_n
 from tests.kernels.compiling import resources
 from tests.kernels.descriptors import decoded, faults
 from tests.kernels.support import INTERPRETED
-from tests.proof.compiled import assert_arrivals_follow_barriers, assert_tensor_memory_is_fenced
+from tests.proof.compiled import (
+    assert_arrivals_follow_barriers,
+    assert_is_alone_on_an_sm,
+    assert_tensor_memory_is_fenced,
+)
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
@@ -85,6 +89,7 @@ def assert_is_as_planned(recipe, tile, kernel):
     assert "cp.async.bulk.tensor.2d" in ptx and "tcgen05.commit" in ptx
     assert_arrivals_follow_barriers(ptx, least=1)
     assert_tensor_memory_is_fenced(ptx)
+    assert_is_alone_on_an_sm(ptx)
     rows = decoded(ptx)
     depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
     # The first stage may be peeled.

@@ -22,7 +22,11 @@ from tests.kernels.compiling import code_bytes, resources
 from tests.kernels.descriptors import decoded, faults
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_blackwell_compile import mma_of
-from tests.proof.compiled import assert_arrivals_follow_barriers, assert_tensor_memory_is_fenced
+from tests.proof.compiled import (
+    assert_arrivals_follow_barriers,
+    assert_is_alone_on_an_sm,
+    assert_tensor_memory_is_fenced,
+)
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter compiles nothing")
 
@@ -74,6 +78,7 @@ def test_a_fused_launch_is_legal_fits_and_does_not_spill(recipe, tile, what):
     assert "setmaxnreg" in ptx and "trap" not in ptx
     assert_arrivals_follow_barriers(ptx)
     assert_tensor_memory_is_fenced(ptx)
+    assert_is_alone_on_an_sm(ptx)
     assert columns <= TMEM_COLUMNS and kernel.metadata.tmem_size == next_power_of_2(columns, 32)
     used = resources(kernel)
     assert used["stack"] == 0

@@ -4,6 +4,7 @@ import re
 
 _BARRIER = re.compile(r"(@%p\d+ )?bar\.(warp\.)?sync")
 _TOUCHES = re.compile(r"\b(ld|st|atom|red|cp|stmatrix|ldmatrix|wgmma)\.")
+SIZES = ("reqntid", "maxnreg")
 _ASM = re.compile(r"\.(relaxed|acquire)\.|\.param|wgmma\.fence")  # of waits and reports; parameters
 
 
@@ -40,3 +41,12 @@ def assert_tensor_memory_is_fenced(ptx):
             has_used = True
         if "mbarrier.arrive.shared" in line or "barrier.sync 1" in line:
             assert not has_used, line
+
+
+def assert_is_alone_on_an_sm(ptx):
+    """Its registers leave no room for a second CTA, which would wait for tensor memory.
+
+    A CTA of a fused launch that waited so would be waited for by the one that has it.
+    """
+    threads, registers = (int(re.search(rf"\.{name} (\d+)", ptx)[1]) for name in SIZES)
+    assert 2 * threads * registers > 65536, (threads, registers)

@@ -1,7 +1,8 @@
 """Order between a role's use of tensor memory and its barriers, which PTX asks for by name.
 
 Neither an mbarrier nor a barrier of threads orders tcgen05 instructions that come before it or
-after it, unless a fence stands between (PTX, tcgen05.fence). Gluon 3.6 puts none. A commit is one.
+after it, unless a fence stands between (PTX, tcgen05.fence). Gluon puts none (3.6 to 3.9). A commit
+is one.
 """
 
 from triton.experimental import gluon
