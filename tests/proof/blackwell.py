@@ -12,7 +12,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.blackwell import decode, epilogue, gemm, grouped
+from megamoe.kernels.blackwell import decode, epilogue, gemm, grouped, memory
 from megamoe.kernels.blackwell.mega import kernel, smem
 from megamoe.kernels.blackwell.weights import place
 from megamoe.kernels.gluon import compat
@@ -26,7 +26,7 @@ from tests.emulator.exploring import is_found
 from tests.pretending import pretend_b200, with_tmem_tile
 from tests.proof import targets
 
-MODULES = (gemm, epilogue, decode)
+MODULES = (gemm, memory, epilogue, decode)
 
 
 def case_of(recipe, tile, counts=(9, 3), num_sms=2, hidden=384, intermediate=256, has_bias=False):
@@ -192,7 +192,7 @@ BY_HAND = (
      "gemm.sums.index(turn.idx * HALVES)"),
     (gemm, "_multiply_plain", "gemm.decoded.index(ready.idx * HALVES + half)",
      "gemm.decoded.index(half)"),
-    (gemm, "allocate_tmem", "[SUMS * HALVES, LANES", "[SUMS * HALVES * 16, LANES"),
+    (memory, "allocate_tmem", "[SUMS * HALVES, LANES", "[SUMS * HALVES * 16, LANES"),
     (gemm, "gemm_tmem_kernel", "full = ring_barriers(STAGES, 2", "full = ring_barriers(STAGES, 1"),
     (gemm, "_add_stages", "scale * low_factor", "scale * high_factor"),
     (gemm, "_block_factor", "block * gemm.factor_cols + k", "block * gemm.factor_cols"),

@@ -4,7 +4,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.blackwell import tensor_memory_descriptor, tma
 
-from megamoe.kernels.blackwell.gemm import DECODES, TmemGemm, allocate_stages, allocate_tmem
+from megamoe.kernels.blackwell.gemm import TmemGemm
+from megamoe.kernels.blackwell.memory import DECODES, allocate_stages, allocate_tmem
 from megamoe.kernels.gluon.pipeline import GROUPS, barriers, record
 
 HALVES = gl.constexpr(2)  # of 128 weight rows in a tile
