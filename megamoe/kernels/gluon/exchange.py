@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.mega.sync import REPORT
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
