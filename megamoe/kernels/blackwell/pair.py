@@ -63,9 +63,9 @@ def scales_layout(pair, is_shared):
 
 
 @gluon.constexpr_function
-def rows_layout(across, vec, num_warps, pair):
+def rows_layout(col_threads, vec, num_warps, pair):
     """Rows of tokens, 16 bytes a thread; a pair's CTAs have half of the columns each."""
-    threads = [32 // across, across]
+    threads = [32 // col_threads, col_threads]
     if pair:
         return gl.BlockedLayout([1, vec], threads, [num_warps, 1], [1, 0], cga_layout=[[0, 1]])
     return gl.BlockedLayout([1, vec], threads, [num_warps, 1], [1, 0])
