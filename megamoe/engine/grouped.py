@@ -242,7 +242,6 @@ def _plan(
     """The plan of these operands on their device, once they fit each other."""
     recipe = check_operands(x, w, counts, is_gated=variant in GATED)
     device = w.device
-    _check_rows(x, num_rows)
     hw = planning.hardware_of(device)
     spec = GroupedSpec(recipe, num_rows, w.shape[0], w.shape[-2], w.shape[-1], variant)
     plan = plan_grouped(
@@ -251,4 +250,6 @@ def _plan(
         **dict(checked(tile, legal=TILE)),
     )  # fmt: skip
     backends.resolve(plan.backend, "auto", device)
+    if plan.backend == "blackwell":
+        _check_rows(x, num_rows)
     return plan
