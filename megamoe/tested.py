@@ -26,8 +26,12 @@ TESTED = (
     Tested("2.13.0", "3.6.0", "3.11", "",            "",           "CPU tests, interpreter"),
 )
 # fmt: on
+# Newer Tritons at which configurations were compiled for sm_90a, sm_100a and sm_103a without a GPU,
+# spread over all kinds (scripts/newer_triton.sh); nothing of them was run.
+COMPILED = ("3.7.1", "3.8.0", "3.9.0")
 # The Triton that torch's CUDA wheels for Linux require, as their metadata says.
-TRITON_OF_TORCH = {"2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.13": "3.7", "2.14": "3.8"}
+TRITON_OF_TORCH = {"2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.13": "3.7", "2.14": "3.8",
+                   "2.15": "3.9"}  # fmt: skip
 
 
 def minor(version: str) -> str:
@@ -44,9 +48,10 @@ def triton_warning(version: str) -> str:
     known = sorted({minor(t.triton) for t in TESTED})
     if minor(version) in known:
         return ""
+    how = "compiled there, never run" if minor(version) in map(minor, COMPILED) else "untested"
     return (
-        f"untested; tested is {' and '.join(known)}. The Hopper kernels change compiled code by a "
-        "compiler hook: check results with `megamoe run` before use"
+        f"{how}; tested is {' and '.join(known)}. The Hopper kernels change compiled code by a "
+        "compiler hook: check results with `megamoe certify` before use"
     )
 
 

@@ -78,10 +78,12 @@ def test_doctor_warns_of_an_untested_triton(monkeypatch):
         backends.metadata, "version", lambda name: "3.8.0" if name == "triton" else real(name)
     )
     (found,) = (f for f in backends.doctor().findings if f.name == "triton")
-    assert not found.ok and found.detail.startswith("3.8.0: untested; tested is 3.6")
+    assert not found.ok and found.detail.startswith("3.8.0: compiled there, never run; tested")
 
 
 @pytest.mark.parametrize(("name", "warns"), [("NVIDIA H200", False), ("NVIDIA H100 80GB", True)])
 def test_a_gpu_that_was_never_run_is_named(name, warns):
     assert bool(gpu_warning(name)) == warns
     assert not triton_warning("3.6.1")
+    assert triton_warning("3.9.0").startswith("compiled there, never run; tested is 3.6")
+    assert triton_warning("3.10.0").startswith("untested; tested is 3.6")

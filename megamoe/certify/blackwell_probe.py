@@ -19,16 +19,16 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma_scaled,
-    tma,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.certify.rules import GRIDS
+from megamoe.kernels.gluon.compat import blackwell_tma as tma
+from megamoe.kernels.gluon.compat import get_tmem_reg_layout
 from megamoe.kernels.gluon.pipeline import barriers
 
 ROWS = 128  # weight rows: the M of a block-scaled MMA

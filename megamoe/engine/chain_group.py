@@ -17,6 +17,7 @@ from megamoe.balance.placement import Placement
 from megamoe.distributed.placement import Places
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import fused_group
+from megamoe.engine.group_memory import GroupMemory
 from megamoe.engine.launch_options import MAX_S
 from megamoe.errors import (
     MegaMoETimeout,
@@ -25,6 +26,7 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
+from megamoe.layout.regions import Workspace
 from megamoe.planner import chain as planned
 from megamoe.planner.buckets import bucket_of
 from megamoe.planner.plan import Plan
@@ -42,11 +44,22 @@ def describe(plan: Plan) -> dict[str, Any]:
     }
 
 
+def regions(plan: Plan) -> Workspace:
+    """What a rank shares with its peers."""
+    return planned.memory(plan.call)
+
+
 class ChainGroup:
     """This rank's shared memory, and where its peers' lies. Make it on all ranks."""
 
-    def __init__(self, layer: MoE, meeting: Rendezvous, placement: Placement) -> None:
-        from megamoe.distributed.symmetric import share
+    def __init__(
+        self,
+        layer: MoE,
+        meeting: Rendezvous,
+        placement: Placement,
+        memory: GroupMemory | None = None,
+    ) -> None:
+        """memory  that of layers that are alike; None: its own"""
         from megamoe.engine import chain
 
         weights, most = layer.weights, layer.max_tokens_per_rank
@@ -54,8 +67,9 @@ class ChainGroup:
         plan = layer._plan_in(self.mode)
         assert most is not None
         self.num_tokens, self._fits = most, plan.call.fits_e4m3
-        where = planned.memory(plan.call)
-        self._shared = share(meeting, where.num_bytes, weights.device)
+        where = regions(plan)
+        self.memory = memory or GroupMemory(layer._status)
+        self._shared = self.memory.share(self.mode, meeting, where.num_bytes, weights.device)
         require(
             self.mode == "chain" or self._shared.ranks_here == 1,
             "mode split needs a GPU for each rank: it parts all of the GPU's SMs",
@@ -68,7 +82,6 @@ class ChainGroup:
         buffer = chain.buffer_in(self._shared.own, where)
         self._me = chain.Member(buffer, peers, meeting.rank, meeting.num_ranks)
         self._places = Places(placement, weights.device)
-        self._lost: Exception | None = None  # what ended a call between two of its launches
 
     def bucket(self, bound: int) -> int:
         """The bound that a call is planned for."""
@@ -119,7 +132,7 @@ class ChainGroup:
             inputs = x, topk_idx, topk_weights
             y = self._launch(layer, inputs, bound, stats, layer._launch.timeout_s)
         except Exception as error:  # out of memory, say: peers may have taken what it pushed
-            self._lost = error
+            self.memory.lost = error
             raise
         found.copy_to_host_async(layer.top_k)
         if refusal is not None:
@@ -194,10 +207,11 @@ class ChainGroup:
 
     def _check_whole(self) -> None:
         """Peers number calls by what this rank pushed: after half a call it cannot go on."""
+        lost = self.memory.lost
         require(
-            self._lost is None,
+            lost is None,
             "a rank of a chain must make all launches of a call",
-            got=f"an earlier one that ended with {type(self._lost).__name__}: {self._lost}",
+            got=f"an earlier one that ended with {type(lost).__name__}: {lost}",
             fix=RESTART,
             kind=RankError,
         )

@@ -20,6 +20,7 @@ from torch import Tensor
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import symm_buffer
+from megamoe.engine.group_memory import GroupMemory
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.status import is_capturing
 from megamoe.errors import (
@@ -30,6 +31,7 @@ from megamoe.errors import (
     require,
 )
 from megamoe.formats.quantized import Quantized
+from megamoe.layout.regions import Workspace
 from megamoe.planner.buckets import bucket_of
 from megamoe.planner.hopper import check_grid
 from megamoe.planner.plan import Plan
@@ -44,22 +46,32 @@ def describe(plan: Plan) -> dict[str, Any]:
     return {"fits_e4m3": plan.call.fits_e4m3, "launches": plan.num_passes}
 
 
+def regions(plan: Plan) -> Workspace:
+    """What a rank shares with its peers."""
+    return plan.exchange
+
+
 class FusedGroup:
     """This rank's symmetric buffer, and its peers'. Make it on all ranks."""
 
     mode = "fused"
 
-    def __init__(self, layer: MoE, meeting: Rendezvous, most: int) -> None:
-        """most  tokens of a rank in the largest call"""
-        from megamoe.distributed.symmetric import share
+    def __init__(
+        self, layer: MoE, meeting: Rendezvous, most: int, memory: GroupMemory | None = None
+    ) -> None:
+        """
+        most    tokens of a rank in the largest call
+        memory  that of layers that are alike; None: its own
+        """
         from megamoe.kernels.gluon.mega.arguments import World
 
         weights = layer.weights
         plan = layer._plan_in("fused", most)
         self.num_tokens = most
         self.num_passes, self._each = plan.num_passes, plan.fused_tokens
-        where = plan.exchange
-        self._shared = share(meeting, where.num_bytes, weights.device)
+        where = regions(plan)
+        self.memory = memory or GroupMemory(layer._status)
+        self._shared = self.memory.share("fused", meeting, where.num_bytes, weights.device)
         self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         self._world = World(

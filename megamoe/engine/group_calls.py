@@ -14,7 +14,9 @@ from megamoe.distributed.group import check_alike
 from megamoe.engine import chain_group, fused_group
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.fused_group import FusedGroup
+from megamoe.engine.group_memory import memory_for
 from megamoe.engine.planning import log_once
+from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, DTypeError, MegaMoEError, MegaMoETimeout, require
 from megamoe.planner.buckets import UpTo
 
@@ -76,8 +78,13 @@ class GroupCalls:
 
     @property
     def num_bytes(self) -> int:
-        """Symmetric memory of this rank."""
+        """Symmetric memory of this rank, of all layers that are alike."""
         return sum(one.num_bytes for one in self._all)
+
+    @property
+    def status(self) -> DeviceStatus:
+        """That of all layers over the same memory."""
+        return self._all[0].memory.status
 
     @property
     def _all(self) -> list[FusedGroup | ChainGroup]:
@@ -172,11 +179,16 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
 def _share(
     layer: MoE, world: GroupWorld, most: int, sizes: tuple[UpTo, ...], *, is_asked_for: bool
 ) -> GroupCalls:
-    """The memory of every mode that there is; made on all ranks."""
+    """The memory of every mode that there is, which layers that are alike share."""
     made: dict[str, Any] = {"fused": None, "chain": None}
+    plans = {one.mode: layer._plan_in(one.mode, one.tokens) for one in sizes if one.mode in MODES}
+    regions = {"fused": fused_group.regions}
+    where = {mode: regions.get(mode, chain_group.regions)(plan) for mode, plan in plans.items()}
+    memory = memory_for(world.meeting, where, layer.top_k, layer._status)
+    layer._status = memory.status
     for one in sizes:
         if one.mode == "fused":
-            made["fused"] = FusedGroup(layer, world.meeting, one.tokens)
+            made["fused"] = FusedGroup(layer, world.meeting, one.tokens, memory)
         elif one.mode in MODES:
-            made["chain"] = ChainGroup(layer, world.meeting, world.placement)
+            made["chain"] = ChainGroup(layer, world.meeting, world.placement, memory)
     return GroupCalls(made["fused"], made["chain"], most, sizes, is_asked_for=is_asked_for)

@@ -582,6 +582,8 @@ class MoE(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if self._world is not None:  # a copy is another layer to a compiled model
             self._handle = handle_of(self)
+        if self._fused_group is not None:  # a copy's calls go through the same memory
+            self._status = self._fused_group.status
 
     def _refresh(self) -> None:
         """What depends on the device: status, graphs, and what a compiled model passes."""

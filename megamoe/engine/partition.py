@@ -125,7 +125,9 @@ def fork(device: torch.device, l1_sms: int, num_sms: int) -> Sides:
         return InOrder()
     if device.type != "cuda":
         return Threads()
-    return Streams(device, streams_of(device, l1_sms, num_sms))
+    streams = streams_of(device, l1_sms, num_sms)
+    with _LOCK:  # a call of another thread between the waits of both would have L2 wait alone
+        return Streams(device, streams)
 
 
 def prepare(plan: Plan, device: torch.device) -> None:
@@ -206,7 +208,7 @@ class _Driver:
     def __call__(self, name: str, *args: Any) -> None:
         call = getattr(self._library, name, None)
         if call is None:
-            _refuse(f"a driver without {name}; CUDA 12.4 has it")
+            _refuse(f"a driver without {name}; CUDA 12.5 has it")
         assert call is not None
         code = call(*args)
         if code != 0:

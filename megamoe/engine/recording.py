@@ -171,6 +171,7 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
     with recorded(target_of(layer.hardware)) as cubins:
         for num in sorted(set(token_counts) - {0}):
             make_calls(layer, num)
+        pack_experts(layer)
     order = {name: at for at, name in enumerate(SLOW)}
     return sorted(cubins.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
 
@@ -270,6 +271,17 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
         launch(call, plan)
     if layer.graphs and num_tokens <= graphs.MAX_TOKENS:
         _captured(layer, weights, shared, stats, bucket_of(num_tokens, graphs.MAX_TOKENS))
+
+
+def pack_experts(layer: LayerSpec) -> None:
+    """What packs FP4 experts that lie on a Hopper GPU, when the layer is built or refreshed."""
+    from megamoe.kernels.hopper.weights import pack_on_gpu
+
+    for experts in experts_of(layer):
+        for matrix in () if experts is None else (experts.w13, experts.w2):
+            if isinstance(matrix, PackedMatrix):
+                one = empty((1, *matrix.shape[1:]), matrix.spec, META)
+                pack_on_gpu.launch(matrix.packed, [0], one)
 
 
 def _captured(

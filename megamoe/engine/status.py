@@ -152,7 +152,7 @@ class DeviceStatus:
         )
 
     def check(self, top_k: int) -> None:
-        """Wait for the GPU, then raise what it status."""
+        """Wait for the GPU, then raise what it found."""
         self._top_k = top_k
         if self._seen is not None:
             self._seen.copy_(self._reports)

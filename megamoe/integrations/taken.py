@@ -47,6 +47,10 @@ class Taken:
     like: dict[str, Tensor]
     lent: list[tuple[StorageWeakRef, Tensor, int]] = field(default_factory=list)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the module has lent nothing yet; a weak reference has one owner."""
+        return Taken, (self.key, self.layer, self.form, self.given, self.like)
+
     def tensor(self, name: str) -> Tensor:
         """A parameter as it was: a view of the layer's memory, or a copy not to be written to."""
         t = tensor_of(self.layer, self.form, name, self.like[name])

@@ -136,9 +136,21 @@ def use(
     for module in found:
         _check_module(module)
     if take:
-        for module in found:
-            Implementation(recipe, backend).take(module, _top_k(module))
+        _take_all(found, Implementation(recipe, backend))
     return len(found)
+
+
+def _take_all(modules: list[Any], how: Implementation) -> None:
+    """Take the experts of all modules or, where one is refused, of none that had its own."""
+    free = [module for module in modules if TAKEN not in module.__dict__]
+    try:
+        for module in modules:
+            how.take(module, _top_k(module))
+    except BaseException:
+        for module in free:
+            if TAKEN in module.__dict__:
+                one_copy.give_back(module)
+        raise
 
 
 def give_back(model: nn.Module) -> int:

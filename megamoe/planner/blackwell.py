@@ -59,7 +59,7 @@ def shared_memory(recipe: str, tile: GemmTmem) -> SharedMemory:
     stage = (
         Term("weights", tile.block_n * k * padded // 8, about),
         Term("weight scales", tile.num_halves * blocks * SCALE_BLOCK, "128 rows x 4 in 512 bytes"),
-        Term("tokens", m * k * x_bits // 8, "as the MMA reads them"),
+        Term("tokens", m * k * x_bits // (8 * tile.num_ctas), "as the MMA reads them"),
         Term("token scales", own, "128 rows however few tokens; FP32 where sums are promoted"),
         Term("barriers", 16, "full and empty"),
     )
@@ -94,12 +94,13 @@ def pick(recipe: str, rows_per_expert: float) -> tuple[GemmTmem, str]:
     )
 
 
-def tile_of(recipe: str, shape: Shape) -> GemmTmem:
+def tile_of(recipe: str, shape: Shape, num_ctas: int = 1) -> GemmTmem:
     """An entry of the table as a tile, with as many stages as fit."""
     chunk = min(shape.block_m, tables.CHUNK)
     made = GemmTmem(
-        shape.block_m, shape.block_k, 0, shape.num_sums, chunk, shape.num_warps, shape.group_m
-    )
+        shape.block_m, shape.block_k, 0, shape.num_sums, chunk, shape.num_warps, shape.group_m,
+        num_ctas=num_ctas,
+    )  # fmt: skip
     return replace(made, num_stages=max_stages(recipe, made))
 
 
@@ -136,7 +137,7 @@ def overridden(
     asked = {name: given[name] for name in TILE if name in given}
     if not asked:
         return tile, ""
-    legal = {"block_m", "block_k", "num_stages", "group_m", "schedule"}
+    legal = {"block_m", "block_k", "num_stages", "group_m", "schedule", "cta_pair"}
     legal |= set() if is_gated else {"block_n"}
     unknown = sorted(asked.keys() - legal)
     require(
@@ -170,7 +171,15 @@ def overridden(
         kind=NotAvailable,
     )
     assert isinstance(k, int)
-    made = tile_of(recipe, base._replace(block_m=m, block_k=k))
+    num_ctas = 2 if asked.get("cta_pair") else 1
+    require(
+        num_ctas == 1 or (recipe in tables.PAIRED and m >= tables.LEAST_PAIRED),
+        f"a pair of CTAs multiplies {', '.join(tables.PAIRED)} in tiles of {tables.LEAST_PAIRED} "
+        "tokens or more",
+        got=f"{recipe}, block_m {m}",
+        kind=NotAvailable,
+    )
+    made = tile_of(recipe, base._replace(block_m=m, block_k=k), num_ctas)
     made = replace(
         made,
         group_m=int(asked.get("group_m", base.group_m) or 1),
@@ -181,6 +190,12 @@ def overridden(
         n in (128, 256),
         "block_n must be 128 or 256: one or two MMAs of 128 weight rows",
         got=n,
+        kind=NotAvailable,
+    )
+    require(
+        num_ctas == 1 or (n == 256 and not made.is_dynamic),
+        "a pair of CTAs takes tiles of 256 weight rows in each, in a fixed order",
+        got=f"block_n {n}, schedule {made.schedule}",
         kind=NotAvailable,
     )
     if n == tables.BLOCK_ROWS:
@@ -236,7 +251,8 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
     grid = (sizes.num_tokens, ceil_div(width, cols))
     launches.append(Launch("permute", "_pool_kernel", grid, permute, small))
     for name in ("l1", "l2"):
-        launches.append(Launch(name, "gemm_tmem_kernel", (num_sms,), tile, why))
+        num = max(num_sms // tile.num_ctas, 1)  # CTAs, or clusters of two
+        launches.append(Launch(name, "gemm_tmem_kernel", (num,), tile, why))
     return Pass(experts, slots, sizes.num_experts, tuple(launches))
 
 

@@ -246,7 +246,7 @@ def windows(call: CallSpec, given: Mapping[str, Value]) -> tuple[int, int]:
     rows = min(wanted // tables.ROW_ALIGN * tables.ROW_ALIGN, most)
     passes = ceil_div(most, max(rows, 1))
     require(
-        0 < passes <= tables.MAX_WAVES,
+        rows > 0 and passes <= tables.MAX_WAVES,
         f"a call of up to {most} rows must go through its pool in {tables.MAX_WAVES} passes",
         got=f"pool_rows {wanted}",
         fix=f"give at least {align_up(ceil_div(most, tables.MAX_WAVES), tables.ROW_ALIGN)}",

@@ -139,13 +139,14 @@ class GemmTmem:
     load_regs: int = 40
     block_rows: int = 128  # weight rows of one MMA
     num_halves: int = 2  # of so many rows in a tile; a gated linear has two
+    num_ctas: int = 1  # that share a product; 2: a pair of a cluster, each with rows of its own
     schedule: str = "strided"  # dynamic: CTAs draw tiles; sorted: those of large experts first
     math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
     decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
     @property
     def block_n(self) -> int:
-        """Weight rows of a tile."""
+        """Weight rows of a tile, in each CTA."""
         return self.num_halves * self.block_rows
 
     @property
@@ -155,16 +156,19 @@ class GemmTmem:
 
     def constants(self) -> Constants:
         """Of `gemm_tmem_kernel`."""
+        pair: Constants = {"PAIR": True, "num_ctas": 2} if self.num_ctas == 2 else {}
         return {
             "TOKENS": self.block_m, "BLOCK_K": self.block_k, "STAGES": self.num_stages,
             "SUMS": self.num_sums, "CHUNK": self.chunk, "SPAN": self.group_m,
             "HALVES": self.num_halves, "DYNAMIC": self.is_dynamic, "LOAD_REGS": self.load_regs,
             "NUM_WARPS": self.num_warps, "num_warps": self.num_warps,
+            **pair,
         }  # fmt: skip
 
     def __str__(self) -> str:
         size = f"{self.block_m}x{self.block_n}x{self.block_k}"
         how = "" if self.schedule == "strided" else f", {self.schedule}"
+        how += ", pairs of CTAs" if self.num_ctas == 2 else ""
         return f"tmem {size}, {self.num_stages} stages, {self.num_sums} sums{how}"
 
 

@@ -24,6 +24,7 @@ OVERRIDES: dict[str, tuple[type, str]] = {
     "group_m":      (int, "token tiles that share each tile of weights"),
     "schedule":     (str, "strided, dynamic; hopper gemm: static too; blackwell: sorted too"),
     "decode_ahead": (int, "hopper gemm, FP4: K blocks of each ring that weights are decoded into"),
+    "cta_pair":     (bool, "blackwell: two CTAs share each product (Triton 3.8 and newer)"),
     "num_warps":    (int, "portable: warps of a program"),
     "l1_sms":       (int, "split: SMs of dispatch and L1, a multiple of 8; L2 has the rest"),
 }

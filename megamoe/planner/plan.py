@@ -409,6 +409,12 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         reasons[name] = next(filter(None, (reasons[name], *(not_on(name, r) for r in recipes))), "")
     not_certified = "" if call.is_certified else NO_CERTIFICATE
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
+    require(
+        backend == "blackwell" or not given.get("cta_pair"),
+        "cta_pair is of the blackwell backend",
+        got=backend,
+        kind=NotAvailable,
+    )
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     require(

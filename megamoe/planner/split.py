@@ -118,7 +118,7 @@ def windows(most: int, given: Mapping[str, Value]) -> tuple[int, int]:
     num = ceil_div(most, max(rows, 1))
     least = align_up(ceil_div(most, tables.MAX_WAVES), tables.ROW_ALIGN)
     require(
-        num <= tables.MAX_WAVES,
+        rows > 0 and num <= tables.MAX_WAVES,
         f"the pool of a call of up to {most} rows must have {WINDOWS * least} at least",
         got=f"pool_rows {wanted}",
         fix=f"there are {tables.MAX_WAVES} windows at most, two of them in the pool",

@@ -141,7 +141,8 @@ class Bits:
     def modes(self, num_ranks: int) -> tuple[str, ...]:
         """What may take the call: fused launches take BF16 tokens, a shared expert on one rank."""
         no_fused = self.is_ready or (self.is_shared and (num_ranks > 1 or not self.num_tokens))
-        return ("chain",) if no_fused else ("chain", "fused")
+        found = ("chain",) if num_ranks == 1 else ("chain", "split")  # alone it is no chain
+        return found if no_fused else (*found, "fused")
 
 
 def _takes_quantised(recipe: str) -> bool:

@@ -3,6 +3,7 @@
 Symmetric memory is files that every process maps at addresses of its own.
 """
 
+import copy
 import mmap
 from contextlib import contextmanager
 from pathlib import Path
@@ -240,6 +241,48 @@ def ranks_that_pass_other_bounds_are_told(rank, folder, bounds):
         with pytest.raises(type(raised.value)):  # and from then on
             layer(*tokens((2,), rank), max_tokens=1)
     return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def layers_that_are_alike_share_memory(rank, folder):
+    """Calls of two layers in turn, through one memory; none once a call of either was given up."""
+    limits = {"mode": "auto", "max_tokens_per_rank": 40, "timeout_s": 60.0}
+    with pytest.MonkeyPatch.context() as patch:
+        w, one = _layer(rank, patch, folder, "w8a8", **limits)
+        shared = symmetric.share.__self__
+
+        def another(**given):
+            other = w.take([3, 0, 2, 1])
+            layer = mm.MoE(
+                other.for_rank(rank, 2), E, K, group=dist.group.WORLD, backend="hopper",
+                **limits | given,
+            )  # fmt: skip
+            return other, layer
+
+        v, two = another()
+        assert shared.num_shared == 2  # of fused calls and of the chain, each once
+        wider = another(max_tokens_per_rank=48)[1]
+        assert shared.num_shared == 4 and wider._status is not two._status
+        same = True
+        calls = [(one, w, 3), (two, v, 3), (two, v, 30), (one, w, 30), (two, v, 2), (one, w, 2)]
+        for step, (layer, experts_of, bound) in enumerate(calls):
+            mine = tokens((2,), 2 * step + rank)
+            y = layer(*mine, max_tokens=bound)
+            same &= torch.equal(y, mm.moe(*mine, experts_of, backend="hopper", mode="staged"))
+        two.check()
+        assert copy.deepcopy(one)._status is one._status is two._status
+        if rank == 0:  # as after a wait that ran out: neither layer may be called from then on
+            one._status.report.copy_(torch.tensor([1, 0, 0, 5, 1, 7, 6, 0]))
+            with pytest.raises(MegaMoETimeout, match="rank 1 to begin the call"):
+                one.check()
+            with pytest.raises(MegaMoETimeout):
+                two(*tokens((2,), 0), max_tokens=30)
+        anew = another()[1]  # what one rank cannot use, none does
+        assert shared.num_shared == 6 and anew._status is not two._status
+        mine = tokens((2,), 20 + rank)
+        y = anew(*mine, max_tokens=3)
+        anew.check()
+        same &= torch.equal(y, mm.moe(*mine, v, backend="hopper", mode="staged"))
+    return bool(same)
 
 
 def who_does_not_come_is_named(rank, folder):

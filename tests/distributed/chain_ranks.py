@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from megamoe.engine import chain
+from megamoe.engine import chain, images
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
@@ -27,6 +27,8 @@ class ChainRanks:
                  shared=None, mode="chain", **given):  # fmt: skip
         self.options, self.num, self.most, self.top_k = options or Options(), num_ranks, most, top_k
         self.timeout_s, self.shared, self.given = timeout_s, shared, given
+        if shared is not None:
+            images.prepared(shared)  # once: all ranks have the same here, which no process has
         self.mode = mode
         each = w.num_experts // num_ranks
         self.weights = [w[r * each : (r + 1) * each] for r in range(num_ranks)]

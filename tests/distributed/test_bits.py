@@ -17,6 +17,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, NotAvailable
 from megamoe.planner.hopper import num_rows
+from megamoe.planner.tables import split as tables
 from tests import emulator, pretending
 from tests.distributed import bits
 from tests.distributed.bits import RANKS
@@ -72,12 +73,17 @@ class Emulation:
         except REFUSED:
             return None
 
-    def chain(self, case, w, parts):
+    def split(self, case, w, parts):
+        """On parts of one SM and two."""
+        self.patch.setattr(tables, "SMS_UNIT", 1)
+        return self.chain(case, w, parts, "split", 3)
+
+    def chain(self, case, w, parts, mode="chain", num_sms=2):
         num = len(parts)
-        pretending.pretend_h200(self.patch, 2)
+        pretending.pretend_h200(self.patch, num_sms)
         ranks = ChainRanks(
             self.kernels, w, num, max(case.counts(num)) or 1, case.top_k, bits.options_of(case),
-            shared=case.shared(), **case.tile, **passes(case, num, w),
+            shared=case.shared(), mode=mode, **case.tile, **passes(case, num, w),
         )  # fmt: skip
         y = torch.cat(ranks(parts))
         for found in ranks.found:
@@ -101,6 +107,11 @@ class Emulation:
 def configurations(case):
     """Mode and ranks, all that take the case."""
     return [(mode, num) for num in RANKS for mode in case.modes(num)]
+
+
+def on_gpu(case):
+    """Without split, which ranks of one process do not run."""
+    return [(mode, num) for mode, num in configurations(case) if mode != "split"]
 
 
 def held(it, case, chosen, told):
@@ -128,6 +139,18 @@ def test_calls_over_all_ranks_in_all_modes_have_the_bits_of_one_rank(first, monk
     it = Emulation(monkeypatch)
     for case in bits.cases(min(16, GPU_CASES - first), first):
         held(it, case, configurations(case), Counter())
+
+
+@NOT_INTERPRETED
+@pytest.mark.parametrize(("mode", "pool_rows"), [("split", 8), ("chain", 4)])
+def test_a_pool_of_less_than_a_row_of_each_window_is_refused_by_name(mode, pool_rows, monkeypatch):
+    """Of few rows: so few that the number of windows alone would not refuse it."""
+    it = Emulation(monkeypatch)
+    monkeypatch.setattr(tables, "SMS_UNIT", 1)
+    pretending.pretend_h200(monkeypatch, 3)
+    w = bits.cases(1)[0].weights()[:2]
+    with pytest.raises(CapacityError, match=f"pool_rows {pool_rows}"):
+        ChainRanks(it.kernels, w, 2, 2, 1, mode=mode, pool_rows=pool_rows)
 
 
 # -- on a GPU ----------------------------------------------------------------------------------
@@ -177,7 +200,7 @@ def test_calls_over_all_ranks_in_all_modes_have_the_bits_of_one_rank_on_the_gpu(
         pytest.skip("needs an sm_90 GPU; this is another")
     told, begin = Counter(), time.monotonic()
     for case in bits.cases(GPU_CASES, on_gpu=True):
-        held(OnGpu(), case, configurations(case), told)
+        held(OnGpu(), case, on_gpu(case), told)
     print(f"{GPU_CASES} cases, {dict(told)}, {time.monotonic() - begin:.0f} s")
     assert all(told[f"{mode} over {num} ranks"] for mode in ("chain", "fused") for num in RANKS)
 

@@ -5,6 +5,7 @@ import pytest
 from tests.distributed.chain_processes import (
     calls_have_the_bits_of_one_rank,
     graphs_have_the_bits_of_one_rank,
+    layers_that_are_alike_share_memory,
     one_layer_serves_all_sizes,
     ranks_that_pass_other_bounds_are_told,
     who_does_not_come_is_named,
@@ -24,7 +25,7 @@ def test_calls_have_the_bits_of_one_rank(recipe, has_replicas, tmp_path):
     assert [(end.result, end.error) for end in ends] == [(True, "")] * 2
 
 
-@pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
+@pytest.mark.parametrize("recipe", ["w8a8", pytest.param("w4a8_block", marks=pytest.mark.every)])
 def test_one_layer_serves_all_sizes(recipe, tmp_path):
     ends = launch(2, one_layer_serves_all_sizes, str(tmp_path), recipe, limit_s=300.0)
     assert [(end.result, end.error) for end in ends] == [(True, "")] * 2
@@ -51,4 +52,9 @@ def test_ranks_that_pass_other_bounds_are_told(bounds, tmp_path):
 
 def test_who_does_not_come_is_named(tmp_path):
     ends = launch(2, who_does_not_come_is_named, str(tmp_path), limit_s=300.0)
+    assert [(end.result, end.error) for end in ends] == [(True, "")] * 2
+
+
+def test_layers_that_are_alike_share_memory(tmp_path):
+    ends = launch(2, layers_that_are_alike_share_memory, str(tmp_path), limit_s=300.0)
     assert [(end.result, end.error) for end in ends] == [(True, "")] * 2

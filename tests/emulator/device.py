@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from megamoe.kernels.common import compat
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.hopper.gemm.decode_per_wave import GIVE_UP
 from megamoe.kernels.hopper.weights.decode import NV_TO_BF16
 from tests.emulator import arrays, assembly, running, values
@@ -147,6 +148,8 @@ def _atomic(change):
         if isinstance(pointer.address, np.ndarray):
             assert sem == "relaxed"
             return _many_atomics(scheduler, role, change, pointer, value, mask)
+        if np.ndim(raw(mask)):
+            raise Violation("many atomics on one address")
         sem, scope = sem or "acq_rel", scope or "gpu"
         if mask is not None and not raw(mask):
             return Value(0)
@@ -202,10 +205,11 @@ def _named(depth):
 class Shared:
     """A descriptor of shared memory: a view of an allocation."""
 
-    __slots__ = ("at", "cells", "kind", "v")
+    __slots__ = ("at", "cells", "kind", "parent", "v")
 
     def __init__(self, cells, v, kind, at):
         self.cells, self.v, self.kind, self.at = cells, v, kind, at
+        self.parent = None  # whose values these are, where they had to be copied
 
     dtype = property(lambda self: self.kind)
     shape = property(lambda self: list(self.v.shape))
@@ -226,7 +230,10 @@ class Shared:
         return Shared(self.cells, self.v.transpose(tuple(order)), self.kind, self.at)
 
     def reshape(self, shape):
-        return Shared(self.cells, self.v.reshape([int(n) for n in shape]), self.kind, self.at)
+        v = self.v.reshape([int(n) for n in shape])
+        made = Shared(self.cells, v, self.kind, self.at)
+        made.parent = None if np.may_share_memory(v, self.v) else self
+        return made
 
     def _reinterpret(self, kind, shape, layout):
         shape = [int(n) for n in shape]
@@ -262,6 +269,7 @@ class Barrier:
     __slots__ = (
         "agent",
         "bytes",
+        "cluster",
         "completed",
         "count",
         "issued",
@@ -275,6 +283,7 @@ class Barrier:
     def __init__(self, name, agents):
         self.count = self.pending = self.bytes = self.phase = self.phases = self.issued = 0
         self.name, self.agent = name, None  # the agent: copies that complete on it
+        self.cluster = None  # what `cta_pair` knows of one of a pair
         self.so_far, self.completed = agents.new_clocks(), None
 
 
@@ -301,9 +310,13 @@ def allocate_shared_memory(kind, shape, layout):
     if layout is MBARRIERS:
         return Barriers([Barrier(f"{name}[{i}]", scheduler.agents) for i in range(shape[0])])
     size = kind.size
+    if role.cluster is not None:
+        shape = role.cluster.own_shape(shape, layout)
     data = np.full(math.prod(shape) * size, 0xFF, dtype=np.uint8)  # poison
     row = math.prod(shape[1:]) if len(shape) > 1 else min(shape[0], 32)
     cells = Cells(data, row * size, name)
+    if role.cluster is not None:
+        role.cluster.made(role, cells)
     return Shared(cells, data.view(kind.stored).reshape(shape), kind, 0)
 
 
@@ -352,6 +365,8 @@ def wait(barrier, phase):
     scheduler, role = _now()
     phase = int(phase)
     scheduler.step("wait")
+    if barrier.cluster is not None and not barrier.cluster.is_awaited_by(role):
+        return
     scheduler.wait((barrier,), lambda: barrier.phase != phase, f"phase {phase} of {barrier.name}")
     if barrier.completed is not None:
         join(role.clocks, barrier.completed)
@@ -407,10 +422,14 @@ class Descriptor:
         return _BLOCKS[key]
 
 
-def tma_copy(descriptor, at, barrier, into, pred=True):
-    """The block comes, and its bytes count, some time later; until then nothing is there."""
-    if pred:
-        _copy(descriptor, descriptor.inside(tuple(int(i) for i in at)), barrier, into, 1)
+def tma_copy(descriptor, at, barrier, into, pred=True, multicast=False):
+    if not pred:
+        return
+    cluster, parts = _now()[1].cluster, [(descriptor, at, into)]
+    if cluster is not None:
+        parts = cluster.copies(_now()[1], descriptor, at, into, multicast)
+    for part, begin, to in parts:
+        _copy(part, part.inside(tuple(int(i) for i in begin)), barrier, to, 1)
 
 
 def tma_gather(descriptor, rows, col, barrier, into, pred=True):
@@ -807,9 +826,10 @@ def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
 class Launch:
     """One launch: its CTAs, and the launch of the same stream before it."""
 
-    def __init__(self, scheduler, host, name, grid, before):
+    def __init__(self, scheduler, host, name, grid, before, num_ctas=1):
         self.scheduler, self.host, self.name, self.grid = scheduler, host, name, grid
-        self.before, self.left, self.allowed = before, math.prod(grid), {}
+        self.num_ctas = math.prod(grid) * num_ctas
+        self.before, self.left, self.allowed = before, self.num_ctas, {}
         self.end, self.begin = scheduler.agents.new_clocks(), None
 
     is_over = property(lambda self: self.left == 0)
@@ -827,7 +847,7 @@ class Launch:
         self.allow(role)
 
     def may_be_followed(self):
-        return len(self.allowed) == math.prod(self.grid)
+        return len(self.allowed) == self.num_ctas
 
     def begin_after(self, before):
         """The clocks of its CTAs: a launch that all of `before` waited for first is over.
@@ -857,6 +877,8 @@ def _bytes_of(t):
 class Scheduled:
     """A kernel with the launch syntax of Triton, under the current scheduler."""
 
+    make_cluster = None  # `cta_pair` sets it
+
     def __init__(self, kernel, name=None):
         self.signature = inspect.signature(kernel.fn)
         self.name = name or kernel.fn.__name__
@@ -882,20 +904,24 @@ class Scheduled:
             scheduler.wait((before,), is_ready, "the launch before")
             if not is_early:
                 join(host.clocks, before.end)
-        launch = Launch(scheduler, host, self.name, grid, before if is_early else None)
+        num_ctas = constants.get("num_ctas", 1)
+        launch = Launch(scheduler, host, self.name, grid, before if is_early else None, num_ctas)
         host.last_launch = launch
         scheduler.step("launch")
         host.tick()
         clocks = launch.begin_after(before)
-        for ids in itertools.product(*map(range, grid)):
+        clusters = [None if num_ctas == 1 else self.make_cluster() for _ in range(math.prod(grid))]
+        each = zip(itertools.product(*map(range, grid)), clusters, strict=True)
+        for (ids, cluster), rank in itertools.product(each, range(num_ctas)):
             number = ".".join(map(str, ids if len(ids) > 1 and ids[1] else ids[:1]))
             cta = f"CTA {number}" + (f" of {host.name}" if host.gpu else "")
+            cta += f", rank {rank}" if cluster is not None else ""
             act = functools.partial(self._cta, launch, given)
             role = scheduler.add(
                 act, f"{self.name} of {cta}", kind="kernel", cta=cta, launch=launch, gpu=host.gpu,
                 num_warps=4, parent=clocks,
             )  # fmt: skip
-            role.ids = ids
+            role.ids, role.rank, role.cluster = ids, rank, cluster
         if not is_early:
             synchronize()
 
@@ -961,6 +987,8 @@ def warp_specialize(roles, num_warps, registers):
     """Every role as a coroutine; returns when all have ended."""
     scheduler, parent = _now()
     parent.sync()
+    if parent.cluster is not None:
+        parent.cluster.sync(scheduler, parent)
     made = []
     for i, ((act, args), warps) in enumerate(zip(roles, [4, *num_warps], strict=True)):
         name = f"{act.__name__} {i} of {parent.cta}"
@@ -968,11 +996,13 @@ def warp_specialize(roles, num_warps, registers):
             functools.partial(act, *args), name, kind=f"{act.__name__} {i}", cta=parent.cta,
             launch=parent.launch, gpu=parent.gpu, num_warps=warps, parent=parent.clocks,
         )  # fmt: skip
-        role.ids = parent.ids
+        role.ids, role.rank, role.cluster = parent.ids, parent.rank, parent.cluster
         made.append(role)
     for role in made:
         scheduler.wait((role,), lambda role=role: role not in scheduler.roles, role.name)
         join(parent.clocks, role.clocks)
+    if parent.cluster is not None:
+        parent.cluster.sync(scheduler, parent)
 
 
 LANGUAGE = SimpleNamespace(
@@ -1003,6 +1033,7 @@ REPLACED = {
     async_copy: SimpleNamespace(
         async_copy_global_to_shared=cp_async, commit_group=commit_group, wait_group=wait_group
     ),
+    reinterpret: lambda desc, *what: desc._reinterpret(*what),
     hopper.fence_async_shared: fence_async_shared,
     hopper.warpgroup_mma: warpgroup_mma,
     hopper.warpgroup_mma_wait: warpgroup_mma_wait,

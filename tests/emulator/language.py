@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from megamoe.kernels.common import compat
+from megamoe.kernels.gluon.compat import reinterpret
 from tests.emulator.assembly import inline_asm_elementwise
 from tests.emulator.running import HERE, REPLACED, run_time_range, warp_specialize
 from tests.emulator.values import RAW, TYPES, Barriers, Shared, Value, pair, raw, same
@@ -277,6 +278,7 @@ REPLACED |= {
         commit_group=lambda: None,
         wait_group=lambda num_outstanding=0: None,
     ),
+    reinterpret: lambda desc, *what: desc._reinterpret(*what),
     hopper.fence_async_shared: lambda: None,
     hopper.warpgroup_mma: warpgroup_mma,
     hopper.warpgroup_mma_wait: warpgroup_mma_wait,

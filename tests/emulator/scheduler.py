@@ -89,6 +89,7 @@ class Role:
         self.steps, self.waits_for = 0, None
         self.is_bounded = self.is_late = False
         self.products = self.copies = None  # of wgmma and cp.async: `device` makes them
+        self.rank, self.cluster = 0, None  # of its CTA in a pair (`cta_pair`)
         self.last_launch = None  # a host's
         self.act = act
         self.coroutine = (_Green if greenlet else _Thread)(self._run, scheduler.main)

@@ -9,7 +9,8 @@ poison. An MMA's products are exact; the sum is rounded to FP32 after every inst
 K), so that bits do not depend on BLOCK_K, as they do not on the hardware.
 
 Not seen here: layouts, swizzles, descriptors (`kernels/descriptors.py` and the compiler), how
-padded FP4 lies in shared memory, which thread issues, pairs of CTAs, how the tensor core rounds.
+padded FP4 lies in shared memory, which thread issues, how the tensor core rounds. Pairs of CTAs are
+in `cta_pair`.
 """
 
 import math
@@ -18,7 +19,9 @@ from types import SimpleNamespace
 import numpy as np
 from triton.experimental.gluon.language.nvidia import blackwell
 
-from tests.emulator import arrays, device
+from megamoe.kernels.blackwell import pair
+from megamoe.kernels.gluon.compat import get_tmem_reg_layout
+from tests.emulator import arrays, cta_pair, device
 from tests.emulator.arrays import FP8, Value, decoded, encoded
 from tests.emulator.device import _check, _now
 from tests.emulator.memory_model import SEEN, Cells, Violation, join
@@ -137,7 +140,7 @@ class Tensor:
 
     def _reinterpret(self, kind, shape, layout):
         """Scales in the columns of FP32: as many of them, of which a byte a row counts."""
-        assert list(self.v.shape) == [int(n) for n in shape] and kind.size == 1
+        assert self.v.shape[1] == int(shape[1]) and int(shape[0]) % LANES == 0 and kind.size == 1
         flat = self.v.reshape(-1).view(np.uint8)[: math.prod(self.v.shape)]
         return Tensor(self.cells, flat.view(kind.stored).reshape(self.v.shape), kind, self.place)
 
@@ -161,6 +164,8 @@ class Tensor:
 def allocate(kind, shape, layout, value=None):
     _, role = _now()
     shape = [int(n) for n in shape]
+    if role.cluster is not None and shape[-2] == 2 * LANES:
+        shape[-2] = LANES  # of each CTA
     assert value is None and shape[-2] == LANES
     places, width = (shape[0], shape[2]) if len(shape) == 3 else (1, shape[1])
     columns = places * width // (2 if kind.size == 2 else 1)  # a byte of scales has a column
@@ -170,6 +175,8 @@ def allocate(kind, shape, layout, value=None):
         raise Violation(f"{used[role.cta]} columns of tensor memory, of {COLUMNS}")
     data = np.full(math.prod(shape) * kind.size, 0xFF, dtype=np.uint8)
     cells = TensorCells(data, LANES * width * kind.size, f"{device._named(2)} of {role.cta}")
+    if role.cluster is not None:
+        role.cluster.made(role, cells)
     return Tensor(cells, data.view(kind.stored).reshape(shape), kind)
 
 
@@ -180,17 +187,21 @@ def copy(source, into):
     """tcgen05.cp of scales from shared memory."""
     scheduler, role, engine = _engine()
     scheduler.step("copy of scales")
+    if role.rank:
+        return  # the first CTA of a pair issues for both
     if source.shape != into.shape or source.kind.size != into.kind.size:
         raise Violation(f"{source.shape} into {into.shape} of {into.cells.name}")
-    number = engine.issued + 1
-    source.cells.read(
-        scheduler.memory, role.agent, number, source.rows(), role.clocks, True, engine.agent
-    )
-    into.cells.written(scheduler.memory, role, engine, number, into.place or 0, "cp")
-    into.v.view(np.uint8)[...] = 0xFF
+    number, each = engine.issued + 1, cta_pair.each(role, source, into)
+    for source, into in each:
+        source.cells.read(
+            scheduler.memory, role.agent, number, source.rows(), role.clocks, True, engine.agent
+        )
+        into.cells.written(scheduler.memory, role, engine, number, into.place or 0, "cp")
+        into.v.view(np.uint8)[...] = 0xFF
 
     def act():
-        into.v.view(np.uint8)[...] = source.v.view(np.uint8)
+        for source, into in each:
+            into.v.view(np.uint8)[...] = source.v.view(np.uint8)
 
     engine.issue(f"copy to {into.cells.name}", "cp", None, act)
 
@@ -212,14 +223,15 @@ def _values(operand, element, scale, vec):
     return value * np.repeat(factor, vec, 1)
 
 
-def _check_shapes(a, b, acc, scales, elements):
+def _check_shapes(a, b, acc, scales, elements, num_ctas):
     """What MMAs of sm_100a there are; -> values that share a scale."""
     m, n = acc.shape
     k = a.shape[1] * (2 if elements[0] == "e2m1" else 1)
-    step = 16 if scales[0] is None else 8
+    step = (16 if scales[0] is None else 8) * num_ctas
     if m != LANES or n % step or not step <= n <= 256:
-        raise Violation(f"no MMA has the shape {m} x {n}")
-    if b.shape != [k // (2 if elements[1] == "e2m1" else 1), n] or a.shape[0] != m:
+        raise Violation(f"no MMA has the shape {m} x {n} in {num_ctas} CTAs")
+    tokens = [k // (2 if elements[1] == "e2m1" else 1), n // num_ctas]
+    if b.shape != tokens or a.shape[0] != m:
         raise Violation(f"{a.shape} times {b.shape} in {elements}")
     if scales[0] is None:
         return 0
@@ -234,34 +246,46 @@ def _check_shapes(a, b, acc, scales, elements):
 def _multiply(a, b, acc, scales, elements, use_acc):
     scheduler, role, engine = _engine()
     scheduler.step("product")
-    vec = _check_shapes(a, b, acc, scales, elements)
+    if role.rank:
+        return
+    each = cta_pair.each(role, a, b, acc, *scales)
+    vec = _check_shapes(a, b, acc, scales, elements, 1 if role.cluster is None else 2)
     number, memory = engine.issued + 1, scheduler.memory
-    for operand in (a, b):
-        if isinstance(operand, Tensor):
-            operand.cells.product_reads(memory, role, engine, number, operand.place or 0)
-        else:
-            operand.cells.read(
-                memory, role.agent, number, operand.rows(), role.clocks, True, engine.agent
-            )
-    for scale in scales:
-        if scale is not None:
-            scale.cells.product_reads(memory, role, engine, number, scale.place or 0)
-    acc.cells.written(memory, role, engine, number, acc.place, "mma")
     use_acc, depth = bool(use_acc), DEPTH[elements[1]]
-    sums = acc.v.view(np.float32)
-    if not use_acc:
-        sums[...] = np.nan
+    for a, b, acc, *scales in each:
+        for operand in (a, b):
+            if isinstance(operand, Tensor):
+                operand.cells.product_reads(memory, role, engine, number, operand.place or 0)
+            else:
+                operand.cells.read(
+                    memory, role.agent, number, operand.rows(), role.clocks, True, engine.agent
+                )
+        for scale in scales:
+            if scale is not None:
+                scale.cells.product_reads(memory, role, engine, number, scale.place or 0)
+        acc.cells.written(memory, role, engine, number, acc.place, "mma")
+        if not use_acc:
+            acc.v.view(np.float32)[...] = np.nan
 
     def act():
-        left = _values(a, elements[0], scales[0], vec)
-        right = _values(b.permute((1, 0)), elements[1], scales[1], vec)
-        for first in range(0, left.shape[1], depth):
-            at = slice(first, first + depth)
-            found = left[:, at] @ right[:, at].T
-            sums[...] = found + sums if use_acc or first else found
+        for a, _, acc, a_scale, b_scale in each:
+            sums = acc.v.view(np.float32)
+            left = _values(a, elements[0], a_scale, vec)
+            right = _values(_tokens(each), elements[1], b_scale, vec)
+            for first in range(0, left.shape[1], depth):
+                at = slice(first, first + depth)
+                found = left[:, at] @ right[:, at].T
+                sums[...] = found + sums if use_acc or first else found
 
     place = id(acc.cells), acc.place
     engine.issue(f"product into {acc.cells.name}[{acc.place}]", "mma", place, act)
+
+
+def _tokens(each):
+    """The rows [tokens, k] of a product's second operand: of a pair, half from each CTA."""
+    parts = [b.permute((1, 0)) for _, b, *_ in each]
+    whole = np.concatenate([part.v for part in parts])
+    return SimpleNamespace(v=whole, kind=parts[0].kind)
 
 
 def mma_scaled(a, b, acc, a_scale, b_scale, a_type, b_type, *, use_acc=True, pred=True):
@@ -278,21 +302,28 @@ def mma(a, b, acc, *, use_acc=True, pred=True):
 def commit(barrier):
     scheduler, role, engine = _engine()
     scheduler.step("commit")
+    if role.rank:
+        return
     if barrier.count == 0:
         raise Violation(f"a commit to {barrier.name}, which was not initialised")
-    engine.commit(role, barrier)
+    for one in cta_pair.barriers_of_commit(role, barrier):
+        engine.commit(role, one)
 
 
 def install():
     """Scheduled kernels may use sm_100a."""
+    device.Scheduled.make_cluster = staticmethod(cta_pair.Cluster)
     device.REPLACED.update({
+        pair.barriers_of: cta_pair.barriers_of,
+        pair.part_of: cta_pair.part_of,
+        **dict.fromkeys((pair.sums_layout, pair.scales_layout, pair.rows_layout), lambda *_: None),
         blackwell.tma: SimpleNamespace(
             **vars(device.REPLACED[device.hopper.tma]), async_gather=device.tma_gather
         ),
         blackwell.allocate_tensor_memory: allocate,
         blackwell.TensorMemoryLayout: arrays._Layout,
         blackwell.TensorMemoryScalesLayout: arrays._Layout,
-        blackwell.get_tmem_reg_layout: lambda *_: None,
+        get_tmem_reg_layout: lambda *_: None,
         blackwell.tcgen05_copy: copy,
         blackwell.tcgen05_mma: mma,
         blackwell.tcgen05_mma_scaled: mma_scaled,

@@ -20,7 +20,7 @@ class Layer:
 
     def __init__(self, mode="auto", backend="hopper", sizes=SIZES):
         self._wanted, self.backend, self.sizes = ("auto", mode), backend, sizes
-        self.max_tokens_per_rank = 4096
+        self.max_tokens_per_rank, self.top_k, self._status = 4096, 2, None
 
     def _modes(self):
         if isinstance(self.sizes, Exception):
@@ -44,7 +44,7 @@ def made(monkeypatch):
     found = []
 
     def make(mode):
-        def shared(layer, meeting, given):
+        def shared(layer, meeting, given, memory):
             found.append((mode, given))
             return SimpleNamespace(num_tokens=given, bucket=lambda bound: bound, mode=mode)
 
@@ -54,6 +54,9 @@ def made(monkeypatch):
     monkeypatch.setattr(group_calls, "ChainGroup", make("chain"))
     for module, card in zip((group_calls.fused_group, group_calls.chain_group), FITS, strict=True):
         monkeypatch.setattr(module, "describe", lambda plan, card=card: card)
+        monkeypatch.setattr(module, "regions", lambda plan: None)
+    memory = SimpleNamespace(status=None)
+    monkeypatch.setattr(group_calls, "memory_for", lambda *given: memory)
     return found
 
 

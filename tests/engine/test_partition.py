@@ -88,7 +88,7 @@ def test_a_layer_in_mode_split_parts_its_gpu_as_it_is_built(driver):
     ("how", "l1_sms", "says"),
     [
         ({}, 84, "132 SMs must part into 84 and 48; got 88 and 44"),
-        ({"missing": "cuGreenCtxCreate"}, 88, "a driver without cuGreenCtxCreate; CUDA 12.4"),
+        ({"missing": "cuGreenCtxCreate"}, 88, "a driver without cuGreenCtxCreate; CUDA 12.5"),
         ({"failing": "cuDevSmResourceSplitByCount"}, 88, "error 801, operation not supported"),
     ],
 )

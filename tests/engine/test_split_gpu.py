@@ -129,7 +129,7 @@ def test_the_parts_share_no_sm(l1_sms):
 
 def test_without_l1_a_call_ends_within_its_bound_and_the_next_is_right(monkeypatch):
     crowd = base()
-    layer = layer_of(crowd)
+    layer = layer_of(crowd, timeout_s=2.0)
     inputs, wanted = crowd.pick(300)
     assert same_bits(layer(*inputs), wanted)
     torch.cuda.synchronize()

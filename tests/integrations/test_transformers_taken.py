@@ -125,6 +125,30 @@ def test_a_model_saves_what_it_was_and_its_copies_answer_alike(tmp_path):
     assert ours.give_back(other) == 2 and ours.give_back(other) == 0
 
 
+def test_a_copy_of_a_module_has_lent_nothing(monkeypatch):
+    """References to what was lent have one owner: two of them would free the memory twice."""
+    module, forward = module_of("gpt_oss", monkeypatch), ours.experts_forward(None, "reference")
+    given = inputs(module)
+    HERE.take(module, 2)
+    lent = module.state_dict()
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        assert torch.equal(forward(other, *given), forward(module, *given))
+    assert module.megamoe_taken.lent and not other.megamoe_taken.lent
+    assert all(same(other.state_dict()[name], t) for name, t in lent.items())
+
+
+def test_a_model_is_taken_whole_or_not_at_all():
+    made = model("qwen3", torch.bfloat16)
+    found = experts(made)
+    weight = found[1].gate_up_proj
+    weight.data = weight.data.float() + 1e-3  # as BF16 it would be another
+    with pytest.raises(NotAvailable, match="come back bit for bit"):
+        ours.use(made, take=True)
+    assert all(len(list(module.parameters())) == 2 for module in found)
+    assert all(p.numel() for p in found[0].parameters())
+
+
 REFUSED = {
     "float32": (lambda: HERE.take(experts(model("qwen3"))[0], 2), "come back bit for bit"),
     "another recipe": (

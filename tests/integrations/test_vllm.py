@@ -315,6 +315,15 @@ def test_where_we_cannot_exchange_vllm_does(name):
     assert not exchange.is_wanted(one, "vllm") and not exchange.is_wanted(layer(), "megamoe")
 
 
+def test_no_bound_is_above_the_layers_own():
+    """Sequence-parallel ranks share what vLLM may tell as the tokens of one."""
+    bounds = [
+        exchange.Over(None, E, None, T, None, lambda told=told: told)._bound(1)
+        for told in (None, [1, 2], [2 * T, 1])
+    ]
+    assert bounds == [None, 2, T]
+
+
 def test_calls_that_wait_for_the_host_are_refused_where_vllm_captures_them():
     staged = SimpleNamespace(mode="staged", why="backend portable: asked for")
     over = exchange.Over(None, E, None, T, None, lambda: None, is_captured=True)

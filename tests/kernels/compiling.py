@@ -9,7 +9,9 @@ from pathlib import Path
 from struct import unpack_from
 
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
@@ -17,9 +19,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import compiler_hooks
+from megamoe.kernels.gluon.compat import VERSION
 
 FUNCTION = 2  # type of a symbol
+SIZED, REGISTERS, FRAME, STACK = 4, 0x2F, 0x11, 0x12  # attributes in a cubin's .nv.info
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+if VERSION in ((3, 7), (3, 8)):  # they ask this machine's GPU whether copies may pad FP4
+    tl.target_info.cuda_capability_geq = lambda *_: True
 
 
 class Stand:
@@ -82,10 +89,22 @@ def sass(kernel):
 
 
 def resources(kernel):
-    """Registers, stack (spills) and shared memory of a compiled kernel, in bytes where bytes."""
-    text = _dump(kernel, "--dump-resource-usage")
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    return {"registers": int(found[1]), "stack": int(found[2]), "shared": kernel.metadata.shared}
+    """Registers, stack (spills) and shared memory of a compiled kernel, in bytes where bytes.
+
+    Read from the cubin itself: the wheel's `cuobjdump` cannot read those of sm_103a.
+    """
+    cubin = kernel.asm["cubin"]
+    at, size = _sections(cubin)[".nv.info"]
+    end, found = at + size, {REGISTERS: 0, FRAME: 0, STACK: 0}
+    while at < end:
+        form, what, length = unpack_from("<2BH", cubin, at)
+        if form == SIZED:
+            if what in found:  # of a function: its symbol, the figure
+                found[what] = max(found[what], unpack_from("<2I", cubin, at + 4)[1])
+            at += length
+        at += 4
+    stack = max(found[FRAME], found[STACK])
+    return {"registers": found[REGISTERS], "stack": stack, "shared": kernel.metadata.shared}
 
 
 def _sections(cubin):
@@ -125,14 +144,8 @@ def advice(kernel, arch="sm_90a"):
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "kernel.ptx")
         source.write_text(kernel.asm["ptx"])
-        command = [
-            TOOLS / "ptxas",
-            "-v",
-            f"--gpu-name={arch}",
-            source,
-            "-o",
-            source.with_suffix(""),
-        ]
+        assembler = get_ptxas(int(re.sub(r"\D", "", arch))).path  # the one that Triton takes
+        command = [assembler, "-v", f"--gpu-name={arch}", source, "-o", source.with_suffix("")]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     return re.findall(r"wgmma.mma_async instructions are serialized.*", done.stderr + done.stdout)
 

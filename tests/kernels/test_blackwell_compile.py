@@ -1,8 +1,8 @@
 """Blackwell's launches compiled for sm_100a and sm_103a without a GPU: what is in them.
 
 A few configurations stand for all; `python -m tests.kernels.test_blackwell_compile` compiles every
-shipped one (58 of them in 50 s) and prints a line for each. Triton's own assembler makes the code;
-its `cuobjdump` cannot read that of sm_103a, of which the PTX is looked at.
+shipped one (58 of them in 50 s) and prints a line for each. `scripts/newer_triton.sh` compiles
+them, and pairs of CTAs, with a newer Triton.
 """
 
 import re
@@ -16,6 +16,8 @@ from megamoe.errors import NotAvailable
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.kernels.blackwell.formats import FORMATS, SCALED_MMAS, check_tile, operand_layout
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon import compat
+from megamoe.kernels.gluon.compat import HAS_PAIRS, VERSION
 from megamoe.planner.blackwell import (
     narrowed,
     overridden,
@@ -27,7 +29,7 @@ from megamoe.planner.blackwell import (
 from megamoe.planner.grouped import VARIANTS
 from megamoe.planner.launches import GemmTmem, next_power_of_2
 from megamoe.planner.numerics import BLACKWELL_RECIPES
-from megamoe.planner.tables.blackwell import TMEM_COLUMNS, Shape
+from megamoe.planner.tables.blackwell import PAIRED, TMEM_COLUMNS, Shape
 from megamoe.problem import Options
 from tests.kernels.blackwell import compiled, compiled_grouped, launched, tile_name
 from tests.kernels.compiling import resources
@@ -48,7 +50,17 @@ ALL = [
 # The widest tile of each recipe has most registers and scratch, the narrowest most stages.
 SOME = [(r, shipped(r)[-1], True) for r in BLACKWELL_RECIPES]
 SOME += [("w4a8", shipped("w4a8")[0], False), ("w4a8_block", shipped("w4a8_block")[0], True)]
+PAIRS = [
+    (recipe, tile_of(recipe, Shape(m, k, 1 if m == 128 else 2), 2), gated)
+    for recipe, k in zip(PAIRED, (128, 256, 256), strict=True)
+    for m in (64, 16, 128)
+    for gated in (True, False)
+]
 PLAIN = {"bf16": "f16", "w4a16": "f16", "w8a8": "f8f6f4"}
+
+
+# Later PTX names the values under a scale, earlier how many scales four lanes of K have.
+BLOCK = {"scale_vec::1X": "block32", "scale_vec::2X": "block32", "scale_vec::4X": "block16"}
 
 
 def mma_of(recipe):
@@ -56,27 +68,60 @@ def mma_of(recipe):
     kind = FORMATS[recipe]
     if not kind.SCALED.value:
         return PLAIN[recipe]
-    return SCALED_MMAS[kind.W.value, kind.X.value, kind.VEC.value]
+    name = SCALED_MMAS[kind.W.value, kind.X.value, kind.VEC.value]
+    if VERSION >= (3, 8):
+        name, vector = name.rsplit(".", 1)
+        name += f".{BLOCK[vector]}"
+    return name
 
 
 def assert_is_as_planned(recipe, tile, kernel):
     """Instructions, descriptors, tensor memory and shared memory; nothing spills."""
-    ptx, kind = kernel.asm["ptx"], FORMATS[recipe]
-    assert set(re.findall(r"tcgen05\.mma\.cta_group::1\.kind::(\S+)", ptx)) == {mma_of(recipe)}
-    assert ("tcgen05.cp.cta_group::1.warpx4.32x128b" in ptx) == kind.SCALED.value
+    ptx, kind, ctas = kernel.asm["ptx"], FORMATS[recipe], tile.num_ctas
+    found = re.findall(r"tcgen05\.mma\.cta_group::(\d)\.kind::(\S+)", ptx)
+    assert set(found) == {(str(ctas), mma_of(recipe))}
+    assert (f"tcgen05.cp.cta_group::{ctas}.warpx4.32x128b" in ptx) == kind.SCALED.value
     assert "cp.async.bulk.tensor.2d" in ptx and "tcgen05.commit" in ptx
     rows = decoded(ptx)
     depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
     # The first stage may be peeled.
-    assert rows and len(rows) % (tile.num_halves * tile.block_k // depth) == 0
+    num = {tile.block_k // depth}
+    if ".target sm_103a" in ptx and kind.X.value == "e2m1" and VERSION >= (3, 9):
+        num.add(-(-tile.block_k // 96))  # that machine's packed FP4 takes 96 of K at a time
+    assert rows and any(len(rows) % (tile.num_halves * each) == 0 for each in num)
     assert not [fault for row in rows for fault in faults(row)]
-    assert {(row["m"], row["n"]) for row in rows} == {(128, tile.block_m)}
+    assert {(row["m"], row["n"]) for row in rows} == {(128 * ctas, tile.block_m)}
     assert {(row["a_type"], row["b_type"]) for row in rows} == {(kind.W.value, kind.X.value)}
     columns = tmem_columns(recipe, tile)
     assert columns <= TMEM_COLUMNS and kernel.metadata.tmem_size == next_power_of_2(columns, 32)
     assert kernel.metadata.shared <= shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
     if ".target sm_100a" in ptx:
         assert resources(kernel)["stack"] == 0
+
+
+def assert_is_of_pairs(recipe, tile, kernel):
+    """What Triton 3.8 and newer make of a launch by pairs of CTAs, instruction by instruction."""
+    assert_is_as_planned(recipe, tile, kernel)
+    ptx = kernel.asm["ptx"]
+    assert ptx.count("tcgen05.commit.cta_group::2") == 2 == ptx.count("multicast::cluster.b64")
+    tokens = re.findall(r"cp\.async\.bulk\.tensor\.5d\.cta_group::2\S*\.multicast::cluster", ptx)
+    assert len(tokens) == 1  # the scales of tokens, to both
+    counts = re.findall(r"mbarrier\.init\S* \[[^\]]*\], (\d+);", ptx)
+    stages, sums = tile.num_stages, tile.num_sums
+    # full: two loaders of both CTAs; empty, summed: a commit; taken: both epilogues
+    assert counts == ["4"] * stages + ["1"] * (stages + sums) + ["2"] * sums
+    kind, words = FORMATS[recipe], tile.block_k // FORMATS[recipe].VEC.value // 4
+    weights = 2 * (128 * tile.block_k * kind.W_BITS.value // 8 + 512 * words)
+    halves = tile.block_m * tile.block_k * kind.X_BITS.value // 16 + 512 * words
+    expected = re.findall(
+        r"mbarrier\.arrive\.expect_tx\.shared::cluster\.b64 _, \[[^\]]*\], (\d+)", ptx
+    )
+    assert sorted(map(int, expected)) == sorted((weights, halves))
+    # CTAs meet once mbarriers are initialised, and before one of them gives its memory back.
+    begin = ptx.rindex("mbarrier.init")
+    assert "barrier.cluster.wait" in ptx[begin : ptx.index("mbarrier.try_wait", begin)]
+    for end in re.finditer(r"tcgen05\.dealloc\.cta_group::2", ptx):
+        assert "barrier.cluster.wait" in ptx[end.start() - 600 : end.start()]
 
 
 @pytest.mark.parametrize(
@@ -143,12 +188,26 @@ def test_biases_and_the_other_activation_do_not_spill():
     assert resources(kernel)["stack"] == 0
 
 
-@pytest.mark.parametrize("recipe", ["w4a8", "nvfp4"])
-def test_sm_103a_has_the_same_instructions(recipe):
-    tile = shipped(recipe)[1]
-    kernel = compiled(recipe, tile, True, arch=103)
+@pytest.mark.skipif(not HAS_PAIRS, reason="pairs of CTAs need Triton 3.8; scripts/newer_triton.sh")
+@pytest.mark.parametrize(("recipe", "tile", "gated"), PAIRS[:3])
+def test_pairs_of_ctas_have_their_instructions_counts_and_bytes(recipe, tile, gated):
+    kernel = compiled(recipe, tile, gated)
+    assert_is_of_pairs(recipe, tile, kernel)
+    assert resources(kernel)["stack"] == 0
+
+
+# One of each kind of MMA, of the tokens' operand and of the epilogue; the other linear elsewhere.
+B300 = [("w4a8", 1, True), ("nvfp4", 1, True), ("w4a4", -1, False), ("w8a8", 0, True),
+        ("w4a8_block", -1, False), ("bf16", 0, False), ("w4a16", 0, True)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "which", "gated"), B300)
+def test_sm_103a_has_the_same_instructions_and_spills_as_little(recipe, which, gated):
+    tile = shipped(recipe)[which]
+    kernel = compiled(recipe, tile, gated, arch=103)
     assert ".target sm_103a" in kernel.asm["ptx"]
     assert_is_as_planned(recipe, tile, kernel)
+    assert resources(kernel)["stack"] == 0
 
 
 def test_every_shipped_tile_fits_by_its_sums():
@@ -184,8 +243,19 @@ TILE = GemmTmem(16, 128, 4, 2, 16)
     ("recipe", "tile", "changes", "match"),
     [
         ("w4a8", GemmTmem(16, 128, 4, 2, 16, block_rows=64), {}, "M = 128 in one CTA; got M = 64"),
+        (
+            "w8a8",
+            replace(TILE, num_ctas=2),
+            {},
+            "scales of both operands and 16 tokens .* got w8a8",
+        ),
+        (
+            "w4a8",
+            GemmTmem(8, 128, 4, 2, 8, num_ctas=2),
+            {},
+            "16 tokens a tile; got w4a8, block_m 8",
+        ),
         ("w4a8", TILE, {"VEC": 16}, "scales of so many values; got e2m1 x e4m3, 16 values"),
-        ("w4a8", TILE, {"num_ctas": 2}, "pair of CTAs needs Triton 3.8; got 2 CTAs"),
         ("w4a8", TILE, {"padded": False}, "padded to a byte a value, .* got e2m1 x e4m3"),
         ("w4a4", TILE, {"padded": True}, "FP4 beside FP4 packed; got e2m1 x e2m1"),
         ("w4a8", GemmTmem(24, 128, 4, 2, 8), {}, "one of 8, 16, 32, 64, 128; got block_m 24"),
@@ -196,17 +266,27 @@ TILE = GemmTmem(16, 128, 4, 2, 16)
         ("w4a4", TILE, {"gathers": True}, "128 bytes a stage: .* got 64 bytes with block_k 128"),
     ],
 )
-def test_the_launcher_refuses_by_name_what_the_compiler_takes(recipe, tile, changes, match):
+def test_the_launcher_refuses_by_name_what_the_compiler_takes(
+    recipe, tile, changes, match, monkeypatch
+):
+    monkeypatch.setattr(compat, "HAS_PAIRS", True)
     kind = FORMATS[recipe]
     changes = dict(changes)
     padded = changes.pop("padded", None)
-    how = {n: changes.pop(n) for n in ("num_ctas", "is_gated", "gathers") if n in changes}
+    how = {n: changes.pop(n) for n in ("is_gated", "gathers") if n in changes}
     layout = operand_layout(kind, 128, tile.block_k, kind.W_BITS.value)
     if padded is not None:
-        layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.uint8, fp4_padded=padded)
+        layout = gl.NVMMASharedLayout.get_default_for([128, 128], gl.uint8, fp4_padded=padded)
     kind = Kind(recipe, **{**kind._members, **changes})
     with pytest.raises(NotAvailable, match=match):
         check_tile(kind, tile, layout, **how)
+
+
+def test_pairs_are_refused_by_name_below_triton_3_8(monkeypatch):
+    monkeypatch.setattr(compat, "HAS_PAIRS", False)
+    monkeypatch.setattr(compat, "VERSION", (3, 6))
+    with pytest.raises(NotAvailable, match=r"needs Triton 3\.8 or newer; got Triton 3\.6"):
+        check_tile(FORMATS["w4a8"], replace(TILE, num_ctas=2))
 
 
 @pytest.mark.parametrize(

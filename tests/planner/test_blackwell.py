@@ -86,6 +86,39 @@ def test_tiles_that_no_kernel_has_are_refused(recipe, given, kind, match):
         mm.plan(problem, "b200", backend="blackwell", **given)
 
 
+def test_a_pair_of_ctas_is_planned_only_where_it_is_asked_for():
+    """Half as many clusters as CTAs, half of the tokens in each: more stages, or as many."""
+    one, two = (
+        mm.plan(PROBLEM, "b200", backend="blackwell", block_m=128, **given)
+        for given in ({}, {"cta_pair": True})
+    )
+    assert one.tile.num_ctas == 1 and two.tile.num_ctas == 2 and "pairs of CTAs" in str(two)
+    assert 2 * two.launch("l1").grid[0] == one.launch("l1").grid[0] == 148
+    assert two.tile.num_stages == one.tile.num_stages + 1
+    assert two.launch("l1").config.constants().items() >= {"PAIR": True, "num_ctas": 2}.items()
+    assert not one.launch("l1").config.constants().keys() & {"PAIR", "num_ctas"}
+    for tokens in (1, 32768):
+        assert mm.plan(
+            mm.Problem(tokens, 4096, 2048, 32, 6, 1, "w4a8"), "b200", backend="blackwell"
+        ).tile.num_ctas == 1  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("recipe", "hardware", "given", "match"),
+    [
+        ("w8a8", "b200", {"backend": "blackwell"}, "pair of CTAs .* got w8a8"),
+        ("w4a8", "b200", {"backend": "blackwell", "block_m": 8}, "16 tokens or more; got w4a8"),
+        ("w4a8", "b200", {"backend": "portable"}, "cta_pair"),
+        ("w4a8", "h200", {"backend": "hopper"}, "cta_pair"),
+        ("w8a8", "b200", {}, "cta_pair is of the blackwell backend; got portable"),
+    ],
+)
+def test_a_pair_of_ctas_is_refused_by_name_elsewhere(recipe, hardware, given, match):
+    problem = mm.Problem(512, 4096, 2048, 32, 6, 1, recipe)
+    with pytest.raises(NotAvailable, match=match):
+        mm.plan(problem, hardware, cta_pair=True, **given)
+
+
 @pytest.mark.parametrize("tokens", [64, 2048, 32768])
 def test_schedules_reach_every_launch_with_a_reason(tokens):
     """Drawn tiles are a constant of the GEMMs, sorted ones of the launch that lists the tiles."""

@@ -15,6 +15,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.kernels.blackwell import decode, epilogue, gemm, grouped
 from megamoe.kernels.blackwell.mega import kernel, smem
 from megamoe.kernels.blackwell.weights import place
+from megamoe.kernels.gluon import compat
 from megamoe.kernels.gluon.mega import dispatch, inbox, push, quantise
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import GemmTmem
@@ -37,9 +38,12 @@ def case_of(recipe, tile, counts=(9, 3), num_sms=2, hidden=384, intermediate=256
     inputs, options = (x, slots.view(-1, 1), gates), Options()
     with targets.installed(num_sms, {"tmem": targets.Recorder("tmem", kept)}) as patch:
         pretend_b200(patch, num_sms)
+        patch.setattr(compat, "HAS_PAIRS", True)  # the emulator needs no Triton that compiles them
         plan = plan_for(
             w, options, traits_of("blackwell", w, None), num_tokens=len(x), top_k=1,
-            overrides=checked({"backend": "blackwell", "block_m": tile.block_m}),
+            overrides=checked({
+                "backend": "blackwell", "block_m": tile.block_m, "cta_pair": tile.num_ctas == 2,
+            }),
         )  # fmt: skip
         call = Call(*inputs, w, options, None, DeviceStatus(targets.CPU))
         blackwell.run(call, with_tmem_tile(plan, tile))
@@ -83,6 +87,9 @@ CASES = {
         "w4a8", "gather", GemmTmem(32, 128, 2, 2, 32, schedule="dynamic"), (40, 3)
     ),
     "summed": lambda: grouped_case("w4a8", "finalize", GemmTmem(16, 128, 2, 2, 16, num_halves=1)),
+    "pair": lambda: case_of(
+        "w4a8", GemmTmem(16, 128, 2, 2, 16, num_ctas=2), (17, 3), num_sms=4, intermediate=384
+    ),
     "chunks": lambda: case_of("nvfp4", GemmTmem(16, 128, 2, 1, 8), (17, 3), has_bias=True),
 }
 
@@ -185,12 +192,12 @@ BY_HAND = (
      "gemm.sums.index(turn.idx * HALVES)"),
     (gemm, "_multiply_plain", "gemm.decoded.index(ready.idx * HALVES + half)",
      "gemm.decoded.index(half)"),
-    (gemm, "allocate_tmem", "[SUMS * HALVES, 128, TOKENS]", "[SUMS * HALVES * 16, 128, TOKENS]"),
-    (gemm, "gemm_tmem_kernel", "full = barriers(STAGES, 2)", "full = barriers(STAGES, 1)"),
+    (gemm, "allocate_tmem", "[SUMS * HALVES, LANES", "[SUMS * HALVES * 16, LANES"),
+    (gemm, "gemm_tmem_kernel", "full = ring_barriers(STAGES, 2", "full = ring_barriers(STAGES, 1"),
     (gemm, "_add_stages", "scale * low_factor", "scale * high_factor"),
     (gemm, "_block_factor", "block * gemm.factor_cols + k", "block * gemm.factor_cols"),
     (gemm, "finish_tile", "start + gemm.CHUNK == gemm.TOKENS", "start == 0"),
-    (epilogue, "_store_scales", "tile.n_tile_idx * NUM + gl.arange", "gl.arange"),
+    (epilogue, "_store_scales", "tile.n_tile_idx * NUM + part_of", "part_of"),
     (epilogue, "_store_scales", "tile.row_begin // gemm.TOKENS", "tile.row_begin // 16"),
     (epilogue, "_store_scales", "row * num_groups", "row"),
     (epilogue, "_store_rows", "times(turned.to(gl.float32), gl.expand_dims(weight, 1))",
@@ -201,6 +208,30 @@ BY_HAND = (
     (epilogue, "_activated", "gemm.factor + tile.expert * 2 + 1", "gemm.factor + tile.expert"),
     (epilogue, "_biased", "matrix * gemm.num_bias + output", "output"),
     (epilogue, "finish_linear", "gemm.HALVES + HALF", "gemm.HALVES"),
+    # Of pairs of CTAs.
+    (gemm, "gemm_tmem_kernel", "full = ring_barriers(STAGES, 2, PAIR, True)",
+     "full = ring_barriers(STAGES, 2, PAIR)"),
+    (gemm, "gemm_tmem_kernel", "taken = ring_barriers(SUMS, 1, PAIR, True)",
+     "taken = ring_barriers(SUMS, 1, PAIR)"),
+    (gemm, "gemm_tmem_kernel", "taken = ring_barriers(SUMS, 1, PAIR, True)",
+     "taken = ring_barriers(SUMS, 2, PAIR, True)"),
+    (gemm, "gemm_tmem_kernel", "empty = ring_barriers(STAGES, READERS, PAIR)",
+     "empty = ring_barriers(STAGES, READERS, PAIR, True)"),
+    (gemm, "gemm_tmem_kernel", "summed = ring_barriers(SUMS, 1, PAIR)",
+     "summed = ring_barriers(SUMS, 1, PAIR, True)"),
+    (gemm, "load_weight_step", "SCALE_BYTES) // gemm.CTAS", "SCALE_BYTES)"),
+    (gemm, "load_token_tile", "gemm.x.block_type.nbytes // gemm.CTAS",
+     "gemm.x.block_type.nbytes"),
+    (gemm, "weight_block", "tile.n_tile_idx * gemm.CTAS", "tile.n_tile_idx"),
+    (gemm, "weight_block", "(tile.n_tile_idx * gemm.HALVES + HALF) * gemm.CTAS",
+     "tile.n_tile_idx * gemm.HALVES * gemm.CTAS + HALF"),
+    (gemm, "_tile_at", "BLOCK_ROWS * gemm.CTAS", "BLOCK_ROWS"),
+    (epilogue, "_store_scales", "NUM: gl.constexpr = 128 * gemm.CTAS", "NUM: gl.constexpr = 128"),
+    (epilogue, "_store_scales", "mask = mask & gl.expand_dims(group < num_groups, 1)",
+     "mask = mask"),
+    (epilogue, "finish_gated", "OUTPUTS: gl.constexpr = 128 * gemm.CTAS",
+     "OUTPUTS: gl.constexpr = 128"),
+    (epilogue, "finish_linear", "(128 * gemm.CTAS)", "128"),
     (decode, "_decode_part", "byte >> 4 & 15", "byte & 15"),
 )  # fmt: skip
 

@@ -36,8 +36,9 @@ CASES = {
     ),
     "chain-apart": lambda: chains.apart_case(),
     "chain-shared": lambda: chains.whole_case(
-        counts=((2, 1),), num_shared=1, options=Options(combine="fp8"), has_bad_slot=True
+        "bf16", counts=((2, 1),), num_shared=1, options=Options(combine="fp8"), has_bad_slot=True
     ),
+    "chain-fp8-rows": lambda: chains.whole_case(counts=((2, 1),), options=Options(combine="fp8")),
     "chain-four": lambda: chains.whole_case(
         "w4a8_block", 4, counts=((1, 0, 2, 1), (1, 0, 2, 1)), experts=4
     ),

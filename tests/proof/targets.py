@@ -43,6 +43,7 @@ from megamoe.kernels.hopper.gemm import (
     decode_per_wave,
     epilogue,
     follow,
+    fp8_rows,
     plain,
     swap_ab,
 )
@@ -72,7 +73,7 @@ MODULES = (
     pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, push, inbox,
     scheduler, state, begin, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
     decode_per_wave, follow, pull, exchange, permute, dispatch, sort, portable_combine,
-    portable_dispatch, compat,
+    portable_dispatch, compat, fp8_rows,
 )  # fmt: skip
 # Functions that give PTX that waits, and with what; PTX that signals.
 TEXTS = (
@@ -84,7 +85,7 @@ TEXTS = (
 _AT = {"mega": (mega_launch, "mega_kernel"), "swap_ab": (launch, "gemm_swap_ab_kernel"),
        "plain": (launch, "gemm_kernel"), "pull": (pull, "pull_kernel"),
        "exchange": (exchange, "exchange_kernel"), "finish": (exchange, "finish_kernel"),
-       "tmem": (blackwell_launch, "gemm_tmem_kernel"),
+       "scales": (fp8_rows, "scales_kernel"), "tmem": (blackwell_launch, "gemm_tmem_kernel"),
        "mega-tmem": (mega_tmem_launch, "mega_tmem_kernel")}  # fmt: skip
 # Kernels of Triton's own language: they run freely, unless a case schedules them too.
 _PLAIN = {"pool": (dispatch, "_pool_kernel"), "count": (permute, "_count_kernel"),
@@ -98,7 +99,7 @@ _PLAIN = {"pool": (dispatch, "_pool_kernel"), "count": (permute, "_count_kernel"
 GLUON = {name: getattr(*at) for name, at in _AT.items()}
 TRITON = {name: getattr(*at) for name, at in _PLAIN.items()}
 CHAIN = ("quantize", "count", "scan", "place", "exchange", "rows", "pull", "swap_ab", "plain",
-         "finish", "pool", "rows_to_fp8", "combine")  # fmt: skip
+         "scales", "finish", "pool", "rows_to_fp8", "combine")  # fmt: skip
 STAGED = ("count", "scan", "place", "pool", "schedule", "swap_ab", "plain", "combine")
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")

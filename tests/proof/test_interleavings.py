@@ -34,7 +34,7 @@ NUM = {
     "chain": 100, "chain-nvfp4": 50, "chain-static": 100, "chain-dynamic": 100,
     "chain-whole": 200, "chain-replayed": 100, "chain-passes": 100, "chain-ready": 100,
     "chain-apart": 200, "chain-shared": 100, "chain-four": 50, "chain-absent": 50,
-    "chain-given-up": 50, "chain-late": 100, "chain-hurried": 100,
+    "chain-fp8-rows": 50, "chain-given-up": 50, "chain-late": 100, "chain-hurried": 100,
     "chain-split": 100, "chain-split-per-wave": 50,
 }  # fmt: skip
 

@@ -93,11 +93,11 @@ class Over:
     def _bound(self, num_tokens: int) -> int | None:
         """Tokens of the fullest rank in this call, the same on all ranks."""
         told = self.told()
-        if self.sharers is None:
-            return None if told is None else max(told)
-        if told is None and self.sharers.num < self.group.size():
+        if told is None and (self.sharers is None or self.sharers.num < self.group.size()):
             return None
-        return self.sharers.rows(num_tokens if told is None else max(told))
+        most = num_tokens if told is None else max(told)
+        most = most if self.sharers is None else self.sharers.rows(most)
+        return min(most, self.max_tokens)  # what was told may count tokens that ranks share
 
 
 class Finished:

@@ -2,9 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.blackwell import get_tmem_reg_layout
 
 from megamoe.kernels.common.numbers import e2m1_to_bf16, e8m0_twice
+from megamoe.kernels.gluon.compat import get_tmem_reg_layout
 
 PART = gl.constexpr(64)  # columns at a time: 128 spill
 

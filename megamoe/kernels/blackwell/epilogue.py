@@ -7,6 +7,7 @@ from memory as they are needed.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.blackwell.pair import part_of, rows_layout
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_code, e8m0_scale, pow2
 from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
 from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
@@ -36,7 +37,8 @@ def _activated(gemm, gate, up, tile, START: gl.constexpr):
         factor = gl.load(gemm.factor + tile.expert * 2 + 1)
         up = times(times(up, factor), gl.expand_dims(token_factor, 0))
     if gemm.HAS_BIAS:
-        output = tile.n_tile_idx * 128 + gl.arange(0, 128, gl.SliceLayout(1, gate.type.layout))
+        output = part_of(gate.shape[0], gl.SliceLayout(1, gate.type.layout))
+        output += tile.n_tile_idx * (128 * gemm.CTAS)
         gate = _biased(gemm, gate, tile.expert * 2, output)
         up = _biased(gemm, up, tile.expert * 2 + 1, output)
     act = glu(gemm, gate, up)
@@ -67,9 +69,9 @@ def _group_scales(gemm, split, acts_factor):
 @gluon.jit
 def _store_scales(gemm, stored, tile, START: gl.constexpr):
     """Bytes [groups, N] where the next linear's copies find them (`gluon/placed`), or by rows."""
-    NUM: gl.constexpr = stored.shape[0]
+    NUM: gl.constexpr = 128 * gemm.CTAS // gemm.ACTS.GROUP
     LAYOUT: gl.constexpr = stored.type.layout
-    group = tile.n_tile_idx * NUM + gl.arange(0, NUM, gl.SliceLayout(1, LAYOUT))
+    group = tile.n_tile_idx * NUM + part_of(stored.shape[0], gl.SliceLayout(1, LAYOUT))
     token = START + gl.arange(0, stored.shape[1], gl.SliceLayout(0, LAYOUT))
     num_groups = gemm.num_outputs // gemm.ACTS.GROUP
     used = tile.row_begin + token < tile.row_end
@@ -77,6 +79,8 @@ def _store_scales(gemm, stored, tile, START: gl.constexpr):
         begin = (tile.row_begin // gemm.TOKENS).to(gl.int64) * (num_groups * PLACED_ROWS)
         at = gl.expand_dims(placed_group(group), 1) + gl.expand_dims(placed_row(token), 0)
         mask = gl.expand_dims(used, 0) & (at >= 0)
+        if gemm.PAIR:  # the second CTA of the last tile may have outputs that are not there
+            mask = mask & gl.expand_dims(group < num_groups, 1)
     else:
         begin = 0
         row = gl.load(gemm.row_dest + tile.row_begin + token, mask=used, other=0).to(gl.int64)
@@ -88,17 +92,19 @@ def _store_scales(gemm, stored, tile, START: gl.constexpr):
 @gluon.jit
 def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
     """L1: sums [128, N] of gate and up -> 128 outputs of each token, in their format."""
+    M: gl.constexpr = gate.shape[0]
     N: gl.constexpr = gate.shape[1]
+    OUTPUTS: gl.constexpr = 128 * gemm.CTAS
     act = _activated(gemm, gate, up, tile, START)
     if gemm.ACTS.HOLD == "placed":
         G: gl.constexpr = gemm.ACTS.GROUP
         acts_factor = 1.0
         if gemm.FORMAT.FACTOR == "expert":
             acts_factor = gl.load(gemm.acts_factor + tile.expert)
-        stored, ratio = _group_scales(gemm, act.reshape([128 // G, G, N]), acts_factor)
-        codes = gemm.ACTS.code(ratio).reshape([128, N])
+        stored, ratio = _group_scales(gemm, act.reshape([M // G, G, N]), acts_factor)
+        codes = gemm.ACTS.code(ratio).reshape([M, N])
         PACKED: gl.constexpr = gemm.ACTS.BITS == 4
-        _store_rows(gemm, codes, tile, tile.n_tile_idx * 128, START, PACKED)
+        _store_rows(gemm, codes, tile, tile.n_tile_idx * OUTPUTS, START, PACKED)
         _store_scales(gemm, stored, tile, START)
     elif gemm.ACTS.HOLD == "codes":
         scale, inverse = e4m3_step(gl.max(abs_bits(act), 0))
@@ -111,9 +117,9 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
             at = gl.load(gemm.row_dest + row, mask=used, other=0) * num_scales + tile.n_tile_idx
         gl.store(gemm.out_scale + at, scale, mask=used)
         ratio = divide(act, gl.expand_dims(scale, 0), gl.expand_dims(inverse, 0))
-        _store_rows(gemm, e4m3_code(ratio), tile, tile.n_tile_idx * 128, START, False)
+        _store_rows(gemm, e4m3_code(ratio), tile, tile.n_tile_idx * OUTPUTS, START, False)
     else:
-        _store_rows(gemm, act.to(gl.bfloat16), tile, tile.n_tile_idx * 128, START, False)
+        _store_rows(gemm, act.to(gl.bfloat16), tile, tile.n_tile_idx * OUTPUTS, START, False)
 
 
 # -- L2: rows at their destinations --------------------------------------------------------------
@@ -123,12 +129,12 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
 def finish_linear(gemm, sums, tile, HALF: gl.constexpr, START: gl.constexpr):
     """L2: sums [128, N] of a half -> BF16, 128 columns of each token's row."""
     N: gl.constexpr = sums.shape[1]
-    first = (tile.n_tile_idx * gemm.HALVES + HALF) * 128
+    first = (tile.n_tile_idx * gemm.HALVES + HALF) * (128 * gemm.CTAS)
     if gemm.FORMAT.FACTOR == "expert":
         factor = gl.load(gemm.factor + tile.expert) * gl.load(gemm.acts_factor + tile.expert)
         sums = times(sums, factor)
     if gemm.HAS_BIAS:
-        output = first + gl.arange(0, 128, gl.SliceLayout(1, sums.type.layout))
+        output = first + part_of(sums.shape[0], gl.SliceLayout(1, sums.type.layout))
         at = gemm.bias + tile.expert * gemm.num_bias + output
         bias = gl.load(at, mask=output < gemm.num_bias, other=0.0)
         extra = gl.expand_dims(bias, 1)
@@ -153,13 +159,11 @@ def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.conste
     N: gl.constexpr = v.shape[1]
     VEC: gl.constexpr = 128 // v.dtype.primitive_bitwidth
     ACROSS: gl.constexpr = 128 // VEC
-    WIDE: gl.constexpr = gl.BlockedLayout(
-        [1, VEC], [32 // ACROSS, ACROSS], [gemm.NUM_WARPS, 1], [1, 0]
-    )
+    WIDE: gl.constexpr = rows_layout(ACROSS, VEC, gemm.NUM_WARPS, gemm.PAIR)
     turned = gl.convert_layout(v.permute((1, 0)), WIDE)
     PACK: gl.constexpr = 2 if PACKED else 1
     if PACKED:
-        low, high = turned.reshape([N, 64, 2]).split()
+        low, high = turned.reshape([N, v.shape[0] // 2, 2]).split()
         turned = low | (high << 4)
     LAYOUT: gl.constexpr = turned.type.layout
     row = tile.row_begin + START + gl.arange(0, N, gl.SliceLayout(1, LAYOUT))
@@ -171,7 +175,7 @@ def _store_rows(gemm, v, tile, first_col, START: gl.constexpr, PACKED: gl.conste
         row = gl.load(gemm.row_dest + row, mask=used, other=0)
         if gemm.SOURCE != "pool":  # whose destinations come from outside, -1 where they were wrong
             used = used & (row >= 0)
-    col = first_col // PACK + gl.arange(0, 128 // PACK, gl.SliceLayout(0, LAYOUT))
+    col = first_col // PACK + part_of(v.shape[0] // PACK, gl.SliceLayout(0, LAYOUT))
     width = gemm.num_outputs // PACK
     begin = row.to(gl.int64) * width
     if gemm.IS_FAR and not gemm.GATED:

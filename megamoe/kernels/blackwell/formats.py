@@ -5,7 +5,9 @@ from __future__ import annotations
 from triton.experimental.gluon import language as gl
 
 from megamoe.errors import NotAvailable, require
+from megamoe.kernels.blackwell.pair import BY_ROWS
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon import compat
 from megamoe.planner.launches import GemmTmem
 from megamoe.planner.tables import blackwell as tables
 
@@ -62,23 +64,25 @@ SCALED_MMAS = {
 LINE = 128  # bytes of the widest swizzle
 
 
-def operand_layout(kind: Kind, rows: int, block_k: int, bits: int) -> gl.NVMMASharedLayout:
-    """Shared memory of one operand's block.
+def operand_layout(
+    kind: Kind, rows: int, block_k: int, bits: int, num_ctas: int = 1
+) -> gl.NVMMASharedLayout:
+    """Shared memory of one operand's block, whose rows a pair of CTAs shares.
 
     FP4 beside FP8 is padded on the way, a byte a value: that is what kind::mxf8f6f4 reads.
     """
     element = {4: gl.uint8, 8: gl.float8e4nv, 16: gl.bfloat16}[bits]
     is_padded = bits == 4 and kind.X.value == "e4m3"
     return gl.NVMMASharedLayout.get_default_for(
-        [rows, block_k * bits // max(bits, 8)], element, fp4_padded=is_padded
-    )
+        [rows, block_k * bits // max(bits, 8)], element, fp4_padded=is_padded,
+        cga_layout=BY_ROWS if num_ctas == 2 else None,
+    )  # fmt: skip
 
 
 def check_tile(
     kind: Kind,
     tile: GemmTmem,
     layout: gl.NVMMASharedLayout | None = None,
-    num_ctas: int = 1,
     *,
     is_gated: bool = False,
     gathers: bool = False,
@@ -86,7 +90,6 @@ def check_tile(
     """Refuse what Gluon 3.6 compiles in silence although it computes something else.
 
     layout    that of the weights' block
-    num_ctas  CTAs that share an MMA
     is_gated  a tile has gate and up
     gathers   tokens are gathered
     """
@@ -95,7 +98,22 @@ def check_tile(
         require(not when, what, got=got, fix=fix, kind=NotAvailable)
 
     elements = kind.W.value, kind.X.value
-    refuse(num_ctas != 1, "an MMA of a pair of CTAs needs Triton 3.8", f"{num_ctas} CTAs")
+    refuse(
+        tile.num_ctas != 1 and not compat.HAS_PAIRS,
+        "an MMA of a pair of CTAs needs Triton 3.8 or newer",
+        f"Triton {'.'.join(map(str, compat.VERSION))}",
+        fix="leave out cta_pair",
+    )
+    refuse(
+        tile.num_ctas != 1 and not (kind.X_SCALED.value and tile.block_m >= tables.LEAST_PAIRED),
+        f"a pair of CTAs needs scales of both operands and {tables.LEAST_PAIRED} tokens a tile",
+        f"{kind.name}, block_m {tile.block_m}",
+    )
+    refuse(
+        tile.num_ctas != 1 and (gathers or tile.is_dynamic or tile.num_halves != 2),
+        "a pair of CTAs takes tiles of two halves in a fixed order, whose tokens lie together",
+        f"{tile.num_halves} halves, {tile.schedule}{', gathered' if gathers else ''}",
+    )
     refuse(
         tile.block_rows != tables.BLOCK_ROWS,
         "a block-scaled MMA has M = 128 in one CTA",

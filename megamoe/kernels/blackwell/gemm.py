@@ -53,6 +53,13 @@ Barriers
 PTX orders a thread's tcgen05.cp before its later MMAs, and MMAs of the same sums; it does not order
 a copy after an earlier MMA. So every stage has its own columns for scales.
 
+PAIR (Triton 3.8 and newer): two CTAs of a cluster share every product. A tile is 512 weight rows,
+of which each CTA has the 256 that are a tile otherwise, and their sums; the tokens of a product are
+read from both, so each loads half of them, and the first loads their scales for both. Both run all
+roles; the second's issue_mma does nothing. Of `full` and `taken` there is one mbarrier for both, in
+the first CTA, which alone waits for it: arrivals and bytes of both count there, so that it has
+twice the arrivals of the table. A commit arrives at `empty` and `summed` of both.
+
 Tensor memory: SUMS * HALVES * TOKENS columns of sums, STAGES * (HALVES + 1) * BLOCK_K / VEC of
 scales, and DECODES * HALVES * BLOCK_K / 2 of decoded weights, of 512.
 """
@@ -64,18 +71,19 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_copy,
     tcgen05_mma,
     tcgen05_mma_scaled,
     tensor_memory_descriptor,
-    tma,
 )
 
 from megamoe.kernels.blackwell.decode import decode_block
 from megamoe.kernels.blackwell.epilogue import finish_gated, finish_linear
+from megamoe.kernels.blackwell.pair import ring_barriers, scales_layout, sums_layout
+from megamoe.kernels.gluon.compat import blackwell_tma as tma
+from megamoe.kernels.gluon.compat import get_tmem_reg_layout, reinterpret
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     Stage,
@@ -164,6 +172,8 @@ class TmemGemm:
     NUM_WARPS: gl.constexpr
     TURNS: gl.constexpr  # epilogues that have every TURNS-th of the sums: 1; fused, 2
     IS_FAR: gl.constexpr  # L2's rows may be other ranks': `row_dest` has offsets
+    PAIR: gl.constexpr
+    CTAS: gl.constexpr  # that share a product: 2 for a pair
 
 
 # -- tiles ---------------------------------------------------------------------------------------
@@ -172,7 +182,7 @@ class TmemGemm:
 @gluon.jit
 def _tile_at(gemm, item):
     """The tile of a work item."""
-    ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS
+    ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS * gemm.CTAS
     tile_idx, n_tile_idx = tile_in_list(gemm, item, ROWS)
     return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
 
@@ -180,7 +190,7 @@ def _tile_at(gemm, item):
 @gluon.jit
 def _end_item(gemm):
     """Work items of the launch."""
-    ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS
+    ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS * gemm.CTAS
     return num_work_items(gemm, ROWS)
 
 
@@ -215,11 +225,11 @@ def next_posted(gemm, item, post):
 
 @gluon.jit
 def weight_block(gemm, tile, HALF: gl.constexpr):
-    """Number of the block of 128 weight rows that is one half of a tile."""
+    """Number of a half's block of 128 weight rows, of a pair the first CTA's."""
     if gemm.GATED:
-        block = (tile.expert * 2 + HALF) * gemm.num_blocks + tile.n_tile_idx
+        block = (tile.expert * 2 + HALF) * gemm.num_blocks + tile.n_tile_idx * gemm.CTAS
     else:
-        block = tile.expert * gemm.num_blocks + tile.n_tile_idx * gemm.HALVES + HALF
+        block = tile.expert * gemm.num_blocks + (tile.n_tile_idx * gemm.HALVES + HALF) * gemm.CTAS
     return block
 
 
@@ -232,7 +242,7 @@ def load_weight_step(gemm, tile, k, stage):
     HALVES: gl.constexpr = gemm.HALVES
     HAS_SCALES: gl.constexpr = gemm.FORMAT.SCALED or gemm.FORMAT.DECODED
     SCALE_BYTES: gl.constexpr = gemm.w_scale.block_type.nbytes if HAS_SCALES else 0
-    BYTES: gl.constexpr = HALVES * (gemm.w.block_type.nbytes + SCALE_BYTES)
+    BYTES: gl.constexpr = HALVES * (gemm.w.block_type.nbytes + SCALE_BYTES) // gemm.CTAS
     WIDTH: gl.constexpr = gemm.w.block_type.shape[1]
     full = gemm.full.index(stage.idx)
     mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
@@ -279,7 +289,7 @@ def load_token_tile(gemm, row, stage):
     HAS_SCALES: gl.constexpr = gemm.FORMAT.X_SCALED or gemm.FORMAT.PROMOTED
     SCALE_BYTES: gl.constexpr = gemm.x_scale.block_type.nbytes if HAS_SCALES else 0
     TIMES: gl.constexpr = gemm.TOKENS if gemm.SOURCE == "gather" else 1
-    BYTES: gl.constexpr = TIMES * gemm.x.block_type.nbytes + SCALE_BYTES
+    BYTES: gl.constexpr = TIMES * gemm.x.block_type.nbytes // gemm.CTAS + SCALE_BYTES
     WIDTH: gl.constexpr = gemm.x.block_type.shape[1]
     source = row
     if gemm.SOURCE == "rows":
@@ -297,7 +307,10 @@ def load_token_tile(gemm, row, stage):
         if gemm.FORMAT.X_SCALED:
             words = k * (gemm.BLOCK_K // (4 * gemm.FORMAT.VEC))
             at = [0, row // gemm.TOKENS, words, 0, 0]
-            tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
+            if gemm.PAIR:
+                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to, multicast=True)
+            else:
+                tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
         elif gemm.FORMAT.PROMOTED:
             at = [k * gemm.pool_rows + row]
             tma.async_copy_global_to_shared(gemm.x_scale, at, full, to)
@@ -324,7 +337,9 @@ def load_tokens(gemm):
 @gluon.jit
 def scale_block(buf, NUM: gl.constexpr):
     """Placed scales of 128 rows as [128, NUM]: tcgen05_copy makes UTCCP 32x128b.warpx4 of it."""
-    return buf.reshape([1, NUM // 4, 32, 4, 4]).permute((0, 3, 2, 1, 4)).reshape([128, NUM])
+    BLOCKS: gl.constexpr = buf.shape[1]  # of 128 rows: two of a pair's weights
+    parts = buf.reshape([BLOCKS, NUM // 4, 32, 4, 4]).permute((0, 3, 2, 1, 4))
+    return parts.reshape([BLOCKS * 128, NUM])
 
 
 @gluon.jit
@@ -335,7 +350,10 @@ def _scale_columns(gemm, stage, WHICH: gl.constexpr):
     """
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
     columns = gemm.scales.index(stage.idx * (gemm.HALVES + 1) + WHICH)
-    return columns._reinterpret(gemm.w_scale.dtype, [128, NUM], TensorMemoryScalesLayout())
+    IS_TOKENS: gl.constexpr = WHICH == gemm.HALVES
+    ROWS_OF: gl.constexpr = 128 if IS_TOKENS else 128 * gemm.CTAS
+    LAYOUT: gl.constexpr = scales_layout(gemm.PAIR, IS_TOKENS)
+    return reinterpret(columns, gemm.w_scale.dtype, [ROWS_OF, NUM], LAYOUT)
 
 
 @gluon.jit
@@ -472,7 +490,7 @@ def _read_sums(gemm, turn, START: gl.constexpr, N: gl.constexpr):
     low = gemm.sums.index(turn.idx * gemm.HALVES).slice(START, N)
     high = gemm.sums.index(turn.idx * gemm.HALVES + gemm.HALVES - 1).slice(START, N)
     LAYOUT: gl.constexpr = get_tmem_reg_layout(
-        gl.float32, (128, N), low.type.layout, gemm.NUM_WARPS
+        gl.float32, (128 * gemm.CTAS, N), low.type.layout, gemm.NUM_WARPS
     )
     first = low.load(LAYOUT)
     second = high.load(LAYOUT) if gemm.HALVES == 2 else first
@@ -570,18 +588,19 @@ def store(gemm):
 @gluon.jit
 def allocate_tmem(
     FORMAT: gl.constexpr, HALVES: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr, SUMS: gl.constexpr,
+    STAGES: gl.constexpr, SUMS: gl.constexpr, PAIR: gl.constexpr = False,
 ):  # fmt: skip
     """(sums, scales, ones, decoded) in tensor memory; what a format lacks stands for `sums`."""
     NUM: gl.constexpr = BLOCK_K // FORMAT.VEC
-    layout: gl.constexpr = TensorMemoryLayout((128, TOKENS), col_stride=1)
-    sums = allocate_tensor_memory(gl.float32, [SUMS * HALVES, 128, TOKENS], layout)
+    LANES: gl.constexpr = 256 if PAIR else 128
+    layout: gl.constexpr = sums_layout(TOKENS, PAIR)
+    sums = allocate_tensor_memory(gl.float32, [SUMS * HALVES, LANES, TOKENS], layout)
     scales = sums
     ones = sums
     decoded = sums
     if FORMAT.SCALED:
-        columns: gl.constexpr = TensorMemoryLayout((128, NUM), col_stride=1)
-        scales = allocate_tensor_memory(gl.float32, [STAGES * (HALVES + 1), 128, NUM], columns)
+        columns: gl.constexpr = sums_layout(NUM, PAIR)
+        scales = allocate_tensor_memory(gl.float32, [STAGES * (HALVES + 1), LANES, NUM], columns)
         if not FORMAT.X_SCALED:
             rows: gl.constexpr = TensorMemoryScalesLayout()
             REGS: gl.constexpr = get_tmem_reg_layout(gl.uint8, (128, NUM), rows, gl.num_warps())
@@ -606,7 +625,7 @@ def allocate_stages(
     x_parts = gl.allocate_shared_memory(x.dtype, [STAGES * TOKENS // PART, PART, WIDTH], x.layout)
     x_bufs = x_parts
     if PART < TOKENS:  # rows are one swizzled line each, so parts follow each other
-        x_bufs = x_parts._reinterpret(x.dtype, [STAGES, TOKENS, WIDTH], x.layout)
+        x_bufs = reinterpret(x_parts, x.dtype, [STAGES, TOKENS, WIDTH], x.layout)
     ws_bufs = w_bufs
     xs_bufs = x_bufs
     if FORMAT.SCALED or FORMAT.DECODED:
@@ -629,18 +648,18 @@ def gemm_tmem_kernel(
     WEIGHTED: gl.constexpr, ACTIVATION: gl.constexpr, SOURCE: gl.constexpr, STORE: gl.constexpr,
     DYNAMIC: gl.constexpr, HALVES: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, SUMS: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr,
-    LOAD_REGS: gl.constexpr, NUM_WARPS: gl.constexpr,
+    LOAD_REGS: gl.constexpr, NUM_WARPS: gl.constexpr, PAIR: gl.constexpr = False,
 ):  # fmt: skip
     """The launch: one persistent CTA per SM. Arguments as the fields of `TmemGemm`."""
     w_bufs, ws_bufs, x_bufs, x_parts, xs_bufs = allocate_stages(
         w, w_scale, x, x_scale, FORMAT, SOURCE, HALVES, TOKENS, STAGES
     )
-    sums, scales, ones, decoded = allocate_tmem(FORMAT, HALVES, TOKENS, BLOCK_K, STAGES, SUMS)
-    full = barriers(STAGES, 2)
+    sums, scales, ones, decoded = allocate_tmem(FORMAT, HALVES, TOKENS, BLOCK_K, STAGES, SUMS, PAIR)
+    full = ring_barriers(STAGES, 2, PAIR, True)
     READERS: gl.constexpr = 2 if FORMAT.PROMOTED or FORMAT.DECODED else 1
-    empty = barriers(STAGES, READERS)
-    summed = barriers(SUMS, 1)
-    taken = barriers(SUMS, 1)
+    empty = ring_barriers(STAGES, READERS, PAIR)
+    summed = ring_barriers(SUMS, 1, PAIR)
+    taken = ring_barriers(SUMS, 1, PAIR, True)
     decoded_full = full
     decoded_empty = full
     if FORMAT.DECODED:
@@ -670,7 +689,7 @@ def gemm_tmem_kernel(
         GATED=GATED, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, SOURCE=SOURCE,
         STORE=STORE, DYNAMIC=DYNAMIC, HALVES=HALVES, TOKENS=TOKENS, BLOCK_K=BLOCK_K,
         STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
-        TURNS=1, IS_FAR=False,
+        TURNS=1, IS_FAR=False, PAIR=PAIR, CTAS=2 if PAIR else 1,
     )  # fmt: skip
     if FORMAT.DECODED:
         gl.warp_specialize(

@@ -27,7 +27,16 @@ from megamoe.planner.numerics import numerics
 from megamoe.planner.tables.blackwell import WIDTH
 from megamoe.problem import Options
 
-SCALE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8, rank=5)
+
+def _scales(*cga_layout: list[int]) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(
+        swizzle_byte_width=0, element_bitwidth=8, rank=5, cga_layout=list(cga_layout)
+    )
+
+
+# Placed scales in shared memory, by the CTAs that share a product.
+SCALES_BY_ROWS = {1: _scales(), 2: _scales([0, 1, 0, 0, 0])}
+SCALES_OF_BOTH = {1: _scales(), 2: _scales([0, 0, 0, 0, 0])}
 BYTES = torch.uint8
 
 
@@ -140,18 +149,19 @@ def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic,
 
     gathers  copies name each row of a tile: a block of theirs is one row
     """
-    kind, k = how.kind, tile.block_k
-    w_layout = operand_layout(kind, BLOCK, k, kind.W_BITS.value)
+    kind, k, ctas = how.kind, tile.block_k, tile.num_ctas
+    w_layout = operand_layout(kind, ctas * BLOCK, k, kind.W_BITS.value, ctas)
     check_tile(kind, tile, w_layout, is_gated=w.is_gated, gathers=gathers)
-    data = _tma(w.data, [BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)], w_layout)
-    x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value)
+    rows = [ctas * BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)]
+    data = _tma(w.data, rows, w_layout)
+    x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value, ctas)
     tokens = _tma(x.data, [1 if gathers else tile.block_m, k // how.pack], x_layout)
-    box = [1, 1, k // (4 * kind.VEC.value), 2, 256]
+    words = k // (4 * kind.VEC.value)
     w_scale, x_scale = data, tokens
     if w.scale is not None:
-        w_scale = _tma(w.scale, box, SCALE_LAYOUT)
+        w_scale = _tma(w.scale, [1, ctas, words, 2, 256], SCALES_BY_ROWS[ctas])
     if kind.X_SCALED.value:
-        x_scale = _tma(x.scale, box, SCALE_LAYOUT)
+        x_scale = _tma(x.scale, [1, 1, words, 2, 256], SCALES_OF_BOTH[ctas])
     elif kind.PROMOTED.value:
         flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
         x_scale = _tma(x.scale.view(-1), [max(tile.block_m, 32)], flat)

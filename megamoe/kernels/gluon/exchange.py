@@ -20,11 +20,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.mega.sync import REPORT
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
@@ -204,7 +204,8 @@ def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
     what = gl.where(stopped_by > 0, why, WHAT)
     where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_UNLIKE, peer)
     _report(p, gl.minimum(seen, call), call, what, where)
-    _signal_given_up(p, seen, call, p.rank + 1 + gl.where(saw_unlike, SAW_UNLIKE, 0))
+    # Who gave up first is named, not who passes it on.
+    _signal_given_up(p, seen, call, gl.where(stopped_by > 0, stopped_by, p.rank + 1))
     return seen
 
 

@@ -9,8 +9,8 @@ import re
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from megamoe.kernels.gluon.compat import tma
 from megamoe.kernels.gluon.compiler_hooks import change
 
 L2_WARM_BYTES = gl.constexpr(110 << 20)  # of a launch: twice what the L2 cache holds

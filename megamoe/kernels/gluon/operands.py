@@ -10,10 +10,9 @@ memory.
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megamoe.kernels.gluon.compat import async_copy, gl, reinterpret
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, Tile, barriers, record
 
 POSTED_WORDS = gl.constexpr(4)  # of a posted tile: expert, n tile, row_begin, row_end
@@ -98,12 +97,16 @@ def _opaque(x):
 
 
 @gluon.jit
+def _part(buf, i):
+    """Values 32 * i and the 31 after it."""
+    return reinterpret(buf, gl.float32, [buf.shape[0] // 32, 32], FLAT_SHARED).index(i)
+
+
+@gluon.jit
 def _fetch_weight_rows(gemm, expert, n_tile_idx):
     """Factors and biases of a tile's weight rows, 32 after 32: few registers."""
     ops = gemm.epilogue
     ROWS: gl.constexpr = ops.bias.shape[0] if ops.HAS_BIAS else ops.factor.shape[0]
-    factors = ops.factor._reinterpret(gl.float32, [ops.factor.shape[0] // 32, 32], FLAT_SHARED)
-    biases = ops.bias._reinterpret(gl.float32, [ops.bias.shape[0] // 32, 32], FLAT_SHARED)
     for i in range(ROWS // 32):
         r = i * 32 + gl.arange(0, 32, _LANES)
         row = n_tile_idx * ROWS + r
@@ -114,12 +117,13 @@ def _fetch_weight_rows(gemm, expert, n_tile_idx):
             col = n_tile_idx * (ROWS // 2) + r // 16 * 8 + r % 8
         if ops.FACTOR == "row":
             at = gemm.factor + expert * gemm.factor_rows + row
-            async_copy.async_copy_global_to_shared(factors.index(i), at)
+            async_copy.async_copy_global_to_shared(_part(ops.factor, i), at)
         elif ops.FACTOR == "expert":
-            async_copy.async_copy_global_to_shared(factors.index(i), gemm.factor + matrix)
+            async_copy.async_copy_global_to_shared(_part(ops.factor, i), gemm.factor + matrix)
         if ops.HAS_BIAS:
             at = gemm.bias + matrix * gemm.num_bias + col
-            async_copy.async_copy_global_to_shared(biases.index(i), at, mask=col < gemm.num_bias)
+            to = _part(ops.bias, i)
+            async_copy.async_copy_global_to_shared(to, at, mask=col < gemm.num_bias)
 
 
 @gluon.jit

@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.common.compat import after_previous
+from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.permute import write_tiles
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,

@@ -19,6 +19,9 @@ BLOCK_MS = (8, 16, 32, 64, 128)  # the MMA's N: Gluon wants powers of two
 # says 8); those with block scales take 8.
 LEAST_PLAIN = 16
 MOST_PROMOTED = 64  # 128 tokens spill: sums of a promoted tile are registers
+# Pairs of CTAs: recipes whose kernel is written for them, and tokens whose half an MMA reads.
+PAIRED = ("w4a8", "w4a4", "nvfp4")
+LEAST_PAIRED = 16
 CHUNK = 32  # tokens that an epilogue has in registers: 64 spill in NVFP4 (232 bytes)
 WIDE_N = 4096  # weight rows of a group from which a tile of a grouped GEMM alone has 256 of them
 
@@ -62,10 +65,11 @@ class Fused(NamedTuple):
 
 _TURNS = "of either warpgroup's sums, two tiles' in tensor memory"
 _ADDED = "sums of a promoted tile are registers of four warps; 32 spill 16 bytes beside a ring"
+_CODES = "64 spill 8 bytes beside a ring with rows in FP8"
 FUSED = {
     "w4a8": Fused(64, _TURNS),
-    "w4a4": Fused(64, _TURNS),
-    "nvfp4": Fused(64, _TURNS),
+    "w4a4": Fused(32, _CODES),
+    "nvfp4": Fused(32, _CODES),
     "bf16": Fused(64, _TURNS),
     "w8a8": Fused(16, _ADDED),
     "w4a8_block": Fused(16, _ADDED),

@@ -52,7 +52,6 @@ One CTA, three tickets (L1 tiles A and B, L2 tile C) of two steps each:
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.blackwell.gemm import (
@@ -63,6 +62,7 @@ from megamoe.kernels.blackwell.gemm import (
     multiply_tile,
 )
 from megamoe.kernels.blackwell.mega.smem import TmemLinear, TmemTile, allocate_shared, gemm_of
+from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.mega.begin import begin_cta
 from megamoe.kernels.gluon.mega.combine import combine
 from megamoe.kernels.gluon.mega.dispatch import (

@@ -112,4 +112,5 @@ def gemm_of(args, shape, linear, shared, tile_list):
         SOURCE="pool", STORE="pool" if linear.GATED else "rows", DYNAMIC=False, HALVES=HALVES,
         TOKENS=args.TOKENS, BLOCK_K=shape.BLOCK_K, STAGES=shape.STAGES, SUMS=shape.SUMS,
         CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, TURNS=GROUPS, IS_FAR=args.RANKS > 1,
+        PAIR=False, CTAS=1,
     )  # fmt: skip

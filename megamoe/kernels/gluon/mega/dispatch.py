@@ -11,10 +11,10 @@ Nothing is in a cache when a launch begins, not even its instructions: short cod
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.common.columns import token_column
+from megamoe.kernels.gluon.compat import gl, reinterpret
 from megamoe.kernels.gluon.mega.inbox import (
     inbox_counts,
     inbox_rows,
@@ -179,7 +179,7 @@ def _pool_rows(cta, token, mine, wave_begin, wave_end):
     """
     args = cta.args
     SHAPE: gl.constexpr = [args.SLOTS // PAIR_SLOTS, PAIR_SLOTS]
-    slot_expert = cta.slot_expert._reinterpret(gl.int16, SHAPE, FLAT_SHARED)
+    slot_expert = reinterpret(cta.slot_expert, gl.int16, SHAPE, FLAT_SHARED)
     slot = token * args.TOP_K + gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
     expert_idx = gl.expand_dims(gl.arange(0, args.EXPERTS, gl.SliceLayout(0, PAIRS)), 0)
     row_begin = gl.expand_dims(cta.expert_row_begin.load(gl.SliceLayout(0, PAIRS)), 0)

@@ -9,6 +9,7 @@ those of one rank that has all tokens.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.gluon.mega.state import FLAT, PAIRS, PART_COLS
 from megamoe.kernels.gluon.mega.sync import UNLIKE, expect_equal, own
 from megamoe.planner.tables.hopper import MAX_RANKS
@@ -108,7 +109,7 @@ def store_row_begins(cta, counts, row_begin):
     first = gl.convert_layout(row_begin, gl.SliceLayout(0, BY_SOURCE))
     before = gl.associative_scan(counts, 0, _plus) - counts
     TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-    table = cta.expert_row_begin._reinterpret(gl.int32, [SOURCES, cta.args.EXPERTS], TABLE)
+    table = reinterpret(cta.expert_row_begin, gl.int32, [SOURCES, cta.args.EXPERTS], TABLE)
     table.store(gl.expand_dims(first, 0) + before)
 
 

@@ -6,8 +6,8 @@ wait is left pending and the launch ends. Its result is then worthless, and the 
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.pipeline import bounded_wait, fence_stores
 
 # Words of a rank's counters, each hot one in a cache line of its own.

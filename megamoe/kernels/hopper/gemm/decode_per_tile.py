@@ -2,8 +2,9 @@
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from megamoe.kernels.gluon.compat import tma
 from megamoe.kernels.gluon.pipeline import advance, first_stage
 from megamoe.kernels.gluon.tile_scheduler import SLABS, end_item, tile_at
 from megamoe.kernels.hopper.weights.decode import (

@@ -13,9 +13,9 @@ whose counter publishes it, and the value that the counter gets.
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from megamoe.kernels.gluon.compat import gl, tma
 from megamoe.kernels.gluon.pipeline import (
     advance,
     bounded_wait,

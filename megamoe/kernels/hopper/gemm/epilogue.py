@@ -13,6 +13,7 @@ from megamoe.kernels.common.columns import pool_place
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits
 from megamoe.kernels.common.quantise import round_to_format
 from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
+from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.gluon.operands import operand, rows_of
 from megamoe.kernels.gluon.pipeline import GROUPS
 from megamoe.kernels.hopper.gemm.fp8_rows import row_codes
@@ -81,7 +82,7 @@ def _tile_scales(gemm, act, other, tile, slab, num_l1_done, WG: gl.constexpr, CO
     bits = gl.max(abs_bits(act).reshape([4, 8, N]), 1)
     if gemm.SLABS == 2:
         bits = gl.maximum(bits, gl.max(abs_bits(other).reshape([4, 8, N]), 1))
-    sets = gemm.amax._reinterpret(gl.int32, [2 * GROUPS, 4, gemm.TOKENS], _PLANES)
+    sets = reinterpret(gemm.amax, gl.int32, [2 * GROUPS, 4, gemm.TOKENS], _PLANES)
     sets.index(parity * GROUPS + WG).slice(0, N, 1).store(bits)
     mbarrier.arrive(gemm.amax_full.index(parity), count=1)
     mbarrier.wait(gemm.amax_full.index(parity), (num_l1_done >> 1) & 1)
@@ -276,7 +277,7 @@ def store_transposed(
     THREADS: gl.constexpr = M // VEC  # of a row
     WIDE: gl.constexpr = gl.BlockedLayout([1, VEC], [32 // THREADS, THREADS], [4, 1], [1, 0])
     shared: gl.constexpr = gl.SwizzledSharedLayout(VEC, 1, THREADS, [1, 0])
-    buf = gemm.transpose_smem.index(WG)._reinterpret(v.dtype, [N, M], shared)
+    buf = reinterpret(gemm.transpose_smem.index(WG), v.dtype, [N, M], shared)
     buf.store(v)
     transposed = buf.load(WIDE)
     row, used = rows_of(gemm, tile, START, N, gl.SliceLayout(1, WIDE))

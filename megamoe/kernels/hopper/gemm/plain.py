@@ -46,17 +46,16 @@ One CTA, three tiles A B C of three steps each, STAGES = 4:
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
 from megamoe.kernels.common.numbers import abs_bits
 from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, times
+from megamoe.kernels.gluon.compat import gl, tma
 from megamoe.kernels.gluon.operands import (
     PREFETCH_STEPS,
     EpilogueOperands,

@@ -46,15 +46,14 @@ One CTA, three tiles A B C of two steps each, STAGES = 3; A0 is step 0 of tile A
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from megamoe.kernels.gluon.compat import gl, tma
 from megamoe.kernels.gluon.compiler_hooks import ours
 from megamoe.kernels.gluon.l2_policy import L2_WARM_BYTES, stream_copy, stream_policy
 from megamoe.kernels.gluon.operands import (

@@ -56,9 +56,9 @@ what L1 and L2 have in common is written once, in one loop.
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from megamoe.kernels.gluon.compat import gl
 from megamoe.kernels.gluon.compiler_hooks import ours
 from megamoe.kernels.gluon.mega.begin import begin_cta
 from megamoe.kernels.gluon.mega.combine import combine

@@ -4,6 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.gluon.operands import EpilogueOperands, allocate_operands
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, barriers, record
 from megamoe.kernels.hopper.gemm.swap_ab import SwapAbGemm, allocate_stages
@@ -68,7 +69,7 @@ def allocate_shared(args, shape, l1, l2):
     w_l2 = w_l1
     if not shape.WEIGHTS.DECODED:
         bufs: gl.constexpr = [shape.STAGES * shape.DEPTH] + l2.w.block_type.shape
-        w_l2 = w_l1._reinterpret(l2.w.dtype, bufs, l2.w.layout)
+        w_l2 = reinterpret(w_l1, l2.w.dtype, bufs, l2.w.layout)
     amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS * 4, args.TOKENS], FLAT_SHARED)
     gl.static_assert(args.TOKENS < 64, "wider tiles are transposed in memory that is not here")
     full = barriers(shape.STAGES, 2, LOOP=True)

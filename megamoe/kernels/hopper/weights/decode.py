@@ -12,6 +12,8 @@ wait for the pipe that table look-ups and masks fill already.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.gluon.compat import reinterpret
+
 
 def _to_e4m3(words: int) -> str:
     """PTX for eight E2M1 a word to as many E4M3, low and high, with the group's exponent added.
@@ -160,8 +162,8 @@ _SCALE_BYTES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
 @gluon.jit
 def _read_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr):
     """Slab `at` of NUM: its bytes and its scales, one int32 per row and group of 32."""
-    w = w_bufs._reinterpret(gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
-    s = s_bufs._reinterpret(SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(_SCALES)
+    w = reinterpret(w_bufs, gl.uint8, [NUM, 2, 4, 8, 4, 4, 4], _BYTES).index(at).load(SLAB)
+    s = reinterpret(s_bufs, SCALE, [NUM, 2, 4, 8, 4], _SCALE_BYTES).index(at).load(_SCALES)
     return w, gl.expand_dims(gl.expand_dims(s.to(gl.int32), 3), 5)
 
 
@@ -171,8 +173,8 @@ def read_words(w_bufs, s_bufs, at, NUM: gl.constexpr):
 
     Words, since bytes that are kept over a loop take a register each.
     """
-    w = w_bufs._reinterpret(gl.int32, [NUM, 2, 4, 8, 4, 4], _WORD_BYTES).index(at).load(WORDS)
-    s = s_bufs._reinterpret(gl.uint8, [NUM, 4, 8, 4], _PAIR_BYTES).index(at).load(_PAIRS)
+    w = reinterpret(w_bufs, gl.int32, [NUM, 2, 4, 8, 4, 4], _WORD_BYTES).index(at).load(WORDS)
+    s = reinterpret(s_bufs, gl.uint8, [NUM, 4, 8, 4], _PAIR_BYTES).index(at).load(_PAIRS)
     return w, s.to(gl.int32)
 
 

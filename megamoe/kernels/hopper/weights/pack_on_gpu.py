@@ -77,7 +77,7 @@ def _store_words(image, values, E4M3: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def _pack_kernel(
+def _pack_experts_kernel(
     codes, scales, image, image_scales, factors, zero_groups, experts,
     num_rows, num_outputs, row_words,
     GATED: tl.constexpr, E4M3: tl.constexpr, PLACED: tl.constexpr, PER_BLOCK: tl.constexpr,
@@ -163,8 +163,8 @@ def launch(out: Packed, experts: Sequence[int], w: Quantized) -> Tensor:
     counts = torch.zeros(len(w), num_rows // 64, dtype=torch.int32, device=device)
     places = torch.tensor(list(experts), dtype=torch.int64, device=device)
     factor = out.factor if kind == "e4m3_image" and out.factor is not None else counts
-    _pack_kernel[(len(w), num_rows // 64)](
-        codes=w.data.contiguous().view(torch.int32),
+    _pack_experts_kernel[(len(w), num_rows // 64)](
+        codes=_words(w.data),
         scales=w.scale.view(torch.uint8).contiguous(),
         image=out.data, image_scales=out.scale.view(torch.uint8), factors=factor,
         zero_groups=counts, experts=places, num_rows=num_rows, num_outputs=out.num_outputs,
@@ -177,3 +177,9 @@ def launch(out: Packed, experts: Sequence[int], w: Quantized) -> Tensor:
         g = g.reshape(len(w), -1).expand(len(w), out.factor[0].numel())
         out.factor[places] = g.reshape(len(w), *out.factor.shape[1:])
     return counts.sum(1, dtype=torch.int32)
+
+
+def _words(codes: Tensor) -> Tensor:
+    """Bytes as int32; those that begin inside a word of their memory are copied."""
+    codes = codes.contiguous()
+    return (codes.clone() if codes.storage_offset() % 4 else codes).view(torch.int32)
