@@ -131,7 +131,7 @@ class ChainGroup:
         try:
             inputs = x, topk_idx, topk_weights
             y = self._launch(layer, inputs, bound, stats, layer._launch.timeout_s)
-        except Exception as error:  # out of memory, say: peers may have taken what it pushed
+        except BaseException as error:  # out of memory, Ctrl-C: peers may have what it pushed
             self.memory.lost = error
             raise
         found.copy_to_host_async(layer.top_k)

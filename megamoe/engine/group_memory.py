@@ -38,7 +38,7 @@ class GroupMemory:
 
     def __init__(self, status: DeviceStatus, serial: int = 0) -> None:
         self.status, self.serial = status, serial
-        self.lost: Exception | None = None
+        self.lost: BaseException | None = None
         self._shared: dict[str, Shared] = {}
 
     def share(self, mode: str, meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:

@@ -435,7 +435,7 @@ class MoE(nn.Module):
         grad = torch.is_grad_enabled()
         calls, bound = None, 0
         if self._fused_group is not None:
-            is_quantized = not isinstance(x, Tensor)
+            is_quantized = isinstance(x, Quantized)  # what is neither is refused in BF16's mode
             calls, bound = self._fused_group.pick(max_tokens, is_quantized=is_quantized)
 
         def check() -> None:

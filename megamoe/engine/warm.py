@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from megamoe.engine import group_graphs
+from megamoe.engine import device_guard, group_graphs
 from megamoe.engine.functional import run
 from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.layer import MoE
@@ -44,12 +44,13 @@ def warmup(
             run_all(layer, token_counts)
             torch.cuda.synchronize(layer.weights.device)
 
-    if layer._world is None:
-        compile_all()
-    elif layer._fused_group is not None:  # a launch needs its peers
-        _warm_group(layer, layer._fused_group, token_counts, timeout_s, processes)
-    else:
-        layer._world.meeting.follow("warm up", compile_all, timeout_s)
+    with device_guard.on(layer.weights.device):
+        if layer._world is None:
+            compile_all()
+        elif layer._fused_group is not None:  # a launch needs its peers
+            _warm_group(layer, layer._fused_group, token_counts, timeout_s, processes)
+        else:
+            layer._world.meeting.follow("warm up", compile_all, timeout_s)
 
 
 def _warm_group(

@@ -135,7 +135,6 @@ class Scales:
 
     block_m: int
     blocks: int  # of 128 columns of a row, to a power of two
-
     pitch: int  # to a multiple of 16
 
     def constants(self) -> Constants:
@@ -210,8 +209,8 @@ def words_of(call: CallSpec) -> TokenWords:
 def has_fp8_rows(call: CallSpec) -> bool:
     """Whether rows cross as FP8: where a warpgroup has all 128 columns that share a scale.
 
-    So they do where wgmma multiplies FP8; BF16 tiles have 64 columns a warpgroup, and such rows are
-    rounded at home.
+    So they do where sums are promoted every 128 columns (w8a8, w4a8_block). Tiles of the others may
+    have 64 columns a warpgroup, and such rows are rounded at home.
     """
     how = numerics("hopper", call.problem.recipe, fits_e4m3=call.fits_e4m3)
     return call.combine == "fp8" and how.promotion > 0

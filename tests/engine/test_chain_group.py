@@ -75,17 +75,20 @@ def test_every_call_takes_its_place_in_the_order_of_fused_ones(one, monkeypatch)
     assert ordered == [one.weights.device] * 2
 
 
-def test_a_rank_that_made_half_a_call_makes_no_other(one, monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_rank_that_made_half_a_call_makes_no_other(one, error, monkeypatch):
     """Peers have what it pushed under the number that its next call would have again."""
 
-    def out_of_memory(me, call, plan):
-        raise torch.OutOfMemoryError("no room for a pool")
+    def ended(me, call, plan):
+        raise error("no room for a pool")
 
     with monkeypatch.context() as patch:
-        patch.setattr(chain, "run", out_of_memory)
-        with pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(chain, "run", ended)
+        with pytest.raises(error):
             call(one, *tokens(4))
-    with pytest.raises(RankError, match=r"OutOfMemoryError: no room for a pool; restart the ranks"):
+    with pytest.raises(
+        RankError, match=rf"{error.__name__}: no room for a pool; restart the ranks"
+    ):
         call(one, *tokens(2))
     assert not one.made
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megamoe.engine import device_guard, functional, hopper
+from megamoe.engine import device_guard, functional, hopper, warm
 
 
 class Current:
@@ -55,3 +55,11 @@ def test_a_cpu_and_a_device_without_a_number_are_left_alone(current):
         assert device_guard.is_current(device)
         with device_guard.on(device):
             assert current.entered == 0
+
+
+def test_warming_up_over_a_group_launches_there_too(current, monkeypatch):
+    seen = []
+    monkeypatch.setattr(warm, "_warm_group", lambda *_: seen.append(current.index))
+    weights = SimpleNamespace(device=torch.device("cuda", 3))
+    warm.warmup(SimpleNamespace(weights=weights, _world=object(), _fused_group=object()), [1])
+    assert seen == [3] and current.index == 0

@@ -232,6 +232,10 @@ def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
         return torch.zeros(x.shape)
 
     one._world = SimpleNamespace(run=run)
+    with pytest.raises(DTypeError, match="x must be"):  # in the mode of its peers, without tokens
+        one._call_over_group(None, idx, gates, one.stats, one.stats)
+    assert len(gpu.calls) == 1 and not staged
+    gpu.calls.clear()
     quantized = mm.quantize(x, "mxfp8")
     if mode == "auto":
         one._call_over_group(quantized, idx, gates, one.stats, one.stats)
