@@ -164,7 +164,7 @@ def chain_layer(recipe: str) -> None:
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
     is_w8a8 = recipe == "w8a8"
     for num, pool_rows in ((21, None), (300, 256)):
-        options = Options(combine="fp8" if is_w8a8 and pool_rows else "bf16")
+        options = Options(combine="fp8" if pool_rows else "bf16")
         ranks = LocalRanks(w, 1, options, mode="chain", timeout_s=60.0, pool_rows=pool_rows)
         idx, weight = (t.to(DEVICE) for t in sample_routing(num, E, K, masked_ratio=0.2))
         x = normal(num, H)

@@ -50,7 +50,7 @@ def test_json_is_for_machines_and_the_same_every_time(megamoe, stats):
 def test_a_placement_with_replicas_is_predicted_in_the_mode_that_takes_it(megamoe, stats):
     args = ("balance", stats, "--tokens", "16", "--json")
     found = json.loads(megamoe(*args, "--slots-per-rank", "6")[1])
-    assert (found["before"]["mode"], found["after"]["mode"]) == ("fused", "staged")
+    assert (found["before"]["mode"], found["after"]["mode"]) == ("fused", "chain")
     code, _, errors = megamoe(*args, "--slots-per-rank", "6", "--mode", "fused")
     assert code == 3 and "contiguous experts, each once" in errors
 

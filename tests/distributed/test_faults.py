@@ -64,7 +64,6 @@ def different(rank):
             else mm.Placement(E, ((0, 2, 4, 6), (1, 3, 5, 7)))),
         "bad here": lambda: build(rank, experts("w4a8")[:2] if odd else mine),
         "bad option": lambda: build(rank, activation="relu" if odd else "swiglu"),
-        "split": lambda: build(rank, mode="split", max_tokens_per_rank=8),
         "not weights": lambda: build(rank, [] if odd else mine),
     }  # fmt: skip
     found = {name: raised(act)[0] for name, act in tries.items()}
@@ -88,7 +87,6 @@ WORDS = {
     "bad here": "ShapeError: rank 1, step build the layer: num_experts must be the experts of all "
     "ranks, and all ranks hold as many; got num_experts 8 with weights of 2 on each of 2",
     "bad option": "RangeError: rank 1, step build the layer: activation must be one of",
-    "split": "NotAvailable: rank 0, step build the layer: over a process group",
     "not weights": "DTypeError: rank 1, step build the layer: weights must be an ExpertWeights",
 }
 

@@ -248,7 +248,7 @@ def test_other_groups_transports_and_models(tmp_path):
     found = Statistics.load(tmp_path / "stats.json")
     assert (found.hidden, found.intermediate, found.top_k, found.recipe) == (H, I, K, "w4a8")
     assert sum(found.logical) == 3 * 4 * 4 * K == sum(map(sum, found.received))
-    assert [3 * n for rank in found.received for n in rank] == [2 * n for r in received for n in r]
+    assert [4 * n for rank in found.received for n in rank] == [3 * n for r in received for n in r]
 
 
 def test_one_rank_keeps_statistics_too(tmp_path):
