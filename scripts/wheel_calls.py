@@ -16,6 +16,7 @@ import ast
 import io
 import json
 import re
+import subprocess
 import sys
 import urllib.request
 import zipfile
@@ -105,11 +106,22 @@ class Remote(io.RawIOBase):
         return self.chunks[number]
 
 
+def index_url() -> str:
+    """The package index that pip asks."""
+    asked = [sys.executable, "-m", "pip", "config", "get", "global.index-url"]
+    answer = subprocess.run(asked, capture_output=True, text=True)
+    if answer.returncode == 0 and answer.stdout.strip():
+        return answer.stdout.strip()
+    from pip._internal.models.index import PyPI
+
+    return str(PyPI.simple_url)
+
+
 def released() -> list[Wheel]:
-    """The wheels of RELEASES on PyPI; raises OSError where there is no way to it."""
-    found = []
+    """The wheels of RELEASES; raises OSError where there is no way to pip's index."""
+    found, index = [], index_url().rstrip("/")
     for name, version in RELEASES.items():
-        with urllib.request.urlopen(f"https://pypi.org/simple/{name}/", timeout=TIMEOUT_S) as page:
+        with urllib.request.urlopen(f"{index}/{name}/", timeout=TIMEOUT_S) as page:
             links = re.findall(r'href="([^"#]+\.whl)', page.read().decode())
         head = f"{name.replace('-', '_')}-{version}-"
         files = {link.rpartition("/")[2]: urljoin(page.url, link) for link in links}
