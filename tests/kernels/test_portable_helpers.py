@@ -177,7 +177,7 @@ def test_packing_together_with_the_routing(name, id_dtype, shape, top_k, num_val
 @pytest.mark.skipif(not INTERPRETED, reason="compiled kernels keep the limit they were made with")
 @pytest.mark.parametrize("name", [*FORMATS, "combine"])
 def test_more_rows_than_one_axis_of_a_grid_holds(name, monkeypatch):
-    monkeypatch.setattr(grid, "MOST", tl.constexpr(3))
+    monkeypatch.setattr(grid, "MAX_BLOCKS", tl.constexpr(3))
     monkeypatch.setattr(portable, "GRID_AXIS", 3)
     x = torch.randn(23, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
     if name == "combine":
