@@ -42,8 +42,11 @@ def decoded(ptx):
     return rows
 
 
-def faults(row):
-    """What PTX (ISA 9.1, table 39) or libraries that ran on the hardware forbid of an MMA."""
+def faults(row, *, is_deep=False):
+    """What PTX (ISA 9.1, table 39) or libraries that ran on the hardware forbid of an MMA.
+
+    is_deep  K = 96, of sm_103a: its scales begin anywhere in a word, and are not looked at
+    """
     found = []
     is_scaled, group = row["kind"].startswith("mx"), row["group"]
     legal_m = {128 * group} if is_scaled else {64 * group, 128 * group}
@@ -54,11 +57,11 @@ def faults(row):
         found.append(f"N={row['n']} is no multiple of {step}")
     if any(isinstance(row[side], int) for side in ("a_type", "b_type")):
         found.append(f"types {row['a_type']} and {row['b_type']}")
-    if is_scaled:
+    if is_scaled and not is_deep:
         ids = {"mxf8f6f4": range(4), "mxf4": (0, 2), "mxf4nvf4": (0,)}[row["kind"]]
         found += [f"{k}={row[k]}" for k in ("a_scale_id", "b_scale_id") if row[k] not in ids]
-        if bool(row["is_ue8m0"]) != (row["kind"] != "mxf4nvf4"):
-            found.append("scale type")
-    elif row["d_type"] != 1:
+    if is_scaled and bool(row["is_ue8m0"]) != (row["kind"] != "mxf4nvf4"):
+        found.append("scale type")
+    if not is_scaled and row["d_type"] != 1:
         found.append("sums are not FP32")
     return found

@@ -93,11 +93,16 @@ def assert_is_as_planned(recipe, tile, kernel):
     rows = decoded(ptx)
     depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
     # The first stage may be peeled.
-    num = {tile.block_k // depth}
-    if ".target sm_103a" in ptx and kind.X.value == "e2m1" and VERSION >= (3, 9):
-        num.add(-(-tile.block_k // 96))  # that machine's packed FP4 takes 96 of K at a time
-    assert rows and any(len(rows) % (tile.num_halves * each) == 0 for each in num)
-    assert not [fault for row in rows for fault in faults(row)]
+    num = tile.num_halves * (tile.block_k // depth)
+    # Packed FP4 may take 96 of K at a time on sm_103a.
+    is_deep = bool(
+        len(rows) % num and ".target sm_103a" in ptx and kind.X.value == "e2m1"
+        and VERSION >= (3, 9)
+    )  # fmt: skip
+    if is_deep:
+        num = tile.num_halves * -(-tile.block_k // 96)
+    assert rows and len(rows) % num == 0
+    assert not [fault for row in rows for fault in faults(row, is_deep=is_deep)]
     assert {(row["m"], row["n"]) for row in rows} == {(128 * ctas, tile.block_m)}
     assert {(row["a_type"], row["b_type"]) for row in rows} == {(kind.W.value, kind.X.value)}
     columns = tmem_columns(recipe, tile)
