@@ -68,7 +68,9 @@ def test_two_ranks_have_the_bits_of_one(case, kernels):
     assert_like_one_rank(ranks, (x, idx, gates), (8, 3), w, options)
 
 
-@pytest.mark.parametrize("case", ["swap_ab", "dynamic", "decoded-per-wave"])
+@pytest.mark.parametrize(
+    "case", ["swap_ab", "dynamic", pytest.param("decoded-per-wave", marks=pytest.mark.every)]
+)
 def test_two_ranks_that_are_split_have_the_bits_of_one(case, monkeypatch):
     """Pull and L1 beside L2, in one window and in a ring of two halves."""
     kernels = emulator.install(monkeypatch, num_sms=20)

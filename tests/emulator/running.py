@@ -18,7 +18,7 @@ from triton.runtime.jit import ConstexprFunction, JITFunction
 from megamoe.kernels.common.numbers import Kind
 from tests.emulator.values import NAMES, Descriptor, Memory, Pointer, Value
 
-WAIT_S = 20.0  # a wait in a kernel that takes longer is an error here
+WAIT_S = 60.0  # a wait in a kernel that takes longer is an error here
 REPLACED = {}  # what kernels import -> what they get here; `language` fills it
 
 
