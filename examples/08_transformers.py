@@ -44,8 +44,8 @@ else:
 
 register()  # and, say, register("megamoe-w4a16", recipe="w4a16") for 4-bit experts
 torch.manual_seed(0)
-model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-model = model.eval().to(device)
+with torch.device(device):  # billions of random numbers
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 prompt = torch.randint(1, 1024, (args.batch, 16), device=device)
 
 

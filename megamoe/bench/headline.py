@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from megamoe.bench.peers import Peers
 from megamoe.bench.record import OK, RAISED, Report
 from megamoe.errors import FileError, require
 from megamoe.files import write_atomic
+from megamoe.formats.spec import recipe_named
 
 if TYPE_CHECKING:
     from megamoe.bench.layer import Settings
@@ -25,11 +26,12 @@ if TYPE_CHECKING:
 KIND, VERSION = "megamoe headline", 1
 MEASURED, ASSEMBLED = "measured in one run", "assembled from records"
 RIVALS = ("torch-bf16", "torch-fp8")  # timed beside ours; the others' times are recorded
-FAMILIES = {  # how the name of a contestant begins -> whose it is
-    "dg-": "DeepGEMM",
-    "tk-": "triton_kernels",
-    "humming-": "humming",
-    "torch-": "torch",
+FAMILIES = {  # how the name of a contestant begins -> (whose it is, bits of its weights)
+    "dg-": ("DeepGEMM", 8),
+    "tk-": ("triton_kernels", 4),
+    "humming-": ("humming", 4),
+    "torch-fp8": ("torch", 8),
+    "torch-bf16": ("torch", 16),
 }
 LEVEL = 0.005  # of the peer's time: a ratio that rounds to 1.00 is neither faster nor slower
 
@@ -66,6 +68,7 @@ class Timed:
     peer: str = ""
     peer_us: float | None = None
     peer_source: str = ""
+    timed: dict[str, float] = field(default_factory=dict)  # others of the same run
     source: str = ""  # where it was measured: a file, and the commit and date of the run
     commit: str = ""
     date: str = ""
@@ -78,7 +81,7 @@ class Timed:
     @property
     def whose(self) -> str:
         """The library that the fastest peer belongs to."""
-        return next((f for start, f in FAMILIES.items() if self.peer.startswith(start)), self.peer)
+        return next((f for at, (f, _) in FAMILIES.items() if self.peer.startswith(at)), self.peer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,15 +245,28 @@ def _worse(one: int, other: int) -> int:
     return next((code for code in (1, RAISED, 3) if code in (one, other)), 0)
 
 
+def serves(contestant: str, recipe: str) -> bool:
+    """Whether its weights have at least as many bits as the recipe's: fewer are another model.
+
+    >>> serves("dg-masked", "w4a8_block"), serves("humming-a8-tuned", "w8a8")
+    (True, False)
+    """
+    bits = recipe_named(recipe).weights.element.bits
+    return all(own >= bits for at, (_, own) in FAMILIES.items() if contestant.startswith(at))
+
+
 def cell_of(line: Line, report: Report, peers: Peers | None) -> Timed:
-    """One cell out of the report of its run: our row, and the fastest other, timed or recorded."""
+    """One cell out of the report of its run: our row, and the fastest other, timed or recorded.
+
+    Only others that serve the line's checkpoint: FP4 weights do not serve one of FP8.
+    """
     ours = next((r for r in report.rows if r.ours), None)
     cell = report.rows[0].cell
-    others = {
-        r.contestant: (r.us, "") for r in report.rows if not r.ours and r.status == OK and r.us
-    }
+    timed = {r.contestant: r.us for r in report.rows if not r.ours and r.status == OK and r.us}
+    others = {name: (us, "") for name, us in timed.items()}
     if peers is not None:
         others |= {name: (us, "recorded") for name, us in peers.cells.get(cell, {}).items()}
+    others = {name: found for name, found in others.items() if serves(name, line.recipe)}
     peer = min(others, key=lambda name: others[name][0]) if others else ""
     is_timed = ours is not None and ours.status == OK
     return Timed(
@@ -258,7 +274,7 @@ def cell_of(line: Line, report: Report, peers: Peers | None) -> Timed:
         ours.us if ours is not None and is_timed else None,
         ours.spread if ours is not None else None,
         ours.contestant if ours is not None else "",
-        peer, others[peer][0] if peer else None, others[peer][1] if peer else "",
+        peer, others[peer][0] if peer else None, others[peer][1] if peer else "", timed,
     )  # fmt: skip
 
 

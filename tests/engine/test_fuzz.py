@@ -31,9 +31,9 @@ LAYERS = {  # name: how it is built
     "poisoned": {"mode": "fused", "debug_poison": True},
     "split": {"mode": "split"},
 }
-ACTIONS = {  # name: how often, of a thousand
-    "call": 620, "replay": 230, "function": 40, "ranks": 60, "bad slot": 15, "refresh": 15,
-    "capture": 6, "check": 10, "reset": 3, "time out": 1,
+ACTIONS = {  # name: how often, of some ten thousand
+    "call": 6200, "replay": 2300, "function": 400, "ranks": 600, "bad slot": 150, "refresh": 150,
+    "capture": 60, "check": 100, "reset": 30, "time out": 3,
 }  # fmt: skip
 MAX_GRAPHS = 3  # of a layer
 
@@ -234,7 +234,7 @@ class Program:
         if not self.on_gpu:
             return
         bank = self.banks[0]
-        layer = mm.MoE(bank.weights(0), E, K, backend=self.backend, mode="fused", timeout_s=1.0)
+        layer = mm.MoE(bank.weights(0), E, K, backend=self.backend, mode="fused", timeout_s=5.0)
         layer(*bank.batches[4])
         layer.check()
         layer._status.counters.view(-1)[sync.DONE.value] = -5
