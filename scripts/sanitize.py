@@ -9,8 +9,8 @@ of barriers, copies and products (TRITON_INSTRUMENTATION_MODE). Parts are those 
 compiled first, several processes at a time: under ConSan one takes 40 to 220 s of a core (compiled
 on a CPU, 2026-11-18).
 
-Writes FOLDER/sanitizer.txt: provenance, what no tool sees, a line for each tool and part. Exit
-codes: 0 clean, 1 something was found or did not end, 3 compute-sanitizer is missing.
+Writes FOLDER/sanitizer.txt: provenance, what no tool sees, a line for each tool and part; and the
+whole output of a tool for each part that is not clean. Exit codes: 0 clean, 1 something was found or did not end, 3 compute-sanitizer is missing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ UNSEEN = (
     "ranks is what tests/proof schedules"
 )
 SUMMARY = re.compile(r"(ERROR SUMMARY|RACECHECK SUMMARY): .*")
+HAZARD = re.compile(r"Race reported between .* access at (\w+)")
 FAULT = re.compile(r".*(device-side assert|Assertion|CUDA error|illegal).*")
 
 
@@ -92,12 +94,18 @@ def environment(tool: str) -> dict[str, str]:
 
 
 def judge(tool: str, part: str, code: int, output: str, seconds: float) -> Found:
-    """Clean: the run ended well, finished its part, and a tool with a summary counted nothing."""
+    """Clean: the run ended well, finished its part, and a tool with a summary counted nothing.
+
+    Hazards are named with the kernels in which they were shown, at most 20 a part.
+    """
     sums = [line.group() for line in map(SUMMARY.search, output.splitlines()) if line]
     is_done = f"done {part}" in output.splitlines()
     faults = [line.group() for line in map(FAULT.search, output.splitlines()) if line]
     is_silent = tool == "consan" or (bool(sums) and " 0 " in sums[-1])
     said = sums[-1] if sums else ("the part ran to its end" if is_done else "it did not finish")
+    hazards = Counter(HAZARD.findall(output))
+    if hazards:
+        said += "; shown of " + ", ".join(f"{name} {n}" for name, n in hazards.most_common())
     if code == 124:
         said = f"not ended in time; {said}"
     if faults:
@@ -105,8 +113,8 @@ def judge(tool: str, part: str, code: int, output: str, seconds: float) -> Found
     return Found(tool, part, code == 0 and is_done and is_silent, said, seconds)
 
 
-def run(tool: str, part: str, where: str | None, limit_s: float) -> Found:
-    """One part under one tool."""
+def run(tool: str, part: str, where: str | None, limit_s: float, folder: Path) -> Found:
+    """One part under one tool; what a tool said of one that is not clean lies in `folder`."""
     began = time.monotonic()
     how = {"env": environment(tool), "cwd": ROOT, "capture_output": True, "text": True}
     try:
@@ -114,7 +122,10 @@ def run(tool: str, part: str, where: str | None, limit_s: float) -> Found:
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
         code, output = 124, (late.stdout or b"").decode() if late.stdout else ""
-    return judge(tool, part, code, output, time.monotonic() - began)
+    found = judge(tool, part, code, output, time.monotonic() - began)
+    if not found.is_clean:
+        write_atomic(folder / f"{tool}-{part}.log", output)
+    return found
 
 
 def compile_first(parts: list[str], jobs: int) -> None:
@@ -151,7 +162,7 @@ def main() -> int:
     compile_first(list(dict.fromkeys(p for t, p in jobs if t != "consan")), got.jobs)
     found = []
     with ThreadPoolExecutor(got.jobs) as pool:
-        for one in pool.map(lambda job: run(*job, where, got.limit_s), jobs):
+        for one in pool.map(lambda job: run(*job, where, got.limit_s, got.folder), jobs):
             found.append(one)
             print(one, flush=True)
     write_atomic(got.folder / "sanitizer.txt", record(found))
