@@ -10,7 +10,8 @@ compiled first, several processes at a time: under ConSan one takes 40 to 220 s 
 on a CPU, 2026-11-18).
 
 Writes FOLDER/sanitizer.txt: provenance, what no tool sees, a line for each tool and part; and the
-whole output of a tool for each part that is not clean. Exit codes: 0 clean, 1 something was found or did not end, 3 compute-sanitizer is missing.
+whole output of a tool for each part that is not clean. Exit codes: 0 clean, 1 something was found
+or did not end, 3 compute-sanitizer is missing.
 """
 
 from __future__ import annotations
