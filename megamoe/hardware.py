@@ -32,6 +32,14 @@ class Rate:
     paper: Figure
     reached: Figure
 
+    def times(self, factor: float) -> Rate:
+        """The same of a part of the machine."""
+        paper, reached = (
+            Figure(f.value * factor, f"{f.source}; times {factor:.3g}")
+            for f in (self.paper, self.reached)
+        )
+        return Rate(paper, reached)
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
@@ -85,6 +93,23 @@ class Hardware:
             kind=NotAvailable,
         )
         return rates[mma]
+
+    def part(self, num: int, num_sms: int) -> Hardware:
+        """What one of `num` users has that share the machine alike, each on SMs of its own.
+
+        num      users: their parts of memory's and links' speed and of L2 are equal
+        num_sms  SMs of each
+        """
+        by_sms = num_sms / self.num_sms
+        return replace(
+            self,
+            num_sms=num_sms,
+            l2_bytes=self.l2_bytes // num,
+            hbm_bytes=self.hbm_bytes // num,
+            hbm_gbs=self.hbm_gbs.times(1 / num),
+            tensor_tflops=tuple((mma, rate.times(by_sms)) for mma, rate in self.tensor_tflops),
+            nvlink_gbs=self.nvlink_gbs.times(1 / num),
+        )
 
     def figures(self) -> tuple[tuple[str, float, str, str], ...]:
         """Every number as (name, value, unit, source), for printing."""

@@ -61,12 +61,20 @@ def overlap(
         bool,
         typer.Option("--picture", help="With --out: a trace and a picture a cell.", metavar=""),
     ] = False,
+    simulate: Annotated[
+        bool,
+        typer.Option("--simulate", help="With --from: what the simulator says.", metavar=""),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Time ranks of a chain on one GPU: arithmetic alone, links alone, both; what is hidden."""
+    require(
+        record is not None or not simulate, "--simulate needs a record", got="no --from",
+        kind=RangeError,
+    )  # fmt: skip
     if record is not None:
         rows = _recorded(Path(record), out, quiet=as_json)
-        raise typer.Exit(_shown(rows, as_json))
+        raise typer.Exit(_simulated(rows, as_json) if simulate else _shown(rows, as_json))
     cells = cells_named(names_in(workloads), counts_in(tokens) if tokens else None)
     where = gpu_named(device)
     folder = None if out is None else writable_folder(out)
@@ -123,6 +131,38 @@ def _shown(rows: list[Overlap], as_json: bool) -> int:
     else:
         show(rows)
     return 0 if all(row.same_bits for row in rows) else 1
+
+
+def _simulated(rows: list[Overlap], as_json: bool) -> int:
+    """Print what the simulator says of a record's cells."""
+    from megamoe.bench.overlap_model import NAMES, measured, simulated
+
+    with Bars(quiet=as_json) as bars:
+        found = []
+        for done, row in enumerate(rows):
+            bars("cells", done, len(rows))
+            found.append(simulated(row))
+        bars("cells", len(rows), len(rows))
+    if as_json:
+        both = zip(rows, found, strict=True)
+        cells = [{**as_dict(row), "simulated_us": one._asdict()} for row, one in both]
+        print(json.dumps(cells, indent=1))
+        return 0
+    wide = one_line_a_row(Console())
+    table = Table("cell", "recipe", title="ranks of a chain on one GPU: measured and simulated, us")
+    for name in NAMES:
+        for column in (name, "simulated", "error"):
+            table.add_column(column, justify="right")
+    for row, one in zip(rows, found, strict=True):
+        pairs = zip(measured(row), one, strict=True)
+        cells = (text for seen, said in pairs for text in _beside(seen, said))
+        table.add_row(row.cell, row.recipe, *cells)
+    whole_table(wide, table, 2)
+    return 0
+
+
+def _beside(seen: float, said: float) -> tuple[str, str, str]:
+    return f"{seen:,.0f}", f"{said:,.0f}", f"{said / seen - 1:+.1%}"
 
 
 def as_dict(row: Overlap) -> dict[str, object]:

@@ -71,8 +71,12 @@ def _overlapped(
     progress: Report,
 ) -> list[float]:
     """Pull, L1 and L2 of one pass on all ranks; when each has computed and all rows are home."""
+    if how.links_alone:
+        return _uncomputed(how, counts, work, constants, stages, start)
     first = None if how.l2_follows else L1
-    ranks = [rank_of(how, how.experts, counts, r, only=first) for r in range(len(counts))]
+    ranks = [
+        rank_of(how, how.experts, counts, r, only=first, pulls=True) for r in range(len(counts))
+    ]
     for rank in ranks:
         rank.loads_us = [start] * how.num_sms
     end, home = _play(how, ranks, work, constants, stages, start, start, progress)
@@ -85,6 +89,23 @@ def _overlapped(
     return [max(home, end)] * len(ranks)
 
 
+def _uncomputed(
+    how: Schedule, counts: Counts, work: Costs, constants: Constants, stages: Stages, start: float
+) -> list[float]:
+    """Rows come, and as many as would be computed for others go home: what links take alone."""
+    ranks = [rank_of(how, how.experts, counts, r, pulls=True) for r in range(len(counts))]
+    for rank in ranks:
+        rank.queues = ((),) * len(rank.queues)
+    _play(how, ranks, work, constants, stages, start, start, None)
+    pulled = [max(rank.pooled_us, start) for rank in ranks]
+    far = [sum(tile.rows - tile.by_rank[rank.idx] for tile in rank.pool) for rank in ranks]
+    home = [at + num * work.rows.results * work.link for at, num in zip(pulled, far, strict=True)]
+    stages.steps += [("pull", max(pulled) - start), ("results home", max(home) - max(pulled))]
+    stages.everywhere("wait", start, max(pulled), "rows")
+    stages.everywhere("wait", max(pulled), max(home), "results")
+    return home
+
+
 def _l2_of(how: Schedule, counts: Counts, l1: Rank, begin: float) -> Rank:
     """The rank as L2 finds it: all of L1 is done, and the links are where L1 left them."""
     rank = rank_of(how, how.experts, counts, l1.idx, only=L2)
@@ -93,6 +114,12 @@ def _l2_of(how: Schedule, counts: Counts, l1: Rank, begin: float) -> Rank:
     rank.pulls, rank.loads_us = (), [begin] * how.num_sms
     rank.in_us, rank.out_us, rank.hbm_us = l1.in_us, l1.out_us, l1.hbm_us
     return rank
+
+
+def _pull_us(how: Schedule, constants: Constants) -> tuple[float, float]:
+    """Of the SMs that pull together: us of a group of rows, and of a byte."""
+    each = 1.0 / how.pull_sms
+    return each * constants.pull_group_us, each / (constants.pull_gbs * 1e3)
 
 
 def _play(
@@ -114,7 +141,7 @@ def _play(
         progress=progress,
         late_sms=how.pull_sms if is_pulling else 0,
         late_end=how.l1_sms,
-        pull_byte_us=1.0 / (how.pull_sms * constants.pull_gbs * 1e3) if is_pulling else 0.0,
+        pull_us=_pull_us(how, constants) if is_pulling else (0.0, 0.0),
     )
     machine.run(start, pulls_us=pulls_us)
     stages.spans += machine.spans

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import exp
 
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up
 from megamoe.simulator.blocks import L1, L2
-from megamoe.simulator.constants import HELD_BITS, MATH_US, Constants
+from megamoe.simulator.constants import DECODE_US, DECODED_US, HELD_BITS, MATH_US, Constants
 from megamoe.simulator.schedule import Experts, Schedule
 from megamoe.simulator.traffic import RowBytes
 
@@ -29,6 +30,7 @@ class BlockCost:
     row_step: int
     epilogue_us: float
     epilogue_row_us: float  # more of it for each valid row
+    decode_us: float  # once for the tile's weights, which all tiles of tokens share
     lead_us: float  # how far a full ring of stages lets loads run ahead
 
     def epilogue(self, rows: int) -> float:
@@ -54,6 +56,13 @@ class Costs:
     link: float  # us a byte in one direction of one rank
     is_overlapped: bool  # the epilogue runs in warps of its own, beside the next block's math
     block_us: float = 0.0  # of a block's math beside its steps
+    clock_drop: float = 0.0
+    clock_us: float = 1.0
+    is_shared: bool = False  # ranks share a GPU, and so its memory
+
+    def clock(self, us: float) -> float:
+        """The chip's clock so far into a call, of what it begins with."""
+        return 1.0 - self.clock_drop * (1.0 - exp(-us / self.clock_us))
 
     def of(self, phase: str) -> BlockCost:
         """The linear of a phase."""
@@ -77,13 +86,16 @@ def costs(how: Schedule, constants: Constants, experts: Experts | None = None) -
         link=1.0 / (hw.nvlink_gbs.reached.value * constants.link_share * 1e3),
         is_overlapped=how.has_epilogue_warps,
         block_us=constants.split_us if how.mode == "split" else constants.block_us,
+        clock_drop=constants.clock_drop if how.is_own_stream else 0.0,
+        clock_us=constants.clock_us,
+        is_shared=how.shares_gpu,
     )
 
 
 def _stream_share(how: Schedule, constants: Constants) -> float:
     """Of HBM, by who reads weights and how long the rows of a copy are."""
     if how.is_own_stream:
-        return constants.own_share
+        return constants.own_share * (constants.crowd_share if how.shares_gpu else 1.0)
     return constants.wide_share if how.copy_bytes >= WIDE else constants.stream_share
 
 
@@ -118,6 +130,7 @@ def _block(
         row_step=row_step,
         epilogue_us=0.0 if how.has_epilogue_warps else constants.epilogue_us * max(1.0, size),
         epilogue_row_us=constants.epilogue_us * size / tile.block_m * how.has_epilogue_warps,
+        decode_us=DECODE_US * depth / STEP * tile.block_n / MATH_ROWS if how.decodes_once else 0.0,
         lead_us=tile.ring_bytes * hbm * how.num_sms,
     )
 
@@ -129,5 +142,8 @@ def _math_us(how: Schedule, of: Experts, block_n: int, rows: float, depth: int) 
     step_us = 2 * rows * block_n * STEP / per_sm
     weights = recipe_named(of.problem.recipe).weights.element
     if how.backend == "hopper" and weights.bits == 4 and rows:
-        step_us = max(step_us, MATH_US[of.block_m] * block_n / MATH_ROWS)
+        known = DECODED_US if how.decodes_once else MATH_US[of.block_m]
+        if how.mma_rows:
+            known *= rows / of.block_m
+        step_us = max(step_us, known * block_n / MATH_ROWS)
     return step_us * depth / STEP

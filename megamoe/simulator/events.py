@@ -21,6 +21,7 @@ SHORT_US = 0.02  # waits below are not worth a span
 LANE_GAP_US = 2.0  # a lane's pauses below are not worth a span either
 _FREE, _RUN, _PULL = 0, 1, 2  # kinds of events
 _REPORT = 4096  # blocks between two reports of progress
+PULL_ROWS = 8  # that a CTA of the chain's pull copies at a time
 
 Queue = tuple[Block, ...]
 
@@ -36,10 +37,9 @@ class Rank:
     pulls: tuple[int, ...]  # tiles of tokens in the order of their first use
     waits_for: tuple[int, ...]  # tile of tokens -> the one whose L2 makes room for it; -1: none
     queues: tuple[Queue, ...]
-    queue_of: tuple[int, ...]  # SM -> its queue
-    places: list[list[int]]  # queue -> next place: one for all SMs (tickets), or one for each
+    queues_of: tuple[tuple[int, ...], ...]  # SM -> its queues, one after the other
+    places: list[dict[int, int]]  # queue -> by SM its next place; by -1 that of all (tickets)
     strides: tuple[int, ...]
-    seats: tuple[int, ...]  # SM -> which of its queue's places
     arrived_us: list[float | None]
     l1_left: list[int]
     l2_left: list[int]
@@ -63,11 +63,14 @@ class Rank:
 
     def draw(self, sm: int) -> Block | None:
         """The SM's next block."""
-        which = self.queue_of[sm]
-        queue, places, seat = self.queues[which], self.places[which], self.seats[sm]
-        place = places[seat]
-        places[seat] = place + self.strides[which]
-        return queue[place] if place < len(queue) else None
+        for which in self.queues_of[sm]:
+            queue, places = self.queues[which], self.places[which]
+            seat = sm if sm in places else -1
+            place = places[seat]
+            if place < len(queue):
+                places[seat] = place + self.strides[which]
+                return queue[place]
+        return None
 
     def through_hbm(self, at_us: float, num_bytes: float, us_per_byte: float) -> float:
         """Queue bytes at HBM; when they are through."""
@@ -89,14 +92,15 @@ class Machine:
         is_staged: bool = False,
         late_sms: int = 0,
         late_end: int | None = None,
-        pull_byte_us: float = 0.0,
+        pull_us: tuple[float, float] = (0.0, 0.0),
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self.ranks, self.costs, self.constants = ranks, costs, constants
         self.pools_at_once, self.is_staged, self.progress = pools_at_once, is_staged, progress
         # Those before `late_end`, or the last ones of each rank: they pull first, then draw blocks.
         self.late_sms, self.late_end = late_sms, late_end
-        self.pull_byte_us = pull_byte_us  # of the SMs that pull, local rows too
+        # Of all SMs that pull together, local rows too: a group of PULL_ROWS, and a byte.
+        self.group_us, self.pull_byte_us = pull_us
         self._num_run = 0
         self.spans: list[Span] = []
         self._heap: list[tuple[float, int, int, int, int, Block | None, float]] = []
@@ -122,7 +126,7 @@ class Machine:
             if pulls_us is not None and rank.pulls:
                 self._push(pulls_us, _PULL, rank.idx)
             late = self._late(rank) if rank.pulls else range(0)
-            for sm in range(len(rank.queue_of)):
+            for sm in range(len(rank.queues_of)):
                 if sm not in late:
                     self._push(start_us, _FREE, rank.idx, sm)
         heap, ranks = self._heap, self.ranks
@@ -146,7 +150,7 @@ class Machine:
         self._lanes()
 
     def _late(self, rank: Rank) -> range:
-        end = len(rank.queue_of) if self.late_end is None else self.late_end
+        end = len(rank.queues_of) if self.late_end is None else self.late_end
         return range(end - self.late_sms, end)
 
     def _report(self, num: int) -> None:
@@ -205,7 +209,10 @@ class Machine:
         loaded = rank.through_hbm(asked, moved, costs.hbm)
         loaded = max(loaded, asked + (weights + rows * cost.row_in_bytes) * costs.port)
         rank.loads_us[sm] = loaded
-        done = max(start + cost.math(rows) + costs.block_us, loaded)
+        math = cost.math(rows)
+        if cost.decode_us:
+            math += cost.decode_us / (rank.offsets[expert + 1] - rank.offsets[expert])
+        done = max(start + math / costs.clock(start) + costs.block_us, loaded)
         free = end = done + cost.epilogue(rows)
         if costs.is_overlapped:
             end = max(done, rank.stores_us[sm]) + cost.epilogue(rows)
@@ -242,7 +249,8 @@ class Machine:
         block, costs = rank.pool[pool], self.costs
         size, link = costs.rows.tokens, costs.link
         remote = block.rows - block.by_rank[rank.idx]
-        own = (block.rows - remote) * size  # others are read from their ranks' memory
+        # Rows of others are read from their ranks' memory, which may be this one.
+        own = (block.rows - (0 if costs.is_shared else remote)) * size
         came = rank.through_hbm(now, block.rows * costs.rows.tokens + own, costs.hbm)
         if remote:
             began = max(now, rank.in_us)
@@ -259,7 +267,9 @@ class Machine:
         else:
             following = came
         if self.pull_byte_us:
-            rank.pull_us = max(rank.pull_us, now) + block.rows * size * self.pull_byte_us
+            groups = -(-block.rows // PULL_ROWS)
+            copied = groups * self.group_us + block.rows * size * self.pull_byte_us
+            rank.pull_us = max(rank.pull_us, now) + copied
             came, following = max(came, rank.pull_us), max(following, rank.pull_us)
         self._arrive(rank, pool, came)
         if rank.next_pull == len(rank.pulls):

@@ -37,21 +37,27 @@ def num_blocks(experts: Experts, counts: Counts) -> int:
 
 
 def rank_of(
-    how: Schedule, experts: Experts, counts: Counts, rank: int, *, only: str | None = None
+    how: Schedule,
+    experts: Experts,
+    counts: Counts,
+    rank: int,
+    *,
+    only: str | None = None,
+    pulls: bool = False,
 ) -> Rank:
     """One rank before its launch. `only` keeps the blocks of one phase: a launch of its own.
 
-    There is one queue for all SMs; split has one of L1 and one of L2, each on its partition.
+    There is one queue for all SMs; split has one of L1 and one of L2, each on its partition. Where
+    some SMs pull first and L1's blocks are dealt, L1 has the others, and then L2 all of them.
     """
     rows = local_rows(counts, rank, experts.num_local)
     order = tuple(how.order.blocks(experts, rows))
-    sms = how.num_sms
     pool = row_blocks(counts, rank, experts.num_local, experts.block_m, peels=how.peels)
     offsets = pool_offsets(rows, experts.block_m)
     first_use = {offsets[b.expert] + b.m: b.wave for b in order if b.phase == L1 and b.n == 0}
-    queues, queue_of = _queues(how, order, only)
+    queues, queues_of = _queues(how, order, only, pulls=pulls)
     is_static = how.assignment == "static"
-    sizes = [queue_of.count(which) for which in range(len(queues))]
+    users = [[sm for sm, of in enumerate(queues_of) if q in of] for q in range(len(queues))]
     return Rank(
         idx=rank,
         pool=pool,
@@ -60,35 +66,34 @@ def rank_of(
         pulls=tuple(first_use),
         waits_for=how.order.waits_for(experts, rows),
         queues=queues,
-        queue_of=queue_of,
-        places=[list(range(size)) if is_static else [0] for size in sizes],
-        strides=tuple(size if is_static else 1 for size in sizes),
-        seats=_seats(queue_of) if is_static else (0,) * sms,
+        queues_of=queues_of,
+        places=[{sm: i for i, sm in enumerate(of)} if is_static else {-1: 0} for of in users],
+        strides=tuple(len(of) if is_static else 1 for of in users),
         arrived_us=[None] * len(pool),
         l1_left=[experts.l1.num_n] * len(pool),
         l2_left=[experts.l2.num_n] * len(pool),
         l1_done_us=[0.0] * len(pool),
         l2_done_us=[0.0] * len(pool),
-        loads_us=[0.0] * sms,
-        stores_us=[0.0] * sms,
+        loads_us=[0.0] * how.num_sms,
+        stores_us=[0.0] * how.num_sms,
     )
 
 
 def _queues(
-    how: Schedule, order: Sequence[Block], only: str | None
-) -> tuple[tuple[Queue, ...], tuple[int, ...]]:
+    how: Schedule, order: Sequence[Block], only: str | None, *, pulls: bool
+) -> tuple[tuple[Queue, ...], tuple[tuple[int, ...], ...]]:
+    """(queues, which of them each SM draws from)."""
+    sms = range(how.num_sms)
+    end = how.num_sms if how.l1_sms is None else how.l1_sms
+    pullers = range(end - how.pull_sms, end) if pulls and not how.pullers_draw else range(0)
     if only is not None:
-        return (tuple(b for b in order if b.phase == only),), (0,) * how.num_sms
-    if how.l1_sms is None:
-        return (tuple(order),), (0,) * how.num_sms
+        left_out = pullers if only == L1 else range(0)
+        own = tuple(b for b in order if b.phase == only)
+        return (own,), tuple(() if sm in left_out else (0,) for sm in sms)
+    if how.l1_sms is None and not pullers:
+        return (tuple(order),), ((0,),) * how.num_sms
     parts = tuple(tuple(b for b in order if b.phase == phase) for phase in (L1, L2))
-    return parts, tuple(int(sm >= how.l1_sms) for sm in range(how.num_sms))
-
-
-def _seats(queue_of: tuple[int, ...]) -> tuple[int, ...]:
-    taken = dict.fromkeys(queue_of, 0)
-    seats = []
-    for which in queue_of:
-        seats.append(taken[which])
-        taken[which] += 1
-    return tuple(seats)
+    if how.l1_sms is None:
+        return parts, tuple((1,) if sm in pullers else (0, 1) for sm in sms)
+    on_l1 = {sm: () if sm in pullers else (0,) for sm in range(how.l1_sms)}
+    return parts, tuple(on_l1.get(sm, (1,)) for sm in sms)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, TypedDict
 
 from megamoe.errors import NotAvailable, ShapeError, require
 from megamoe.formats.spec import FP8_COMBINE, recipe_named
-from megamoe.hardware import Hardware
+from megamoe.hardware import Figure, Hardware, Rate
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.layout.rows import stored_bytes
 from megamoe.planner import blackwell, chain, smem
@@ -159,6 +159,9 @@ class Schedule:
     num_joined: int = 0  # shared experts that are the last ones of `experts`
     num_passes: int = 1  # fused launches of a call, or passes of a chain, each with its part
     pull_sms: int = 0  # of the chain's launches: SMs that pull rows before they compute
+    pullers_draw: bool = True  # they draw blocks of L1 then; False: L1 is dealt to the others
+    shares_gpu: bool = False  # `hardware` is one rank's part of a GPU that all ranks share
+    links_alone: bool = False  # of a chain: rows come and go home, and nothing is computed
     l2_follows: bool = False  # of the chain's launches: L2 follows L1 tile by tile
     assignment: str = "ticket"  # or "static": block i is for SM i mod num_sms
     l1_sms: int | None = None  # split: SMs that run L1; the others run L2
@@ -167,6 +170,7 @@ class Schedule:
     pools_at_once: bool = False  # L1 waits for all rows of a wave, not for those of its tile
     peels: bool = False  # rows of an expert come from the ranks in turn, not rank after rank
     mma_rows: int | None = None  # rows that the tensor cores compute at once; None: the tile
+    decodes_once: bool = False  # FP4 becomes FP8 once per wave, not in every tile
     has_epilogue_warps: bool = False  # epilogues run beside the next block's math
     copy_bytes: int = 0  # Blackwell: contiguous bytes of a weight row in one stage
     study: str = ""  # name of the study, where this is no launch of this library
@@ -183,6 +187,11 @@ class Schedule:
     def label(self) -> str:
         """What must be said of a study; empty for launches of this library."""
         return f"{NOT_OURS} ({self.study})" if self.study else ""
+
+    def over_links(self, gbs: float) -> Schedule:
+        """The same call over links of so many GB/s a rank and direction."""
+        speed = Rate(*(Figure(gbs, "given"),) * 2)
+        return replace(self, hardware=replace(self.hardware, nvlink_gbs=speed))
 
     @staticmethod
     def of_plan(plan: Plan) -> Schedule:
@@ -201,9 +210,9 @@ class Schedule:
             kind=ShapeError,
         )
         require(
-            plan.call.local_ranks == 1,
-            "a simulated rank has a GPU to itself",
-            got=f"{plan.call.local_ranks} ranks on one GPU",
+            plan.call.local_ranks == 1 or plan.is_chained,
+            "ranks that share a GPU are simulated as a chain",
+            got=f"mode {plan.mode}, {plan.call.local_ranks} ranks on one GPU",
             kind=NotAvailable,
         )
         if plan.is_chained:
@@ -343,7 +352,19 @@ def _staged(plan: Plan) -> Schedule:
         num_joined=call.joined if plan.passes[0].experts == "routed and shared" else 0,
         assignment="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
+        **_halves(tile),
     )
+
+
+class _Computed(TypedDict):
+    mma_rows: int | None
+    decodes_once: bool
+
+
+def _halves(tile: object) -> _Computed:
+    """How a tile of tokens is computed: the plain kernel skips a half that has no rows."""
+    once = isinstance(tile, Gemm) and tile.decode_ahead > 0
+    return {"mma_rows": tile.block_m // 2 if isinstance(tile, Gemm) else None, "decodes_once": once}
 
 
 def _require_one_window(num: int) -> None:
@@ -380,9 +401,11 @@ def _chain(plan: Plan) -> Schedule:
         l1_sms, num_sms = given, num_sms + given
     shared, tile = _shared_pass(plan), owner[0]["l1"].config
     assert isinstance(tile, GemmSwapAb | Gemm)
+    is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
+    ranks = plan.call.local_ranks
     return Schedule(
         problem=plan.problem,
-        hardware=plan.hardware,
+        hardware=plan.hardware if ranks == 1 else plan.hardware.part(ranks, num_sms),
         backend=plan.backend,
         mode=plan.mode,
         combine="fp8" if chain.has_fp8_rows(plan.call) else "bf16",  # which are rounded at home
@@ -393,8 +416,12 @@ def _chain(plan: Plan) -> Schedule:
         steps=tuple(_chain_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
         num_passes=len(owner),
+        assignment="ticket" if is_dynamic else "static",
         is_own_stream=True,
+        **_halves(tile),
         pull_sms=owner[0]["pull"].num_ctas,
+        pullers_draw=is_dynamic,
+        shares_gpu=plan.call.local_ranks > 1,
         l2_follows=l1_sms is not None or not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
     )
 

@@ -20,8 +20,10 @@ def test_a_chain_hides_most_of_what_staged_calls_expose(recipe):
     chain, staged = predicted(2048, "chain", recipe), predicted(2048, "staged", recipe)
     alone = mm.simulate(plan(mm.Problem(2048, 4096, 2048, 32, 6, 1, recipe), "h200"))
     assert chain.exposed_us < 0.15 * staged.exposed_us
-    assert alone.time_us < chain.time_us < 1.12 * alone.time_us
-    assert staged.time_us > 1.3 * chain.time_us
+    # FP4 tiles are dealt: the SMs that pull have none of L1.
+    slower, gain = (1.12, 1.3) if recipe == "w8a8" else (1.15, 1.25)
+    assert alone.time_us < chain.time_us < slower * alone.time_us
+    assert staged.time_us > gain * chain.time_us
 
 
 def test_what_crosses_the_links_is_what_the_floor_says():

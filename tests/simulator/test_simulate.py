@@ -356,7 +356,7 @@ def test_progress_counts_blocks():
         (lambda: plan(Problem(8, 512, 256, 8, 2), H200, backend="reference"), NotAvailable,
          "has launches; got backend reference"),
         (lambda: plan(CallSpec(Problem(8, 512, 256, 8, 2, 2), local_ranks=2), H200), NotAvailable,
-         "a GPU to itself; got 2 ranks"),
+         "simulated as a chain; got mode fused, 2 ranks on one GPU"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_played_is_refused(make, error, says):

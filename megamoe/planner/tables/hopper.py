@@ -39,7 +39,7 @@ MAX_IN_FLIGHT = 2
 # Whether `auto` takes the chain over a group, for calls that one fused launch does not take.
 AUTO_TAKES_CHAIN = True
 WHY_CHAIN = (
-    "as 8 ranks of one H200 (2026-11-18) it had the bits of one rank and hid 87 to 100% of paced links; "
+    "as 8 ranks of one H200 (2026-11-19) it had the bits of one rank and hid 86 to 103% of paced links; "
     "no mode has run on several GPUs"
 )
 WHY_OPT_IN = "switched off in the tables"
