@@ -177,7 +177,7 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
     """Everything that calls of a layer with these numbers of tokens compile, slow ones first."""
     plan = layer.plan(max(token_counts, default=1))
     require(
-        plan.backend in ("hopper", "portable"),
+        plan.backend in ("hopper", "blackwell", "portable"),
         "only GPU backends compile kernels",
         got=f"backend {plan.backend} on {layer.hardware.name}",
         kind=NotAvailable,
