@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import triton
@@ -57,6 +58,8 @@ MACHINE = (B200.label, B200.num_sms, B200.arch, B200.hbm_bytes)
 TOKENS = tuple(2**i for i in range(14))
 EIGHTH = 8  # one in so many is compiled in full for sm_103a too
 SHAPES = ("deepseek-v4-flash", "gpt-oss-120b")  # models that are tried in every recipe
+# Of two ranks: memory for their counts leaves fewer stages, in tiles of few rows and of more.
+MANY_EXPERTS, MANY_TOKENS = (768, 2048), (64, 512, 1365)
 GEMMS = ("gemm_tmem_kernel", "mega_tmem_kernel")
 MORE = {  # beside a model's own options, in every recipe
     "rows in fp8": {"options": Options(combine="fp8")},
@@ -109,36 +112,48 @@ def layers() -> Iterator[tuple[str, LayerSpec]]:
             yield f"fused {recipe}, 4 ranks of a launch", layer(recipe, flash, mode, **together)
             ring = (("pool_rows", 512),)
             yield f"fused {recipe}, a ring", layer(recipe, flash, mode, given=ring)
+            for experts, most in itertools.product(MANY_EXPERTS, MANY_TOKENS):
+                wide = layer(recipe, flash, mode, num_ranks=2, max_tokens=most)
+                wide = replace(wide, num_experts=experts)
+                yield f"fused {recipe}, {experts} experts, up to {most} tokens", wide
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:
     """Every call, by name; those that no plan takes raise."""
     for name, one in layers():
-        for num in (t for t in TOKENS if one.num_ranks == 1 or t <= 64):
+        for num in TOKENS if one.num_ranks in (1, one.local_ranks) else (one.max_tokens,):
             yield f"{name}, {num} tokens", lambda one=one, num=num: make_calls(one, num)
+    for *sizes, order in grouped_calls():
+        what = f"grouped {' '.join(map(str, sizes))} {order['schedule']}"
+        yield what, lambda sizes=sizes, order=order: launch_grouped(*sizes, **order)
+
+
+def grouped_calls() -> Iterator[tuple[str, str, int, int, dict[str, Any]]]:
+    """Recipe, variant, rows, outputs of a row and order of each grouped GEMM alone."""
     edges = sorted({edge for _, edge, *_ in TILES})
+    orders = {"schedule": "static"}, {"schedule": "dynamic", "sort_by_m": True}
     for recipe, variant in itertools.product(BLACKWELL_RECIPES, VARIANTS):
-        for edge, n in itertools.product(edges, (256, WIDE_N + 128)):
+        for edge, n, order in itertools.product(edges, (256, WIDE_N + 128), orders):
             rows = 4 * int(min(edge, 128.0))  # of 4 groups: the last row of each band
-            for order in ({"schedule": "static"}, {"schedule": "dynamic", "sort_by_m": True}):
-                how = (recipe, variant, rows, n), order
-                what = f"grouped {variant} {recipe}, {rows} rows, n {n}, {order['schedule']}"
-                yield what, lambda how=how: launch_grouped(*how[0], **how[1])
+            yield recipe, variant, rows, n, order
 
 
-def configurations() -> dict[str, Found]:
-    """By key, in the order of `calls`."""
+def configurations(only: str = "") -> dict[str, Found]:
+    """By key, in the order of `calls`; of calls whose names match."""
     found: dict[str, Found] = {}
-    real = recording._cubin
+    real, asked_by = recording._cubin, [""]
 
     def kept(src: Any, target: Any, options: dict[str, Any], compile_it: Any) -> Any:
         one = real(src, target, options, compile_it)
-        found.setdefault(one.hash, Found(name, one.kernel, src, options))
+        found.setdefault(one.hash, Found(asked_by[0], one.kernel, src, options))
         return one
 
     recording._cubin = kept
     try:
-        for name, call in calls():
+        for asks, call in calls():
+            asked_by[0] = asks
+            if not re.search(only, asks):
+                continue
             try:
                 with recorded(GPUTarget("cuda", 100, 32)):
                     call()
@@ -286,6 +301,7 @@ def main() -> int:
         return 0
     print(f"triton {triton.__version__}: {len(shipped)} configurations, found in "
           f"{time.monotonic() - begin:.0f} s: {dict(kinds)}", flush=True)  # fmt: skip
+    _ALL.update(shipped)  # of workers that are forked
     results: list[Result] = []
     order = sorted(keys, key=lambda key: shipped[key].kernel not in GEMMS)  # slow ones first
     with ProcessPoolExecutor(given.processes) as pool:
@@ -299,9 +315,11 @@ def main() -> int:
                 print(f"{len(results)} of {len(keys)} in {seconds:.0f} s", flush=True)
     good = sum(not one.wrong for one in results)
     seconds, num_full = time.monotonic() - begin, sum(one.is_full for one in results)
-    print(f"triton {triton.__version__}, commit {commit()}: {good} of {len(keys)} compiled for sm_100a "
-          f"and sm_103a: no stack, no spills, descriptors legal; {len(shipped)} are shipped, "
-          f"{num_full} compiled in full for both, {seconds:.0f} s")  # fmt: skip
+    print(
+        f"triton {triton.__version__}, commit {commit()}: {good} of {len(keys)} compiled "
+        "for sm_100a and sm_103a: no stack, no spills, descriptors legal; "
+        f"{len(shipped)} are shipped, {num_full} compiled in full for both, {seconds:.0f} s"
+    )
     return good != len(keys)
 
 
