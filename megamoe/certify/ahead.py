@@ -1,4 +1,4 @@
-"""What the checks launch, compiled before them in several processes.
+"""What layers of the checks launch, compiled before them in several processes.
 
 One after the other the kernels of Hopper's checks take many minutes to compile. They are found
 without launching (`engine/recording.py`); what is not found here is compiled by the check that
@@ -23,14 +23,12 @@ from megamoe.problem import Options
 if TYPE_CHECKING:
     from megamoe.engine.recording import LayerSpec, Work
 
-KNOWN_BACKENDS = ("hopper", "portable")  # whose launches `recording` finds
-
 
 def compile_ahead(
     target: Target, progress: Callable[[int, int], None], processes: int | None = None
 ) -> None:
     """Fill the disk cache; where that fails, checks compile by themselves."""
-    if target.backend not in KNOWN_BACKENDS:
+    if target.backend == "reference":
         return
     from megamoe.engine.precompile import compile_layers
 
