@@ -16,6 +16,13 @@ from megamoe.errors import MegaMoETimeout
 
 SOON = 0.5  # seconds: the bound of a wait that must end
 COUNTS = (1, 3, 8, 9, 64)
+RANKS = (2, 4)
+WAIT_TOKENS = 8
+
+
+def tokens_of_rank(rank: int) -> int:
+    """Tokens of each rank of a launch."""
+    return 4 + 3 * rank
 
 
 def all_checks(target: Target) -> Iterator[Check]:
@@ -26,7 +33,7 @@ def all_checks(target: Target) -> Iterator[Check]:
         return
     for recipe in ("w4a8_block", "w8a8", *(("nvfp4",) if target.backend == "blackwell" else ())):
         if recipe in target.recipes:
-            for num in (2, 4):
+            for num in RANKS:
                 yield Check("ranks", f"{recipe}, {num} ranks", partial(_ranks, target, recipe, num))
     if "w4a8_block" in target.recipes:
         yield Check("waits", "an absent rank", partial(_waits, target, "w4a8_block"))
@@ -68,7 +75,7 @@ def _ranks(target: Target, recipe: str, num_ranks: int) -> str:
         recipe, sizes.num_experts, sizes.hidden, sizes.intermediate, seed=9
     ).to(target.device)
     ranks = LocalRanks(weights, num_ranks, backend=target.backend)
-    parts = [_there(target, 4 + 3 * rank, rank) for rank in range(num_ranks)]
+    parts = [_there(target, tokens_of_rank(rank), rank) for rank in range(num_ranks)]
     whole = [torch.cat(each) for each in zip(*parts, strict=True)]
     wanted = target.call(*whole, weights, backend=target.backend, mode="staged")
     for call in range(3):
@@ -92,10 +99,10 @@ def _waits(target: Target, recipe: str) -> str:
     weights = random_experts(
         recipe, sizes.num_experts, sizes.hidden, sizes.intermediate, seed=10
     ).to(target.device)
-    inputs = _there(target, 8, 0)
+    inputs = _there(target, WAIT_TOKENS, 0)
     wanted = target.call(*inputs, weights, backend=target.backend, mode="staged")
     plan = plan_for(
-        weights, options, traits_of(target.backend, weights, None), num_tokens=8,
+        weights, options, traits_of(target.backend, weights, None), num_tokens=WAIT_TOKENS,
         top_k=sizes.top_k, overrides=checked({"backend": target.backend, "mode": "fused"}),
     )  # fmt: skip
     status = DeviceStatus(target.device)

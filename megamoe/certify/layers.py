@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from megamoe.routing.samplers import sample_routing
 
 NUM_GATE = 32  # columns that a gate adds up: 32 * 4 = 128, where silu(g) is g in FP32
 NUM_OUT = 8  # activations that a result adds up: few enough for BF16 to hold it
+KNOWN_INTERMEDIATE, LONG_HIDDEN = 64, 256  # of layers whose results are known, of long sums
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # x, topk_idx, topk_weights
 
@@ -24,6 +26,11 @@ class Known(NamedTuple):
     inputs: Inputs
     y: Tensor  # bf16 [T, H]
     magnitude: Tensor  # float64 [T, H]: the sum of all terms' sizes in L2 of one slot at most
+
+
+def known_hidden(hidden: int) -> int:
+    """Of layers whose results are known: their gates leave room for other columns."""
+    return max(256, hidden // 4)
 
 
 def known(
@@ -88,6 +95,7 @@ def _long(ups: Tensor, hidden: int, rng: torch.Generator) -> Tensor:
     return w2.scatter_(2, left_out + half, 0.0)
 
 
+@functools.lru_cache(maxsize=4)  # a stage's checks share them, and quantising takes a second
 def random_experts(
     recipe: str,
     num: int,
@@ -97,7 +105,7 @@ def random_experts(
     seed: int = 0,
     has_bias: bool = False,
 ) -> ExpertWeights:
-    """Gaussian experts, on the CPU."""
+    """Gaussian experts, on the CPU; nobody may write to them."""
     rng = torch.Generator().manual_seed(seed)
     w13 = torch.randn(num, 2 * intermediate, hidden, generator=rng) / hidden**0.5
     w2 = torch.randn(num, hidden, intermediate, generator=rng) / intermediate**0.5

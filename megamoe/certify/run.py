@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -20,11 +21,14 @@ import torch
 from megamoe import certificate
 from megamoe.bench.provenance import commit, provenance
 from megamoe.certificate import Certificate, Machine
+from megamoe.certify.ahead import compile_ahead
 from megamoe.certify.checks import STAGES, Failed, all_checks
 from megamoe.certify.target import Target
 from megamoe.engine import backends
 from megamoe.engine.certified import machine_of
 from megamoe.errors import MegaMoEError, NotAvailable, require
+from megamoe.planner.numerics import not_on
+from megamoe.problem import RECIPES
 
 CHECK_S = 600.0  # bound of one check on a GPU, compiling included
 
@@ -91,6 +95,8 @@ def certify(target: Target, progress: Progress = lambda stage, done, of: None) -
     )
     names = [(check.stage, check.name) for check in all_checks(target)]
     total, findings = len(names), []
+    if target.is_gpu:
+        compile_ahead(target, partial(progress, "compile"))
     source = _apart(target, names) if target.is_gpu else _here(target)
     bad_stage = ""
     for finding in source:
@@ -184,8 +190,20 @@ def _apart(target: Target, names: list[tuple[str, str]]) -> Iterator[Finding]:
         child.join()
 
 
+def recipes_of(backend: str) -> tuple[str, ...]:
+    """Those that a backend computes: Hopper and Blackwell have no kernel for some."""
+    return tuple(recipe for recipe in RECIPES if not not_on(backend, recipe))
+
+
 def with_recipes(target: Target, recipes: tuple[str, ...]) -> Target:
     """The target with some of its recipes: its certificate is of those alone."""
+    for recipe in recipes:
+        require(
+            recipe in target.recipes,
+            f"backend {target.backend} certifies {', '.join(target.recipes)}",
+            got=recipe,
+            kind=NotAvailable,
+        )
     return replace(target, recipes=recipes) if recipes else target
 
 
@@ -195,7 +213,7 @@ def on(backend: str, device: str, *, is_quick: bool = False) -> Target:
     name = backend
     if backend == "auto":
         name = next(one for one, why in backends.reasons_on(where).items() if not why)
-    return Target(name, where, is_quick=is_quick)
+    return Target(name, where, recipes_of(name), is_quick=is_quick)
 
 
 assert STAGES  # the order of the report

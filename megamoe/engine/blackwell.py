@@ -57,7 +57,7 @@ def prepare(weights: ExpertWeights) -> Prepared:
 
 def why_not(weights: ExpertWeights) -> str:
     """Why no exact path holds these weights; "" where one does."""
-    if weights.recipe != "w4a16":
+    if weights.recipe != "w4a16" or weights.device.type == "meta":
         return ""
     both = weights.w13, weights.w2
     return "" if all(known(w, "fits_bf16", fits_bf16) for w in both) else "a scale of 2**-127"

@@ -124,6 +124,8 @@ class Seal:
         )
 
     def _is_same(self, tensors: Sequence[Tensor]) -> bool:
+        if all(t.is_meta for t in tensors):
+            return True  # they have no bytes
         now = map(_content, tensors)
         return all(
             torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b

@@ -1,6 +1,6 @@
-"""Fill Triton's disk cache for a layer, in several processes, without a GPU.
+"""Fill Triton's disk cache for layers, in several processes, without a GPU.
 
-Each process finds the layer's kernels by itself (`recording`, a second) and compiles those that it
+Each process finds the layers' kernels by itself (`recording`, a second) and compiles those that it
 is asked for by hash: nothing but names travels. They are processes of their own, not threads:
 the compiler holds the interpreter's lock, and a process that uses a GPU keeps its own driver.
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import IO, Any, NamedTuple
 
-from megamoe.engine.recording import LayerSpec, cubins_of
+from megamoe.engine.recording import LayerSpec, Work, cubins_of_all
 from megamoe.errors import NotAvailable, RangeError, require
 
 
@@ -40,8 +40,19 @@ def compile_layer(
     processes: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Compiled:
-    """Compile what calls of these sizes need and the disk cache lacks.
+    """Compile what calls of these sizes need and the disk cache lacks; arguments as below."""
+    return compile_layers([(layer, token_counts)], processes=processes, progress=progress)
 
+
+def compile_layers(
+    works: Sequence[Work],
+    *,
+    processes: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Compiled:
+    """Compile what calls of several layers need and the disk cache lacks, each kernel once.
+
+    works      layers, each with the numbers of tokens of its calls
     processes  that compile; None: one per core
     progress   called with (done, of)
     """
@@ -50,14 +61,14 @@ def compile_layer(
         kind=RangeError,
     )  # fmt: skip
     start = time.monotonic()
-    with _Worker(layer, token_counts) as first:
+    with _Worker(works) as first:
         cubins: list[dict[str, Any]] = first.read()["cubins"]
         wanted = [one["hash"] for one in cubins if not one["is_there"]]
         done = len(cubins) - len(wanted)
         if progress is not None:
             progress(done, len(cubins))
         num = min(processes or os.cpu_count() or 1, len(wanted))
-        others = [_Worker(layer, token_counts) for _ in range(num - 1)]
+        others = [_Worker(works) for _ in range(num - 1)]
         cpu = _share(wanted, [first, *others], progress, done, len(cubins)) if wanted else 0.0
     return Compiled(len(cubins), done, time.monotonic() - start, cpu)
 
@@ -105,7 +116,7 @@ def _share(
 class _Worker:
     """A process that compiles one hash a line."""
 
-    def __init__(self, layer: LayerSpec, token_counts: Sequence[int]) -> None:
+    def __init__(self, works: Sequence[Work]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "megamoe.engine.precompile"], stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -116,7 +127,8 @@ class _Worker:
             target=_collect, args=(self._process.stderr, self._last_lines), daemon=True
         )
         self._listener.start()
-        self._write(json.dumps({"layer": layer.as_dict(), "tokens": list(token_counts)}))
+        asked = [{"layer": one.as_dict(), "tokens": list(tokens)} for one, tokens in works]
+        self._write(json.dumps(asked))
 
     def __enter__(self) -> _Worker:
         return self
@@ -164,11 +176,11 @@ def _collect(stream: IO[str], lines: list[str]) -> None:
 
 
 def work() -> None:
-    """A worker: a layer on standard input, then hashes; a line of JSON for each."""
+    """A worker: layers on standard input, then hashes; a line of JSON for each."""
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
-    what = json.loads(sys.stdin.readline())
-    cubins = cubins_of(LayerSpec.from_dict(what["layer"]), what["tokens"])
+    asked = json.loads(sys.stdin.readline())
+    cubins = cubins_of_all([(LayerSpec.from_dict(one["layer"]), one["tokens"]) for one in asked])
     by_hash = {one.hash: one for one in cubins}
     kernels: list[dict[str, Any]] = [
         {"kernel": one.kernel, "hash": one.hash, "is_there": one.is_there} for one in cubins

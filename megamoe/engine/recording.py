@@ -50,7 +50,7 @@ from megamoe.problem import Options, Problem
 
 META = torch.device("meta")
 DEVICE = "compiled without a GPU"  # the name of the pretended device in Triton's own tables
-IDS = (torch.int64, torch.int32)  # dtypes of topk_idx
+IDS = {64: torch.int64, 32: torch.int32}  # dtypes of topk_idx, by their bits
 SLOW = ("mega_kernel", "gemm_kernel", "gemm_swap_ab_kernel")  # to compile: first, longest first
 
 
@@ -66,6 +66,9 @@ class LayerSpec:
     shared        shared experts, and whether they run in the others' launches; None: none
     max_tokens    over a group: `max_tokens_per_rank`
     graphs        whether the layer replays graphs of its own
+    local_ranks   ranks in one launch, as `LocalRanks` has them: then as many as num_ranks; 1: none
+    id_bits       of the integers in topk_idx that calls pass
+    has_stats     whether calls count tokens; those of `mm.moe` do not
     overrides     as `MoE` passes them to the planner: backend, mode and others
     machine       GPU: its name, SMs, architecture and bytes of memory, as `of_gpu` takes them
     """
@@ -84,6 +87,9 @@ class LayerSpec:
     shared: SharedSpec | None = None
     max_tokens: int | None = None
     graphs: bool = False
+    local_ranks: int = 1
+    id_bits: tuple[int, ...] = (64, 32)
+    has_stats: bool = True
     overrides: tuple[tuple[str, Value], ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
@@ -98,7 +104,7 @@ class LayerSpec:
             **data, "options": Options(**data["options"]),
             "shared": None if shared is None else SharedSpec(**shared),
             "overrides": tuple((name, value) for name, value in data["overrides"]),
-            "machine": tuple(data["machine"]),
+            "machine": tuple(data["machine"]), "id_bits": tuple(data["id_bits"]),
         })  # fmt: skip
 
     @property
@@ -108,8 +114,13 @@ class LayerSpec:
 
     @property
     def num_local(self) -> int:
-        """Experts of a rank."""
-        return self.num_experts // self.num_ranks
+        """Experts that the layer holds: a rank's, or those of all ranks of a launch."""
+        return self.num_experts * self.local_ranks // self.num_ranks
+
+    @property
+    def ids(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of topk_idx."""
+        return tuple(IDS[bits] for bits in self.id_bits)
 
     def plan(self, num_tokens: int) -> Plan:
         """Of a call with BF16 tokens."""
@@ -119,13 +130,16 @@ class LayerSpec:
         )  # fmt: skip
         call = CallSpec(
             problem, combine=self.options.combine, fits_e4m3=self.fits_e4m3,
-            shared=self.shared,
+            shared=self.shared, local_ranks=self.local_ranks,
             max_tokens=self.max_tokens if self.num_ranks > 1 else None,
         )  # fmt: skip
         given = checked(dict(self.overrides))
         if call.is_group and call.max_tokens and self.hardware.arch == "sm_90a":
             call = replace(call, max_tokens=planned_bound(call, dict(given), num_tokens))
         return plan_call(call, self.hardware, given)
+
+
+Work = tuple[LayerSpec, Sequence[int]]  # a layer, and numbers of tokens of its calls
 
 
 def spec_of(layer: MoE) -> LayerSpec:
@@ -163,7 +177,7 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
     """Everything that calls of a layer with these numbers of tokens compile, slow ones first."""
     plan = layer.plan(max(token_counts, default=1))
     require(
-        plan.backend in ("hopper", "portable"),
+        plan.backend in ("hopper", "blackwell", "portable"),
         "only GPU backends compile kernels",
         got=f"backend {plan.backend} on {layer.hardware.name}",
         kind=NotAvailable,
@@ -172,8 +186,17 @@ def cubins_of(layer: LayerSpec, token_counts: Sequence[int]) -> list[Cubin]:
         for num in sorted(set(token_counts) - {0}):
             make_calls(layer, num)
         pack_experts(layer)
-    order = {name: at for at, name in enumerate(SLOW)}
-    return sorted(cubins.values(), key=lambda one: order.get(one.kernel, len(SLOW)))
+    return sorted(cubins.values(), key=_order)
+
+
+def _order(one: Cubin) -> int:
+    return SLOW.index(one.kernel) if one.kernel in SLOW else len(SLOW)
+
+
+def cubins_of_all(works: Sequence[Work]) -> list[Cubin]:
+    """Of several layers, each compilation once, slow ones first."""
+    found = {one.hash: one for work in works for one in cubins_of(*work)}
+    return sorted(found.values(), key=_order)
 
 
 def target_of(machine: Hardware) -> GPUTarget:
@@ -261,14 +284,15 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
     plan = layer.plan(num_tokens)
     weights, shared = experts_of(layer)
     stats = torch.empty(layer.num_local, dtype=torch.int64, device=META)
+    if layer.local_ranks > 1:
+        _in_one_launch(layer, plan, weights, stats, num_tokens)
+        return
     if layer.num_ranks > 1:
         _over_group(layer, plan, weights, shared, stats, num_tokens)
         return
-    for dtype in IDS:
-        call = Call(
-            *_tokens(layer, num_tokens, dtype), weights, layer.options, shared, _status(), stats
-        )
-        launch(call, plan)
+    for dtype in layer.ids:
+        given, counted = _tokens(layer, num_tokens, dtype), stats if layer.has_stats else None
+        launch(Call(*given, weights, layer.options, shared, _status(), counted), plan)
     if layer.graphs and num_tokens <= graphs.MAX_TOKENS:
         _captured(layer, weights, shared, stats, bucket_of(num_tokens, graphs.MAX_TOKENS))
 
@@ -320,6 +344,23 @@ def _around_graph(
     graph_io.copy_output(args.now, torch.empty_like(x))
 
 
+def _in_one_launch(
+    layer: LayerSpec, plan: Plan, weights: ExpertWeights, stats: Tensor, num_tokens: int
+) -> None:
+    """The launch of `LocalRanks`, whose fullest rank has so many tokens."""
+    assert plan.mega is not None
+    where, num = plan.exchange, layer.local_ranks
+    symm = symm_buffer.symm_buffer_in(
+        torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
+    )
+    peers = torch.empty(num, dtype=torch.int64, device=META)
+    world = World(num, num, 0, peers, symm.signals, symm.inbox)
+    fused.over(
+        symm, num_tokens, weights, layer.options, world, stats, step=plan.mega, status=_status(),
+        timeout_s=1.0,
+    )  # fmt: skip
+
+
 def _over_group(
     layer: LayerSpec, plan: Plan, weights: ExpertWeights, shared: ExpertWeights | None,
     stats: Tensor, num_tokens: int,
@@ -351,7 +392,7 @@ def _over_group(
 
     make = parallel.COMPUTE[plan.backend]
     compute = make(weights, shared, layer.options, layer.num_experts, stats, planned, _status())
-    for dtype in IDS:
+    for dtype in layer.ids:
         x, idx, gates = _tokens(layer, num_tokens, dtype)
         sent = compute.tokens(x)
         slots = num_tokens * layer.top_k
@@ -373,7 +414,7 @@ def _chained(
     memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
     peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 0, layer.num_ranks)
-    for dtype in IDS:
+    for dtype in layer.ids:
         given = _tokens(layer, num_tokens, dtype)
         call = Call(*given, weights, layer.options, shared, _status(), stats)
         chain.run(me, call, plan)

@@ -17,8 +17,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import DeviceStatus
 from megamoe.errors import CapacityError, MegaMoETimeout
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.gluon.mega import sync
-from megamoe.kernels.hopper.mega import launch as mega_launch
+from megamoe.kernels.gluon.mega import arguments, sync
 from megamoe.planner.hopper import as_fused, num_rows, ring
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
@@ -244,9 +243,8 @@ def test_a_rank_that_never_arrives_is_reported_and_forgotten_by_reset(monkeypatc
     ranks = LocalRanks(base().weights, 2, timeout_s=2.5)
     inputs, wanted = base().pick(19, 2)
     parts = [t.split((16, 3)) for t in inputs]
-    world = mega_launch.World
     with monkeypatch.context() as patch:
-        patch.setattr(mega_launch, "World", functools.partial(world, absent=1))
+        patch.setattr(arguments, "World", functools.partial(arguments.World, absent=1))
         ranks(*parts)
     with pytest.raises(MegaMoETimeout, match="for rank 1 to end the call"):
         ranks.check()

@@ -124,8 +124,8 @@ class Worker:
 
     made, fails = (), False
 
-    def __init__(self, layer, sizes):
-        pass
+    def __init__(self, works):
+        assert [tokens for _, tokens in works] == [[1]]
 
     def __enter__(self):
         return self

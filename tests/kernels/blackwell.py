@@ -80,6 +80,17 @@ def compiled(recipe, tile, gated, arch=100, **rest):
 
 def compiled_grouped(recipe, variant="gemm", rows=512, n=I, arch=100, **given):
     """(the plan, cubins of its two launches) of a grouped GEMM alone, on tensors without memory."""
+    gemm, places = Recorder(), Recorder()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "gemm_tmem_kernel", gemm)
+        patch.setattr(grouped, "_place_groups_kernel", places)
+        plan = launch_grouped(recipe, variant, rows, n, **given)
+    kernels = (grouped._place_groups_kernel, places), (gemm_tmem_kernel, gemm)
+    return plan, [compile_kernel(kernel, (), arch, **kept.given) for kernel, kept in kernels]
+
+
+def launch_grouped(recipe, variant="gemm", rows=512, n=I, **given):
+    """The two launches of a grouped GEMM alone, on tensors without memory; -> their plan."""
     spec, row = GroupedSpec(recipe, rows, E, n, H, variant), recipe_named(recipe)
     plan = plan_grouped(spec, "b200", backend="blackwell", **given)
     is_gated = variant in GATED
@@ -89,23 +100,19 @@ def compiled_grouped(recipe, variant="gemm", rows=512, n=I, arch=100, **given):
     if row.acts.has_global:
         x = Quantized(x.data, x.scale, x.format, x.shape, one)
     index = torch.empty(rows, dtype=torch.int32, device=META)
-    counts, gemm, places = torch.empty(E, dtype=torch.int32, device=META), Recorder(), Recorder()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "gemm_tmem_kernel", gemm)
-        patch.setattr(grouped, "_place_groups_kernel", places)
-        if is_gated:
-            where = grouped.Rows(index if variant == "gather" else None)
-            factor = one if row.acts.has_global else None
-            grouped.gated(x, w, counts, plan.launches, recipe, Options(), where, factor)
-        else:
-            where, dtype = grouped.AS_THEY_LIE, torch.bfloat16
-            if variant == "finalize":
-                where = grouped.Rows(None, index, rows, 2, torch.ones(rows // 2, 2, device=META))
-                dtype = torch.float32
-            out = torch.empty(rows, n, dtype=dtype, device=META)
-            grouped.linear(x, w, counts, out, plan.launches, recipe, where)
-    kernels = (grouped._place_groups_kernel, places), (gemm_tmem_kernel, gemm)
-    return plan, [compile_kernel(kernel, (), arch, **kept.given) for kernel, kept in kernels]
+    counts = torch.empty(E, dtype=torch.int32, device=META)
+    if is_gated:
+        where = grouped.Rows(index if variant == "gather" else None)
+        factor = one if row.acts.has_global else None
+        grouped.gated(x, w, counts, plan.launches, recipe, Options(), where, factor)
+        return plan
+    where, dtype = grouped.AS_THEY_LIE, torch.bfloat16
+    if variant == "finalize":
+        where = grouped.Rows(None, index, rows, 2, torch.ones(rows // 2, 2, device=META))
+        dtype = torch.float32
+    out = torch.empty(rows, n, dtype=dtype, device=META)
+    grouped.linear(x, w, counts, out, plan.launches, recipe, where)
+    return plan
 
 
 def fused_config(recipe, tile, slots, experts, ranks=1, top_k=K, wave_rows=0):

@@ -4,6 +4,7 @@
 spills, time) is left to the tests marked `gpu` and to the compiler.
 """
 
+import functools
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -14,7 +15,7 @@ from megamoe.engine import backends, fused, planning, symm_buffer
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout, RankError
-from megamoe.kernels.gluon.mega import inbox, quantise, sync
+from megamoe.kernels.gluon.mega import arguments, inbox, quantise, sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
 from megamoe.planner.hopper import as_fused, num_rows, ring
@@ -239,6 +240,29 @@ def test_ranks_of_one_launch_have_the_bits_of_one_rank(counts, monkeypatch):
         ranks.check()
         assert torch.equal(torch.cat(got), fuse(inputs, w)[0])
     assert torch.equal(ranks.stats, 2 * expert_counts(inputs[1], E))
+
+
+def test_an_absent_rank_of_one_launch_is_reported_and_forgotten_by_reset(monkeypatch):
+    """As in `tests/engine/test_fused_gpu.py`: the patch must reach the launch."""
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    kernels = emulator.install(monkeypatch, num_sms=2)
+    w, inputs = weights_of("w4a8_block"), tokens(6)
+    parts, ranks = [t.split((4, 2)) for t in inputs], LocalRanks(w, 2, timeout_s=1.0)
+    make = ranks._make_buffers
+
+    def reached_by_address(num_tokens):
+        make(num_tokens)
+        kernels["mega_kernel"].hold = [buffer.tokens for buffer in ranks._buffers]
+
+    monkeypatch.setattr(ranks, "_make_buffers", reached_by_address)
+    with monkeypatch.context() as patch:
+        patch.setattr(arguments, "World", functools.partial(arguments.World, absent=1))
+        ranks(*parts)
+    with pytest.raises(MegaMoETimeout, match="for rank 1 to end the call"):
+        ranks.check()
+    ranks.reset()
+    assert torch.equal(torch.cat(ranks(*parts)), fuse(inputs, w)[0])
+    ranks.check()
 
 
 @pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
