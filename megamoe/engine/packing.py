@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import device_guard
+from megamoe.engine.survey import Survey
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Format, Scale, format_named
 from megamoe.kernels.hopper.weights import pack
@@ -27,6 +28,17 @@ MX, NV = Facts(), Facts(True, True, False)  # what is true of all NVFP4
 LOST = ("e4m3_image", "placed_image")  # kinds that lose the scales of groups of zeros
 E4M3_NAN = 0x7F
 BAD = 1  # in a flag of `Survey`: NaN or Inf
+
+
+def facts_each(w: Quantized) -> list[Facts]:
+    """Of each canonical expert, with one wait where a kernel can look."""
+    if w.spec.element.bits == 4 and w.spec.scale is not Scale.E8M0:
+        return [NV] * len(w)
+    if is_gpu(w.device) and w.spec.element.bits == 4:
+        survey = Survey(w.device)
+        if survey.experts(len(w), w, wants_facts=True) is not None:
+            return facts_by_flags(survey.found(), w.spec)
+    return [pack.facts_of(w[i : i + 1]) for i in range(len(w))]
 
 
 def facts_by_flags(flags: Sequence[int], fmt: Format) -> list[Facts]:
