@@ -43,6 +43,13 @@ class ExpertModule(nn.Module):
             part for part in (weights.w13, weights.w2) if isinstance(part, PackedMatrix)
         )
 
+    def let_go(self) -> None:
+        """Hold no tensors until the next `take`: what packs them may then do it where they lie."""
+        weights = self.weights
+        self._buffers.clear()
+        self._of_buffers = ()
+        self._weights = weights
+
     @property
     def weights(self) -> ExpertWeights:
         if self._weights is None:

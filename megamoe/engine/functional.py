@@ -11,6 +11,7 @@ from torch import Tensor
 from megamoe import reference
 from megamoe.engine import backends, device_guard, status
 from megamoe.engine.call import Call
+from megamoe.engine.eager import eager
 from megamoe.engine.planning import Traits, log_once, plan_for, traits_of
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import (
@@ -109,7 +110,7 @@ def _compiled(
 WHY_EAGER = "quantised tokens pass mm.moe outside of compiled graphs"
 
 
-@torch.compiler.disable(reason=WHY_EAGER)  # type: ignore[untyped-decorator]
+@eager(WHY_EAGER)
 def _moe(
     x: Tensor | Quantized,
     topk_idx: Tensor,

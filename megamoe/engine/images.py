@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from megamoe.engine import packing
 from megamoe.engine.fingerprint import Seal, counted
 from megamoe.engine.packed import PackedMatrix, Source, empty_matrix, fill, parts_of
 from megamoe.engine.planning import why_unlike
@@ -50,7 +51,7 @@ class Image(NamedTuple):
         """Whether a matrix is held as one that this launch can read."""
         if not isinstance(part, PackedMatrix):
             return False
-        wanted = kind_of(part, to_e4m3=self.to_e4m3, is_placed=self.is_placed)
+        wanted = _kind_of(self, part)
         return part.kind == wanted or (part.kind == "mx_image" and wanted == "placed_image")
 
 
@@ -271,7 +272,7 @@ def _facts(w: Quantized) -> Facts:
     refs, seal, facts = _KNOWN.get(w.data, ((), None, None))
     is_new = seal is None or any(ref() is not t for ref, t in zip(refs, parts, strict=True))
     if is_new or not seal.holds(parts):
-        facts = pack.facts_of(w)
+        facts = Facts(*map(all, zip(*packing.facts_each(w), strict=True)))
         _KNOWN[w.data] = tuple(map(weakref.ref, parts)), Seal(parts), facts
     known: Facts = facts
     return known
@@ -285,10 +286,23 @@ def _packed(part: Quantized) -> Packed:
 
 
 def _alone(weights: ExpertWeights, image: Image) -> None:
-    """Let experts hold images; each matrix goes before the next is packed."""
+    """Let experts hold images: in the memory of the canonical bytes, or beside them, where each
+    matrix goes before the next is packed."""
+    from megamoe.engine import in_place
+
     for name in MATRICES:
         if not image.suits(getattr(weights, name)):
-            weights._hold(**{name: _pack(image, [getattr(weights, name)], weights.device)[0]})
+            made = None
+            if not isinstance(getattr(weights, name), PackedMatrix):
+                kind = _kind_of(image, getattr(weights, name))
+                made = in_place.packed(weights, name, kind)
+            if made is None:
+                made = _pack(image, [getattr(weights, name)], weights.device)[0]
+            weights._hold(**{name: made})
+
+
+def _kind_of(image: Image, part: Quantized) -> str:
+    return kind_of(part, to_e4m3=image.to_e4m3, is_placed=image.is_placed)
 
 
 def _pack(
@@ -298,7 +312,7 @@ def _pack(
 
     is_watched  writes to what they are packed from are seen, while somebody holds it
     """
-    kind = kind_of(parts[0], to_e4m3=image.to_e4m3, is_placed=image.is_placed)
+    kind = _kind_of(image, parts[0])
     out = empty_matrix(kind, parts[0], sum(map(len, parts)), device)
     first = 0
     for part in parts:

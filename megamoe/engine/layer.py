@@ -614,13 +614,23 @@ class MoE(nn.Module):
         if backend == "hopper":
             from megamoe.engine import images
 
-            experts = images.hold(weights, shared)
+            for module in (self.experts, self.shared):
+                if module is not None:
+                    module.let_go()
+            experts = weights, shared
+            try:
+                experts = images.hold(weights, shared)
+            finally:
+                self._take(experts)
         else:
             experts = weights.canonical(), None if shared is None else shared.canonical()
+            self._take(experts)
+        return experts
+
+    def _take(self, experts: tuple[ExpertWeights, ExpertWeights | None]) -> None:
         self.experts.take(experts[0])
         if self.shared is not None and experts[1] is not None:
             self.shared.take(experts[1])
-        return experts
 
     def _overrides(self, mode: str) -> Overrides:
         return (("backend", self._backend), ("mode", mode), *self._given)
@@ -664,10 +674,7 @@ class MoE(nn.Module):
         if name == "hopper":
             from megamoe.engine import images
 
-            experts = images.hold_on(device, weights, shared)
-            self.experts.take(experts[0])
-            if self.shared is not None and experts[1] is not None:
-                self.shared.take(experts[1])
+            self._take(images.hold_on(device, weights, shared))
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""

@@ -189,10 +189,14 @@ class Aside:
         """All of these experts were written anew: copies of what they were are the caller's own."""
         self._known.lent = [one for one in self._known.lent if one[3] != self._at]
 
-    def put(self, expert: int, spare: Spare, facts: Facts) -> None:
-        """Say what an expert is now."""
-        at, known = self._at[expert], self._known
-        known.spares[at], known.facts[at] = spare, facts
+    def put_all(
+        self, experts: Sequence[int], spares: Sequence[Spare], facts: Sequence[Facts]
+    ) -> None:
+        """Say what some experts are now."""
+        known = self._known
+        for expert, spare, fact in zip(experts, spares, facts, strict=True):
+            at = self._at[expert]
+            known.spares[at], known.facts[at] = spare, fact
         known.writes += 1
 
 
@@ -334,7 +338,7 @@ class PackedMatrix(Quantized):
         """Another expert [1, ...], which this kind of image can hold, in place of one."""
         write(self.packed, expert, w)
         has_spare = self.kind in ("e4m3_image", "placed_image")
-        self.aside.put(expert, spare_of(w) if has_spare else Spare(), facts_of(w))
+        self.aside.put_all([expert], [spare_of(w) if has_spare else Spare()], [facts_of(w)])
 
     def as_kind(self, kind: str, num: int) -> PackedMatrix:
         """Another kind of image of the first `num` experts, in the same memory but for scales."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch import Tensor
 
 from megamoe.engine import device_guard
+from megamoe.engine.survey import Survey
 from megamoe.formats.quantized import Quantized
-from megamoe.formats.spec import Scale, format_named
+from megamoe.formats.spec import Format, Scale, format_named
 from megamoe.kernels.hopper.weights import pack
 from megamoe.kernels.hopper.weights.pack import Facts, Spare
 
@@ -25,6 +27,27 @@ if TYPE_CHECKING:
 MX, NV = Facts(), Facts(True, True, False)  # what is true of all NVFP4
 LOST = ("e4m3_image", "placed_image")  # kinds that lose the scales of groups of zeros
 E4M3_NAN = 0x7F
+BAD = 1  # in a flag of `Survey`: NaN or Inf
+
+
+def facts_each(w: Quantized) -> list[Facts]:
+    """Of each canonical expert, with one wait where a kernel can look."""
+    if w.spec.element.bits == 4 and w.spec.scale is not Scale.E8M0:
+        return [NV] * len(w)
+    if is_gpu(w.device) and w.spec.element.bits == 4:
+        survey = Survey(w.device)
+        if survey.experts(len(w), w, wants_facts=True) is not None:
+            return facts_by_flags(survey.found(), w.spec)
+    return [pack.facts_of(w[i : i + 1]) for i in range(len(w))]
+
+
+def facts_by_flags(flags: Sequence[int], fmt: Format) -> list[Facts]:
+    """Of experts that are finite, by what a `Survey` found."""
+    if fmt.element.bits != 4 or fmt.scale is not Scale.E8M0:
+        return [NV] * len(flags)
+    from megamoe.kernels.hopper.weights.facts_on_gpu import facts_of_flag
+
+    return [facts_of_flag(flag) if flag else MX for flag in flags]
 
 
 def facts_by_scales(w: Quantized) -> list[Facts | None]:
@@ -42,6 +65,19 @@ def facts_by_scales(w: Quantized) -> list[Facts | None]:
     return [MX if ok else None for ok in fine.tolist()]
 
 
+class Job(NamedTuple):
+    """Experts that a kernel packs now; `finish` waits for it.
+
+    one  an expert, canonical [1, ...], by its number among those that are written
+    """
+
+    out: PackedMatrix
+    experts: Sequence[int]
+    one: Callable[[int], Quantized]
+    facts: Sequence[Facts | None]
+    counts: Tensor  # int32: groups of zeros of each
+
+
 def write(
     out: PackedMatrix,
     experts: Sequence[int],
@@ -52,22 +88,57 @@ def write(
 
     facts  of each, as far as they are known
     """
-    kind, is_gated = out.kind, out.packed.is_gated
-    if not (is_gpu(out.device) and agrees(kind, is_gated, out.device)):
+    if not is_packed_by_kernel(out):
         for i, expert in enumerate(experts):
             out.write(expert, w[i : i + 1])
         return
+    with device_guard.on(out.device):
+        job = start(out, experts, w, [])
+        known = facts_by_scales(w) if facts is None else facts
+        finish([job._replace(facts=known)])
+
+
+def is_packed_by_kernel(out: PackedMatrix) -> bool:
+    """Whether a kernel writes such an image where it lies."""
+    return is_gpu(out.device) and agrees(out.kind, out.packed.is_gated, out.device)
+
+
+def start(
+    out: PackedMatrix,
+    experts: Sequence[int],
+    given: Quantized | Callable[[int], Quantized],
+    facts: Sequence[Facts | None],
+) -> Job:
+    """Launch what packs experts of the image's device; nothing waits.
+
+    given  them, or what makes one of them [1, ...]: then there is one at a time
+    """
     from megamoe.engine.compile_only import launched
     from megamoe.kernels.hopper.weights import pack_on_gpu
 
-    with device_guard.on(out.device), launched():  # also where a call is compiled alone
-        counts = pack_on_gpu.launch(out.packed, experts, w)
-        known = facts_by_scales(w) if facts is None else facts
-        zeros = counts.tolist() if kind in LOST else [0] * len(w)
-    for i, expert in enumerate(experts):
-        one, fact = w[i : i + 1], known[i]
-        spare = pack.spare_of(one) if zeros[i] else Spare()
-        out.aside.put(expert, spare, pack.facts_of(one) if fact is None else fact)
+    with launched():  # also where a call is compiled alone
+        if isinstance(given, Quantized):
+            counts = pack_on_gpu.launch(out.packed, experts, given)
+            return Job(out, experts, functools.partial(_one_of, given), facts, counts)
+        counts = torch.zeros(len(experts), dtype=torch.int32, device=out.device)
+        for i, expert in enumerate(experts):
+            pack_on_gpu.launch(out.packed, [expert], given(i), counts[i : i + 1])
+    return Job(out, experts, given, facts, counts)
+
+
+def finish(jobs: Sequence[Job]) -> None:
+    """Keep what images lose, and what is known of each expert; waits once if some may lose it."""
+    counts = [job.counts for job in jobs if job.out.kind in LOST]
+    zeros = iter(torch.cat(counts).tolist() if counts else ())
+    for out, experts, one, facts, _ in jobs:
+        mine = [next(zeros) for _ in experts] if out.kind in LOST else [0] * len(experts)
+        spares = [pack.spare_of(one(i)) if num else Spare() for i, num in enumerate(mine)]
+        known = [pack.facts_of(one(i)) if fact is None else fact for i, fact in enumerate(facts)]
+        out.aside.put_all(experts, spares, known)
+
+
+def _one_of(w: Quantized, i: int) -> Quantized:
+    return w[i : i + 1]
 
 
 def is_gpu(device: torch.device) -> bool:

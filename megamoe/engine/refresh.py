@@ -1,20 +1,24 @@
 """New values for experts that are in use, in the same memory: graphs that hold it stay valid.
 
-All is checked before anything is written, and experts are brought one by one, so that beside the
-layer there is one expert. What would need another kernel is refused.
+All is checked before anything is written. Experts that lie elsewhere are brought one by one, so that
+beside the layer there is one expert; those on the layer's GPU are checked together, and written
+together. What would need another kernel is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from megamoe.engine import checkpoint, packing
+from megamoe.engine import checkpoint, device_guard, packing
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import PackedMatrix
+from megamoe.engine.survey import Survey
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import quantize_into, weight_global_scale
@@ -28,6 +32,7 @@ NEEDS: dict[str, tuple[str, str]] = {
     "placed_image": ("can_be_placed", "scales of at most 2, which the image can hold"),
     "mx_image": ("fits_bf16", "scales of 2**-126 or more"),
 }
+MATRICES, BIASES = ("w13", "w2"), ("b13", "b2")
 REBUILD = "these values need another kernel: build the layer anew"
 
 
@@ -39,6 +44,7 @@ class Refresh:
     b13, b2   biases [n, 2I] and [n, H], or None
     gate_up   order of rows of w13 and b13 in floats
     experts   n local experts
+    facts     by matrix and expert, once they were checked
     """
 
     w13: Tensor | Quantized | None
@@ -47,6 +53,7 @@ class Refresh:
     b2: Tensor | None
     gate_up: str
     experts: tuple[int, ...]
+    facts: dict[str, dict[int, Facts]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -81,40 +88,120 @@ class Refresh:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
         by_matrix: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
         with torch.no_grad(), torch.inference_mode(False):
+            for name in MATRICES:
+                if getattr(self, name) is not None:
+                    self._check_matrix(name, getattr(self, name), getattr(weights, name))
+            seen = self._seen(weights)
             for name, facts in by_matrix.items():
-                given, held = getattr(self, name), getattr(weights, name)
-                if given is None:
-                    continue
-                self._check_matrix(name, given, held)
-                known = self._known(given, held)
-                facts |= known
-                for expert, one in self._each(given, held, name):
-                    if expert in known:
-                        continue
-                    checkpoint.refuse_nan(one, name, first_expert=expert)
-                    if isinstance(held, PackedMatrix):
-                        facts[expert] = facts_of(one)
-                        check_image(held.kind, facts[expert], f"{name} of expert {expert}")
+                if getattr(self, name) is not None:
+                    facts |= self._facts_of(name, getattr(weights, name), seen)
             _check_arithmetic(weights, by_matrix)
-            for name in ("b13", "b2"):
-                self._check_bias(name, getattr(self, name), getattr(weights, name))
+            for name in BIASES:
+                is_finite = name in seen
+                self._check_bias(name, getattr(self, name), getattr(weights, name), is_finite)
+        self.facts.update(by_matrix)
+
+    def _facts_of(self, name: str, held: Quantized, seen: dict[str, list[Facts]]) -> dict[int, Facts]:
+        """Of each expert of a matrix, of whose values nothing is to be refused."""
+        given = getattr(self, name)
+        is_image = isinstance(held, PackedMatrix)
+        if name in seen:
+            known = dict(zip(self.experts, seen[name], strict=True))
+            fact = NEEDS[held.kind][0] if is_image and held.kind in NEEDS else ""  # type: ignore[attr-defined]
+            if not fact or all(getattr(one, fact) for one in known.values()):
+                return known
+        else:
+            _check_global(name, given, held)
+            known = self._known(given, held)
+        for expert, one in self._each(given, held, name):
+            if expert not in known:
+                checkpoint.refuse_nan(one, name, first_expert=expert)
+                if is_image:
+                    known[expert] = facts_of(one)
+            if is_image:
+                check_image(held.kind, known[expert], f"{name} of expert {expert}")  # type: ignore[attr-defined]
+        return known
+
+    def _seen(self, weights: ExpertWeights) -> dict[str, list[Facts]]:
+        """What kernels found of each expert, with one wait for all of it; [] of biases.
+
+        There is nothing of what lies elsewhere, or holds a NaN: that is looked at, and named, later.
+        """
+        if not packing.is_gpu(weights.device):
+            return {}
+        survey, flags = Survey(weights.device), dict[str, range | None]()
+        for name in MATRICES:
+            given, held = self._there(name, getattr(weights, name))
+            if given is not None:
+                is_image = isinstance(held, PackedMatrix)
+                flags[name] = survey.experts(len(self.experts), given, wants_facts=is_image)
+        for name in BIASES:
+            bias = getattr(self, name)
+            if isinstance(bias, Tensor) and bias.device == weights.device:
+                flags[name] = survey.finite(bias)
+        found = survey.found() if any(flags.values()) else []
+        seen = {}
+        for name, at in flags.items():
+            mine = [] if at is None else found[at.start : at.stop]
+            if at is not None and not any(flag & packing.BAD for flag in mine):
+                held = getattr(weights, name)
+                seen[name] = packing.facts_by_flags(mine, held.spec) if name in MATRICES else []
+        return seen
 
     def write(self, weights: ExpertWeights) -> None:
-        """Write, expert by expert; `check` passed."""
-        with torch.no_grad(), torch.inference_mode(False):
-            for name in ("w13", "w2"):
-                given, held = getattr(self, name), getattr(weights, name)
-                if given is None:
-                    continue
-                if self._is_there(given, held):
-                    known = self._known(given, held)
-                    packing.write(held, self.experts, given, [known.get(e) for e in self.experts])
-                    object.__setattr__(held, "source", None)
-                    continue
-                for expert, one in self._each(given, held, name):
-                    _put(held, expert, one)
-            for name in ("b13", "b2"):
+        """Write all of it; `check` passed."""
+        jobs: list[packing.Job] = []
+        with torch.no_grad(), torch.inference_mode(False), device_guard.on(weights.device):
+            for name in MATRICES:
+                if getattr(self, name) is not None:
+                    self._write_matrix(name, getattr(weights, name), jobs)
+            for name in BIASES:
                 self._write_bias(name, getattr(self, name), getattr(weights, name))
+            packing.finish(jobs)
+
+    def _write_matrix(self, name: str, held: Quantized, jobs: list[packing.Job]) -> None:
+        """Write it, or launch what does: then there is a job more."""
+        given, facts = getattr(self, name), self.facts.get(name, {})
+        is_image = isinstance(held, PackedMatrix)
+        known = [facts.get(expert) for expert in self.experts]
+        there = self._there(name, held)[0] if packing.is_gpu(held.device) else None
+        if is_image and there is not None and packing.is_packed_by_kernel(held):  # type: ignore[arg-type]
+            jobs.append(packing.start(held, self.experts, there, known))  # type: ignore[arg-type]
+        elif is_image and self._is_there(given, held):
+            packing.write(held, self.experts, given, known)  # type: ignore[arg-type]
+        elif not is_image and isinstance(there, Quantized):
+            _copy(held, self.experts, there)
+        else:
+            for expert, one in self._each(given, held, name):
+                _put(held, expert, one)
+        if is_image:
+            object.__setattr__(held, "source", None)  # what it was packed from is no longer it
+
+    def _there(
+        self, name: str, held: Quantized
+    ) -> tuple[Quantized | Callable[[int], Quantized] | None, Quantized]:
+        """Experts that lie on the layer's GPU, in its format: all, or what makes one of them."""
+        given = getattr(self, name)
+        if given is None or isinstance(given, PackedMatrix) or given.device != held.device:
+            return None, held
+        if isinstance(given, Quantized):
+            return given, held
+        from megamoe.kernels.portable import quantise_weights
+
+        is_split = name == "w2" or self.gate_up == "split"
+        if held.spec.scale is Scale.NONE and given.dtype == torch.bfloat16 and is_split:
+            rows = given.detach()
+            rows = checkpoint.gate_then_up(rows, "split") if name == "w13" else rows
+            return Quantized(rows, None, held.format, tuple(rows.shape)), held
+        if not quantise_weights.can(held.spec):
+            return None, held
+        return partial(self._made, given, held, name), held
+
+    def _made(self, given: Tensor, held: Quantized, name: str, i: int) -> Quantized:
+        """One expert [1, ...] of floats, quantised by a kernel."""
+        from megamoe.kernels.portable import quantise_weights
+
+        return quantise_weights.quantised(self._in_order(given[i].detach(), name)[None], held.spec)
 
     def _is_there(self, given: Tensor | Quantized, held: Quantized) -> bool:
         """Whether experts can be packed as they lie, all at once."""
@@ -162,10 +249,11 @@ class Refresh:
             got=tuple(given.shape),
             kind=ShapeError,
         )
+        _check_factors(name, given, held)
 
-        _check_global(name, given, held)
-
-    def _check_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
+    def _check_bias(
+        self, name: str, given: Tensor | None, held: Tensor | None, is_finite: bool
+    ) -> None:
         if given is None:
             return
         require(
@@ -183,7 +271,7 @@ class Refresh:
             kind=ShapeError,
         )  # fmt: skip
         require(
-            bool(given.isfinite().all()), f"{name} must be finite", got="NaN or Inf",
+            is_finite or bool(given.isfinite().all()), f"{name} must be finite", got="NaN or Inf",
             kind=RangeError,
         )  # fmt: skip
 
@@ -199,14 +287,16 @@ class Refresh:
             if isinstance(given, Quantized):
                 yield expert, given[i : i + 1].to(held.device)
                 continue
-            source = given[i].detach().to(held.device)
-            if name == "w13":
-                source = checkpoint.gate_then_up(source, self.gate_up)
+            source = self._in_order(given[i].detach().to(held.device), name)
             yield expert, _quantized(source[None], held)
 
+    def _in_order(self, source: Tensor, name: str) -> Tensor:
+        """One expert's floats in our order of rows."""
+        return checkpoint.gate_then_up(source, self.gate_up) if name == "w13" else source
 
-def _check_global(name: str, given: object, held: Quantized) -> None:
-    """NVFP4: one factor per expert, or as many as are held; none of them NaN or Inf."""
+
+def _check_factors(name: str, given: object, held: Quantized) -> None:
+    """NVFP4: one factor per expert, or as many as are held."""
     if not held.spec.has_global:
         return
     g = given.global_scale if isinstance(given, Quantized) else None
@@ -219,6 +309,11 @@ def _check_global(name: str, given: object, held: Quantized) -> None:
         fix="build the layer anew",
         kind=ShapeError,
     )
+
+
+def _check_global(name: str, given: object, held: Quantized) -> None:
+    """NVFP4: no factor is NaN or Inf."""
+    g = given.global_scale if held.spec.has_global and isinstance(given, Quantized) else None
     require(
         g is None or bool(g.isfinite().all()), f"global scales of {name} must be finite",
         got="NaN or Inf", kind=RangeError,
@@ -265,10 +360,16 @@ def _quantized(source: Tensor, like: Quantized) -> Quantized:
 def _put(held: Quantized, expert: int, one: Quantized) -> None:
     if isinstance(held, PackedMatrix):
         packing.write(held, [expert], one)
-        object.__setattr__(held, "source", None)  # what it was packed from is no longer it
-        return
+    else:
+        _copy(held, [expert], one)
+
+
+def _copy(held: Quantized, experts: Sequence[int], given: Quantized) -> None:
+    """Canonical experts [n, ...]: one copy of every tensor for experts that follow each other."""
+    ends = [i for i in range(1, len(experts)) if experts[i] != experts[i - 1] + 1]
     for name, t in held.tensors().items():
-        given = getattr(one, name)[0]
-        if held.spec.scale is Scale.E4M3 and name == "global_scale" and t.ndim == 2:
-            given = given.expand(t.shape[1:])
-        t[expert].copy_(given)
+        source = getattr(given, name)
+        while source.ndim < t.ndim:  # NVFP4: a factor for gate and up
+            source = source[..., None]
+        for first, end in pairwise((0, *ends, len(experts))):
+            t[experts[first] : experts[first] + end - first].copy_(source[first:end])

@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe as mm
-from megamoe.engine import images, op
+from megamoe.engine import images, in_place, op
 from megamoe.engine.expert_module import megabytes
 from megamoe.errors import RangeError
 from tests.engine.pretended import E, H, I, K, tokens, wanted, weights
@@ -257,3 +257,30 @@ def test_a_compiled_model_takes_images_of_another_kind_after_a_load(compiled):
     layer.load_state_dict(state)
     call(*tokens())
     assert seen[-1][0] == "placed_image" and torch.equal(seen[-1][1], state[KEYS[3]])
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16", "w4a4", "nvfp4"])
+def test_a_layer_packs_experts_where_they_lie(gpu, monkeypatch, recipe):
+    monkeypatch.setattr(in_place, "_is_gpu", lambda device: True)
+    rng = torch.Generator().manual_seed(0)
+    w13, w2 = torch.randn(K, 512, 512, generator=rng), torch.randn(K, 512, 256, generator=rng)
+    w = mm.ExpertWeights.quantize(w13, w2, recipe)
+    wanted = {name: t.clone() for name, t in w.state_dict().items()}
+    at = [part.data.data_ptr() for part in (w.w13, w.w2)]
+    layer = mm.MoE(w, K, K, backend="hopper")
+    held = layer.weights
+    assert held is w and [part.packed.data.data_ptr() for part in (w.w13, w.w2)] == at
+    for name, t in w.state_dict().items():
+        assert torch.equal(t.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
+    assert {t.data_ptr() for t in layer.experts.buffers()} >= set(at)
+
+
+def test_a_layer_whose_packing_ends_in_an_error_holds_what_it_held(gpu, monkeypatch):
+    w = weights()
+    layer = mm.MoE(w, E, K, backend="reference")
+    monkeypatch.setattr(images, "hold", lambda *experts: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        layer._hold("hopper")
+    assert layer.weights is w and dict(layer.experts.named_buffers()).keys() == {
+        name.replace(".", "_") for name in w.held()
+    }

@@ -128,9 +128,15 @@ def test_it_compiles_for_hopper_without_a_stack(kind, gated):
     u8, i32, i64, f32 = map(Stand, (torch.uint8, torch.int32, torch.int64, torch.float32))
     made = compile_kernel(
         pack_on_gpu._pack_experts_kernel,
-        (i32, u8, i32, u8, f32, i32, i64, 4096, 2048, 512), 90, GATED=gated,
+        (i32, u8, i32, i32, u8, i32, i64, 0, 4096, 2048, 512), 90, GATED=gated,
         E4M3=kind == "e4m3_image", PLACED=kind == "placed_image",
-        PER_BLOCK=8 if kind == "nv_image" else 4, BITS=pack_on_gpu.shifts(kind),
+        PER_BLOCK=8 if kind == "nv_image" else 4, MOVES=pack_on_gpu.moves(kind), LISTED=False,
         num_warps=PACK_WARPS,
+    )  # fmt: skip
+    assert resources(made)["stack"] == 0 and resources(made)["registers"] <= 64
+    assert made.asm["ptx"].count("ld.global.v4") == made.asm["ptx"].count("st.global.v4") == 4
+    made = compile_kernel(
+        pack_on_gpu._row_powers_kernel, (i32, u8, i32, f32, i64, 0, 4096, 2048, 512), 90,
+        GATED=gated, LISTED=False, ROWS=16, GROUPS=128, num_warps=PACK_WARPS,
     )  # fmt: skip
     assert resources(made)["stack"] == 0

@@ -1,0 +1,75 @@
+"""What decides which image an expert of MXFP4 can be, for many experts in one launch.
+
+Nearly always the scales say it. Where they do not (wide exponents, or odd scales that groups of
+zeros may have), a program looks at the codes of its rows too.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megamoe.formats.quantized import Quantized
+from megamoe.kernels.common.finite import BAD
+from megamoe.kernels.hopper.weights.pack import MAX_PLACED, MAX_RELATIVE, MIN_RELATIVE, Facts
+
+NOT_E4M3, NOT_BF16, NOT_PLACED = 2, 4, 8  # bits of a flag, beside BAD
+SCALES, WARPS = 2048, 4  # scales of a program
+_SPREAD, _LARGEST = tl.constexpr(MAX_RELATIVE - MIN_RELATIVE), tl.constexpr(MAX_PLACED)
+_BAD, _E4M3 = tl.constexpr(BAD), tl.constexpr(NOT_E4M3)
+_BF16, _PLACED = tl.constexpr(NOT_BF16), tl.constexpr(NOT_PLACED)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _facts_kernel(
+    codes, scales, flags, first, num_rows, num_groups, ROWS: tl.constexpr, GROUPS: tl.constexpr
+):  # fmt: skip
+    """Some rows of one expert; bits of its flag are set for what they forbid."""
+    expert = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    group = tl.arange(0, GROUPS)[None, :]
+    there = (row < num_rows) & (group < num_groups)
+    at = expert * num_rows * num_groups + row * num_groups + group
+    scale = tl.load(scales + at, mask=there, other=0).to(tl.int32)
+    high, low = tl.max(scale, 1), tl.min(tl.where(there, scale, 255), 1)
+    is_row = tl.max(there.to(tl.int32), 1) > 0
+    is_fine = (high - low <= _SPREAD) & (low > 0) & (high <= _LARGEST)
+    if tl.max((is_row & (is_fine == 0)).to(tl.int32), 0) > 0:
+        some = tl.zeros((ROWS, GROUPS), tl.int32)
+        for j in tl.static_range(4):
+            some |= tl.load(codes + 4 * at + j, mask=there, other=0) & 0x77777777
+        counts = there & (some != 0)
+        high = tl.max(tl.where(counts, scale, 0), 1)
+        low = tl.min(tl.where(counts, scale, 255), 1)
+        is_wide = (high - low > _SPREAD) | (high == 255)
+        found = tl.where(tl.max(is_wide.to(tl.int32), 0) > 0, _E4M3, 0)
+        found |= tl.where(tl.max(tl.max((there & (scale == 255)).to(tl.int32), 1), 0) > 0, _BAD, 0)
+        is_small = counts & (scale == 0)
+        found |= tl.where(tl.max(tl.max(is_small.to(tl.int32), 1), 0) > 0, _BF16, 0)
+        is_large = counts & (scale > _LARGEST)
+        found |= tl.where(tl.max(tl.max(is_large.to(tl.int32), 1), 0) > 0, _PLACED, 0)
+        if found > 0:
+            tl.atomic_or(flags + first + expert, found)
+
+
+def launch(w: Quantized, flags: Tensor, first: int) -> None:
+    """Or what forbids images of MXFP4 experts `w` [n, ...] into int32 flags [first, first + n).
+
+    w  contiguous, and words of codes begin at words of its memory
+    """
+    assert w.scale is not None
+    num_groups = w.scale.shape[-1]
+    num_rows = w.scale[0].numel() // num_groups
+    groups = triton.next_power_of_2(num_groups)
+    rows = max(SCALES // groups, 1)
+    _facts_kernel[(triton.cdiv(num_rows, rows), len(w))](
+        w.data.view(torch.int32), w.scale, flags, first, num_rows, num_groups,
+        ROWS=rows, GROUPS=groups, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def facts_of_flag(flag: int) -> Facts:
+    """What a flag says of an expert that is finite."""
+    return Facts(not flag & NOT_E4M3, not flag & NOT_BF16, not flag & NOT_PLACED)

@@ -1,0 +1,168 @@
+"""A refresh whose experts lie on the layer's GPU: the interpreter runs its kernels on the CPU."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+import megamoe as mm
+from megamoe.engine import images, packing
+from megamoe.engine.refresh import Refresh
+from megamoe.errors import NotAvailable, RangeError
+from tests.kernels.support import INTERPRETED
+
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1")
+E, I, H = 3, 64, 96  # noqa: E741
+RECIPES = ("w4a8_block", "w4a16", "nvfp4", "w8a8", "bf16")
+WAITS = ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
+
+
+@pytest.fixture(autouse=True)
+def as_a_gpu(monkeypatch):
+    monkeypatch.setattr(packing, "is_gpu", lambda device: True)
+    packing.agrees.cache_clear()
+    yield
+    packing.agrees.cache_clear()
+
+
+def floats(seed=0, num=E):
+    rng = torch.Generator().manual_seed(seed)
+    w13 = torch.randn(num, 2 * I, H, generator=rng).bfloat16()
+    return w13, torch.randn(num, H, I, generator=rng).bfloat16()
+
+
+def experts(recipe, seed=0, **extra):
+    return mm.ExpertWeights.quantize(*floats(seed), recipe, **extra)
+
+
+def held(recipe, is_packed=True, **extra):
+    w = experts(recipe, **extra)
+    if is_packed and images.is_image(w):
+        images.hold(w)
+    return w
+
+
+def bits(w):
+    return {n: t.reshape(-1).view(torch.uint8).tolist() for n, t in w.state_dict().items()}
+
+
+def change(w, w13=None, w2=None, order=None, gate_up="split", b13=None, b2=None):
+    one = Refresh.of(w, w13, w2, order, b13, b2, gate_up)
+    one.check(w)
+    one.write(w)
+
+
+class Waits(TorchFunctionMode):
+    """Counts what a GPU's host would wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if getattr(func, "__name__", "") in WAITS:
+            self.seen[func.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("order", [None, [2, 0]])
+@pytest.mark.parametrize("given", ["format", "floats", "interleaved"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_bit_is_that_of_quantize(recipe, given, order, is_packed):
+    w = held(recipe, is_packed)
+    addresses = [t.data_ptr() for t in w.held().values()]
+    w13, w2 = floats(1, E if order is None else 2)
+    gate_up = "interleaved" if given == "interleaved" and recipe != "w8a8" else "split"
+    new = mm.ExpertWeights.quantize(w13, w2, recipe, gate_up=gate_up)
+    wanted = new if order is None else mm.ExpertWeights.cat([new[1:], experts(recipe)[1:2], new[:1]])
+    parts = (new.w13, new.w2) if given == "format" else (w13, w2)
+    change(w, *parts, order, gate_up)
+    assert bits(w) == bits(wanted)
+    assert [t.data_ptr() for t in w.held().values()] == addresses
+
+
+@pytest.mark.parametrize("given", ["format", "floats"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_host_waits_once_before_it_writes_and_once_after(recipe, given):
+    b13, b2 = torch.randn(E, 2 * I), torch.randn(E, H)
+    w = held(recipe, b13=b13, b2=b2)
+    new = experts(recipe, 1)
+    parts = (new.w13, new.w2) if given == "format" else floats(1)
+    change(w, *parts)  # the kernel is looked at on its first use
+    one = Refresh.of(w, *parts, None, b13, b2, "split")
+    with Waits() as waits:
+        one.check(w)
+    assert waits.seen == {"tolist": 1}
+    with Waits() as waits:
+        one.write(w)
+    assert waits.seen == ({"tolist": 1} if recipe in ("w4a8_block", "w4a16") else {})
+
+
+def with_scale(w, name, code):
+    part = getattr(w, name)
+    scale = part.scale.clone()
+    scale[1, ..., -1, 0] = code
+    return replace(part, scale=scale)
+
+
+NAN = float("nan")
+REFUSED = {
+    "e8m0": ("w4a16", lambda w: {"w2": with_scale(w, "w2", 255)}, "NaN or Inf in expert 1"),
+    "e4m3 scale": ("nvfp4", lambda w: {"w13": with_scale(w, "w13", NAN)}, "NaN or Inf in expert 1"),
+    "fp32 scale": ("w8a8", lambda w: {"w13": with_scale(w, "w13", NAN)}, "NaN or Inf in expert 1"),
+    "e4m3": (
+        "w8a8",
+        lambda w: {"w2": replace(w.w2, data=(w.w2.data.float() * NAN).to(w.w2.data.dtype))},
+        "NaN or Inf in expert 0",
+    ),
+    "bf16": ("bf16", lambda w: {"w2": floats(1)[1].index_fill(0, torch.tensor(2), NAN)}, "expert 2"),
+    "floats": (
+        "w4a8_block",
+        lambda w: {"w13": floats(1)[0].index_fill(0, torch.tensor(1), NAN)},
+        "NaN or Inf in expert 1",
+    ),
+    "global": (
+        "nvfp4",
+        lambda w: {"w13": replace(w.w13, global_scale=torch.tensor([1, NAN, 1]))},
+        "global scales of w13 must be finite",
+    ),
+    "octaves": ("w4a8_block", lambda w: {"w2": with_scale(w, "w2", 90)}, "12 octaves"),
+    "above 2": ("w4a16", lambda w: {"w2": with_scale(w, "w2", 140)}, "at most 2"),
+    "bias": ("w4a16", lambda w: {"b13": torch.full((E, 2 * I), NAN)}, "b13 must be finite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_leaves_all_as_it_was(case):
+    recipe, given, why = REFUSED[case]
+    w = held(recipe, b13=torch.zeros(E, 2 * I))
+    before = bits(w)
+    with pytest.raises((NotAvailable, RangeError), match=why):
+        change(w, **({"w13": experts(recipe, 1).w13} | given(experts(recipe, 1))))
+    assert bits(w) == before
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16"])
+@pytest.mark.parametrize("given", ["format", "floats"])
+def test_groups_of_zeros_keep_their_scales(recipe, given):
+    w, parts = held(recipe), floats(1)
+    for t in parts:
+        t[:, 3, :32], t[1, 5] = 0, 0
+    new = mm.ExpertWeights.quantize(*parts, recipe)
+    if given == "format":
+        new.w13.scale[0, 0, 3, 0], new.w2.scale[2, 3, 0] = 3, 254
+        new.w2.data[0, 3, :16] = 0x80
+        parts = new.w13, new.w2
+    change(w, *parts)
+    assert bits(w) == bits(new)
+
+
+def test_tensors_that_kernels_cannot_read_take_the_long_way():
+    w, new = held("nvfp4"), experts("nvfp4", 1)
+    strided = replace(new.w13, data=new.w13.data.transpose(1, 2).contiguous().transpose(1, 2))
+    inside = torch.cat((torch.zeros(1, dtype=torch.uint8), new.w2.data.flatten()))[1:]
+    change(w, strided, replace(new.w2, data=inside.view_as(new.w2.data)))
+    assert bits(w) == bits(new)
