@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def eager(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -42,13 +43,6 @@ class ExpertModule(nn.Module):
         self._of_buffers: tuple[PackedMatrix, ...] = tuple(
             part for part in (weights.w13, weights.w2) if isinstance(part, PackedMatrix)
         )
-
-    def let_go(self) -> None:
-        """Hold no tensors until the next `take`: what packs them may then do it where they lie."""
-        weights = self.weights
-        self._buffers.clear()
-        self._of_buffers = ()
-        self._weights = weights
 
     @property
     def weights(self) -> ExpertWeights:
@@ -137,6 +131,22 @@ class ExpertModule(nn.Module):
             f"{w.recipe}, {w.num_experts} of {w.hidden} x {w.intermediate}, {megabytes(w.nbytes)}"
             + (", packed" if w.is_packed else "")
         )
+
+
+@contextmanager
+def letting_go(*modules: ExpertModule | None) -> Iterator[None]:
+    """These modules hold no tensors inside, so that experts can be packed where they lie; if that
+    ends in an error, they hold the same experts again."""
+    mine = [(module, module.weights) for module in modules if module is not None]
+    for module, weights in mine:
+        module._buffers.clear()
+        module._of_buffers, module._weights = (), weights
+    try:
+        yield
+    except BaseException:
+        for module, weights in mine:
+            module.take(weights)
+        raise
 
 
 def _without_memory(weights: ExpertWeights) -> ExpertWeights:

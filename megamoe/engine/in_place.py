@@ -74,7 +74,9 @@ class _Memory:
         fits = matrix.data.nbytes == image.data.nbytes and (
             kind not in SAME_SCALES or matrix.scale.nbytes == image.scale.nbytes
         )
-        return cls(matrix, kind) if fits and all(map(_is_whole, matrix.tensors().values())) else None
+        return (
+            cls(matrix, kind) if fits and all(map(_is_whole, matrix.tensors().values())) else None
+        )
 
     def is_alone(self) -> bool:
         """Whether nobody else sees these bytes, or could write to them."""
@@ -86,7 +88,7 @@ class _Memory:
     def canonical(self) -> Quantized:
         """The matrix, of the same bytes."""
         tensors = {name: _alias(t) for name, t in self._tensors.items()}
-        return Quantized(format=self.fmt.name, shape=self.shape, **tensors)  # type: ignore[arg-type]
+        return Quantized(format=self.fmt.name, shape=self.shape, **tensors)
 
     def image(self) -> PackedMatrix:
         """The image that is to be written there."""

@@ -21,7 +21,7 @@ from megamoe.engine import (
     status,
 )
 from megamoe.engine.call import Call
-from megamoe.engine.expert_module import ExpertModule, megabytes
+from megamoe.engine.expert_module import ExpertModule, letting_go, megabytes
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.functional import (
     Signature,
@@ -614,17 +614,11 @@ class MoE(nn.Module):
         if backend == "hopper":
             from megamoe.engine import images
 
-            for module in (self.experts, self.shared):
-                if module is not None:
-                    module.let_go()
-            experts = weights, shared
-            try:
+            with letting_go(self.experts, self.shared):
                 experts = images.hold(weights, shared)
-            finally:
-                self._take(experts)
         else:
             experts = weights.canonical(), None if shared is None else shared.canonical()
-            self._take(experts)
+        self._take(experts)
         return experts
 
     def _take(self, experts: tuple[ExpertWeights, ExpertWeights | None]) -> None:

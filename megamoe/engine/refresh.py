@@ -1,7 +1,7 @@
 """New values for experts that are in use, in the same memory: graphs that hold it stay valid.
 
-All is checked before anything is written. Experts that lie elsewhere are brought one by one, so that
-beside the layer there is one expert; those on the layer's GPU are checked together, and written
+All is checked before anything is written. Experts that lie elsewhere are brought one by one, so
+that beside the layer there is one expert; those on the layer's GPU are checked and written
 together. What would need another kernel is refused.
 """
 
@@ -101,7 +101,9 @@ class Refresh:
                 self._check_bias(name, getattr(self, name), getattr(weights, name), is_finite)
         self.facts.update(by_matrix)
 
-    def _facts_of(self, name: str, held: Quantized, seen: dict[str, list[Facts]]) -> dict[int, Facts]:
+    def _facts_of(
+        self, name: str, held: Quantized, seen: dict[str, list[Facts]]
+    ) -> dict[int, Facts]:
         """Of each expert of a matrix, of whose values nothing is to be refused."""
         given = getattr(self, name)
         is_image = isinstance(held, PackedMatrix)
@@ -125,7 +127,7 @@ class Refresh:
     def _seen(self, weights: ExpertWeights) -> dict[str, list[Facts]]:
         """What kernels found of each expert, with one wait for all of it; [] of biases.
 
-        There is nothing of what lies elsewhere, or holds a NaN: that is looked at, and named, later.
+        There is nothing of what lies elsewhere or holds a NaN: that is looked at, and named, later.
         """
         if not packing.is_gpu(weights.device):
             return {}

@@ -271,7 +271,9 @@ def test_a_layer_packs_experts_where_they_lie(gpu, monkeypatch, recipe):
     held = layer.weights
     assert held is w and [part.packed.data.data_ptr() for part in (w.w13, w.w2)] == at
     for name, t in w.state_dict().items():
-        assert torch.equal(t.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)), name
+        assert torch.equal(
+            t.reshape(-1).view(torch.uint8), wanted[name].reshape(-1).view(torch.uint8)
+        ), name
     assert {t.data_ptr() for t in layer.experts.buffers()} >= set(at)
 
 

@@ -42,7 +42,8 @@ def experts(kind, intermediate, hidden):
 
 
 @pytest.mark.parametrize(
-    ("intermediate", "hidden"), [(64, 224), pytest.param(288, 352, marks=pytest.mark.every)]
+    ("intermediate", "hidden"),
+    [(64, 224), *(pytest.param(*s, marks=pytest.mark.every) for s in ((288, 352), (64, 2304)))],
 )
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
@@ -137,6 +138,7 @@ def test_it_compiles_for_hopper_without_a_stack(kind, gated):
     assert made.asm["ptx"].count("ld.global.v4") == made.asm["ptx"].count("st.global.v4") == 4
     made = compile_kernel(
         pack_on_gpu._row_powers_kernel, (i32, u8, i32, f32, i64, 0, 4096, 2048, 512), 90,
-        GATED=gated, LISTED=False, ROWS=16, GROUPS=128, num_warps=PACK_WARPS,
+        GATED=gated, LISTED=False, ROWS=pack_on_gpu.POWER_ROWS,
+        GROUPS=pack_on_gpu.POWER_GROUPS, num_warps=PACK_WARPS,
     )  # fmt: skip
     assert resources(made)["stack"] == 0

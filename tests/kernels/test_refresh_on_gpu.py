@@ -14,7 +14,7 @@ from megamoe.errors import NotAvailable, RangeError
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1")
-E, I, H = 3, 64, 96  # noqa: E741
+E, I, H = 3, 64, 96
 RECIPES = ("w4a8_block", "w4a16", "nvfp4", "w8a8", "bf16")
 WAITS = ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 
@@ -77,7 +77,9 @@ def test_every_bit_is_that_of_quantize(recipe, given, order, is_packed):
     w13, w2 = floats(1, E if order is None else 2)
     gate_up = "interleaved" if given == "interleaved" and recipe != "w8a8" else "split"
     new = mm.ExpertWeights.quantize(w13, w2, recipe, gate_up=gate_up)
-    wanted = new if order is None else mm.ExpertWeights.cat([new[1:], experts(recipe)[1:2], new[:1]])
+    wanted = (
+        new if order is None else mm.ExpertWeights.cat([new[1:], experts(recipe)[1:2], new[:1]])
+    )
     parts = (new.w13, new.w2) if given == "format" else (w13, w2)
     change(w, *parts, order, gate_up)
     assert bits(w) == bits(wanted)
@@ -108,7 +110,7 @@ def with_scale(w, name, code):
     return replace(part, scale=scale)
 
 
-NAN = float("nan")
+NAN, LAST = float("nan"), torch.tensor(E - 1)
 REFUSED = {
     "e8m0": ("w4a16", lambda w: {"w2": with_scale(w, "w2", 255)}, "NaN or Inf in expert 1"),
     "e4m3 scale": ("nvfp4", lambda w: {"w13": with_scale(w, "w13", NAN)}, "NaN or Inf in expert 1"),
@@ -118,7 +120,7 @@ REFUSED = {
         lambda w: {"w2": replace(w.w2, data=(w.w2.data.float() * NAN).to(w.w2.data.dtype))},
         "NaN or Inf in expert 0",
     ),
-    "bf16": ("bf16", lambda w: {"w2": floats(1)[1].index_fill(0, torch.tensor(2), NAN)}, "expert 2"),
+    "bf16": ("bf16", lambda w: {"w2": floats(1)[1].index_fill(0, LAST, NAN)}, "expert 2"),
     "floats": (
         "w4a8_block",
         lambda w: {"w13": floats(1)[0].index_fill(0, torch.tensor(1), NAN)},

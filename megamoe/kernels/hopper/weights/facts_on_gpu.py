@@ -16,7 +16,7 @@ from megamoe.kernels.common.finite import BAD
 from megamoe.kernels.hopper.weights.pack import MAX_PLACED, MAX_RELATIVE, MIN_RELATIVE, Facts
 
 NOT_E4M3, NOT_BF16, NOT_PLACED = 2, 4, 8  # bits of a flag, beside BAD
-SCALES, WARPS = 2048, 4  # scales of a program
+ROWS, GROUPS, WARPS = 32, 64, 4  # of a program: scales that are looked at together
 _SPREAD, _LARGEST = tl.constexpr(MAX_RELATIVE - MIN_RELATIVE), tl.constexpr(MAX_PLACED)
 _BAD, _E4M3 = tl.constexpr(BAD), tl.constexpr(NOT_E4M3)
 _BF16, _PLACED = tl.constexpr(NOT_BF16), tl.constexpr(NOT_PLACED)
@@ -29,27 +29,35 @@ def _facts_kernel(
     """Some rows of one expert; bits of its flag are set for what they forbid."""
     expert = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    group = tl.arange(0, GROUPS)[None, :]
-    there = (row < num_rows) & (group < num_groups)
-    at = expert * num_rows * num_groups + row * num_groups + group
-    scale = tl.load(scales + at, mask=there, other=0).to(tl.int32)
-    high, low = tl.max(scale, 1), tl.min(tl.where(there, scale, 255), 1)
-    is_row = tl.max(there.to(tl.int32), 1) > 0
-    is_fine = (high - low <= _SPREAD) & (low > 0) & (high <= _LARGEST)
-    if tl.max((is_row & (is_fine == 0)).to(tl.int32), 0) > 0:
-        some = tl.zeros((ROWS, GROUPS), tl.int32)
-        for j in tl.static_range(4):
-            some |= tl.load(codes + 4 * at + j, mask=there, other=0) & 0x77777777
-        counts = there & (some != 0)
-        high = tl.max(tl.where(counts, scale, 0), 1)
-        low = tl.min(tl.where(counts, scale, 255), 1)
+    is_row = row < num_rows
+    first_scale = expert * num_rows * num_groups + row * num_groups
+    high, low = tl.zeros((ROWS,), tl.int32), tl.full((ROWS,), 255, tl.int32)
+    for start in range(0, num_groups, GROUPS):
+        group = start + tl.arange(0, GROUPS)[None, :]
+        there = is_row & (group < num_groups)
+        scale = tl.load(scales + first_scale + group, mask=there, other=0).to(tl.int32)
+        high = tl.maximum(high, tl.max(scale, 1))
+        low = tl.minimum(low, tl.min(tl.where(there, scale, 255), 1))
+    is_wide = (high - low > _SPREAD) | (low == 0) | (high > _LARGEST)
+    if tl.max(is_wide.to(tl.int32), 0) > 0:
+        high, low = tl.zeros((ROWS,), tl.int32), tl.full((ROWS,), 255, tl.int32)
+        nan = tl.zeros((ROWS,), tl.int32)
+        for start in range(0, num_groups, GROUPS):
+            group = start + tl.arange(0, GROUPS)[None, :]
+            there = is_row & (group < num_groups)
+            at = first_scale + group
+            scale = tl.load(scales + at, mask=there, other=0).to(tl.int32)
+            some = tl.zeros((ROWS, GROUPS), tl.int32)
+            for j in tl.static_range(4):
+                some |= tl.load(codes + 4 * at + j, mask=there, other=0) & 0x77777777
+            nan = tl.maximum(nan, tl.max(scale, 1))
+            high = tl.maximum(high, tl.max(tl.where(some != 0, scale, 0), 1))
+            low = tl.minimum(low, tl.min(tl.where(some != 0, scale, 255), 1))
         is_wide = (high - low > _SPREAD) | (high == 255)
         found = tl.where(tl.max(is_wide.to(tl.int32), 0) > 0, _E4M3, 0)
-        found |= tl.where(tl.max(tl.max((there & (scale == 255)).to(tl.int32), 1), 0) > 0, _BAD, 0)
-        is_small = counts & (scale == 0)
-        found |= tl.where(tl.max(tl.max(is_small.to(tl.int32), 1), 0) > 0, _BF16, 0)
-        is_large = counts & (scale > _LARGEST)
-        found |= tl.where(tl.max(tl.max(is_large.to(tl.int32), 1), 0) > 0, _PLACED, 0)
+        found |= tl.where(tl.max(nan, 0) == 255, _BAD, 0)
+        found |= tl.where(tl.min(low, 0) == 0, _BF16, 0)
+        found |= tl.where(tl.max(high, 0) > _LARGEST, _PLACED, 0)
         if found > 0:
             tl.atomic_or(flags + first + expert, found)
 
@@ -62,11 +70,9 @@ def launch(w: Quantized, flags: Tensor, first: int) -> None:
     assert w.scale is not None
     num_groups = w.scale.shape[-1]
     num_rows = w.scale[0].numel() // num_groups
-    groups = triton.next_power_of_2(num_groups)
-    rows = max(SCALES // groups, 1)
-    _facts_kernel[(triton.cdiv(num_rows, rows), len(w))](
+    _facts_kernel[(triton.cdiv(num_rows, ROWS), len(w))](
         w.data.view(torch.int32), w.scale, flags, first, num_rows, num_groups,
-        ROWS=rows, GROUPS=groups, num_warps=WARPS,
+        ROWS=ROWS, GROUPS=GROUPS, num_warps=WARPS,
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ Images that decode to E4M3 need the largest scale of a row first. A launch befor
 words it looks at one group a row, and at the others only where that one is zero.
 """
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -28,7 +29,7 @@ from megamoe.planner.tables.hopper import PACK_WARPS, WIDTH
 
 LOWEST, TOP = tl.constexpr(MIN_RELATIVE), tl.constexpr(MAX_RELATIVE)
 PLACED_CODE = tl.constexpr(PLACED_BY)
-POWER_SCALES = 2048  # scales that a program looks at for powers of rows
+POWER_ROWS, POWER_GROUPS = 32, 64  # of scales that are looked at together for powers of rows
 
 
 @triton.jit
@@ -176,21 +177,29 @@ def _row_powers_kernel(
     scales += which * halves * num_outputs * num_groups
     stored = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row, is_row = _source_row(stored, num_outputs, GATED)
-    group = tl.arange(0, GROUPS)[None, :]
-    there = is_row[:, None] & (group < num_groups)
-    scale = tl.load(scales + row[:, None] * num_groups + group, mask=there, other=0).to(tl.int32)
-    best = tl.max(tl.where(there, scale << 16 | group, 0), 1)  # the largest, and where it is
-    top, best_word = best >> 16, row * row_words + 4 * (best & 0xFFFF)
+    best = tl.zeros((ROWS, GROUPS), tl.int32)  # the largest, and where it is
+    for first in range(0, num_groups, GROUPS):
+        group = first + tl.arange(0, GROUPS)[None, :]
+        there = is_row[:, None] & (group < num_groups)
+        scale = tl.load(scales + row[:, None] * num_groups + group, mask=there, other=0)
+        best = tl.maximum(best, tl.where(there, scale.to(tl.int32) << 16 | group, 0))
+    at_best = tl.max(best, 1)
+    top, word = at_best >> 16, row * row_words + 4 * (at_best & 0xFFFF)
     of_best = tl.load(
-        codes + best_word[:, None] + tl.arange(0, 4)[None, :], mask=is_row[:, None], other=0
+        codes + word[:, None] + tl.arange(0, 4)[None, :], mask=is_row[:, None], other=0
     )
     is_zero = tl.max(of_best & 0x77777777, 1) == 0
     if tl.max((is_zero & is_row).to(tl.int32), 0) > 0:
-        some = tl.zeros((ROWS, GROUPS), tl.int32)
-        for j in tl.static_range(4):
-            at = row[:, None] * row_words + 4 * group + j
-            some |= tl.load(codes + at, mask=there, other=0) & 0x77777777
-        top = tl.max(tl.where(some != 0, scale, -1), 1)
+        top = tl.full((ROWS,), -1, tl.int32)
+        for first in range(0, num_groups, GROUPS):
+            group = first + tl.arange(0, GROUPS)[None, :]
+            there = is_row[:, None] & (group < num_groups)
+            scale = tl.load(scales + row[:, None] * num_groups + group, mask=there, other=0)
+            some = tl.zeros((ROWS, GROUPS), tl.int32)
+            for j in tl.static_range(4):
+                at = row[:, None] * row_words + 4 * group + j
+                some |= tl.load(codes + at, mask=there, other=0) & 0x77777777
+            top = tl.maximum(top, tl.max(tl.where(some != 0, scale.to(tl.int32), -1), 1))
     power = tl.where(is_row & (top >= 0), top - TOP, 127)
     bits = tl.where(power > 0, power << 23, 0x400000 >> -tl.minimum(power, 0))
     is_there = stored < num_rows
@@ -199,6 +208,7 @@ def _row_powers_kernel(
     tl.store(factors + expert * num_rows + stored, value, mask=is_there)
 
 
+@functools.cache
 def shifts(kind: str) -> tuple[int, ...]:
     """Of each byte of a word's eight values: where magnitude and sign of both of its values go."""
     is_placed = kind == "placed_image"
@@ -216,10 +226,15 @@ def moves(kind: str) -> tuple[int, ...]:
 
     Words that are placed come with the lower values of all bytes before the upper ones.
     """
+    return _moves(shifts(kind), kind == "placed_image")
+
+
+@functools.cache
+def _moves(places: tuple[int, ...], is_placed: bool) -> tuple[int, ...]:
     bits: dict[int, int] = {}
-    for i, to in enumerate(shifts(kind)):
+    for i, to in enumerate(places):
         byte, is_upper, is_sign = i // 4, i // 2 % 2, i % 2
-        at = 16 * is_upper + 4 * byte if kind == "placed_image" else 8 * byte + 4 * is_upper
+        at = 16 * is_upper + 4 * byte if is_placed else 8 * byte + 4 * is_upper
         at, width = (at + 3, 1) if is_sign else (at, 7)
         bits[to - at] = bits.get(to - at, 0) | width << to & 0xFFFFFFFF
     return tuple(number for pair in sorted(bits.items()) for number in pair)
@@ -249,10 +264,8 @@ def launch(
     powers = counts
     if kind == "e4m3_image":
         powers = torch.empty(num, num_rows, dtype=torch.int32, device=device)
-        groups = triton.next_power_of_2(out.width // 32)
-        rows = max(POWER_SCALES // groups, 1)
-        _row_powers_kernel[(triton.cdiv(num_rows, rows), num)](
-            codes, scales, powers, out.factor, ROWS=rows, GROUPS=groups, **rest
+        _row_powers_kernel[(triton.cdiv(num_rows, POWER_ROWS), num)](
+            codes, scales, powers, out.factor, ROWS=POWER_ROWS, GROUPS=POWER_GROUPS, **rest
         )
     _pack_experts_kernel[(align_up(out.width, WIDTH) // WIDTH, num_rows // 64, num)](
         codes, scales, powers, out.data, out.scale.view(torch.uint8), counts,
