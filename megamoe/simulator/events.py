@@ -269,7 +269,9 @@ class Machine:
         if self.pull_byte_us:
             groups = -(-block.rows // PULL_ROWS)
             copied = groups * self.group_us + block.rows * size * self.pull_byte_us
-            rank.pull_us = max(rank.pull_us, now) + copied
+            began = max(rank.pull_us, now)
+            rank.pull_us = began + copied
+            rank.moved.setdefault("copy", []).append((began, rank.pull_us, rank.waves[pool]))
             came, following = max(came, rank.pull_us), max(following, rank.pull_us)
         self._arrive(rank, pool, came)
         if rank.next_pull == len(rank.pulls):
@@ -326,6 +328,9 @@ class Machine:
 
     def _lanes(self) -> None:
         for rank in self.ranks.values():
+            for start, end, wave in merged(rank.moved.get("copy", []), SHORT_US):
+                for sm in self._late(rank):
+                    self.spans.append(Span(rank.idx, sm, "stage", start, end, "pull", wave))
             for role, sm, phase in (("pull", ROWS_IN, "dispatch"), ("scatter", RESULTS_OUT, "l2")):
                 for start, end, wave in merged(_clipped(rank.moved.get(role, [])), LANE_GAP_US):
                     self.spans.append(Span(rank.idx, sm, role, start, end, phase, wave))

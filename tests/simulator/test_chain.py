@@ -1,11 +1,14 @@
 """The chain as the simulator plays it: communication under the GEMMs, SMs that pull first."""
 
+import json
+
 import pytest
 
 import megamoe as mm
 from megamoe.planner.plan import plan
 from megamoe.simulator.constants import TABLE, Constants
 from megamoe.simulator.schedule import Schedule
+from megamoe.trace.perfetto import perfetto
 
 FLASH = (4096, 2048, 256, 6)
 
@@ -47,3 +50,23 @@ def test_slow_pulls_are_felt():
     table = dict(TABLE, pull_gbs=TABLE["pull_gbs"]._replace(value=2.0))
     slow = predicted(2048, "chain", constants=Constants.of(table))
     assert slow.time_us > 1.3 * predicted(2048, "chain").time_us
+
+
+def test_the_trace_shows_pulls_under_l1_and_rows_home_under_l2():
+    """On a lane of each rank, and on the SMs that pull, beside the others' blocks."""
+    found = predicted(2048, "chain")
+    events = [e for e in json.loads(perfetto(found.timeline))["traceEvents"] if e["ph"] == "X"]
+    for rank in range(8):
+        own = [e for e in events if e["pid"] == rank]
+        blocks = {
+            phase: [e for e in own if e["cat"] == "math" and e["args"]["phase"] == phase]
+            for phase in ("l1", "l2")
+        }
+        for lane, phase in (("pull", "l1"), ("scatter", "l2")):
+            begin = min(e["ts"] for e in blocks[phase])
+            end = max(e["ts"] + e["dur"] for e in blocks[phase])
+            moved = [(e["ts"], e["ts"] + e["dur"]) for e in own if e["cat"] == lane]
+            beside = sum(max(0.0, min(last, end) - max(at, begin)) for at, last in moved)
+            assert beside > 0.8 * sum(last - at for at, last in moved) > 0, (rank, lane)
+        copies = {e["tid"] for e in own if e.get("args", {}).get("phase") == "pull"}
+        assert len(copies) == found.schedule.pull_sms == 16
