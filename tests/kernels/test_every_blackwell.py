@@ -38,8 +38,8 @@ def tiles_of(found):
 def compiled():
     """Tiles that the script compiles, by recipe and kind of launch."""
     found = set()
-    for _, layer in script.layers():
-        for num in (*script.TOKENS, layer.max_tokens or 1):
+    for _, layer, tokens in script.layers():
+        for num in tokens:
             try:
                 made = layer.plan(num)
             except MegaMoEError:
