@@ -81,7 +81,7 @@ def measure(recipe: str, experts: int, hidden: int, intermediate: int) -> bool:
     us = {name: times[name].us for name in graphs}
     print(
         f"{recipe}, {experts} experts {hidden} x {intermediate}: {RANKS} ranks of {EACH} tokens "
-        f"{us['launch']:.1f} us ({us['ranks']:.1f} with {4 * RANKS} copies of inputs, 4 a rank), "
+        f"{us['launch']:.1f} us ({us['ranks']:.1f} with {RANKS} copies of inputs, 1 a rank), "
         f"one rank of {num} tokens {us['one']:.1f} us: {us['launch'] / us['one']:.3f}; "
         f"same bits: {is_same}",
         flush=True,

@@ -20,6 +20,7 @@ from torch import Tensor
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART, Rendezvous
 from megamoe.engine import symm_buffer
+from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.group_memory import GroupMemory
 from megamoe.engine.launch_options import MAX_S
 from megamoe.engine.status import is_capturing
@@ -148,7 +149,18 @@ class FusedGroup:
 
     def compile(self, layer: MoE, bound: int | None = None) -> None:
         """Compile what a call launches, and launch nothing: no rank waits for a peer's compiler."""
+        if layer.weights.device.type != "cpu":
+            with compiled_only():
+                for dtype in (torch.int32, torch.int64):
+                    self._put_nothing(layer, dtype)
         self._launch(layer, bound, torch.zeros_like(layer.stats), MAX_S, is_compiled_only=True)
+
+    def _put_nothing(self, layer: MoE, dtype: torch.dtype) -> None:
+        """The launch that puts a call's inputs into the buffer, without tokens."""
+        device = layer.weights.device
+        x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
+        idx = torch.empty(0, layer.top_k, dtype=dtype, device=device)
+        self.buffer.put(x, idx, torch.empty(0, layer.top_k, device=device))
 
     def warm(self, layer: MoE, bound: int | None = None) -> None:
         """A call without tokens that all ranks make once they have compiled it."""

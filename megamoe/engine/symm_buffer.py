@@ -42,8 +42,17 @@ class SymmBuffer(NamedTuple):
         return Inbox(*self[-len(Inbox._fields) :])
 
     def put(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
-        """The tokens of a call, on the current stream. Its launches take equally many each."""
+        """The tokens of a call, on the current stream: one launch on a GPU.
+
+        The call's launches take equally many each.
+        """
         num = len(x)
+        if x.device.type != "cpu":
+            from megamoe.kernels.portable.put import put
+
+            into = self.tokens, self.topk_idx, self.topk_weights
+            put(x, topk_idx, topk_weights, into, self.num_valid)
+            return
         self.tokens[:num].copy_(x)
         self.topk_idx[:num].copy_(topk_idx)
         self.topk_weights[:num].copy_(topk_weights)

@@ -13,8 +13,10 @@ from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.recording import LayerSpec, cubins_of, recorded, target_of
 from megamoe.engine.status import DeviceStatus
+from megamoe.engine.symm_buffer import symm_buffer_in
 from megamoe.errors import NotAvailable
 from megamoe.kernels.hopper.weights import pack_on_gpu
+from megamoe.kernels.portable.put import put
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -58,6 +60,23 @@ def test_a_launch_on_real_memory_asks_for_the_keys_that_are_found_without(recipe
             if w.is_packed:
                 pack_on_gpu.launch(matrix.packed, [3], matrix.plain()[3:4])
     assert asked | set(seen) == found and asked and bool(seen) == (recipe != "w8a8")
+
+
+@pytest.mark.parametrize("num", [1, 7, 64])
+def test_inputs_of_a_fused_call_over_ranks_are_put_by_a_launch_that_is_found(num):
+    """Of either type of ids; in eight CTAs or sixty-four the same kernel."""
+    layer = spec("w8a8", "fused", num_ranks=2, max_tokens=64)
+    found = {one.hash for one in cubins_of(layer, [5]) if one.kernel == "_put_kernel"}
+    where = layer.plan(5).exchange
+    buffer = symm_buffer_in(torch.zeros(where.num_bytes, dtype=torch.uint8), where)
+    asked: set[str] = set()
+    for dtype in (torch.int64, torch.int32):
+        x, idx = torch.zeros(num, H).bfloat16(), torch.zeros(num, K, dtype=dtype)
+        into = buffer.tokens, buffer.topk_idx, buffer.topk_weights
+        with recorded(target_of(layer.hardware)) as seen:
+            put(x, idx, torch.ones(num, K), into, buffer.num_valid)
+        asked |= set(seen)
+    assert asked == found and len(asked) == 2
 
 
 def test_a_compiled_kernel_is_found_under_the_key(tmp_path, monkeypatch):
