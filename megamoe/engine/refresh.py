@@ -152,6 +152,8 @@ class Refresh:
 
     def write(self, weights: ExpertWeights) -> None:
         """Write all of it; `check` passed."""
+        if not self.experts:
+            return
         jobs: list[packing.Job] = []
         with torch.no_grad(), torch.inference_mode(False), device_guard.on(weights.device):
             for name in MATRICES:
