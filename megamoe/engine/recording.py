@@ -298,13 +298,18 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
 
 
 def pack_experts(layer: LayerSpec) -> None:
-    """What packs FP4 experts that lie on a Hopper GPU, when the layer is built or refreshed."""
+    """What looks at FP4 experts that lie on a Hopper GPU and packs them, when the layer is built or
+    refreshed."""
+    from megamoe.engine import survey
     from megamoe.kernels.hopper.weights import pack_on_gpu
+
+    flags = torch.empty(1, dtype=torch.int32, device=META)
 
     for experts in experts_of(layer):
         for matrix in () if experts is None else (experts.w13, experts.w2):
             if isinstance(matrix, PackedMatrix):
                 one = empty((1, *matrix.shape[1:]), matrix.spec, META)
+                survey.look(one, flags, first=0, wants_facts=True)
                 pack_on_gpu.launch(matrix.packed, [0], one)
 
 

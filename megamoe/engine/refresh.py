@@ -152,6 +152,8 @@ class Refresh:
 
     def write(self, weights: ExpertWeights) -> None:
         """Write all of it; `check` passed."""
+        if not self.experts:
+            return
         jobs: list[packing.Job] = []
         with torch.no_grad(), torch.inference_mode(False), device_guard.on(weights.device):
             for name in MATRICES:
@@ -228,8 +230,8 @@ class Refresh:
             rows = rows.reshape(len(self.experts), -1, 1)
             rows = checkpoint.gate_then_up(rows, self.gate_up)[..., 0]
         out = counted(held)  # one made under inference mode may not be written to
-        for i, expert in enumerate(self.experts):
-            out[expert].copy_(rows[i])
+        for given_run, run in _runs(self.experts):
+            out[run].copy_(rows[given_run])
 
     def _check_matrix(self, name: str, given: object, held: Quantized) -> None:
         num, rest = len(self.experts), held.shape[1:]
@@ -368,10 +370,16 @@ def _put(held: Quantized, expert: int, one: Quantized) -> None:
 
 def _copy(held: Quantized, experts: Sequence[int], given: Quantized) -> None:
     """Canonical experts [n, ...]: one copy of every tensor for experts that follow each other."""
-    ends = [i for i in range(1, len(experts)) if experts[i] != experts[i - 1] + 1]
     for name, t in held.tensors().items():
         source = getattr(given, name)
         while source.ndim < t.ndim:  # NVFP4: a factor for gate and up
             source = source[..., None]
-        for first, end in pairwise((0, *ends, len(experts))):
-            t[experts[first] : experts[first] + end - first].copy_(source[first:end])
+        for given_run, run in _runs(experts):
+            t[run].copy_(source[given_run])
+
+
+def _runs(experts: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """Experts that follow each other: where they stand among those that are given, and which."""
+    ends = [i for i in range(1, len(experts)) if experts[i] != experts[i - 1] + 1]
+    for first, end in pairwise((0, *ends, len(experts))):
+        yield slice(first, end), slice(experts[first], experts[first] + end - first)

@@ -33,7 +33,7 @@ class Survey:
         if isinstance(given, Quantized):
             if not _can_look(given):
                 return None
-            self._launches.append(partial(_look, given, first=flags.start, wants_facts=wants_facts))
+            self._launches.append(partial(look, given, first=flags.start, wants_facts=wants_facts))
         else:
             self._launches += [
                 partial(_make_and_look, given, i, first=flags.start + i, wants_facts=wants_facts)
@@ -74,8 +74,9 @@ def _can_look(w: Quantized) -> bool:
     return is_whole and all(finite.is_readable(t, len(w)) for t in tensors.values())
 
 
-def _look(w: Quantized, flags: Tensor, *, first: int, wants_facts: bool) -> None:
-    """Of experts [n, ...]: their values where not every bit pattern is one, scales, factors."""
+def look(w: Quantized, flags: Tensor, *, first: int, wants_facts: bool) -> None:
+    """Launch what looks at experts [n, ...]: at values where not every bit pattern is one, scales,
+    global scales."""
     from megamoe.kernels.common import finite
 
     spec, num = w.spec, len(w)
@@ -100,4 +101,4 @@ def _look(w: Quantized, flags: Tensor, *, first: int, wants_facts: bool) -> None
 def _make_and_look(
     make: Callable[[int], Quantized], i: int, flags: Tensor, *, first: int, wants_facts: bool
 ) -> None:
-    _look(make(i), flags, first=first, wants_facts=wants_facts)
+    look(make(i), flags, first=first, wants_facts=wants_facts)

@@ -8,7 +8,7 @@ import torch
 import triton
 
 import megamoe as mm
-from megamoe.engine import precompile
+from megamoe.engine import precompile, survey
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.recording import LayerSpec, cubins_of, recorded, target_of
@@ -30,7 +30,7 @@ def spec(recipe="w4a8_block", mode="auto", **more):
     return LayerSpec(recipe, H, I, E, K, MACHINE, overrides=overrides, **more)
 
 
-PACKING = ("_pack_experts_kernel", "_row_powers_kernel")
+PACKING = ("_pack_experts_kernel", "_row_powers_kernel", "_facts_kernel", "_bad_words_kernel")
 
 
 def experts(recipe):
@@ -58,6 +58,8 @@ def test_a_launch_on_real_memory_asks_for_the_keys_that_are_found_without(recipe
     with recorded(target_of(layer.hardware)) as seen:
         for matrix in (w.w13, w.w2):
             if w.is_packed:
+                flags = torch.zeros(E + 5, dtype=torch.int32)
+                survey.look(matrix.plain(), flags, first=5, wants_facts=True)
                 pack_on_gpu.launch(matrix.packed, [3], matrix.plain()[3:4])
     assert asked | set(seen) == found and asked and bool(seen) == (recipe != "w8a8")
 

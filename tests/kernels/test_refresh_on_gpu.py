@@ -162,6 +162,14 @@ def test_groups_of_zeros_keep_their_scales(recipe, given):
     assert bits(w) == bits(new)
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_no_experts_are_nothing_to_do(recipe):
+    w, new = held(recipe, b2=torch.zeros(E, H)), experts(recipe, 1)
+    before = bits(w)
+    change(w, new.w13[:0], floats(1)[1][:0], order=[], b2=torch.zeros(0, H))
+    assert bits(w) == before
+
+
 def test_tensors_that_kernels_cannot_read_take_the_long_way():
     w, new = held("nvfp4"), experts("nvfp4", 1)
     strided = replace(new.w13, data=new.w13.data.transpose(1, 2).contiguous().transpose(1, 2))

@@ -74,7 +74,7 @@ def launch(t: Tensor, num: int, rule: Rule, flags: Tensor, first: int) -> None:
     words = t.view(-1).view(torch.int32)
     per_run = len(words) // num
     _bad_words_kernel[(triton.cdiv(per_run, WORDS), num)](
-        words, flags, first, per_run,
+        words=words, flags=flags, first=first, per_run=per_run,
         BITS=rule.bits, ONE=rule.one, CARRY=rule.carry, OWN=rule.is_own, WORDS=WORDS,
         num_warps=WARPS,
     )  # fmt: skip

@@ -82,14 +82,21 @@ def quantised(x: Tensor, fmt: Format) -> Quantized:
         blocks = triton.cdiv(width, BLOCK), triton.cdiv(num_rows, BLOCK)
         grid = *blocks, x.numel() // num_rows // width
         _quantise_blocks_kernel[grid](
-            x, data, out.scale, num_rows, width, BLOCK=BLOCK, num_warps=BLOCK_WARPS
+            x=x,
+            data=data,
+            scale=out.scale,
+            num_rows=num_rows,
+            width=width,
+            BLOCK=BLOCK,
+            num_warps=BLOCK_WARPS,
         )
         return out
     if out.global_scale is not None:
         out.global_scale.copy_(_global_scale(x))
     num_rows = x.numel() // width
     _quantise_rows_kernel[(triton.cdiv(width, COLS), triton.cdiv(num_rows, ROWS))](
-        x, data, out.scale.view(torch.uint8), out.global_scale, num_rows, width,
+        x=x, data=data, scale=out.scale.view(torch.uint8), factor=out.global_scale,
+        num_rows=num_rows, width=width,
         ACTS=CODES[fmt.name], HAS_FACTOR=out.global_scale is not None, ROWS=ROWS, COLS=COLS,
         num_warps=WARPS,
     )  # fmt: skip
@@ -99,7 +106,7 @@ def quantised(x: Tensor, fmt: Format) -> Quantized:
 def _global_scale(x: Tensor) -> Tensor:
     """FP32 [1], that of `weight_global_scale`."""
     bits = torch.zeros(1, dtype=torch.int32, device=x.device)
-    _largest_kernel[(triton.cdiv(x.numel(), VALUES),)](x, bits, x.numel(), VALUES=VALUES)
+    _largest_kernel[(triton.cdiv(x.numel(), VALUES),)](x=x, out=bits, num=x.numel(), VALUES=VALUES)
     amax = bits.view(torch.float32)
     g = amax / torch.full_like(amax, NVFP4.element.max * 448.0)
     return g.where(g > 0, 1.0)

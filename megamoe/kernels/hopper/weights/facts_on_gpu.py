@@ -71,8 +71,8 @@ def launch(w: Quantized, flags: Tensor, first: int) -> None:
     num_groups = w.scale.shape[-1]
     num_rows = w.scale[0].numel() // num_groups
     _facts_kernel[(triton.cdiv(num_rows, ROWS), len(w))](
-        w.data.view(torch.int32), w.scale, flags, first, num_rows, num_groups,
-        ROWS=ROWS, GROUPS=GROUPS, num_warps=WARPS,
+        codes=w.data.view(torch.int32), scales=w.scale, flags=flags, first=first,
+        num_rows=num_rows, num_groups=num_groups, ROWS=ROWS, GROUPS=GROUPS, num_warps=WARPS,
     )  # fmt: skip
 
 

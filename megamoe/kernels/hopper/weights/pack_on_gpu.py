@@ -265,10 +265,17 @@ def launch(
     if kind == "e4m3_image":
         powers = torch.empty(num, num_rows, dtype=torch.int32, device=device)
         _row_powers_kernel[(triton.cdiv(num_rows, POWER_ROWS), num)](
-            codes, scales, powers, out.factor, ROWS=POWER_ROWS, GROUPS=POWER_GROUPS, **rest
+            codes=codes,
+            scales=scales,
+            powers=powers,
+            factors=out.factor,
+            ROWS=POWER_ROWS,
+            GROUPS=POWER_GROUPS,
+            **rest,
         )
     _pack_experts_kernel[(align_up(out.width, WIDTH) // WIDTH, num_rows // 64, num)](
-        codes, scales, powers, out.data, out.scale.view(torch.uint8), counts,
+        codes=codes, scales=scales, powers=powers, image=out.data,
+        image_scales=out.scale.view(torch.uint8), zero_groups=counts,
         E4M3=kind == "e4m3_image", PLACED=kind == "placed_image",
         PER_BLOCK=8 if kind == "nv_image" else 4, MOVES=moves(kind), **rest,
     )  # fmt: skip
