@@ -383,7 +383,7 @@ def _over_group(
         where = plan.exchange
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
         symm = symm_buffer.symm_buffer_in(memory, where)
-        for dtype in IDS:
+        for dtype in layer.ids:
             symm.put(*_tokens(layer, num_tokens, dtype))
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
         world = World(layer.num_ranks, 1, 0, peers, symm.signals, symm.inbox)
