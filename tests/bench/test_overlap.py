@@ -1,6 +1,7 @@
 """bench overlap: its sums, and the whole measurement on the emulator, where times say nothing."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,22 @@ def test_a_record_is_printed_and_drawn_again(tmp_path, capsys):
     file.write_text('[{"cell": "flash-ep8/512"}]')
     with pytest.raises(mm.FileError, match=r"record of bench overlap; got .*overlap\.json"):
         overlap_picture.load(file)
+
+
+def test_the_simulator_is_printed_beside_a_record(tmp_path, capsys):
+    record = Path(__file__).parents[2] / "benchmarks" / "h200" / "overlap.json"
+    file = tmp_path / "overlap.json"
+    file.write_text(json.dumps(json.loads(record.read_text())[:1]))
+    with pytest.raises(typer.Exit) as end:
+        cli.overlap(record=str(file), simulate=True)
+    text = capsys.readouterr().out
+    assert end.value.exit_code == 0 and "2,281" in text and "simulated" in text
+    with pytest.raises(typer.Exit):
+        cli.overlap(record=str(file), simulate=True, as_json=True)
+    (one,) = json.loads(capsys.readouterr().out)
+    assert set(one["simulated_us"]) == {"compute", "links", "both"}
+    with pytest.raises(mm.RangeError, match="--simulate needs a record; got no --from"):
+        cli.overlap(simulate=True)
 
 
 def test_hidden_is_the_share_of_the_shorter_that_takes_no_time():
