@@ -170,3 +170,27 @@ def test_what_is_interrupted_leaves_every_bit_in_its_place(as_a_gpu, recipe, whe
     assert is_same(w, before)
     assert not isinstance(w.w2, PackedMatrix) and storages(w)[1] == at[1]
     assert w.w13.data.untyped_storage().data_ptr() == at[0] or isinstance(w.w13, PackedMatrix)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16", "nvfp4"])
+def test_on_a_gpu_two_experts_more_are_enough(recipe):
+    num, hidden, intermediate = 16, 1024, 512
+    rng = torch.Generator(device="cuda").manual_seed(0)
+    w13 = torch.randn(num, 2 * intermediate, hidden, generator=rng, device="cuda").bfloat16()
+    w2 = torch.randn(num, hidden, intermediate, generator=rng, device="cuda").bfloat16()
+    images.hold(mm.ExpertWeights.quantize(w13[:1], w2[:1], recipe))  # kernels are there
+    w = mm.ExpertWeights.quantize(w13, w2, recipe)
+    before, at, size = bits(w), storages(w), w.nbytes
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    was = torch.cuda.memory_allocated()
+    layer = mm.MoE(w, num, 2, backend="hopper")
+    peak = torch.cuda.max_memory_allocated() - was
+    assert of_images(w) == at and layer.weights is w and is_same(w, before)
+    assert peak <= 2 * size / num + (1 << 20)  # beside them status and seals
+    shared = mm.ExpertWeights.quantize(w13, w2, recipe)
+    part = shared[1:2]
+    wanted = part.w13.data.clone()
+    images.hold(shared)
+    assert torch.equal(part.w13.data, wanted) and is_same(shared, before)
