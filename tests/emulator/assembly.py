@@ -9,7 +9,7 @@ from megamoe.kernels.gluon.mega import sync
 from megamoe.kernels.hopper.gemm import decode_per_wave
 from megamoe.kernels.hopper.weights import decode
 from tests.emulator import running
-from tests.emulator.running import HERE
+from tests.emulator.running import HERE, WORDS
 from tests.emulator.values import Value, pair
 
 
@@ -21,29 +21,37 @@ def _words(w):
     return parts[..., 0] | parts[..., 1] << 8 | parts[..., 2] << 16 | parts[..., 3] << 24
 
 
+MAGNITUDE = torch.tensor([0, 4, 8, 12, 16, 20, 24, 28])  # where a word has its eight codes
+SIGN = torch.tensor([7, 15, 23, 31, 3, 11, 19, 27])
+
+
 def _nibbles(word):
     """Magnitudes and signs of a word's eight codes, four and four."""
-    for first, shift in ((0, 0), (16, 4)):
-        magnitude = torch.stack([word >> (first + 4 * j) & 7 for j in range(4)], -1)
-        sign = torch.stack([(word << shift) >> (8 * j + 7) & 1 for j in range(4)], -1)
-        yield magnitude, sign
+    word = word[..., None]
+    magnitude, sign = word >> MAGNITUDE & 7, word >> SIGN & 1
+    for half in (slice(4), slice(4, 8)):
+        yield magnitude[..., half], sign[..., half]
 
 
-def _to_e4m3(w, s):
-    """Words to words: low values and high ones."""
-    shift = s.t.expand(w.t.shape).to(torch.int64)[..., None]
+def _e4m3_table():
+    """E4M3 bytes [shift, code]; a code's fourth bit is its sign."""
+    shift = torch.arange(16)[:, None]
     low, high = shift * 0x08080800 + 0x14100800, shift * 0x08080808 + 0x24201C18
-    table = torch.cat([half >> 8 * j & 255 for half in (low, high) for j in range(4)], -1)
-    for magnitude, sign in _nibbles(_words(w)):
-        code = (table.gather(-1, magnitude) | sign << 7).to(torch.uint8)
-        yield Value(code.view(torch.int32)[..., 0])
+    magnitudes = torch.cat([half >> 8 * j & 255 for half in (low, high) for j in range(4)], -1)
+    return torch.cat((magnitudes, magnitudes | 0x80), -1).to(torch.uint8).flatten()
+
+
+TO_E4M3 = _e4m3_table()
 
 
 def _four_to_e4m3(w, s):
     """The four words of a row: E4M3 of each, low and high."""
-    for step in range(4):
-        for word in _to_e4m3(Value(w.t[..., step]), Value(s.t[..., 0])):
-            yield Value(word.t.contiguous()[..., None].view(torch.float8_e4m3fn))
+    words = (w.t.to(torch.int64) & 0xFFFFFFFF)[..., None]
+    shift = s.t[..., :1].to(torch.int64)
+    assert int(shift.min()) >= 0 and int(shift.max()) < 16, "a shift that the table does not have"
+    code = (words >> MAGNITUDE & 7) | (words >> SIGN & 1) << 3 | shift[..., None] << 4
+    values = TO_E4M3[code].view(torch.float8_e4m3fn)
+    return [Value(values[..., step, half]) for step in range(4) for half in (slice(4), slice(4, 8))]
 
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
@@ -96,42 +104,41 @@ def _wait_for(compare):
         bound = min(int(bound_ns) / 1e9, running.WAIT_S)
         words, wanted = torch.broadcast_tensors(address.t, torch.as_tensor(want.t))
         both = torch.cat((words.reshape(-1), report.t.reshape(1)))
-        with launch.changed:
+        with WORDS:
             while True:
                 found = launch.memory.load(both, torch.int32)
                 seen, is_reported = found[:-1].view(words.shape), int(found[-1])
                 is_late = time.monotonic() - begin > bound or launch.error is not None
                 if bool(compare(seen, wanted).all()) or is_reported or is_late:
                     return Value(seen)
-                launch.changed.wait(0.02)
+                WORDS.wait(0.02)
 
     return wait
 
 
 def _signal_ranks(address, value, mask):
     """As `sync.signal_text`."""
-    launch = HERE.launch
     address, value, mask = torch.broadcast_tensors(address.t, value.t, mask.t)
     keep = mask != 0
-    with launch.changed:
+    with WORDS:
         if bool(keep.any()):
-            launch.memory.store(address[keep], value[keep].to(torch.int32))
-        launch.changed.notify_all()
+            HERE.launch.memory.store(address[keep], value[keep].to(torch.int32))
+        WORDS.notify_all()
     return Value(0)
 
 
 def _report(report, seen, want, rank, cta, what, where):
     """As `sync.REPORT`: the first who did not see what it wanted."""
-    launch = HERE.launch
+    memory = HERE.launch.memory
     at = int(report.t) + 4 * torch.arange(7)
     reported = [torch.as_tensor(v.t) for v in (rank, cta, what, where, want, seen)]
     reported = [v.reshape(-1) for v in torch.broadcast_tensors(*reported)]
     wrong = (reported[-1] != reported[-2]).nonzero().flatten().tolist()
-    with launch.changed:
-        if wrong and not launch.memory.load(at[:1], torch.int32).any():
+    with WORDS:
+        if wrong and not memory.load(at[:1], torch.int32).any():
             words = [1, *(int(v[wrong[0]]) for v in reported)]
-            launch.memory.store(at, torch.tensor(words, dtype=torch.int32))
-            launch.changed.notify_all()
+            memory.store(at, torch.tensor(words, dtype=torch.int32))
+            WORDS.notify_all()
     return Value(0)
 
 
@@ -154,10 +161,10 @@ def _store_if_missed(address, seen, want, rank):
 
 
 def _store_word(address, word):
-    launch = HERE.launch
-    with launch.changed:
+    with WORDS:
         at = torch.as_tensor(address.t).reshape(1)
-        launch.memory.store(at, torch.tensor([int(word)], dtype=torch.int32))
+        HERE.launch.memory.store(at, torch.tensor([int(word)], dtype=torch.int32))
+        WORDS.notify_all()
 
 
 ASSEMBLY = {

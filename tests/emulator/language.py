@@ -1,7 +1,6 @@
 """The language of kernels: loads, arithmetic, barriers, copies and products."""
 
 import math
-import threading
 from types import SimpleNamespace
 
 import torch
@@ -13,13 +12,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from megamoe.kernels.common import compat
 from megamoe.kernels.gluon.compat import reinterpret
 from tests.emulator.assembly import inline_asm_elementwise
-from tests.emulator.running import HERE, REPLACED, run_time_range, warp_specialize
+from tests.emulator.running import HERE, REPLACED, WORDS, run_time_range, warp_specialize
 from tests.emulator.values import RAW, TYPES, Barriers, Shared, Value, pair, raw, same
 
 
 def _addresses(pointer, mask, value=None):
-    """Flat addresses and mask, and the shape they share."""
+    """Flat addresses and mask (None: all), and the shape they share."""
     address = torch.as_tensor(pointer.address)
+    if mask is None and value is None:
+        return address.reshape(-1), None, address.shape, ()
     keep = torch.as_tensor(True if mask is None else raw(mask))
     parts = [address, keep] + ([] if value is None else [value])
     parts = torch.broadcast_tensors(*parts)
@@ -29,6 +30,8 @@ def _addresses(pointer, mask, value=None):
 def load(pointer, mask=None, other=None, **_):
     address, keep, shape, _ = _addresses(pointer, mask)
     dtype = TYPES[pointer.element]
+    if keep is None:
+        return Value(HERE.launch.memory.load(address, dtype).view(shape))
     found = torch.full((len(address),), 0 if other is None else raw(other), dtype=torch.float64)
     found = found.to(dtype)
     if bool(keep.any()):
@@ -48,16 +51,12 @@ def store(pointer, value, mask=None, **_):
         HERE.launch.memory.store(address[keep], given.reshape(-1)[keep].contiguous())
 
 
-ATOMIC = threading.Lock()  # of all launches
-
-
 def _atomic(change):
     def act(pointer, value, mask=None, sem=None, scope=None):
-        launch = HERE.launch
-        with launch.changed, ATOMIC:
+        with WORDS:
             old = load(pointer, mask=mask)
             store(pointer, change(old, value), mask=mask)
-            launch.changed.notify_all()
+            WORDS.notify_all()
         return old
 
     return act
@@ -137,7 +136,7 @@ def div_rn(a, b):
 
 def allocate_shared_memory(dtype, shape, layout):
     if layout is MBARRIERS:
-        return Barriers(shape[0])
+        return Barriers(shape[0], HERE.launch.lock)
     wanted = TYPES[dtype]
     size = math.prod(int(n) for n in shape) * wanted.itemsize
     poison = torch.full((size,), 0xFF, dtype=torch.uint8)
@@ -155,7 +154,7 @@ def _check(barrier):
     if barrier.pending == 0 and barrier.bytes == 0:
         barrier.phase ^= 1
         barrier.pending = barrier.count
-        HERE.launch.changed.notify_all()
+        barrier.changed.notify_all()
 
 
 def init(barrier, count):
@@ -165,24 +164,20 @@ def init(barrier, count):
 def expect(barrier, size, pred=True):
     if not pred:
         return
-    with HERE.launch.changed:
+    with HERE.launch.lock:
         barrier.bytes += size
         barrier.pending -= 1
         _check(barrier)
 
 
 def arrive(barrier, count=1):
-    with HERE.launch.changed:
+    with HERE.launch.lock:
         barrier.pending -= count
         _check(barrier)
 
 
 def wait(barrier, phase):
-    phase = int(phase)
-    HERE.launch.wait(
-        lambda: barrier.phase != phase,
-        f"phase {phase} of an mbarrier ({barrier.pending} arrivals, {barrier.bytes} bytes left)",
-    )
+    HERE.launch.wait(barrier, int(phase))
 
 
 def async_copy_global_to_shared(descriptor, at, barrier, into, pred=True):
@@ -192,7 +187,7 @@ def async_copy_global_to_shared(descriptor, at, barrier, into, pred=True):
     assert into.t.numel() == block.numel() and into.t.dtype == block.dtype
     raw_type = RAW[block.dtype.itemsize]
     into.t.view(raw_type).copy_(block.view(raw_type).view(into.t.shape))
-    with HERE.launch.changed:
+    with HERE.launch.lock:
         barrier.bytes -= block.nbytes
         _check(barrier)
 

@@ -31,27 +31,30 @@ class Launch:
 
     def __init__(self):
         self.memory = Memory()
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()  # of its mbarriers and its error
         self.error = None
 
-    def wait(self, is_over, what):
+    def wait(self, barrier, phase):
         deadline = time.monotonic() + WAIT_S
-        with self.changed:
-            while not is_over():
+        with self.lock:
+            while barrier.phase == phase:
                 if self.error is not None:
                     raise Stuck("another thread failed")
                 if time.monotonic() > deadline:
+                    left = f"{barrier.pending} arrivals, {barrier.bytes} bytes left"
+                    what = f"phase {phase} of an mbarrier ({left})"
                     raise Stuck(f"{HERE.role} of CTA {HERE.ids[0]} waits for {what}")
-                self.changed.wait(0.05)
+                barrier.changed.wait(0.05)
 
     def fail(self, error):
-        with self.changed:
+        with self.lock:
             if self.error is None or isinstance(self.error, Stuck) > isinstance(error, Stuck):
                 self.error = error
-            self.changed.notify_all()
 
 
 HERE = threading.local()
+# Of words in global memory, of all launches: who changes one wakes those who wait for one.
+WORDS = threading.Condition()
 
 
 def _become(launch, grid, ids, role="kernel", num_warps=4):

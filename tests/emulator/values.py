@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import threading
 from bisect import bisect_right
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ TYPES = {
     tl.float8e4nv: torch.float8_e4m3fn,
 }  # fmt: skip
 NAMES = {value: key for key, value in TYPES.items()}
+UNSIGNED = (torch.uint16, torch.uint32)
 RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ORDER = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.int64]
 
@@ -37,19 +39,32 @@ def same(a, b):
 
 def _plain(a):
     """Wider where torch cannot compute with an unsigned type."""
-    if isinstance(a, torch.Tensor) and a.dtype in (torch.uint16, torch.uint32):
+    if isinstance(a, torch.Tensor) and a.dtype in UNSIGNED:
         return a.to(torch.int64)
     return a
 
 
+def _operands(a, b):
+    """`same` of what torch computes with; most operands are of one type already."""
+    is_tensor = isinstance(b, torch.Tensor)
+    if a.dtype not in UNSIGNED and (not is_tensor or a.dtype is b.dtype):
+        return a, b
+    return same(_plain(a), _plain(b))
+
+
 def _binary(do):
-    def act(self, other, flip=False):
+    def act(self, other):
         if isinstance(other, Pointer):
             return NotImplemented
-        a, b = same(_plain(self.t), _plain(raw(other)))
-        return Value(do(b, a) if flip else do(a, b))
+        return Value(do(*_operands(self.t, raw(other))))
 
-    return act, lambda self, other: act(self, other, flip=True)
+    def flipped(self, other):
+        if isinstance(other, Pointer):
+            return NotImplemented
+        a, b = _operands(self.t, raw(other))
+        return Value(do(b, a))
+
+    return act, flipped
 
 
 def _whole(do, a, b):
@@ -69,9 +84,12 @@ class Value:
     """A tensor or scalar of a kernel."""
 
     def __init__(self, t):
-        self.t = t if isinstance(t, torch.Tensor) else torch.tensor(t)
-        if isinstance(t, int) and self.t.dtype == torch.int64 and -(2**31) <= t < 2**31:
-            self.t = self.t.to(torch.int32)
+        if isinstance(t, torch.Tensor):
+            self.t = t
+        elif type(t) is int and -(2**31) <= t < 2**31:
+            self.t = torch.tensor(t, dtype=torch.int32)
+        else:
+            self.t = torch.tensor(t)
 
     dtype = property(lambda self: NAMES[self.t.dtype])
     shape = property(lambda self: list(self.t.shape))
@@ -154,6 +172,7 @@ class Memory:
 
     def __init__(self):
         self.starts, self.parts = [], []
+        self.words = []  # of each allocation: bytes of a word -> the allocation as such words
 
     def hold(self, t):
         storage = t.untyped_storage()
@@ -164,10 +183,11 @@ class Memory:
         view = torch.empty(0, dtype=torch.uint8).set_(storage)
         self.starts.insert(at, start)
         self.parts.insert(at, view)
+        self.words.insert(at, {})
 
     def pick(self, address, size):
-        """The allocation of the lowest address, as words of `size`: (it, the number of each
-        address's word in it, which of them lie in it)."""
+        """The allocation of the lowest address, as words of `size`: ((it, the number of each
+        address's word in it), which of them lie in it)."""
         first = int(address.min())
         at = bisect_right(self.starts, first) - 1
         start = self.starts[at] if at >= 0 else 0
@@ -176,20 +196,39 @@ class Memory:
         inside = address + size <= end
         if at < 0 or not bool(inside[address == first].all()):
             raise IndexError(f"no allocation holds {size} bytes at {first:#x}")
-        offset = address - start
-        if bool((offset % size != 0).any()):
+        return self._words(address, at, size), inside
+
+    def _words(self, address, at, size):
+        """Allocation `at` as words of `size`, and the number of each address's word in it."""
+        offset = address - self.starts[at]
+        if bool((offset % size).any()):
             raise IndexError(f"an address is not a multiple of {size} bytes")
-        words = whole[: len(whole) // size * size].view(RAW[size])
-        return words, offset // size, inside
+        words = self.words[at].get(size)
+        if words is None:
+            whole = self.parts[at]
+            words = self.words[at][size] = whole[: len(whole) // size * size].view(RAW[size])
+        return words, offset // size if size > 1 else offset
+
+    def one(self, address, size):
+        """As `pick` where one allocation has all addresses, or None."""
+        low, high = (int(v) for v in torch.aminmax(address))
+        at = bisect_right(self.starts, low) - 1
+        if at < 0 or high + size > self.starts[at] + len(self.parts[at]):
+            return None
+        return self._words(address, at, size)
 
     def load(self, address, dtype):
         """Values at int64 addresses [n]."""
         size = dtype.itemsize
+        one = self.one(address, size) if len(address) else None
+        if one is not None:
+            words, offset = one
+            return words[offset].view(dtype)
         found = torch.empty(len(address), dtype=RAW[size])
         left = torch.ones(len(address), dtype=torch.bool)
         while bool(left.any()):
             at = left.nonzero()[:, 0]
-            words, offset, inside = self.pick(address[at], size)
+            (words, offset), inside = self.pick(address[at], size)
             found[at[inside]] = words[offset[inside]]
             left[at[inside]] = False
         return found.view(dtype)
@@ -197,9 +236,14 @@ class Memory:
     def store(self, address, values):
         size = values.dtype.itemsize
         values, left = values.view(RAW[size]), torch.ones(len(address), dtype=torch.bool)
+        one = self.one(address, size) if len(address) else None
+        if one is not None:
+            words, offset = one
+            words[offset] = values
+            return
         while bool(left.any()):
             at = left.nonzero()[:, 0]
-            words, offset, inside = self.pick(address[at], size)
+            (words, offset), inside = self.pick(address[at], size)
             words[offset[inside]] = values[at[inside]]
             left[at[inside]] = False
 
@@ -266,8 +310,8 @@ class Shared:
 class Barriers:
     """mbarriers, made together."""
 
-    def __init__(self, num):
-        self.made = [Barrier() for _ in range(num)]
+    def __init__(self, num, lock):
+        self.made = [Barrier(lock) for _ in range(num)]
 
     def index(self, i):
         return self.made[int(i)]
@@ -276,8 +320,9 @@ class Barriers:
 class Barrier:
     """One mbarrier: `pending` arrivals and `bytes` end its phase."""
 
-    def __init__(self):
+    def __init__(self, lock):
         self.count = self.pending = self.bytes = self.phase = 0
+        self.changed = threading.Condition(lock)  # of its own: nobody else wakes when it completes
 
 
 class Descriptor:
