@@ -94,7 +94,7 @@ def _quotient(a, b):
         return a * 0 - 1
     q = a // b
     if isinstance(q, np.ndarray):
-        if (q < 0).any():
+        if np.count_nonzero(q < 0):
             q = q + ((q < 0) & (q * b != a))
         return q
     return q + 1 if q < 0 and q * b != a else q

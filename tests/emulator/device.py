@@ -202,6 +202,12 @@ def _named(depth):
     return "memory"
 
 
+@functools.cache
+def _last_byte(shape, strides):
+    """Where the last element of an array begins."""
+    return sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
 class Shared:
     """A descriptor of shared memory: a view of an allocation."""
 
@@ -243,10 +249,8 @@ class Shared:
 
     def rows(self):
         """The rows of the allocation that it touches."""
-        v = self.v
-        last = sum((n - 1) * stride for n, stride in zip(v.shape, v.strides, strict=True))
-        row = self.cells.row
-        return range(self.at // row, (self.at + last) // row + 1)
+        row, last = self.cells.row, self.at + _last_byte(self.v.shape, self.v.strides)
+        return range(self.at // row, last // row + 1)
 
     def load(self, layout=None):
         scheduler, role = _now()
@@ -469,12 +473,11 @@ def _copy(descriptor, inside, barrier, into, times):
     def act():
         memory = scheduler.memory
         region = memory.region(descriptor.start, 1)
-        base = descriptor.start - region.start
-        late = region.copied(barrier.agent, offsets + base, order)
+        there = offsets + (descriptor.start - region.start)
+        late = region.copied(barrier.agent, there, order)
         if len(places) < len(flat):
             flat[:] = 0
-        size = descriptor.size
-        flat[places] = region.view(flat.dtype.type)[(offsets + base) // size]
+        flat[places] = region.view(flat.dtype.type)[there // descriptor.size]
         if late is not None:
             flat.reshape(-1, 1).view(np.uint8)[places[late]] = 0xFF
         barrier.so_far[SEEN, barrier.agent] = max(barrier.so_far[SEEN, barrier.agent], number)
@@ -818,13 +821,16 @@ MEANINGS = (
 def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
     if text == "":
         return args[0]
+    act = _meaning(text)
+    assert act is not _launch_control or not args, f"no meaning is known for {text!r}"
+    return act(text, *args)
+
+
+@functools.cache
+def _meaning(text):
     if re.search(r"\b[Aa][Gg][Aa][Ii][Nn]:", text):
-        return _wait_for_words(text, *args)
-    for known, act in MEANINGS:
-        if known in text:
-            return act(text, *args)
-    assert not args, f"no meaning is known for {text!r}"
-    return _launch_control(text)
+        return _wait_for_words
+    return next((act for known, act in MEANINGS if known in text), _launch_control)
 
 
 # -- launches --------------------------------------------------------------------------------------

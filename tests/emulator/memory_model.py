@@ -102,7 +102,7 @@ class Region:
         by, at = self.by[offset], self.at[offset]
         late = order[by] < at
         late &= by != agent
-        return late if late.any() else None
+        return late if np.count_nonzero(late) else None  # any() goes through Python
 
     def check_stores(self, memory, agent, offset, order, what):
         """All stores to bytes `offset` must come before."""
@@ -147,14 +147,14 @@ class Region:
             self.mark[offset] = True
             hit = self.mark[where]
             self.mark[offset] = False
-            if hit.any():
+            if np.count_nonzero(hit):
                 first = int(where[int(np.argmax(hit))])
                 self._blame(memory, "stores to", agent, reader, first)
 
     def _check_words(self, memory, agent, offset, order, what, is_write):
         low, high = int(offset.min()), int(offset.max())
         for at, word in list(self.words.items()):
-            if low <= at <= high and (offset == at).any():
+            if low <= at <= high and np.count_nonzero(offset == at):
                 met = word.met.get(agent, {})
                 for by, clock in (word.seen if is_write else word.wrote).items():
                     if order[by] < clock and met.get(by, 0) < clock:
@@ -228,7 +228,7 @@ class Memory:
 
     @staticmethod
     def _aligned(offset, size):
-        if (offset % size).any():
+        if np.count_nonzero(offset % size):
             raise Violation(f"an address is not a multiple of {size} bytes")
         return offset
 
