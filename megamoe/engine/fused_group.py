@@ -33,7 +33,7 @@ from megamoe.errors import (
 from megamoe.formats.quantized import Quantized
 from megamoe.layout.regions import Workspace
 from megamoe.planner.buckets import bucket_of
-from megamoe.planner.hopper import check_grid
+from megamoe.planner.fused import check_grid
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, ShapeError, one_of, require
 from megamoe.planner.choice import Value
-from megamoe.planner.hopper import check_grid
+from megamoe.planner.fused import check_grid
 from megamoe.planner.overrides import TILE, checked
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import MAX_RANKS

@@ -26,7 +26,7 @@ from megamoe.layout.pushed import (
     token_words,
 )
 from megamoe.layout.regions import Workspace, align_up, ceil_div
-from megamoe.planner import hopper, split
+from megamoe.planner import fused, hopper, split
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.launches import (
@@ -177,18 +177,18 @@ def following(tile: Tile, *, is_split: bool = False) -> Following:
     return Following(True, True, True)
 
 
-def why_not(call: CallSpec) -> hopper.Refusal | None:
+def why_not(call: CallSpec) -> fused.Refusal | None:
     """Why the chain does not take a call; None where it does."""
     p = call.problem
     if p.num_ranks == 1 and call.max_tokens is None:
-        return hopper.Refusal("the chain is for ranks; one layer alone runs staged or fused")
+        return fused.Refusal("the chain is for ranks; one layer alone runs staged or fused")
     if p.num_ranks > tables.MAX_RANKS:
-        return hopper.Refusal(f"the chain takes {tables.MAX_RANKS} ranks at most")
+        return fused.Refusal(f"the chain takes {tables.MAX_RANKS} ranks at most")
     if call.is_group and not call.max_tokens:
         why = "the chain needs max_tokens_per_rank: memory is shared up front"
-        return hopper.Refusal(why, CapacityError)
+        return fused.Refusal(why, CapacityError)
     if p.top_k + call.num_shared > MAX_TOP_K:
-        return hopper.Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
+        return fused.Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
     return None
 
 
@@ -264,7 +264,7 @@ def sms_of(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> int:
     """SMs of one rank."""
     reserve = given.get("reserve_sms") or 0
     assert isinstance(reserve, int)
-    hopper.check_grid(num_sms, reserve, 2 * call.local_ranks)
+    fused.check_grid(num_sms, reserve, 2 * call.local_ranks)
     return (num_sms - reserve) // call.local_ranks
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megamoe.errors import CapacityError, DTypeError, MegaMoEError, NotAvailable, require
+from megamoe.errors import CapacityError, NotAvailable, require
 from megamoe.formats.spec import recipe_named
-from megamoe.layout.exchange import InboxSizes, exchange
 from megamoe.layout.regions import Workspace, align_up, ceil_div
-from megamoe.planner import smem
+from megamoe.planner import fused, smem
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import SharedMemory, Value
 from megamoe.planner.launches import (
@@ -20,7 +18,6 @@ from megamoe.planner.launches import (
     Gemm,
     GemmSwapAb,
     Launch,
-    Mega,
     Pass,
     Permute,
     Place,
@@ -228,13 +225,6 @@ def _stages(overrides: Mapping[str, Value], max_stages: int) -> int:
 # -- which calls are fused ------------------------------------------------------------------------
 
 
-class Refusal(NamedTuple):
-    """Why a call is not fused."""
-
-    why: str
-    kind: type[MegaMoEError] = NotAvailable
-
-
 def as_fused(tile: Tile, routing_bytes: int = 0) -> GemmSwapAb | None:
     """The tile of a fused launch; None where only launches of their own hold it.
 
@@ -249,36 +239,8 @@ def as_fused(tile: Tile, routing_bytes: int = 0) -> GemmSwapAb | None:
     return replace(tile, num_stages=stages, math_regs=tables.MATH_REGS, load_regs=tables.LOAD_REGS)
 
 
-def slot_size(num_slots: int) -> int:
-    """Slots to the next size that the fused kernel is compiled for."""
-    return next(size for size in tables.SLOT_SIZES if num_slots <= size)
-
-
-def routing_bytes(num_slots: int, num_experts: int, num_ranks: int = 1) -> int:
-    """Shared memory of the experts of all slots and the counts of one rank's experts.
-
-    Over several ranks sources count slots themselves: the counts of each.
-    """
-    counts = 4 * next_power_of_2(num_experts, 32)
-    return 2 * slot_size(num_slots) + counts if num_ranks == 1 else tables.MAX_RANKS * counts
-
-
-def passes(
-    recipe: str,
-    num_tokens: int,
-    slots_per_token: int,
-    num_experts: int,
-    *,
-    fits_e4m3: bool = True,
-) -> tuple[int, int]:
-    """(launches of a call over a group, tokens of a rank in each): as few as a launch's limits let.
-
-    slots_per_token  of all ranks, for each token of a rank
-    """
-
-    each = tokens_of_a_launch(recipe, num_tokens, slots_per_token, num_experts, fits_e4m3=fits_e4m3)
-    num = ceil_div(num_tokens, max(each, 1))
-    return num, ceil_div(num_tokens, num)
+def _fits(recipe: str, fits_e4m3: bool) -> fused.Fits:
+    return lambda rows: as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is not None
 
 
 def tokens_of_a_launch(
@@ -289,78 +251,45 @@ def tokens_of_a_launch(
     *,
     fits_e4m3: bool = True,
 ) -> int:
-    """Tokens of a rank, up to `num_tokens`, that one fused launch takes; arguments as `passes`."""
-
-    def is_too_many(tokens: int) -> bool:
-        rows = tokens * slots_per_token / num_experts
-        return as_fused(pick(recipe, rows, fits_e4m3=fits_e4m3)[0]) is None
-
-    max_tokens = min(num_tokens, tables.MAX_GROUP_SLOTS // slots_per_token)
-    return bisect(range(1, max_tokens + 1), False, key=is_too_many)
+    """As `fused.tokens_of_a_launch`."""
+    fits = _fits(recipe, fits_e4m3)
+    return fused.tokens_of_a_launch(fits, num_tokens, slots_per_token, num_experts)
 
 
 def passes_of(call: CallSpec) -> tuple[int, int]:
     """(fused launches of a call, tokens of a rank in each)."""
-    p = call.problem
-    if not call.is_group:
-        return 1, p.num_tokens
-    tokens = max(call.fused_tokens, 1)
-    slots = p.num_ranks * p.top_k
-    return passes(p.recipe, tokens, slots, p.num_experts, fits_e4m3=call.fits_e4m3)
+    return fused.passes_of(call, _fits(call.problem.recipe, call.fits_e4m3))
 
 
-def why_never_fused(call: CallSpec) -> Refusal | None:
-    """Why no fused launch of any GPU takes this call, whatever its size."""
-    if call.is_quantized:
-        return Refusal("a fused launch takes BF16 tokens; these come quantised", DTypeError)
-    if call.is_captured:
-        return Refusal("a graph around mm.moe has no counters of its own; MoE has them")
-    if call.is_group:
-        if call.shared is not None:
-            return Refusal("fused calls over a group have no shared experts")
-        if call.is_placed:
-            return Refusal("fused calls over a group need contiguous experts, each once")
-        if call.problem.num_ranks > tables.MAX_RANKS:
-            return Refusal(f"fused calls take {tables.MAX_RANKS} ranks at most")
-        if not call.max_tokens:
-            why = "fused calls over a group need max_tokens_per_rank: memory is shared up front"
-            return Refusal(why, CapacityError)
-    return None
-
-
-def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> Refusal | None:
+def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal | None:
     """Why no fused launch takes this call on Hopper; None where one does."""
     p = call.problem
-    refusal = why_never_fused(call)
+    refusal = fused.why_never(call)
     if refusal is not None:
         return refusal
     if call.shared is not None:
         if call.shared.apart:
             why = "shared experts of a fused launch must be like the routed ones, in FP4 with E8M0 "
-            return Refusal(f"{why}scales, without bias; got {call.shared.apart}")
+            return fused.Refusal(f"{why}scales, without bias; got {call.shared.apart}")
         if p.top_k + call.num_shared > MAX_TOP_K:
-            return Refusal(f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError)
+            return fused.Refusal(
+                f"combine takes {MAX_TOP_K} slots of a token at most", CapacityError
+            )
     _, each = passes_of(call)
-    slots = p.num_ranks * each * (p.top_k + call.joined)
-    limit = tables.MAX_SLOTS if p.num_ranks == 1 else tables.MAX_GROUP_SLOTS
-    if slots > limit:
-        why = f"a fused launch takes {limit} slots at most; got {slots}"
-        return Refusal(why, CapacityError)
+    refusal = fused.why_too_many(call, fused.num_slots(call, each))
+    if refusal is not None:
+        return refusal
     load = each * p.num_ranks * p.top_k / p.num_experts
     tile, _ = tile_for(call, load, given)
     if as_fused(tile) is None:
         why = f"{load:.1f} rows an expert need the tile {tile}, which a fused launch cannot hold"
-        return Refusal(why, CapacityError)
+        return fused.Refusal(why, CapacityError)
     return None
 
 
 def max_fused_tokens(call: CallSpec) -> int:
     """Tokens of the largest call of one rank that a fused launch takes."""
-    p = call.problem
-    slots = p.top_k + call.joined
-    max_tokens = max(tables.MAX_SLOTS // slots, 1)
-    _, each = passes(p.recipe, max_tokens, p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3)
-    return each
+    return fused.max_tokens(call, _fits(call.problem.recipe, call.fits_e4m3))
 
 
 def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[Tile, str]:
@@ -377,13 +306,7 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
     p = call.problem
     refusal = why_not_fused(call, given)
     if asked == "fused":
-        require(
-            refusal is None,
-            "mode fused must fit the call",
-            got=refusal.why if refusal else "",
-            fix="use mode='auto' or 'staged'",
-            kind=refusal.kind if refusal else NotAvailable,
-        )
+        fused.require_mode("fused", refusal)
         return "fused", "asked for"
     if asked == "staged":
         return "staged", "asked for"
@@ -402,29 +325,17 @@ def _split(call: CallSpec) -> tuple[str, str]:
     from megamoe.planner import split
 
     refusal = split.why_not(call)
-    require(
-        refusal is None,
-        "mode split must fit the call",
-        got=refusal.why if refusal else "",
-        fix="use mode='auto' or 'staged'",
-        kind=refusal.kind if refusal else NotAvailable,
-    )
+    fused.require_mode("split", refusal)
     return "split", "asked for"
 
 
-def over_group(call: CallSpec, not_fused: Refusal | None, asked: str) -> tuple[str, str]:
+def over_group(call: CallSpec, not_fused: fused.Refusal | None, asked: str) -> tuple[str, str]:
     """Over a group: one fused launch, else the chain (`tables.AUTO_TAKES_CHAIN`), else staged."""
     from megamoe.planner import chain
 
     refusal = chain.why_not(call)
     if asked == "chain":
-        require(
-            refusal is None,
-            "mode chain must fit the call",
-            got=refusal.why if refusal else "",
-            fix="use mode='auto' or 'staged'",
-            kind=refusal.kind if refusal else NotAvailable,
-        )
+        fused.require_mode("chain", refusal)
         return "chain", "asked for"
     num, _ = passes_of(call)
     if not_fused is None and num == 1:
@@ -454,67 +365,15 @@ def max_tiles(slots: int, experts: int, block_m: int) -> int:
     return max(min(slots, slots // block_m + experts), 1)
 
 
-def ring(
-    most_rows: int, pool_rows: int | None, block_m: int, align: int = tables.ROW_ALIGN
-) -> tuple[int, int]:
-    """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
-
-    align  rows at whose multiples experts begin
-
-    >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
-    ((100, 0), (100, 0), (496, 240))
-    """
-    if pool_rows is None or pool_rows >= most_rows:
-        return most_rows, 0
-    waves = tables.MAX_WAVES
-    half = pool_rows // (2 * align) * align
-    wave_rows = half - block_m
-    least = 2 * (max(align_up(ceil_div(most_rows, waves), align), block_m) + block_m)
-    require(  # waves of less than a tile could be empty
-        wave_rows >= block_m and ceil_div(most_rows, wave_rows) <= waves,
-        f"the pool of a call with up to {most_rows} rows must have {least} at least",
-        got=f"pool_rows {pool_rows}",
-        fix=f"there are {waves} waves at most, each of at least a tile of {block_m} rows",
-        kind=CapacityError,
-    )
-    return 2 * half, wave_rows
-
-
-def weights_ahead(tile: GemmSwapAb) -> int:
-    """Stages of a CTA's first weights that come before all tokens are in the pool: half a ring.
-
-    48 experts at 32 tokens, stages of one K block: 233.2 us with 6 of 11, 234.7 with none, 233.5
-    with all. Fewer leave memory idle, more hold up the tokens.
-    """
-    return tile.num_stages // 2
-
-
-def check_grid(num_sms: int, reserve_sms: int, ranks: int) -> None:
-    """Require an SM for every rank of a launch."""
-    require(
-        num_sms - reserve_sms >= ranks,
-        f"a fused launch needs {ranks} of the GPU's {num_sms} SMs at least",
-        got=f"reserve_sms {reserve_sms}",
-        fix="reserve fewer",
-        kind=CapacityError,
-    )
-
-
 def exchange_of(call: CallSpec) -> Workspace:
     """The memory that a rank shares with its peers in fused calls."""
     p = call.problem
     num_passes, each = passes_of(call)
     how = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3)
     width = align_up(p.hidden, tables.WIDTH)
-    inbox = InboxSizes(
-        num_ranks=p.num_ranks,
-        num_tokens=each,
-        token_bytes=width * (1 if how.mma == "fp8" else 2),
-        scale_bytes=16 * ceil_div(width, 512) if how.promotion else 0,
-        max_top_k=next_power_of_2(p.top_k),
-        max_experts=next_power_of_2(p.num_experts // p.num_ranks, 32),
-    )
-    return exchange(num_passes * each, p.hidden, p.top_k, tables.COUNTERS, num_passes, inbox)
+    token_bytes = width * (1 if how.mma == "fp8" else 2)
+    scale_bytes = 16 * ceil_div(width, 512) if how.promotion else 0
+    return fused.workspace(call, num_passes, each, token_bytes, scale_bytes)
 
 
 def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:
@@ -522,27 +381,12 @@ def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> La
     p = call.problem
     _, each = passes_of(call)
     load = each * p.num_ranks * p.top_k / p.num_experts
-    top_k = p.top_k + call.joined
-    slots = p.num_ranks * each * top_k
-    experts = p.num_experts // p.num_ranks + call.joined
+    slots, experts = fused.num_slots(call, each), fused.num_local_experts(call)
     wide, why = tile_for(call, load, given)
-    tile = as_fused(wide, routing_bytes(slots, experts, p.num_ranks))
+    tile = as_fused(wide, fused.routing_bytes(slots, experts, p.num_ranks))
     assert tile is not None, "why_not_fused would have refused it"
-    reserve, pool_rows = _int(given, "reserve_sms", 0), given.get("pool_rows")
-    check_grid(num_sms, reserve, call.local_ranks)
-    assert pool_rows is None or isinstance(pool_rows, int)
-    rows, wave_rows = ring(num_rows(slots, experts), pool_rows, tile.block_m)
-    config = Mega(
-        tile=tile,
-        max_slots=slot_size(slots) if p.num_ranks == 1 else 0,
-        max_experts=next_power_of_2(experts, 32),
-        max_top_k=next_power_of_2(top_k),
-        weights_ahead=weights_ahead(tile),
-        pool_rows=rows,
-        wave_rows=wave_rows,
-    )
-    grid = ((num_sms - reserve) // call.local_ranks * call.local_ranks,)
-    return Launch("mega", "mega_kernel", grid, config, why)
+    rows = num_rows(slots, experts)
+    return fused.launch("mega_kernel", call, each, tile, why, rows, num_sms, given)
 
 
 class Sizes(NamedTuple):

@@ -17,7 +17,7 @@ from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, blackwell_fused, chain, hopper, portable, split
+from megamoe.planner import blackwell, blackwell_fused, chain, fused, hopper, portable, split
 from megamoe.planner.buckets import group_modes
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
@@ -175,7 +175,7 @@ class Plan:
         p = self.problem
         slots = p.num_ranks * self.fused_tokens * (p.top_k + self.call.joined)
         experts = p.num_experts // p.num_ranks + self.call.joined
-        return hopper.routing_bytes(slots, experts, p.num_ranks)
+        return fused.routing_bytes(slots, experts, p.num_ranks)
 
     @property
     def fused_tokens(self) -> int:

@@ -12,7 +12,8 @@ from megamoe.engine import launch_options, op, status
 from megamoe.engine.status import COUNTERS, GIVEN_UP, NONE, DeviceStatus
 from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, RangeError
 from megamoe.kernels.gluon.mega.sync import L1_DONE
-from megamoe.planner.hopper import check_grid, max_tiles
+from megamoe.planner.fused import check_grid
+from megamoe.planner.hopper import max_tiles
 from megamoe.planner.tables import hopper as tables
 from megamoe.planner.tables.hopper import MAX_SLOTS
 from tests.engine.pretended import E, H, K, make, tokens, wanted, weights
@@ -160,10 +161,14 @@ def test_a_request_that_leaves_no_sm_is_refused(gpu):
 def test_counters_suffice_for_every_call_and_have_lines_of_their_own():
     most = max(max_tiles(MAX_SLOTS, num, 8) for num in (1, 8, 256, 10**6))
     assert L1_DONE.value + most <= COUNTERS
-    found = DeviceStatus(CPU, ranks=8)
-    assert found.counters.shape == (COUNTERS,) and COUNTERS % 32 == 0
-    assert (found.counters.data_ptr() - found.storage.data_ptr()) % 128 == 0
-    assert not found.counters.any() and not found.report.any() and (found.bad_slot == NONE).all()
+    device_status = DeviceStatus(CPU, ranks=8)
+    assert device_status.counters.shape == (COUNTERS,) and COUNTERS % 32 == 0
+    assert (device_status.counters.data_ptr() - device_status.storage.data_ptr()) % 128 == 0
+    assert (
+        not device_status.counters.any()
+        and not device_status.report.any()
+        and (device_status.bad_slot == NONE).all()
+    )
 
 
 def test_every_layer_has_counters_of_its_own_for_all_sizes(gpu):
@@ -222,12 +227,14 @@ def test_another_stream_waits_for_the_last_fused_call(monkeypatch):
             log.append((self.name, other.name))
 
     log, streams = [], [Stream("a"), Stream("b")]
-    found = DeviceStatus(CPU)
+    device_status = DeviceStatus(CPU)
     monkeypatch.setattr(status, "is_capturing", lambda device: False)
-    monkeypatch.setattr(found, "storage", type("Words", (), {"device": torch.device("cuda")}))
+    monkeypatch.setattr(
+        device_status, "storage", type("Words", (), {"device": torch.device("cuda")})
+    )
     for at in (0, 0, 1, 1, 0):
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device, at=at: streams[at])
-        found.order_after_last()
+        device_status.order_after_last()
     assert log == [("b", "a"), ("a", "b")]
 
 
@@ -282,11 +289,11 @@ def test_bad_slots_are_reported_once_and_come_with_the_report_in_one_copy(gpu, m
 
 
 def test_a_staged_launch_that_gave_up_is_reported_once():
-    found = DeviceStatus(CPU)
-    found.bad_slot.fill_(GIVEN_UP)
+    device_status = DeviceStatus(CPU)
+    device_status.bad_slot.fill_(GIVEN_UP)
     with pytest.raises(MegaMoETimeout, match="tiles or weights of other CTAs"):
-        found.check(K)
-    found.check(K)
+        device_status.check(K)
+    device_status.check(K)
 
 
 def test_poison_fills_all_memory_before_the_launch(gpu):

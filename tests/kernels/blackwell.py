@@ -13,8 +13,8 @@ from megamoe.kernels.blackwell.weights import place
 from megamoe.kernels.gluon.mega.arguments import Experts, Inbox, State, Tokens, World
 from megamoe.planner.blackwell import num_rows
 from megamoe.planner.blackwell_fused import as_fused
+from megamoe.planner.fused import routing_bytes, slot_size
 from megamoe.planner.grouped import GATED, GroupedSpec, plan_grouped
-from megamoe.planner.hopper import routing_bytes, slot_size
 from megamoe.planner.launches import Launch, Mega, next_power_of_2
 from megamoe.planner.tables.hopper import COUNTERS
 from megamoe.problem import Options

@@ -12,7 +12,7 @@ import torch
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.planner.blackwell import shipped, tmem_columns
 from megamoe.planner.blackwell_fused import as_fused, shared_memory
-from megamoe.planner.hopper import routing_bytes
+from megamoe.planner.fused import routing_bytes
 from megamoe.planner.launches import next_power_of_2
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.tables.blackwell import TMEM_COLUMNS

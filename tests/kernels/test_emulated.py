@@ -17,7 +17,8 @@ from megamoe.errors import MegaMoETimeout, RankError
 from megamoe.kernels.gluon.mega import inbox, quantise, sync
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.planner import hopper as planner_hopper
-from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.fused import ring
+from megamoe.planner.hopper import as_fused, num_rows
 from megamoe.planner.launches import Gemm
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables import hopper as tables

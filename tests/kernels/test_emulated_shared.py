@@ -6,7 +6,8 @@ import torch
 import megamoe as mm
 from megamoe.engine import images
 from megamoe.engine.status import DeviceStatus
-from megamoe.planner.hopper import as_fused, num_rows, ring
+from megamoe.planner.fused import ring
+from megamoe.planner.hopper import as_fused, num_rows
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts

@@ -9,7 +9,8 @@ import torch
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights.pack import pack
-from megamoe.planner.hopper import as_fused, pick, routing_bytes, slot_size, weights_ahead
+from megamoe.planner.fused import routing_bytes, slot_size, weights_ahead
+from megamoe.planner.hopper import as_fused, pick
 from megamoe.planner.launches import Launch, Mega, next_power_of_2
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
 from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES

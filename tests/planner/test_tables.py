@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megamoe.errors import CapacityError
 from megamoe.formats.spec import RECIPES
 from megamoe.hardware import SMEM_PER_CTA
-from megamoe.planner import hopper, portable, smem
+from megamoe.planner import fused, hopper, portable, smem
 from megamoe.planner.launches import Gemm, GemmSwapAb
 from megamoe.planner.numerics import (
     HOPPER_RECIPES,
@@ -127,11 +127,11 @@ def test_numerics_hold_both_operands(recipe, backend, arch):
 @given(st.integers(1, 40_000), st.integers(1, 12_000), st.sampled_from([8, 16, 32]))
 def test_a_ring_holds_two_waves_and_their_last_tiles(most_rows, pool_rows, block_m):
     try:
-        rows, wave = hopper.ring(most_rows, pool_rows, block_m)
+        rows, wave = fused.ring(most_rows, pool_rows, block_m)
     except CapacityError as error:
         least = int(str(error).split("must have ")[1].split()[0])
         assert pool_rows < least
-        assert hopper.ring(most_rows, least, block_m)[0] <= least
+        assert fused.ring(most_rows, least, block_m)[0] <= least
         return
     if wave == 0:
         assert rows == most_rows <= pool_rows
@@ -141,19 +141,24 @@ def test_a_ring_holds_two_waves_and_their_last_tiles(most_rows, pool_rows, block
     assert -(-most_rows // wave) <= tables.MAX_WAVES
 
 
+def fits(rows):
+    """Whether a fused launch of w4a8_block takes so many rows of an expert."""
+    return hopper.as_fused(hopper.pick("w4a8_block", rows)[0]) is not None
+
+
 @pytest.mark.parametrize(
     ("tokens", "slots", "experts", "found"),
     [(64, 48, 384, (1, 64)), (180, 48, 384, (1, 180)), (181, 48, 384, (2, 91)),
      (100, 4, 8, (3, 34)), (5, 20000, 384, (5, 1))],
 )  # fmt: skip
 def test_a_call_over_a_group_has_as_few_launches_as_their_limits_let(tokens, slots, experts, found):
-    assert hopper.passes("w4a8_block", tokens, slots, experts) == found
+    assert fused.passes(fits, tokens, slots, experts) == found
 
 
 @SETTINGS
 @given(st.integers(1, 9000), st.integers(1, 300), st.sampled_from([8, 32, 256]))
 def test_passes_cover_all_tokens_within_the_limits(tokens, slots, experts):
-    num, each = hopper.passes("w4a8_block", tokens, slots, experts)
+    num, each = fused.passes(fits, tokens, slots, experts)
     assert (num - 1) * each < tokens <= num * each
     if each > 1:
         assert each * slots <= tables.MAX_GROUP_SLOTS
