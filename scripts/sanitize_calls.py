@@ -47,7 +47,7 @@ def normal(*shape: int) -> torch.Tensor:
 def layer(recipe: str) -> None:
     """Both tiers of the staged layer, FP8 combine, padding rows, quantised tokens."""
     w = mm.ExpertWeights.quantize(normal(E, 2 * I, H), normal(E, H, I), recipe).to(DEVICE)
-    found = status.DeviceStatus(DEVICE)
+    device_status = status.DeviceStatus(DEVICE)
     for num in BATCHES:
         x = normal(num, H)
         idx, weight = sample_routing(num, E, K, masked_ratio=0.2)
@@ -61,7 +61,7 @@ def layer(recipe: str) -> None:
                 w, options, Traits(), num_tokens=num, top_k=K,
                 overrides=(("backend", "portable"),), is_quantized=tokens is q,
             )  # fmt: skip
-            call = Call(tokens, *routing, w, options, None, found, None, padding)
+            call = Call(tokens, *routing, w, options, None, device_status, None, padding)
             assert portable.run(call, plan).isfinite().all()
 
 

@@ -179,7 +179,7 @@ def propose(
         fit = [r for r in free if expert not in ranks[r]]
         target = min(fit or free, key=lambda r: (busy[r], r))
         if not fit:
-            target = _make_room(expert, target, ranks, busy, share)
+            target = _free_place(expert, target, ranks, busy, share)
         ranks[target].add(expert)
         busy[target] += load
     placement = Placement(len(loads), tuple(tuple(sorted(experts)) for experts in ranks))
@@ -232,12 +232,12 @@ def _copies(loads: Sequence[float], num_ranks: int, num_physical: int) -> list[i
     return counts
 
 
-def _make_room(
+def _free_place(
     expert: int, target: int, ranks: list[set[int]], busy: list[float], share: dict[int, float]
 ) -> int:
-    """All ranks with room hold `expert` already: one of another rank's moves there, for its place.
+    """All ranks with a free place hold `expert` already: one of another rank's moves to `target`.
 
-    There is one: a full rank holds more experts than one with room, and some rank lacks `expert`.
+    There is one: a full rank holds more experts than `target`, and some rank lacks `expert`.
     """
     others = [r for r in range(len(ranks)) if expert not in ranks[r]]
     options = [

@@ -26,7 +26,7 @@ class GemmInputs:
         self.x = normal(device, seed, sum(shape.rows), k).bfloat16()
         self.w = (normal(device, seed + 1, g, n, k) * k**-0.5).bfloat16()
         self.counts = torch.tensor(shape.rows, dtype=torch.int32, device=device)
-        self._held: dict[tuple[str, str], Quantized] = {}
+        self._quantized: dict[tuple[str, str], Quantized] = {}
         self._exact: dict[str, Tensor] = {}
 
     def rows_as(self, fmt: str) -> Quantized:
@@ -38,11 +38,11 @@ class GemmInputs:
         return self._as("w", fmt)
 
     def _as(self, name: str, fmt: str) -> Quantized:
-        if (name, fmt) not in self._held:
+        if (name, fmt) not in self._quantized:
             source = getattr(self, name)
             g = weight_global_scale(source) if (name, fmt) == ("w", "nvfp4") else None
-            self._held[name, fmt] = quantize(source, fmt, global_scale=g)
-        return self._held[name, fmt]
+            self._quantized[name, fmt] = quantize(source, fmt, global_scale=g)
+        return self._quantized[name, fmt]
 
     def exact(self, recipe: str) -> Tensor:
         """What a recipe must give: its values multiplied in float64, rounded to BF16."""

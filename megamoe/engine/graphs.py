@@ -137,7 +137,7 @@ class Graphs:
 
     def __init__(self, max_tokens: int | None = None) -> None:
         self.most = MAX_TOKENS if max_tokens is None else min(max_tokens, MAX_TOKENS)
-        self._held: dict[Any, Captured] = {}
+        self._captured: dict[Any, Captured] = {}
         self._by_signature: dict[Any, Ready] = {}
         self._parts: Any = None  # Parts, or of a group
         self._gpu: Gpu | None = None
@@ -175,10 +175,10 @@ class Graphs:
 
         signature  by which `find` finds it the next time
         """
-        held = self.held(bucket, parts)
+        captured = self.captured(bucket, parts)
         assert self._gpu is not None
         words = x.stride(0), x.shape[0], topk_idx.dtype == torch.int64
-        one = Ready(parts, self._gpu, held.graph.replay, held.rows(x.shape[0]), words)
+        one = Ready(parts, self._gpu, captured.graph.replay, captured.rows(x.shape[0]), words)
         if len(self._by_signature) < MAX_SIGNATURES:
             self._by_signature[signature] = one
         return one
@@ -218,18 +218,18 @@ class Graphs:
 
     def prepare(self, num_tokens: int, parts: Parts) -> Captured:
         """The graph that serves so many tokens, captured now if it was not before."""
-        return self.held(bucket_of(num_tokens, self.most), parts)
+        return self.captured(bucket_of(num_tokens, self.most), parts)
 
-    def held(self, bucket: Any, parts: Any) -> Captured:
+    def captured(self, bucket: Any, parts: Any) -> Captured:
         """The graph of a bucket, captured now if it was not before."""
         if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
             self.drop()
             self._gpu = Gpu(parts.weights.device)
             self._parts = parts
-        if bucket not in self._held:
+        if bucket not in self._captured:
             with device_guard.on(parts.weights.device):
-                self._held[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
-        return self._held[bucket]
+                self._captured[bucket] = self._gpu.capture(bucket, parts)  # type: ignore[union-attr]
+        return self._captured[bucket]
 
     def _is_written(self) -> bool:
         """Whether somebody wrote to what the experts were packed from."""
@@ -237,12 +237,12 @@ class Graphs:
 
     def drop(self) -> None:
         """Let all graphs go, once the GPU is done with them."""
-        gpu, held = self._gpu, self._held
-        self._held, self._by_signature = {}, {}
+        gpu, captured = self._gpu, self._captured
+        self._captured, self._by_signature = {}, {}
         self._parts, self._gpu = None, None
         if gpu is not None:
             finish(gpu.device)
-        held.clear()
+        captured.clear()
 
 
 class Gpu:

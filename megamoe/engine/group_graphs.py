@@ -136,4 +136,4 @@ def prepare(layer: MoE, picked: Picked) -> None:
     """Capture the graph of a bucket, if the layer keeps graphs and has not done so."""
     if serves(layer, picked):
         assert layer._graphs is not None
-        layer._graphs.held(picked, GroupParts.of(layer))
+        layer._graphs.captured(picked, GroupParts.of(layer))

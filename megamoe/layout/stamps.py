@@ -6,6 +6,6 @@ GPU's nanoseconds; a kind of 0 is no event. The kernel writes these numbers, `tr
 
 ROLES = 4
 MATH, LOAD_WEIGHTS, LOAD_TOKENS, PUBLISH = range(ROLES)
-ROUTE, FILL, FIRST, SECOND, MEET, COMBINE, WAIT = range(1, 8)  # kinds; FIRST is L1, SECOND L2
+ROUTE, FILL, L1, L2, END, COMBINE, WAIT = range(1, 8)  # kinds; END: the wait for all CTAs
 EVENTS = 128  # that a role keeps; those after them overwrite the last
 POOL = -1  # the ticket of a wait for all tokens

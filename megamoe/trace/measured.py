@@ -12,16 +12,16 @@ from typing import NamedTuple
 
 from megamoe.layout.stamps import (
     COMBINE,
+    END,
     FILL,
-    FIRST,
+    L1,
+    L2,
     LOAD_TOKENS,
     LOAD_WEIGHTS,
     MATH,
-    MEET,
     POOL,
     PUBLISH,
     ROUTE,
-    SECOND,
     WAIT,
 )
 from megamoe.simulator.events import SHORT_US
@@ -50,7 +50,7 @@ def timeline(recording: Recording) -> Timeline:
 
 
 def _is_block(event: Event) -> bool:
-    return event.role == MATH and event.kind in (FIRST, SECOND)
+    return event.role == MATH and event.kind in (L1, L2)
 
 
 def _us(event: Event, first: int) -> Interval:
@@ -91,7 +91,7 @@ class _Cta(NamedTuple):
                 yield self._block("math", event)
             elif event.kind == FILL:
                 yield self._span("stage", event, "fill")
-            elif event.kind == MEET:
+            elif event.kind == END:
                 middle = min(max(begin, self.done), end)
                 for start, stop, phase in ((begin, middle, "ranks"), (middle, end, "barrier")):
                     if stop > start:
@@ -106,7 +106,7 @@ class _Cta(NamedTuple):
         No stamp tells when: they count as nothing but the moment of the first.
         """
         pool = waits.get(POOL, (0.0, 0.0))[1]
-        for number, event in enumerate(e for e in events if e.kind in (FIRST, SECOND)):
+        for number, event in enumerate(e for e in events if e.kind in (L1, L2)):
             span = self._block("load", event)
             if number == 0 and span.start_us < pool < span.end_us:
                 yield span._replace(end_us=span.start_us)
@@ -116,7 +116,7 @@ class _Cta(NamedTuple):
     def _gap(self, gap: Interval, event: Event, waits: dict[int, Interval]) -> Iterator[Span]:
         """Time before a block: its tokens were not there, or else its weights."""
         begin, end = gap
-        what = "l1" if event.kind == SECOND else "tokens"
+        what = "l1" if event.kind == L2 else "tokens"
         from_us, to_us = waits.get(event.ticket if what == "l1" else POOL, (begin, begin))
         from_us, to_us = min(max(from_us, begin), end), min(max(to_us, begin), end)
         expert, m, _ = self._place(event)
@@ -132,13 +132,13 @@ class _Cta(NamedTuple):
         return Span(self.rank, self.sm, role, *_us(event, self.first), phase)
 
     def _block(self, role: str, event: Event) -> Span:
-        phase = "l1" if event.kind == FIRST else "l2"
+        phase = "l1" if event.kind == L1 else "l2"
         us = _us(event, self.first)
         return Span(self.rank, self.sm, role, *us, phase, 0, *self._place(event))
 
     def _place(self, event: Event) -> tuple[int, int, int]:
         """(expert, row block, weight block) of a ticket: all of L1 comes before all of L2."""
-        which = int(event.kind == SECOND)
+        which = int(event.kind == L2)
         number = event.ticket - which * len(self.tiles) * self.num_n_tiles[0]
         tile, n = divmod(number, self.num_n_tiles[which])
         if not 0 <= tile < len(self.tiles):

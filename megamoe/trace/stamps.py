@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from megamoe.errors import FileError, RangeError, require
 from megamoe.layout.regions import ceil_div
-from megamoe.layout.stamps import FIRST, MATH, SECOND
+from megamoe.layout.stamps import L1, L2, MATH
 from megamoe.problem import Problem
 from megamoe.simulator.sample import Counts, checked
 
@@ -96,9 +96,7 @@ class Recording:
             seen = [
                 e.ticket
                 for e in self.events
-                if e.role == MATH
-                and e.kind in (FIRST, SECOND)
-                and e.cta // self.ctas_per_rank == rank
+                if e.role == MATH and e.kind in (L1, L2) and e.cta // self.ctas_per_rank == rank
             ]
             missing, odd = set(range(num)) - set(seen), set(seen) - set(range(num))
             twice = len(seen) - len(set(seen))

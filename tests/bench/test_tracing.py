@@ -8,7 +8,7 @@ from megamoe.bench.cells import Cell, Shape
 from megamoe.bench.layer import Settings
 from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.trace.beside import Pair
-from megamoe.trace.stamps import FIRST, MATH, SECOND, Recording
+from megamoe.trace.stamps import L1, L2, MATH, Recording
 from tests.pretending import pretend_h200
 from tests.trace.support import buffer
 
@@ -40,7 +40,7 @@ def _events(topk_idx, block_m, run):
     """Every ticket once, in a launch that takes less time than the one before."""
     rows = torch.bincount(topk_idx.flatten(), minlength=8)
     num_tiles = int(-(-rows // block_m).sum())
-    kinds = [FIRST] * 4 * num_tiles + [SECOND] * num_tiles
+    kinds = [L1] * 4 * num_tiles + [L2] * num_tiles
     return [
         (t % NUM_CTAS, MATH, kind, t, 10 * t, 10 * t + 1_000_000 // run)
         for t, kind in enumerate(kinds)

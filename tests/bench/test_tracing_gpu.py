@@ -9,7 +9,7 @@ from megamoe.bench.tracing import record
 from megamoe.engine import backends
 from megamoe.layout.stamps import POOL
 from megamoe.trace.beside import Pair
-from megamoe.trace.stamps import FIRST, MATH, SECOND, Recording
+from megamoe.trace.stamps import L1, L2, MATH, Recording
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +34,7 @@ def test_every_ticket_is_computed_exactly_once(traced):
     assert found.faults() == ()
     num_tiles = len(found.tiles(0))
     kinds = [e.kind for e in found.events if e.role == MATH]
-    assert kinds.count(FIRST) == 8 * num_tiles and kinds.count(SECOND) == 4 * num_tiles
+    assert kinds.count(L1) == 8 * num_tiles and kinds.count(L2) == 4 * num_tiles
     assert Recording.from_json(found.to_json()) == found
 
 

@@ -185,7 +185,7 @@ def graphs_have_the_bits_of_one_rank(rank, folder, recipe):
             received += expert_counts(inputs[1], E)
             same &= torch.equal(layer.sent, asked)
             same &= torch.equal(layer.stats, received.chunk(2)[rank])
-        buckets = [(one.calls.mode, one.bound) for one in layer._graphs._held]
+        buckets = [(one.calls.mode, one.bound) for one in layer._graphs._captured]
         assert buckets == [("fused", 4), ("chain", 32), ("chain", 40)] == rehearsed
         x, idx, gates = tokens((4,), 9)
         if rank == 0:  # a fault of its own: it takes part without tokens, then says so
@@ -199,7 +199,7 @@ def graphs_have_the_bits_of_one_rank(rank, folder, recipe):
         layer.check()
         cuda.busy = True  # inside somebody's capture the launches themselves are captured
         layer(x[:1], idx[:1], gates[:1], max_tokens=3)
-        assert len(layer._graphs._held) == 3
+        assert len(layer._graphs._captured) == 3
     return bool(same)
 
 
@@ -231,7 +231,7 @@ def _captured(patch, cuda):
 
 
 def ranks_that_pass_other_bounds_are_told(rank, folder, bounds):
-    """Of one mode: told what each passed. Of two: each names whom it waited for."""
+    """Of one mode: the error names what each passed. Of two: each names whom it waited for."""
     with pytest.MonkeyPatch.context() as patch:
         limits = {"mode": "auto", "max_tokens_per_rank": 40, "timeout_s": 2.0}
         _, layer = _layer(rank, patch, folder, "w8a8", **limits)

@@ -36,7 +36,7 @@ class ChainRanks:
         where = planned.memory(self.plan(0, 1).call)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
         self.buffers = [chain.buffer_in(m, where) for m in self.memory]
-        self.found = [DeviceStatus(CPU) for _ in range(num_ranks)]
+        self.status = [DeviceStatus(CPU) for _ in range(num_ranks)]
         self.stats = [torch.zeros(each, dtype=torch.int64) for _ in range(num_ranks)]
         for name in REMOTE:
             kernels[name].hold = self.memory
@@ -61,7 +61,7 @@ class ChainRanks:
         is_quantized = not isinstance(part[0], torch.Tensor)
         plan = self.plan(rank, len(part[0]), is_quantized, self.bounds[rank])
         call = Call(
-            *part, self.weights[rank], self.options, self.shared, self.found[rank],
+            *part, self.weights[rank], self.options, self.shared, self.status[rank],
             self.stats[rank], None, self.timeout_s,
         )  # fmt: skip
         return chain.run(self.member(rank), call, plan)

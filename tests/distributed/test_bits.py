@@ -86,8 +86,8 @@ class Emulation:
             shared=case.shared(), mode=mode, **case.tile, **passes(case, num, w),
         )  # fmt: skip
         y = torch.cat(ranks(parts))
-        for found in ranks.found:
-            found.check(case.top_k)
+        for status in ranks.status:
+            status.check(case.top_k)
         return y
 
     def fused(self, case, w, parts):
@@ -114,14 +114,14 @@ def on_gpu(case):
     return [(mode, num) for mode, num in configurations(case) if mode != "split"]
 
 
-def held(it, case, chosen, told):
-    """The case in some modes on some ranks, against one rank; `told` counts what was run."""
+def assert_bits_of_one_rank(it, case, chosen, counts):
+    """The case in some modes on some ranks, against one rank; `counts` counts what was run."""
     wanted = it.wanted(case)
     for mode, num in chosen:
         got = it.run(case, mode, num)
         if got is not None:
             assert_same(got, wanted, case, mode, num)
-        told[f"{mode} over {num} ranks" if got is not None else "refused by the plan"] += 1
+        counts[f"{mode} over {num} ranks" if got is not None else "refused by the plan"] += 1
 
 
 @NOT_INTERPRETED
@@ -129,7 +129,7 @@ def held(it, case, chosen, told):
 def test_a_call_over_ranks_has_the_bits_of_one_rank(case, monkeypatch):
     """On one number of ranks in one mode, in turn; `every` and the script run all of them."""
     it, known = Emulation(monkeypatch), configurations(case)
-    held(it, case, [known[case.seed * 3 % len(known)]], Counter())
+    assert_bits_of_one_rank(it, case, [known[case.seed * 3 % len(known)]], Counter())
 
 
 @NOT_INTERPRETED
@@ -138,7 +138,7 @@ def test_a_call_over_ranks_has_the_bits_of_one_rank(case, monkeypatch):
 def test_calls_over_all_ranks_in_all_modes_have_the_bits_of_one_rank(first, monkeypatch):
     it = Emulation(monkeypatch)
     for case in bits.cases(min(16, GPU_CASES - first), first):
-        held(it, case, configurations(case), Counter())
+        assert_bits_of_one_rank(it, case, configurations(case), Counter())
 
 
 @NOT_INTERPRETED
@@ -201,20 +201,20 @@ def test_calls_over_all_ranks_in_all_modes_have_the_bits_of_one_rank_on_the_gpu(
         pytest.skip("needs an sm_90 GPU; this is another")
     ran = Counter()
     for case in bits.cases(20, first, on_gpu=True):
-        held(OnGpu(), case, on_gpu(case), ran)
+        assert_bits_of_one_rank(OnGpu(), case, on_gpu(case), ran)
     print(f"cases {first} to {first + 19}: {dict(ran)}")
     assert all(any(f"{mode} over" in key for key in ran) for mode in ("chain", "fused"))
 
 
 def main(num=GPU_CASES, seed=0):
     """Cases on the emulator, in all modes over all ranks."""
-    told, begin = Counter(), time.process_time()
+    counts, begin = Counter(), time.process_time()
     with pytest.MonkeyPatch.context() as patch:
         it = Emulation(patch)
         for case in bits.cases(num, seed):
-            held(it, case, configurations(case), told)
+            assert_bits_of_one_rank(it, case, configurations(case), counts)
             print(case, flush=True)
-    print(f"{num} cases, {dict(told)}, {time.process_time() - begin:.0f} s of a core")
+    print(f"{num} cases, {dict(counts)}, {time.process_time() - begin:.0f} s of a core")
 
 
 if __name__ == "__main__":

@@ -51,8 +51,8 @@ def assert_like_one_rank(ranks, inputs, counts, w, options=None, **rest):
     """Bits, and what each expert received."""
     before = torch.cat(ranks.stats)
     got = torch.cat(ranks(ranks.split(inputs, counts)))
-    assert [int(f.bad_slot) for f in ranks.found] == [NONE] * len(counts)
-    assert not any(f.report.any() for f in ranks.found)
+    assert [int(f.bad_slot) for f in ranks.status] == [NONE] * len(counts)
+    assert not any(f.report.any() for f in ranks.status)
     assert torch.equal(got, pretending.staged(inputs, w, options, **rest))
     assert torch.equal(torch.cat(ranks.stats) - before, expert_counts(inputs[1], w.num_experts))
 
@@ -143,9 +143,9 @@ def test_a_bad_slot_is_masked_and_named_by_the_rank_that_has_it(kernels):
     got = torch.cat(ranks(ranks.split((x, idx, gates), (3, 3))))
     idx[4, 1] = -1
     assert torch.equal(got, pretending.staged((x, idx, gates), w))
-    ranks.found[0].check(K)
+    ranks.status[0].check(K)
     with pytest.raises(mm.MegaMoEError, match="token 1, slot 1"):
-        ranks.found[1].check(K)
+        ranks.status[1].check(K)
 
 
 # -- what crosses --------------------------------------------------------------------------------
@@ -177,12 +177,12 @@ def test_a_rank_that_never_comes_ends_the_call_by_name_and_reaches_who_comes_lat
     rows = ranks.buffers[0].rows.clone()
     ranks.launch(1, parts[1])
     with pytest.raises(MegaMoETimeout, match="rank 1 waited too long for rank 0 to push"):
-        ranks.found[1].check(K)
+        ranks.status[1].check(K)
     assert torch.equal(ranks.buffers[0].rows, rows)  # nothing was written to the other's rows
     ranks.timeout_s = 3600.0  # it need not wait: the report is here already
     ranks.launch(0, parts[0])
     with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
-        ranks.found[0].check(K)
+        ranks.status[0].check(K)
 
 
 def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(kernels):
@@ -197,12 +197,14 @@ def test_calls_follow_the_bound_that_all_ranks_pass_and_name_who_passes_another(
     ranks.bounds = [3, 40]
     ranks(ranks.split(tokens(6), (3, 3)))
     assert all(torch.equal(b.rows, before) for b, before in zip(ranks.buffers, rows, strict=True))
-    for found in ranks.found:
+    for status in ranks.status:
         with pytest.raises(RankError, match="all ranks must pass the same max_tokens"):
-            found.check(K)
+            status.check(K)
     values = {3: 40, 40: 3}
-    (rank, own), *_ = [(r, b) for r, b in enumerate(ranks.bounds) if ranks.found[r].report[3] == 19]
-    assert ranks.found[rank].report[4:7].tolist() == [1 - rank, own, values[own]]
+    (rank, own), *_ = [
+        (r, b) for r, b in enumerate(ranks.bounds) if ranks.status[r].report[3] == 19
+    ]
+    assert ranks.status[rank].report[4:7].tolist() == [1 - rank, own, values[own]]
 
 
 def test_a_rank_that_comes_after_others_saw_unlike_bounds_is_told_so_too(kernels):
@@ -214,9 +216,9 @@ def test_a_rank_that_comes_after_others_saw_unlike_bounds_is_told_so_too(kernels
         list(pool.map(ranks.launch, (0, 3), (parts[0], parts[3])))
     for late in (2, 1):
         ranks.launch(late, parts[late])
-    for found in ranks.found:
+    for status in ranks.status:
         with pytest.raises(RankError, match="all ranks must pass the same max_tokens"):
-            found.check(K)
+            status.check(K)
 
 
 def test_a_peer_that_gives_up_meanwhile_splits_no_launch(kernels, monkeypatch):
@@ -225,15 +227,15 @@ def test_a_peer_that_gives_up_meanwhile_splits_no_launch(kernels, monkeypatch):
     ranks = ChainRanks(kernels, w, 1, 5, K)
     rows = chain._rows
 
-    def told(here, *rest):
+    def with_a_word_of_a_peer(here, *rest):
         here.me.buffer.state[exchange.STOP.value] = 1
         rows(here, *rest)
 
-    monkeypatch.setattr(chain, "_rows", told)
+    monkeypatch.setattr(chain, "_rows", with_a_word_of_a_peer)
     (y,) = ranks([inputs])
     assert torch.equal(y, pretending.staged(inputs, w))
     with pytest.raises(MegaMoETimeout, match="rank 0 gave up and said so"):
-        ranks.found[0].check(K)
+        ranks.status[0].check(K)
 
 
 def test_a_rank_whose_own_gemms_gave_up_says_so_to_its_peers(kernels, monkeypatch):
@@ -249,9 +251,9 @@ def test_a_rank_whose_own_gemms_gave_up_says_so_to_its_peers(kernels, monkeypatc
 
     monkeypatch.setattr(chain, "_compute", given_up)
     ranks(ranks.split(inputs, (3, 3)))
-    for found in ranks.found:
+    for status in ranks.status:
         with pytest.raises(MegaMoETimeout, match="rank 1 gave up and said so"):
-            found.check(K)
+            status.check(K)
 
 
 # -- ranks of one process ------------------------------------------------------------------------

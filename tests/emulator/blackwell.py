@@ -91,9 +91,9 @@ def layer(inputs, w, options=None, shared=None, stats=None, **given):
         overrides=checked({"backend": "blackwell", **given}),
         is_quantized=not isinstance(x, torch.Tensor),
     )  # fmt: skip
-    found = DeviceStatus(CPU)
-    y = blackwell.run(Call(*inputs, w, options, shared, found, stats, None), plan)
-    found.check(idx.shape[1])
+    status = DeviceStatus(CPU)
+    y = blackwell.run(Call(*inputs, w, options, shared, status, stats, None), plan)
+    status.check(idx.shape[1])
     return y
 
 
@@ -112,7 +112,7 @@ def install_fused(monkeypatch, num_sms=3):
 
 
 def fused_layer(
-    inputs, w, options=None, stats=None, found=None, count=None, is_poisoned=False, **given
+    inputs, w, options=None, stats=None, status=None, count=None, is_poisoned=False, **given
 ):
     """One fused call, checked for faults unless it is poisoned."""
     x, idx, _ = inputs
@@ -121,11 +121,11 @@ def fused_layer(
         w, options, traits_of("blackwell", w, None), num_tokens=len(x), top_k=idx.shape[1],
         overrides=checked({"backend": "blackwell", "mode": "fused", **given}),
     )  # fmt: skip
-    found = found or DeviceStatus(CPU)
-    call = Call(*inputs, w, options, None, found, stats, count, 30.0, is_poisoned)
+    status = status or DeviceStatus(CPU)
+    call = Call(*inputs, w, options, None, status, stats, count, 30.0, is_poisoned)
     y = blackwell.run(call, plan)
     if not is_poisoned:
-        found.check(idx.shape[1])
+        status.check(idx.shape[1])
     return y
 
 

@@ -123,14 +123,14 @@ def _acquire(role, word, scope):
 
 def _release(role, word, scope):
     """By one thread: what others stored since the last barrier of threads is not meant."""
-    told = role.clocks.copy()
-    told[:, role.agent] = np.minimum(told[:, role.agent], role.synced)
+    published = role.clocks.copy()
+    published[:, role.agent] = np.minimum(published[:, role.agent], role.synced)
     for kept in (word.by_gpu.get(role.gpu), word.system if scope == "sys" else None):
         if kept is not None:
-            join(told, kept)
-    word.by_gpu[role.gpu] = told
+            join(published, kept)
+    word.by_gpu[role.gpu] = published
     if scope == "sys":
-        word.system = told.copy()
+        word.system = published.copy()
     role.tick()
 
 
@@ -172,7 +172,7 @@ def _atomic(change):
 
 
 def _many_atomics(scheduler, role, change, pointer, value, mask):
-    """One atomic an element, which nobody waits for; what was there is not told."""
+    """One atomic an element, which nobody waits for; nobody learns what was there."""
     kind, (address, keep, shape) = pointer.element, _flat(pointer, mask)
     given = np.broadcast_to(raw(value), shape).reshape(-1)
     for i in range(len(address)) if keep is None else keep.nonzero()[0]:
@@ -717,8 +717,8 @@ def _report(report, seen, want, *what):
     """The first who did not see what it wanted writes it."""
     scheduler, role = _now()
     at = int(raw(report))
-    told = np.broadcast_arrays(*(np.asarray(raw(v)) for v in (*what, want, seen)))
-    *what, want, seen = (v.reshape(-1) for v in told)
+    operands = np.broadcast_arrays(*(np.asarray(raw(v)) for v in (*what, want, seen)))
+    *what, want, seen = (v.reshape(-1) for v in operands)
     wrong = np.flatnonzero(seen != want)
     if len(wrong) == 0:
         return Value(0)

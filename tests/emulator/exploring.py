@@ -48,7 +48,7 @@ def perfetto(log):
     ]
 
 
-def told(changes):
+def in_words(changes):
     """Preemptions in words."""
     return "\n".join(
         f"  at step {step} of {role or 'the start'}: {name}"
@@ -123,7 +123,7 @@ def _found(case, seed, error, changes):
     changes = shortened(case, changes)
     log = []
     again = attempt(case, Replayed(changes), log)
-    how = f"{len(changes)} changes of an undisturbed run show it:\n{told(changes)}"
+    how = f"{len(changes)} changes of an undisturbed run show it:\n{in_words(changes)}"
     return Found(case, seed, again or error, how, log)
 
 

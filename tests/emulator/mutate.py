@@ -2,8 +2,8 @@
 
 Sites are found by what they are, not by name: calls of mbarrier, fences, waits for groups and
 products, semantics and scopes of atomics, counts, phases, words that ranks and launches wait for or
-look at, who is told, and PTX that waits, signals or fences. A mutant is the changed code of one
-function, put in place of that of the scheduled kernels (`device`).
+look at, whose report is written, and PTX that waits, signals or fences. A mutant is the changed
+code of one function, put in place of that of the scheduled kernels (`device`).
 """
 
 import ast
@@ -121,7 +121,7 @@ def _is_hand_shake(node):
     if name.endswith(".store"):  # of a word that others wait for
         return re.search(COUNTED, ast.unparse(node.args[0])) is not None
     if name == "gl.inline_asm_elementwise":
-        return ast.unparse(node.args[0]) in TOLD
+        return ast.unparse(node.args[0]) in REPORTS
     return name in DROPPED or name in _hand_shakes() or re.match(r"[gt]l\.atomic_", name)
 
 
@@ -135,7 +135,7 @@ DROPPED = (
     "gdc_wait", "gdc_launch_dependents", "_await_peer",
 )  # fmt: skip
 COUNTED = r"\b(arrived|l1_done|state|num_tiles|counter)\b|ITEM_(STORED|READ)|TILE_L1_DONE"
-TOLD = ("REPORT", "GIVE_UP")  # PTX that says who waited in vain
+REPORTS = ("REPORT", "GIVE_UP")  # PTX that says who waited in vain
 # Waits and signals on words of global memory: the places of the word and of the value in a call.
 WORDS = {"bounded_wait": (0, 1), "_await_peer": (1, 2), "_signal": (0, 1), "_tell": (0, 2)}
 WAITS = ("bounded_wait", "_await_peer")

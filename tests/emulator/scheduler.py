@@ -110,7 +110,7 @@ class Role:
             scheduler.leave(self, scheduler.main)
 
     def tick(self):
-        """Later accesses are told from those before."""
+        """Later accesses have another clock than those before."""
         self.clocks[SEEN, self.agent] += 1
         self.clocks[SEEN, self.leader] += 1
 

@@ -63,18 +63,18 @@ class Cuda:
 
     def launch(self, given, plan):
         """`functional.launch` with the oracle's arithmetic, now or at the replay."""
-        x, idx, weights, experts, options, shared, found, stats, num, *_ = given
+        x, idx, weights, experts, options, shared, status, stats, num, *_ = given
         y = torch.full_like(x, float("nan"))
 
         def call():
             bad = (idx < -1) | (idx >= E) | ((idx >= 0) & ~weights.isfinite())
             bad &= torch.arange(len(x))[:, None] < num
             if bad.any():
-                found.bad_slot.fill_(int(bad.flatten().nonzero()[0]))
+                status.bad_slot.fill_(int(bad.flatten().nonzero()[0]))
             legal = idx.masked_fill(bad | (torch.arange(len(x))[:, None] >= num), -1)
             y.copy_(reference.moe(x, legal, weights, experts, options, shared))
             stats.add_(expert_counts(legal, E))
-            found.copy_to_host_async(K)
+            status.copy_to_host_async(K)
 
         if self.capturing is None:
             self.log.append(f"launch {len(x)}")

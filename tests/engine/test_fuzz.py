@@ -74,7 +74,7 @@ class Bank:
         return mm.MoE(self.weights(version), E, K, backend=self.backend, timeout_s=30.0, **how)
 
 
-class Held:
+class Tracked:
     """A layer, the version of its weights, and graphs that were captured of it."""
 
     def __init__(self, bank, name):
@@ -91,7 +91,7 @@ class Program:
     def __init__(self, seed, num, device, backend, banks):
         self.rng, self.num, self.on_gpu = random.Random(seed), num, device.type == "cuda"
         self.banks, self.device, self.backend = banks, device, backend
-        self.held = [Held(bank, name) for bank in banks for name in LAYERS]
+        self.layers = [Tracked(bank, name) for bank in banks for name in LAYERS]
         self.weights = {b.recipe: [b.weights(v) for v in range(2)] for b in banks}
         self.side_by_side = {}
         self.is_wrong = torch.zeros(num, dtype=torch.bool, device=device)
@@ -106,7 +106,7 @@ class Program:
             getattr(self, name.replace(" ", "_"))()
             if step % 200 == 0 and self.on_gpu:
                 torch.cuda.synchronize()
-        for one in (*(held.layer for held in self.held), *self.side_by_side.values()):
+        for one in (*(one.layer for one in self.layers), *self.side_by_side.values()):
             one.check()
         wrong = self.is_wrong.nonzero().flatten().tolist()
         assert not wrong, [(step, self.did[step]) for step in wrong[:20]]
@@ -125,14 +125,14 @@ class Program:
     # -- actions
 
     def call(self):
-        one = self.rng.choice(self.held)
+        one = self.rng.choice(self.layers)
         at, inputs = self.pick(one)
         kind = f"{one.name}, {one.bank.recipe}, {len(inputs[0])} tokens"
         self.hold(one.layer(*inputs), one.bank.wanted[one.version][at], kind)
 
     def capture(self):
         """A graph of the user's own."""
-        one = self.rng.choice(self.held)
+        one = self.rng.choice(self.layers)
         if not self.on_gpu or len(one.graphs) == MAX_GRAPHS or one.name == "graphs":
             return
         at, inputs = self.pick(one)
@@ -146,12 +146,12 @@ class Program:
         one.graphs.append((graph, inputs, y, at // 3))
 
     def replay(self):
-        captured = [(one, graph) for one in self.held for graph in one.graphs]
+        captured = [(one, graph) for one in self.layers for graph in one.graphs]
         if not captured:
             return
-        one, (graph, held, y, size) = self.rng.choice(captured)
+        one, (graph, inputs, y, size) = self.rng.choice(captured)
         at = 3 * size + self.rng.randrange(3)
-        for into, new in zip(held, one.bank.batches[at], strict=True):
+        for into, new in zip(inputs, one.bank.batches[at], strict=True):
             into.copy_(new)
         graph.replay()
         self.hold(y, one.bank.wanted[one.version][at], f"replay, {one.name}, {one.bank.recipe}")
@@ -184,7 +184,7 @@ class Program:
         self.hold(got, bank.wanted[0][at], f"{mode} over {num}, {bank.recipe}")
 
     def bad_slot(self):
-        one = self.rng.choice(self.held)
+        one = self.rng.choice(self.layers)
         at, (x, idx, gates) = self.pick(one)
         if len(x) < 5:
             return
@@ -209,7 +209,7 @@ class Program:
 
     def refresh(self):
         """All experts, or half of them and then the others; from floats or from the format."""
-        one = self.rng.choice(self.held)
+        one = self.rng.choice(self.layers)
         one.version ^= 1
         given = one.bank.floats[one.version]
         if self.rng.random() < 0.5:
@@ -224,10 +224,10 @@ class Program:
             one.layer.refresh(*some, experts=list(range(begin, end)))
 
     def check(self):
-        self.rng.choice(self.held).layer.check()
+        self.rng.choice(self.layers).layer.check()
 
     def reset(self):
-        self.rng.choice(self.held).layer.reset()
+        self.rng.choice(self.layers).layer.reset()
 
     def time_out(self):
         """A counter that somebody else left wrong: reported by name, and forgotten by reset."""

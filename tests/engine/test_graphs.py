@@ -241,7 +241,7 @@ def test_an_interrupted_replay_starts_all_anew(cuda):
     inputs = tokens(4)
     one(*inputs)
     box = one._graphs._gpu.replay_queue
-    one._graphs._held[4].graph.fails = True
+    one._graphs._captured[4].graph.fails = True
     with pytest.raises(KeyboardInterrupt):
         one(*inputs)
     assert one._graphs._gpu is None and cuda.log[-1] == "synchronize"
@@ -258,7 +258,7 @@ def test_a_capture_that_fails_leaves_the_others_in_turn(cuda, monkeypatch):
         with pytest.raises(ZeroDivisionError):
             one(*tokens(9))
         cuda.capturing = None
-    assert list(one._graphs._held) == [4]
+    assert list(one._graphs._captured) == [4]
     for count in (4, 9, 4):
         assert torch.equal(one(*tokens(count)), wanted(tokens(count), one))
 
@@ -330,7 +330,7 @@ def test_buffers_made_in_inference_mode_serve_outside_it(cuda):
     one = make()
     with torch.inference_mode():
         one(*tokens(4))
-    assert not one._graphs._held[4].inputs.x.is_inference()
+    assert not one._graphs._captured[4].inputs.x.is_inference()
     assert torch.equal(one(*tokens(4)), wanted(tokens(4), one))
 
 

@@ -55,7 +55,7 @@ def test_replays_have_the_bits_of_eager_calls(backend, recipe):
             inputs = tokens(count, seed, skew=skew, masked_ratio=0.1)
             assert torch.equal(one(*inputs), eager(*inputs)), (seed, count)
     assert torch.equal(one.stats, eager.stats)
-    assert sorted(one._graphs._held) == [1, 4, 8, 16, 64, 256]
+    assert sorted(one._graphs._captured) == [1, 4, 8, 16, 64, 256]
     one.check()
 
 
@@ -224,5 +224,5 @@ def test_a_call_inside_a_capture_is_part_of_it():
 def test_warming_up_captures():
     one, eager = pair()
     mm.warmup(one, [1, 9, 5000])
-    assert sorted(one._graphs._held) == [1, 16] and not one.stats.any()
+    assert sorted(one._graphs._captured) == [1, 16] and not one.stats.any()
     assert torch.equal(one(*tokens(9)), eager(*tokens(9)))

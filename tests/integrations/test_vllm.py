@@ -251,7 +251,7 @@ def over_group(rank, name, fmt):
     asked = layers.Settings("reference", exchange="megamoe")
     assert exchange.is_wanted(one, asked.exchange) and not exchange.why_not(one, SimpleNamespace())
     assert layers.why_not(one, method(cls), asked, exchanges=True) == ""
-    told, bounds = [], []
+    by_rank, bounds = [], []
 
     def gather(rows):
         every = [torch.empty_like(rows) for _ in range(2)]
@@ -260,7 +260,7 @@ def over_group(rank, name, fmt):
 
     over = exchange.Over(
         dist.group.WORLD, E, exchange.placement_of(one.expert_map_manager, E, 2), T,
-        exchange.Sharers(2, rank, gather) if shares else None, lambda: told[-1],
+        exchange.Sharers(2, rank, gather) if shares else None, lambda: by_rank[-1],
     )  # fmt: skip
     made = layers.make_layer(one, method(cls), asked, over)
     assert one.w13_weight.numel() == 0
@@ -274,7 +274,7 @@ def over_group(rank, name, fmt):
     for num in (T, 1, 0):  # rank 1 has fewer
         x, ids, weights = routing()
         sizes = [num, num] if shares else [num, num // 2]
-        told.append(None if shares else sizes)
+        by_rank.append(None if shares else sizes)
         x, ids, weights = (t[: sizes[rank]] for t in (x, ids, weights))
         found.append(layers.apply(one, made, x, weights, ids, over).tolist())
     return found, bounds
@@ -316,10 +316,10 @@ def test_where_we_cannot_exchange_vllm_does(name):
 
 
 def test_no_bound_is_above_the_layers_own():
-    """Sequence-parallel ranks share what vLLM may tell as the tokens of one."""
+    """Sequence-parallel ranks share what vLLM may count as the tokens of one."""
     bounds = [
-        exchange.Over(None, E, None, T, None, lambda told=told: told)._bound(1)
-        for told in (None, [1, 2], [2 * T, 1])
+        exchange.Over(None, E, None, T, None, lambda by_rank=by_rank: by_rank)._bound(1)
+        for by_rank in (None, [1, 2], [2 * T, 1])
     ]
     assert bounds == [None, 2, T]
 

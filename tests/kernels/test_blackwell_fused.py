@@ -112,16 +112,16 @@ def test_widths_that_are_no_blocks(recipe, widths, both):
 
 def test_counters_serve_call_after_call_and_a_bad_slot_is_masked(both):
     both()
-    w, found = weights_of("w4a4"), DeviceStatus(CPU)
+    w, status = weights_of("w4a4"), DeviceStatus(CPU)
     for seed in range(3):
         inputs = tokens(3 + seed, seed=seed, skew="zipf")
-        y = blackwell.fused_layer(inputs, w, found=found)
-        assert not found.counters.any()
+        y = blackwell.fused_layer(inputs, w, status=status)
+        assert not status.counters.any()
         assert torch.equal(y, blackwell.layer(inputs, w))
     x, idx, gates = tokens(5)
     idx[2, 1] = 4
     with pytest.raises(MegaMoEError, match="token 2, slot 1"):
-        blackwell.fused_layer((x, idx, gates), w, found=found)
+        blackwell.fused_layer((x, idx, gates), w, status=status)
 
 
 # -- the pool as a ring ----------------------------------------------------------------------------
@@ -136,11 +136,11 @@ LEFT = pytest.mark.every
 )  # fmt: skip
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(recipe, part, both):
     kernel = both()
-    w, inputs, found = weights_of(recipe, 6), tokens(40, 6, skew="zipf"), DeviceStatus(CPU)
+    w, inputs, status = weights_of(recipe, 6), tokens(40, 6, skew="zipf"), DeviceStatus(CPU)
     kernel.seed = part
     rows = num_rows(80, 6, 8) // part
-    y = blackwell.fused_layer(inputs, w, found=found, block_m=8, pool_rows=rows)
-    assert kernel.launches[0][1]["RING"] and not found.counters.any()
+    y = blackwell.fused_layer(inputs, w, status=status, block_m=8, pool_rows=rows)
+    assert kernel.launches[0][1]["RING"] and not status.counters.any()
     assert torch.equal(y, blackwell.layer(inputs, w, block_m=8))
 
 
@@ -213,25 +213,25 @@ def test_launches_of_their_own_have_the_bits_of_one_rank(recipe, both):
 
 def call_whose_pool_never_fills(kernel, word="POOL"):
     """A poisoned counter; after a report orders mean nothing. -> inputs, weights and status."""
-    w, inputs, found = weights_of("w4a8"), tokens(5), DeviceStatus(CPU)
-    found.counters[getattr(sync, word).value] = -1000
+    w, inputs, status = weights_of("w4a8"), tokens(5), DeviceStatus(CPU)
+    status.counters[getattr(sync, word).value] = -1000
     kernel.is_strict = False
     try:
-        blackwell.fused_layer(inputs, w, found=found, is_poisoned=True)
+        blackwell.fused_layer(inputs, w, status=status, is_poisoned=True)
     finally:
         kernel.is_strict = True
-    return inputs, w, found
+    return inputs, w, status
 
 
 @pytest.mark.parametrize(("word", "what"), [("POOL", "the pool of tokens"), ("DONE", "the end of")])
 def test_a_wait_that_nobody_ends_is_reported_and_a_reset_helps(word, what, both):
     """Without the pool destinations are garbage: L2 stores no rows there."""
     kernel = both()
-    inputs, w, found = call_whose_pool_never_fills(kernel, word)
+    inputs, w, status = call_whose_pool_never_fills(kernel, word)
     with pytest.raises(MegaMoETimeout, match=what):
-        found.check(K)
-    found.reset()
-    y = blackwell.fused_layer(inputs, w, found=found)
+        status.check(K)
+    status.reset()
+    y = blackwell.fused_layer(inputs, w, status=status)
     assert torch.equal(y, blackwell.layer(inputs, w))
 
 

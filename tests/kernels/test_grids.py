@@ -53,12 +53,12 @@ def test_every_launch_of_a_layer_takes_a_million_tokens(recipe, has_mx, first, g
     weights = mm.ExpertWeights.quantize(*small, recipe).to(META)
     idx, gates = empty(T, TOP_K, dtype=torch.int32), empty(T, TOP_K, dtype=torch.float32)
     options = Options(combine="fp8")
-    found = SimpleNamespace(bad_slot=empty(1, dtype=torch.int32))
+    status = SimpleNamespace(bad_slot=empty(1, dtype=torch.int32))
     plan = mm.plan(
         CallSpec(Problem(T, H, I, E, TOP_K, recipe=recipe), combine="fp8"),
         "b200" if has_mx else "h200", backend="portable",
     )  # fmt: skip
-    portable.run(Call(empty(T, H), idx, gates, weights, options, None, found), plan)
+    portable.run(Call(empty(T, H), idx, gates, weights, options, None, status), plan)
     assert grids[first] == (H // 1024, LONGEST, 8) and grids["_combine_kernel"] == (4, LONGEST, 16)
     assert len(grids) == 7 and fits(grids)
 

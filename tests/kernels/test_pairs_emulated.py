@@ -48,7 +48,7 @@ def test_a_pair_has_the_bits_of_one_cta(recipe, run):
     ],
 )
 def test_widths_that_are_no_pairs_of_blocks(recipe, hidden, intermediate, block_m, run):
-    """Several orders of events each: the memory model is told of both CTAs' every access."""
+    """Several orders of events each: the memory model sees every access of both CTAs."""
     w = weights_of(recipe, 2, hidden, intermediate)
     inputs = tokens(block_m + 3, 2, hidden)
     one = run(inputs, w, block_m=block_m)

@@ -16,12 +16,12 @@ pytestmark = [
 ]
 
 
-def run(inputs, w, found, count=None, *, overlaps=False):
+def run(inputs, w, device_status, count=None, *, overlaps=False):
     """One call of the portable backend, with padding after `count`."""
     x, idx, _ = inputs
     given = ("backend", "portable"), ("overlap_launches", overlaps)
     plan = plan_for(w, Options(), Traits(), num_tokens=len(x), top_k=idx.shape[1], overrides=given)
-    return portable.run(Call(*inputs, w, Options(), None, found, None, count), plan)
+    return portable.run(Call(*inputs, w, Options(), None, device_status, None, count), plan)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -63,12 +63,12 @@ def test_a_thousand_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         new = tokens(count, num_experts, top_k, hidden, seed=batch, skew=skew, masked_ratio=0.1)
         x[batch, :count], idx[batch, :count], weight[batch, :count] = new
         wanted[batch, :count] = mm.moe(*new, w, backend="portable")
-    found = status.DeviceStatus(torch.device("cuda"))
+    device_status = status.DeviceStatus(torch.device("cuda"))
     count = torch.full((1,), most, dtype=torch.int32, device="cuda")
     held = x[0].clone(), idx[0].clone(), weight[0].clone()
 
     def call():
-        return run(held, w, found, count)
+        return run(held, w, device_status, count)
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -84,7 +84,7 @@ def test_a_thousand_replays_of_a_graph_have_the_bits_of_eager_calls(recipe):
         graph.replay()
         wrong[replay] = (y.view(torch.int16) != wanted[batch].view(torch.int16)).any()
     assert not wrong.any(), f"replays {wrong.nonzero().flatten().tolist()[:20]} differ"
-    found.check(top_k)
+    device_status.check(top_k)
 
 
 @pytest.mark.parametrize("recipe", ["w8a8", "w4a16"])
@@ -92,11 +92,11 @@ def test_dependent_launches_change_no_bit(recipe):
     """Each launch is placed while the one before it ends: a wait left out would show here."""
     w = experts(recipe, 16, 256, 512)
     inputs = tokens(96, 16, 4, 512)
-    found = status.DeviceStatus(torch.device("cuda"))
-    wanted = run(inputs, w, found)
+    device_status = status.DeviceStatus(torch.device("cuda"))
+    wanted = run(inputs, w, device_status)
 
     def call():
-        return run(inputs, w, found, overlaps=True)
+        return run(inputs, w, device_status, overlaps=True)
 
     assert torch.equal(call(), wanted)
     graph = torch.cuda.CUDAGraph()

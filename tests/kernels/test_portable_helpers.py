@@ -121,13 +121,13 @@ def test_dispatch_masks_what_is_not_legal_and_keeps_the_first(id_dtype):
     weight[1, 0] = float("inf")  # masked: never read
     idx, weight = idx.to(DEVICE), weight.to(DEVICE)
     out, out_w = torch.empty(6, 2, dtype=torch.int32, device=DEVICE), torch.empty_like(weight)
-    found = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
+    bad_slot = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
     count = torch.tensor([5], dtype=torch.int32, device=DEVICE)
-    routing = Routing(idx, weight, out, out_w, found, count)
+    routing = Routing(idx, weight, out, out_w, bad_slot, count)
     step = rows_step(6, 1, PLAIN)
     dispatch(None, None, None, PLAIN, routing=routing, num_experts=4, step=step)
     assert out.tolist() == [[0, 3], [-1, 2], [-1, 1], [1, -1], [2, -1], [-1, -1]]
-    assert found.item() == 2 * 2 + 0
+    assert bad_slot.item() == 2 * 2 + 0
     assert out_w.isfinite().all()
 
 
@@ -136,12 +136,12 @@ def dispatched(x, name, idx, weight, num_valid):
     data = torch.full((x.shape[0], x.shape[1] // 2), 77, dtype=torch.uint8, device=DEVICE)
     scale = torch.full_like(data[:, :: CODES[name].GROUP.value // 2], 77)
     out, out_w = torch.full_like(idx, 77, dtype=torch.int32), torch.full_like(weight, 77.0)
-    found = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
-    routing = Routing(idx, weight, out, out_w, found, num_valid)
+    bad_slot = torch.full((1,), NONE, dtype=torch.int32, device=DEVICE)
+    routing = Routing(idx, weight, out, out_w, bad_slot, num_valid)
     g = torch.full((), 0.37, device=DEVICE) if name == "nvfp4" else None
     step = rows_step(*x.shape, CODES[name])
     dispatch(x, data, scale, CODES[name], g=g, routing=routing, num_experts=32, step=step)
-    return data, scale, out, out_w, found
+    return data, scale, out, out_w, bad_slot
 
 
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])

@@ -127,14 +127,14 @@ def test_rows_behind_the_valid_ones_are_padding(recipe):
     x, idx, weight = tokens(T, E, K, H)
     wanted = mm.moe(x[:5], idx[:5], weight[:5], w, backend="portable")
     x[5:], idx[5:], weight[5:] = float("nan"), E + 7, float("inf")
-    found = status.DeviceStatus(torch.device(DEVICE))
+    device_status = status.DeviceStatus(torch.device(DEVICE))
     count = torch.tensor([5], dtype=torch.int32, device=DEVICE)
     plan = plan_for(
         w, Options(), Traits(), num_tokens=len(x), top_k=K, overrides=(("backend", "portable"),)
     )
-    y = portable.run(Call(x, idx, weight, w, Options(), None, found, None, count), plan)
+    y = portable.run(Call(x, idx, weight, w, Options(), None, device_status, None, count), plan)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
-    found.check(K)
+    device_status.check(K)
 
 
 def test_nvfp4_global_scales_enter():

@@ -87,9 +87,9 @@ def launched(monkeypatch):
 
 def status():
     """Words without memory."""
-    found = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
-    found.order_after_last = found.raise_if_seen = lambda: None
-    return found
+    made = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
+    made.order_after_last = made.raise_if_seen = lambda: None
+    return made
 
 
 def assert_planned(launched, steps):
@@ -203,15 +203,15 @@ def test_split(launched, monkeypatch, recipe, num, given):
 
 
 class OneByOne:
-    """Both sides, in the order in which they are given work; `found` gets each launch's side."""
+    """Both sides, in the order in which they are given work; `sides` gets each launch's."""
 
-    def __init__(self, launched, found):
-        self.launched, self.found = launched, found
+    def __init__(self, launched, sides):
+        self.launched, self.sides = launched, sides
 
     def run(self, side, launches):
         before = len(self.launched)
         launches()
-        self.found += [("l1", "l2")[side]] * (len(self.launched) - before)
+        self.sides += [("l1", "l2")[side]] * (len(self.launched) - before)
 
     def mark(self, side):
         return side

@@ -237,7 +237,8 @@ BY_HAND = (
 
 # {mutant: why no run can tell it from the kernel}
 EXCUSED = {
-    "blackwell.gemm.decode_tile: mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1) "
+    "blackwell.gemm.decode_tile: "
+    "mbarrier.arrive(gemm.decoded_full.index(decoded_stage.idx), count=1) "
     "before mbarrier.arrive(gemm.empty.index(stage.idx), count=1)":
         "two arrivals after the same fence",
     "blackwell.gemm._add_stages: no mbarrier.wait(gemm.full.index(stage.idx), stage.phase)":

@@ -95,7 +95,7 @@ def absent_case():
 
 
 def given_up_case():
-    """The GEMMs of rank 1 gave up: its rows are worthless, and all are told."""
+    """The GEMMs of rank 1 gave up: its rows are worthless, and all get a report."""
 
     def second(it, rank):
         def broken(status):
@@ -104,7 +104,7 @@ def given_up_case():
         it.call(rank, 1, broken if rank == 1 else None)
 
     def hold(it):
-        # The rank that is named may be one that was told, and told others in its turn.
+        # The rank that is named may have learned it from a peer, and signalled in its turn.
         for status in it.status:
             assert "gave up and said so" in message(status)
 
@@ -120,11 +120,11 @@ def hurried_case(name="chain-hurried", hurry=0.0005, **how):
     def hold(it):
         if it.wanted is None:
             it.wanted = [[y.clone() for y in of] for of in it.results]
-        it.num_told = 0
+        it.num_reported = 0
         for rank, status in enumerate(it.status):
-            told = message(status)
-            it.num_told += bool(told)
-            if not told and not all(map(torch.equal, it.results[rank], it.wanted[rank])):
+            report = message(status)
+            it.num_reported += bool(report)
+            if not report and not all(map(torch.equal, it.results[rank], it.wanted[rank])):
                 raise Violation(f"a wrong result of rank {rank}, and nobody says so")
 
     return Failing(name, second, hold, hurry, **how)

@@ -96,7 +96,8 @@ def test_a_chain_waits_for_its_tiles_as_long_as_the_layer_says():
 
 
 @pytest.mark.parametrize("name", ["chain-late", "fused-late"])
-def test_some_that_wait_in_vain_tell_and_some_need_not(name):
-    """What holds `a wrong result, and nobody says so` would hold nothing if all of them told."""
+def test_some_that_wait_in_vain_report_it_and_some_need_not(name):
+    """`A wrong result, and nobody says so` could not be seen if all of them reported."""
     case = campaign.case(name)
-    assert len({bool(case.run(policies.policy_of(s)) and case.num_told) for s in range(12)}) == 2
+    runs = (case.run(policies.policy_of(seed)) for seed in range(12))
+    assert len({bool(run and case.num_reported) for run in runs}) == 2

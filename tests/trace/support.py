@@ -44,14 +44,14 @@ def launch(
     per_rank = num_ctas // problem.num_ranks
     for rank in range(problem.num_ranks):
         events += _rank(rank * per_rank, per_rank, len(blank.tiles(rank)), num_n_tiles, rng)
-    ends = [end for _, _, kind, _, _, end in events if kind in (of.FIRST, of.SECOND)]
+    ends = [end for _, _, kind, _, _, end in events if kind in (of.L1, of.L2)]
     done = max(ends) if ends else 13.0
     for cta in range(num_ctas):
         free = max(
             (e[5] for e in events if e[0] == cta and e[1] == of.MATH and e[2] != of.FILL),
             default=13.0,
         )
-        events.append((cta, of.MATH, of.MEET, 0, free + 0.1, done + 3.4))
+        events.append((cta, of.MATH, of.END, 0, free + 0.1, done + 3.4))
         events.append((cta, of.MATH, of.COMBINE, 0, done + 3.5, done + (5.0 if cta < 32 else 3.6)))
     inside = [
         (cta, role, kind, ticket, begin_ns + round(1e3 * a), begin_ns + round(1e3 * b))
@@ -77,7 +77,7 @@ def _rank(first_cta, num_ctas, num_tiles, num_n_tiles, rng):
     for ticket in range(num_first + num_tiles * num_n_tiles[1]):
         load, math, cta = heapq.heappop(free)
         is_first = ticket < num_first
-        kind = of.FIRST if is_first else of.SECOND
+        kind = of.L1 if is_first else of.L2
         time = rng.uniform(13, 19) if is_first else rng.uniform(6, 8)
         begin = max(math + 0.3, load + (7.0 if is_first else 4.0))
         if is_first:

@@ -11,15 +11,15 @@ from megamoe.errors import FileError, RangeError
 from megamoe.layout import stamps as numbers
 from megamoe.layout.stamps import (
     COMBINE,
+    END,
     FILL,
-    FIRST,
+    L1,
+    L2,
     LOAD_TOKENS,
     LOAD_WEIGHTS,
     MATH,
-    MEET,
     PUBLISH,
     ROUTE,
-    SECOND,
     WAIT,
 )
 from megamoe.problem import Problem
@@ -54,11 +54,10 @@ def small(events, num_ctas=2, rows=(10, 3), block_m=8, ranks=1, **more):
 def test_the_numbers_are_those_of_the_kernel():
     kernel = pytest.importorskip("megamoe.kernels.gluon.mega.events")
     for name in (
-        "MATH", "LOAD_WEIGHTS", "LOAD_TOKENS", "PUBLISH", "ROUTE", "FILL", "FIRST", "SECOND",
-        "MEET", "COMBINE", "WAIT",
+        "MATH", "LOAD_WEIGHTS", "LOAD_TOKENS", "PUBLISH", "ROUTE", "FILL", "L1", "L2",
+        "END", "COMBINE", "WAIT",
     ):  # fmt: skip
-        renamed = {"FIRST": "L1", "SECOND": "L2", "MEET": "END"}
-        assert getattr(numbers, name) == getattr(kernel, renamed.get(name, name)).value, name
+        assert getattr(numbers, name) == getattr(kernel, name).value, name
     assert (kernel.EVENTS.value, kernel.ROLES.value) == (numbers.EVENTS, numbers.ROLES)
 
 
@@ -71,7 +70,7 @@ def test_tickets_become_blocks(found):
     seen = [(s.phase, s.expert, s.m, s.n) for s in blocks]
     wanted = [(p, *tile, n) for p in ("l1", "l2") for tile in tiles for n in range(16)]
     assert sorted(seen) == sorted(wanted)
-    one = next(e for e in found.events if e.kind == SECOND and e.role == MATH)
+    one = next(e for e in found.events if e.kind == L2 and e.role == MATH)
     number = one.ticket - len(tiles) * 16
     place = next(s for s in blocks if s.sm == one.cta and s.phase == "l2")
     assert (place.expert, place.m, place.n) == (*tiles[number // 16], number % 16)
@@ -101,12 +100,12 @@ def test_gaps_are_named_after_what_was_waited_for():
                 (0, PUBLISH, ROUTE, 0, 0, 2),
                 (0, MATH, FILL, 0, 2, 3),
                 (0, LOAD_TOKENS, WAIT, -1, 2, 6),
-                (0, MATH, FIRST, 0, 7, 10),  # 3..6 tokens, 6..7 weights
+                (0, MATH, L1, 0, 7, 10),  # 3..6 tokens, 6..7 weights
                 (0, LOAD_TOKENS, WAIT, 6, 9, 12),
-                (0, MATH, SECOND, 6, 13, 15),  # 10..12 L1, 12..13 weights
-                (0, MATH, MEET, 0, 15, 20),
+                (0, MATH, L2, 6, 13, 15),  # 10..12 L1, 12..13 weights
+                (0, MATH, END, 0, 15, 20),
                 (0, MATH, COMBINE, 0, 20, 21),
-                (1, MATH, FIRST, 1, 8, 18),  # the last block: 15..18 others, 18..20 the barrier
+                (1, MATH, L1, 1, 8, 18),  # the last block: 15..18 others, 18..20 the barrier
             ]
         )
     )
@@ -134,15 +133,15 @@ def test_figures_of_a_launch_that_is_easy_to_add_up():
                 [
                     (0, LOAD_TOKENS, WAIT, -1, 1, 4),
                     (0, MATH, FILL, 0, 1, 2),
-                    (0, LOAD_WEIGHTS, FIRST, 0, 0, 6),
-                    (0, LOAD_WEIGHTS, SECOND, 6, 8, 10),
-                    (0, MATH, FIRST, 0, 5, 9),
-                    (0, MATH, SECOND, 6, 11, 14),
-                    (0, MATH, MEET, 0, 14, 18),
+                    (0, LOAD_WEIGHTS, L1, 0, 0, 6),
+                    (0, LOAD_WEIGHTS, L2, 6, 8, 10),
+                    (0, MATH, L1, 0, 5, 9),
+                    (0, MATH, L2, 6, 11, 14),
+                    (0, MATH, END, 0, 14, 18),
                     (0, MATH, COMBINE, 0, 18, 19),
-                    (1, LOAD_WEIGHTS, FIRST, 1, 2, 7),
-                    (1, MATH, FIRST, 1, 6, 12),
-                    (1, MATH, MEET, 0, 12, 17),
+                    (1, LOAD_WEIGHTS, L1, 1, 2, 7),
+                    (1, MATH, L1, 1, 6, 12),
+                    (1, MATH, END, 0, 12, 17),
                     (1, MATH, COMBINE, 0, 17, 20),
                 ]
             )
@@ -160,8 +159,8 @@ def test_the_first_loads_count_from_when_the_pool_is_full():
         small(
             [
                 (0, LOAD_TOKENS, WAIT, -1, 1, 6),
-                (0, LOAD_WEIGHTS, FIRST, 0, 2, 9),
-                (0, LOAD_WEIGHTS, FIRST, 1, 10, 12),
+                (0, LOAD_WEIGHTS, L1, 0, 2, 9),
+                (0, LOAD_WEIGHTS, L1, 1, 10, 12),
                 (0, MATH, FILL, 0, 0, 1),
             ]
         )
@@ -200,8 +199,8 @@ def test_ranks_have_their_own_tickets_and_ctas():
 
 
 def test_stamps_that_are_not_whole_say_so():
-    events = [(0, MATH, FIRST, t, t, t + 1) for t in (0, 1, 1, 3, 4, 5)]
-    odd = small([*events, (1, MATH, SECOND, 40, 9, 10)])
+    events = [(0, MATH, L1, t, t, t + 1) for t in (0, 1, 1, 3, 4, 5)]
+    odd = small([*events, (1, MATH, L2, 40, 9, 10)])
     text = " ".join(odd.faults())
     assert "4 of 9 tickets have no block" in text and "1 of 9 tickets have more than one" in text
     assert "tickets beyond 9, such as 40" in text
@@ -245,10 +244,10 @@ def test_ctas_that_do_not_divide_are_refused():
 
 def test_arrays_and_tensors_are_read_alike():
     torch = pytest.importorskip("torch")
-    raw = buffer(2, [(1, MATH, FIRST, 3, 2**32 - 1, 2**32 + 4)])
+    raw = buffer(2, [(1, MATH, L1, 3, 2**32 - 1, 2**32 + 4)])
     tensor = torch.tensor(raw, dtype=torch.int32)
     assert events_of(raw) == events_of(tensor) == events_of(tensor.numpy())
-    assert events_of(raw) == ((1, MATH, FIRST, 3, 2**32 - 1, 4),)
+    assert events_of(raw) == ((1, MATH, L1, 3, 2**32 - 1, 4),)
     assert stamps.since(4, 2**32 - 1) == 5 and stamps.since(2**32 - 1, 4) == -5
 
 

@@ -25,7 +25,7 @@ from megamoe.errors import NotAvailable, require
 from megamoe.integrations.shared_batch import Sharers
 
 TIMEOUT_S = 600.0  # a rank may read its shards for minutes longer than another
-# The tokens of the fullest rank in a call: what `MoE.forward` may be told beside its own.
+# The tokens of the fullest rank in a call: what `MoE.forward` may take beside its own.
 TAKES_BOUND = "max_tokens" in inspect.signature(MoE.forward).parameters
 
 
@@ -37,7 +37,8 @@ class Over:
     placement    None: contiguous
     max_tokens   the most that a rank brings in a call
     sharers      ranks that hold the same tokens; None: each has tokens of its own
-    told         tokens by rank in the call that runs, as vLLM told all ranks; None: it did not
+    rank_tokens  gives the tokens by rank in the call that runs, as vLLM has them on all ranks;
+                 None: it has none
     is_captured  whether vLLM captures calls in CUDA graphs
     """
 
@@ -46,7 +47,7 @@ class Over:
     placement: Placement | None
     max_tokens: int
     sharers: Sharers | None
-    told: Callable[[], Sequence[int] | None]
+    rank_tokens: Callable[[], Sequence[int] | None]
     is_captured: bool = False
 
     def options(self) -> dict[str, Any]:
@@ -92,12 +93,12 @@ class Over:
 
     def _bound(self, num_tokens: int) -> int | None:
         """Tokens of the fullest rank in this call, the same on all ranks."""
-        told = self.told()
-        if told is None and (self.sharers is None or self.sharers.num < self.group.size()):
+        by_rank = self.rank_tokens()
+        if by_rank is None and (self.sharers is None or self.sharers.num < self.group.size()):
             return None
-        most = num_tokens if told is None else max(told)
+        most = num_tokens if by_rank is None else max(by_rank)
         most = most if self.sharers is None else self.sharers.rows(most)
-        return min(most, self.max_tokens)  # what was told may count tokens that ranks share
+        return min(most, self.max_tokens)  # vLLM may count tokens that ranks share
 
 
 class Finished:
@@ -168,7 +169,7 @@ def over(layer: Any) -> Over:
         placement_of(layer.expert_map_manager, experts, ranks.ep_size),
         -(-most // num_parts),
         sharers,
-        _told,
+        _rank_tokens,
         is_gpu and not config.model_config.enforce_eager,
     )
 
@@ -182,7 +183,7 @@ def placement_of(manager: Any, num_experts: int, num_ranks: int) -> Placement | 
     )
 
 
-def _told() -> Sequence[int] | None:
+def _rank_tokens() -> Sequence[int] | None:
     from vllm.forward_context import (  # type: ignore[import-not-found]
         get_forward_context,
         is_forward_context_available,

@@ -444,39 +444,39 @@ def issue_mma(gemm):
 
 
 @gluon.jit
-def decode_tile(gemm, steps, stage, room):
-    """FP4 weights of a tile's steps as BF16, in tensor memory; -> the next stage and room."""
+def decode_tile(gemm, steps, stage, decoded_stage):
+    """FP4 weights of a tile's steps as BF16, in tensor memory; -> the next stages of both rings."""
     HALVES: gl.constexpr = gemm.HALVES
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
     for _k in range(steps):
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
-        mbarrier.wait(gemm.decoded_empty.index(room.idx), room.phase)
+        mbarrier.wait(gemm.decoded_empty.index(decoded_stage.idx), decoded_stage.phase)
         fence_after_wait()
         for half in gl.static_range(HALVES):
             at = stage.idx * HALVES + half
             scales = scale_block(gemm.ws_bufs.index(at), NUM)
             decode_block(
-                gemm.w_bufs.index(at), scales, gemm.decoded.index(room.idx * HALVES + half)
+                gemm.w_bufs.index(at), scales, gemm.decoded.index(decoded_stage.idx * HALVES + half)
             )
         fence_async_shared()
         fence_before_arrival()
         mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
-        mbarrier.arrive(gemm.decoded_full.index(room.idx), count=1)
+        mbarrier.arrive(gemm.decoded_full.index(decoded_stage.idx), count=1)
         stage = advance(stage, gemm.STAGES)
-        room = advance(room, DECODES)
-    return stage, room
+        decoded_stage = advance(decoded_stage, DECODES)
+    return stage, decoded_stage
 
 
 @gluon.jit
 def decode(gemm):
     """DECODED: the weights of this CTA's tiles."""
     stage = first_stage(0)
-    room = first_stage(1)
+    decoded_stage = first_stage(1)
     post = first_stage(0)
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        stage, room = decode_tile(gemm, gemm.steps, stage, room)
+        stage, decoded_stage = decode_tile(gemm, gemm.steps, stage, decoded_stage)
         item, post = next_posted(gemm, item, post)
 
 

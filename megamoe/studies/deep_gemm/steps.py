@@ -129,7 +129,9 @@ def combine(picks: Picks) -> str:
     return picks.word("combine", ("bf16", "exact; fp8 halves the bytes home"), COMBINES)
 
 
-def room(picks: Picks, problem: Problem, hw: Hardware, chosen: Backend, tile: Tiles) -> Capacity:
+def pool_capacity(
+    picks: Picks, problem: Problem, hw: Hardware, chosen: Backend, tile: Tiles
+) -> Capacity:
     """Rows of the pool: the worst case if HBM can spare it, else a ring that waves reuse.
 
     Sized for every tile that a batch of up to max_tokens may choose, so that all of them share

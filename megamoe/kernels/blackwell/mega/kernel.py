@@ -201,14 +201,14 @@ def issue_mma(cta, l1, l2):
 def decode(cta, l1, l2):
     """DECODED, one warpgroup: FP4 weights of each tile as BF16, in tensor memory."""
     stage = first_stage(0)
-    room = first_stage(1)
+    decoded_stage = first_stage(1)
     i = 0
     kind = gl.to_tensor(0)
     while kind >= 0:
         item = pop_item(cta, i)
         kind = item.kind
         if (kind == L1) | (kind == L2):
-            stage, room = decode_tile(l1, _steps_of(kind, l1, l2), stage, room)
+            stage, decoded_stage = decode_tile(l1, _steps_of(kind, l1, l2), stage, decoded_stage)
         i += 1
 
 

@@ -18,9 +18,9 @@ PUBLISH = gl.constexpr(stamps.PUBLISH)
 
 ROUTE = gl.constexpr(stamps.ROUTE)
 FILL = gl.constexpr(stamps.FILL)
-L1 = gl.constexpr(stamps.FIRST)
-L2 = gl.constexpr(stamps.SECOND)
-END = gl.constexpr(stamps.MEET)  # the wait for all CTAs
+L1 = gl.constexpr(stamps.L1)
+L2 = gl.constexpr(stamps.L2)
+END = gl.constexpr(stamps.END)
 COMBINE = gl.constexpr(stamps.COMBINE)
 WAIT = gl.constexpr(stamps.WAIT)
 

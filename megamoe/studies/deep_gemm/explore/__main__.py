@@ -11,13 +11,13 @@ from megamoe.studies.deep_gemm.explore import CASES, MUTATIONS, explore_many
 
 def main(args: list[str]) -> int:
     """0 if every rule held in every run."""
-    told = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m megamoe.studies.deep_gemm.explore",
         description="Explore the protocol of the reference system, with bugs planted or without.",
     )
-    told.add_argument("runs", type=int, nargs="?", default=100, help="interleavings of each case")
-    told.add_argument("mutations", nargs="*", metavar="mutation", help=", ".join(MUTATIONS))
-    asked = told.parse_args(args)
+    parser.add_argument("runs", type=int, nargs="?", default=100, help="interleavings of each case")
+    parser.add_argument("mutations", nargs="*", metavar="mutation", help=", ".join(MUTATIONS))
+    asked = parser.parse_args(args)
     broken = 0
     for case in CASES.values():
         began = time.perf_counter()
