@@ -82,6 +82,7 @@ def launched(monkeypatch):
     monkeypatch.setattr(pack, "facts_of", lambda w: facts)
     monkeypatch.setattr(packed, "facts_of", lambda w: facts)
     monkeypatch.setattr(images, "_facts", lambda w: facts)
+    monkeypatch.setattr(images, "fill", lambda *_: None)  # images without memory
     return found
 
 

@@ -1,5 +1,7 @@
 """The oracle against a float64 evaluation of the rules, and every rounding step in its place."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -48,6 +50,13 @@ OPTIONS = [
 ]
 
 
+@functools.lru_cache(maxsize=1)
+def stored(w13, w2, recipe):
+    """The weights as the rules store them; w13 [E, 2, I, H]. Options in turn share a case's."""
+    split13 = w13.float().numpy().reshape(len(w13), 2, w13.shape[1] // 2, -1)
+    return tuple(rules64.weights_as(w, recipe) for w in (split13, w2.float().numpy()))
+
+
 def both(recipe, case, *, bias=False, gate_up="split", without="", seed=0, **options):
     """The package's result and the rules' result, as float32 arrays."""
     x, idx, weight, w13, w2 = case
@@ -61,10 +70,9 @@ def both(recipe, case, *, bias=False, gate_up="split", without="", seed=0, **opt
         given_b13 = None if b13 is None else b13.view(experts, 2, -1).transpose(1, 2).flatten(1)
     weights = mm.ExpertWeights.quantize(given13, w2, recipe, b13=given_b13, b2=b2, gate_up=gate_up)
     y = mm.moe(x, idx, weight, weights, **options)
-    split13 = w13.float().numpy().reshape(experts, 2, rows // 2, -1)
     wanted = rules64.layer(
         x.float().numpy(), idx.numpy(), weight.numpy(),
-        rules64.weights_as(split13, recipe), rules64.weights_as(w2.float().numpy(), recipe), recipe,
+        *stored(w13, w2, recipe), recipe,
         b13=None if b13 is None else b13.numpy().reshape(experts, 2, -1),
         b2=None if b2 is None else b2.numpy(), without=without,
         **{"clamp": 7.0 if options.get("activation") == "gpt_oss" else np.inf, **options},
