@@ -63,8 +63,10 @@ def compiled(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("arch", [90, 100])
-@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize(
+    ("rows", "arch"),
+    [(1, 90), (1000, 90), pytest.param(1, 100, marks=pytest.mark.every), (1000, 100)],
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_grouped_gemms_compile_to_tensor_core_code(recipe, rows, arch):
     for phase, tile in zip(("l1", "l2"), tiles(recipe, rows), strict=False):
@@ -123,7 +125,7 @@ NATIVE = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.every), 1000])
 @pytest.mark.parametrize("recipe", NATIVE)
 def test_blackwell_multiplies_codes_and_scales(recipe, rows):
     for phase, tile in zip(("l1", "l2"), tiles(recipe, rows, is_native=True), strict=False):

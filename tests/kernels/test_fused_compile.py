@@ -38,7 +38,8 @@ SHARED = {"slots": 448, "experts": 33, "shared": 1}
 SHARED_RING = {**SHARED, "wave_rows": 64}
 TRACED = {**DECODE, "trace": True}
 LATE = {"slots": 128, "experts": 8, "ids": torch.int64, "options": Options(weight_at="combine")}
-# As many slots as the tile meets: the routing takes the most shared memory.
+MIDDLE = {"slots": 1024, "experts": 48}
+# As many slots as the tile takes: the routing has the most shared memory.
 LARGEST = {"slots": 4096, "experts": 256}
 
 
@@ -52,7 +53,7 @@ def cases():
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
         ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING), ("w4a8_block", TRACED),
-        ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", {"slots": 1024, "experts": 48}),
+        ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", MIDDLE),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
     middle = pick("nvfp4", 2048 / 256)[0]
@@ -73,13 +74,15 @@ def name(case):
 
 def param(case):
     """As a parameter. Registers grow with the tile: narrower ones than a recipe's widest are left
-    to --every, but for the narrowest of FP8 and FP4; w4a4's loads are those of w4a8."""
+    to --every, but for the narrowest of FP8 and FP4. With scales above 2 w4a8 and w4a4 load as
+    w4a16 does; ids of 64 bits are those of APART too, and sizes of a routing grow to LARGEST."""
     recipe, fits, tile, more = case
     tiles = shipped_fused(recipe, fits=fits)
-    is_widest = tile == tiles[-1] and not (recipe == "w4a4" and more is TABLE)
+    is_widest = tile == tiles[-1] and not (recipe in ("w4a8", "w4a4") and more is TABLE)
     is_narrowest = tile == tiles[0] and recipe in ("w8a8", "w4a8_block") and more is DECODE
     is_own = more not in (DECODE, TABLE)
-    marks = () if is_widest or is_narrowest or is_own else (pytest.mark.every,)
+    is_left = more in (LATE, MIDDLE) or not (is_widest or is_narrowest or is_own)
+    marks = (pytest.mark.every,) if is_left else ()
     return pytest.param(case, id=name(case), marks=marks)
 
 
