@@ -21,6 +21,7 @@ from megamoe.planner.choice import SharedMemory
 from megamoe.planner.floor import Floor
 from megamoe.planner.launches import Launch
 from megamoe.planner.plan import Plan, plan
+from megamoe.problem import Problem
 
 out = Console()
 Compare = Annotated[
@@ -72,13 +73,7 @@ def command(
     name, problem = of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks)
     machines = [word.strip() for word in compare.split(",")] if compare else [hardware]
     fixed = of.overrides_from(given)
-    p = problem
-    ranks_text = f" on each of {p.num_ranks} ranks" if p.num_ranks > 1 else " on one rank"
-    head = (
-        f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')}{ranks_text}, "
-        f"top-{p.top_k} of {p.num_experts} experts, "
-        f"{p.hidden} x {p.intermediate}, {p.recipe}"
-    )
+    head = _head(name, problem)
     if study is not None:
         from megamoe.cli import study as of_study
 
@@ -97,6 +92,15 @@ def command(
         _print_plan(plans[0])
         if cubins is not None:
             _print_cubins(plans[0], cubins)
+
+
+def _head(name: str, p: Problem) -> str:
+    ranks_text = f" on each of {p.num_ranks} ranks" if p.num_ranks > 1 else " on one rank"
+    return (
+        f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')}{ranks_text}, "
+        f"top-{p.top_k} of {p.num_experts} experts, "
+        f"{p.hidden} x {p.intermediate}, {p.recipe}"
+    )
 
 
 def _print_cubins(plan: Plan, sizes: str) -> None:

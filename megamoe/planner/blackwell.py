@@ -127,25 +127,8 @@ def narrowed(recipe: str, tile: GemmTmem) -> GemmTmem:
     return max(found, key=lambda t: t.num_stages)
 
 
-def overridden(
-    recipe: str, tile: GemmTmem, given: Mapping[str, Value], *, is_gated: bool = True
-) -> tuple[GemmTmem, str]:
-    """The tile with what was given in place of the table's, or a refusal with the reason.
-
-    is_gated  L1 has gate and up in a tile, so that no other block_n is legal
-    """
-    asked = {name: given[name] for name in TILE if name in given}
-    if not asked:
-        return tile, ""
-    legal = {"block_m", "block_k", "num_stages", "group_m", "schedule", "cta_pair"}
-    legal |= set() if is_gated else {"block_n"}
-    unknown = sorted(asked.keys() - legal)
-    require(
-        not unknown,
-        f"a tile of the blackwell backend is given by {', '.join(sorted(legal))}",
-        got=", ".join(unknown),
-        kind=NotAvailable,
-    )
+def _asked_shape(recipe: str, tile: GemmTmem, asked: Mapping[str, Value]) -> tuple[Shape, int]:
+    """(the table's shape with what was asked of block_m and block_k, CTAs that share it)."""
     how = numerics("blackwell", recipe)
     widths = tables.block_ms(recipe, how.promotion > 0)
     m = asked.get("block_m", tile.block_m)
@@ -179,10 +162,33 @@ def overridden(
         got=f"{recipe}, block_m {m}",
         kind=NotAvailable,
     )
-    made = tile_of(recipe, base._replace(block_m=m, block_k=k), num_ctas)
+    return base._replace(block_m=m, block_k=k), num_ctas
+
+
+def overridden(
+    recipe: str, tile: GemmTmem, given: Mapping[str, Value], *, is_gated: bool = True
+) -> tuple[GemmTmem, str]:
+    """The tile with what was given in place of the table's, or a refusal with the reason.
+
+    is_gated  L1 has gate and up in a tile, so that no other block_n is legal
+    """
+    asked = {name: given[name] for name in TILE if name in given}
+    if not asked:
+        return tile, ""
+    legal = {"block_m", "block_k", "num_stages", "group_m", "schedule", "cta_pair"}
+    legal |= set() if is_gated else {"block_n"}
+    unknown = sorted(asked.keys() - legal)
+    require(
+        not unknown,
+        f"a tile of the blackwell backend is given by {', '.join(sorted(legal))}",
+        got=", ".join(unknown),
+        kind=NotAvailable,
+    )
+    shape, num_ctas = _asked_shape(recipe, tile, asked)
+    made = tile_of(recipe, shape, num_ctas)
     made = replace(
         made,
-        group_m=int(asked.get("group_m", base.group_m) or 1),
+        group_m=int(asked.get("group_m", shape.group_m) or 1),
         schedule=word(asked, "schedule", SCHEDULES) or tile.schedule,
     )
     n = asked.get("block_n", tile.block_n)
