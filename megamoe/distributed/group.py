@@ -69,7 +69,7 @@ class GroupWorld:
 
     def __init__(
         self,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         make: Callable[[], tuple[Placement, dict[str, Any]]],
         *,
         max_tokens: int | None = None,
@@ -86,18 +86,18 @@ class GroupWorld:
             placement, what = make()
             placements.append(placement)
             what["max_tokens_per_rank"] = max_tokens
-            return {"what": what, **link_card(meeting)}
+            return {"what": what, **link_card(rendezvous)}
 
-        cards = meeting.meet("build the layer", card)
+        cards = rendezvous.gather("build the layer", card)
         check_alike([card["what"] for card in cards])
-        self.link = link_of(meeting, cards)
-        self.meeting, self.group = meeting, meeting.group
-        self.rank, self.num_ranks = meeting.rank, meeting.num_ranks
-        self.timeout_s = meeting.timeout_s
+        self.link = link_of(rendezvous, cards)
+        self.rendezvous, self.group = rendezvous, rendezvous.group
+        self.rank, self.num_ranks = rendezvous.rank, rendezvous.num_ranks
+        self.timeout_s = rendezvous.timeout_s
         self.placement, self.max_tokens = placements[0], max_tokens
         self._transport = transport
         self._places: dict[torch.device, Places] = {}
-        self.number = _next_number(meeting.members)
+        self.number = _next_number(rendezvous.members)
         self.calls, self._where = 0, ""
 
     def __deepcopy__(self, memo: Any) -> GroupWorld:

@@ -38,18 +38,18 @@ GRACE_S = 0.5  # a connection closed: who closed it may be about to write down w
 class Link:
     """Connections of this rank to all others. Make it through `link_of`."""
 
-    def __init__(self, meeting: Rendezvous, number: int) -> None:
-        self.rank, self.num_ranks, self.number = meeting.rank, meeting.num_ranks, number
-        self._store, self._base = meeting.store, meeting.base
+    def __init__(self, rendezvous: Rendezvous, number: int) -> None:
+        self.rank, self.num_ranks, self.number = rendezvous.rank, rendezvous.num_ranks, number
+        self._store, self._base = rendezvous.store, rendezvous.base
         self._fault: dict[str, Any] | None = None
         self.fault_key = f"link/{number}/fault"
         # Made directly: `new_group` names a group by how many this process has, and that differs.
         try:
             self._peers: Any = dist.ProcessGroupGloo(
-                distributed_c10d.PrefixStore(f"link/{number}", meeting.store),
-                meeting.rank,
-                meeting.num_ranks,
-                timedelta(seconds=meeting.timeout_s),
+                distributed_c10d.PrefixStore(f"link/{number}", rendezvous.store),
+                rendezvous.rank,
+                rendezvous.num_ranks,
+                timedelta(seconds=rendezvous.timeout_s),
             )
         except Exception as error:
             raise RankError(
@@ -142,25 +142,25 @@ _LINKS: WeakValueDictionary[tuple[int, ...], Link] = WeakValueDictionary()
 _MADE: dict[tuple[int, ...], int] = {}
 
 
-def link_card(meeting: Rendezvous) -> dict[str, int]:
+def link_card(rendezvous: Rendezvous) -> dict[str, int]:
     """What `link_of` must know of a rank: its link, 0 if none works, and how many there were."""
-    link, made = _LINKS.get(meeting.members), _MADE.get(meeting.members, 0)
+    link, made = _LINKS.get(rendezvous.members), _MADE.get(rendezvous.members, 0)
     if link is None or not link.is_alive:
         return {"link": 0, "made": made}
-    meeting.fault_key = link.fault_key
+    rendezvous.fault_key = link.fault_key
     return {"link": link.number, "made": made}
 
 
-def link_of(meeting: Rendezvous, cards: Sequence[dict[str, int]]) -> Link | None:
+def link_of(rendezvous: Rendezvous, cards: Sequence[dict[str, int]]) -> Link | None:
     """The link of these ranks: the one they all have, or a new one; None for a rank alone."""
-    if meeting.num_ranks == 1:
+    if rendezvous.num_ranks == 1:
         return None
-    link = _LINKS.get(meeting.members)
+    link = _LINKS.get(rendezvous.members)
     if link is None or {card["link"] for card in cards} != {link.number}:
         number = max(card["made"] for card in cards) + 1
-        _MADE[meeting.members] = number
-        link = _LINKS[meeting.members] = Link(meeting, number)
-    meeting.fault_key = link.fault_key
+        _MADE[rendezvous.members] = number
+        link = _LINKS[rendezvous.members] = Link(rendezvous, number)
+    rendezvous.fault_key = link.fault_key
     return link
 
 

@@ -1,4 +1,4 @@
-"""Ranks that meet: each leaves a card in the group's store and reads all others', within a bound.
+"""Ranks gather cards: each leaves one in the group's store and reads all others', within a bound.
 
 For what happens once: building a layer, warming it up, gathering statistics. A rank that fails
 before it can say its word leaves the error instead, and every rank raises it; a rank that does not
@@ -31,7 +31,7 @@ from megamoe.errors import (
 
 RESTART = "restart the ranks"
 LONGEST_PAUSE_S = 0.05
-_TIMES: dict[tuple[tuple[int, ...], str], int] = {}  # meetings so far, by members and step
+_TIMES: dict[tuple[tuple[int, ...], str], int] = {}  # gathers so far, by members and step
 
 
 class Rendezvous:
@@ -53,7 +53,9 @@ class Rendezvous:
         self.store = distributed_c10d.PrefixStore(f"megamoe/{name}", self.base)
         self.fault_key = ""  # of the link, once there is one: no rank waits for one that failed
 
-    def meet(self, step: str, make: Callable[[], Any], timeout_s: float | None = None) -> list[Any]:
+    def gather(
+        self, step: str, make: Callable[[], Any], timeout_s: float | None = None
+    ) -> list[Any]:
         """Every rank's `make()`, as JSON keeps it, by rank; any rank's failure is everyone's."""
         prefix, before = self._next(step)
         own: Exception | None = None
@@ -62,7 +64,7 @@ class Rendezvous:
         except Exception as error:
             own, card = error, {"error": error_to_json(error)}
         cards = self._exchange(prefix, step, card, timeout_s or self.timeout_s)
-        with suppress(Exception):  # all have come here, so no rank reads the last meeting's cards
+        with suppress(Exception):  # all have come here, so no rank reads the last cards
             self.store.delete_key(f"{before}/{self.rank}")
         for rank, other in enumerate(cards):
             if "error" in other:
@@ -72,16 +74,16 @@ class Rendezvous:
     def follow(
         self, step: str, make: Callable[[], Any], timeout_s: float | None = None
     ) -> list[Any]:
-        """As `meet`, but rank 0 leads: the others start when it is done."""
+        """As `gather`, but rank 0 leads: the others start when it is done."""
         if self.num_ranks == 1:
             return [make()]
         leads = self.rank == 0
-        lead = self.meet(f"{step}, rank 0 leading", make if leads else lambda: None, timeout_s)
-        rest = self.meet(f"{step}, the others", (lambda: None) if leads else make, timeout_s)
+        lead = self.gather(f"{step}, rank 0 leading", make if leads else lambda: None, timeout_s)
+        rest = self.gather(f"{step}, the others", (lambda: None) if leads else make, timeout_s)
         return [lead[0], *rest[1:]]
 
     def _next(self, step: str) -> tuple[str, str]:
-        """Keys of this meeting and of the one before it. They are counted for good, never reused:
+        """Keys of this gather and of the one before it. They are counted for good, never reused:
         a store outlives a group that is destroyed and made again."""
         times = _TIMES[self.members, step] = _TIMES.get((self.members, step), 0) + 1
         return f"{step}/{times}", f"{step}/{times - 1}"
@@ -93,8 +95,8 @@ class Rendezvous:
         start = time.monotonic()
         try:
             self.store.set(keys[self.rank], json.dumps(card))
-            met = wait_for(self.store, keys, timeout_s, unless=self.fault_key)
-            cards = [json.loads(self.store.get(key)) for key in keys] if met else []
+            is_complete = wait_for(self.store, keys, timeout_s, unless=self.fault_key)
+            cards = [json.loads(self.store.get(key)) for key in keys] if is_complete else []
             gave_up = self.store.check([f"{prefix}/gave_up"])
         except Exception as error:
             raise RankError(
@@ -102,7 +104,7 @@ class Rendezvous:
             ) from error
         if gave_up:
             raise error_from_json(json.loads(self.store.get(f"{prefix}/gave_up")))
-        if not met:
+        if not is_complete:
             raise self._late(prefix, step, keys, time.monotonic() - start, timeout_s)
         return cards
 

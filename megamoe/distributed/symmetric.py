@@ -28,11 +28,11 @@ class Shared(NamedTuple):
     handle: Any  # keeps the mapping
 
 
-def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
+def share(rendezvous: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
     """`num_bytes` on every rank, zeroed, mapped on all of them; all ranks call it, or all fail."""
-    gpus = meeting.meet("look at the GPUs", lambda: _card(device))
-    meeting.meet("reach the GPUs", lambda: check_reach(gpus))
-    ranks_here = sum(gpu[:2] == gpus[meeting.rank][:2] for gpu in gpus)
+    gpus = rendezvous.gather("look at the GPUs", lambda: _card(device))
+    rendezvous.gather("reach the GPUs", lambda: check_reach(gpus))
+    ranks_here = sum(gpu[:2] == gpus[rendezvous.rank][:2] for gpu in gpus)
     allocated: list[Any] = []
 
     def allocate() -> None:
@@ -45,12 +45,12 @@ def share(meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
         import torch.distributed._symmetric_memory as symmetric
 
         with _overlapping_allowed(gpus):
-            allocated.append(symmetric.rendezvous(allocated[0], meeting.group))
-        return _offsets(allocated[1], allocated[0], meeting.rank, meeting.num_ranks)
+            allocated.append(symmetric.rendezvous(allocated[0], rendezvous.group))
+        return _offsets(allocated[1], allocated[0], rendezvous.rank, rendezvous.num_ranks)
 
-    # Two meetings: torch's rendezvous has no bound of its own, so all begin it or none does.
-    meeting.meet("allocate symmetric memory", allocate)
-    offsets = meeting.meet("map symmetric memory", map_peers)[meeting.rank]
+    # Two gathers: torch's rendezvous has no bound of its own, so all begin it or none does.
+    rendezvous.gather("allocate symmetric memory", allocate)
+    offsets = rendezvous.gather("map symmetric memory", map_peers)[rendezvous.rank]
     return Shared(allocated[0], tuple(offsets), ranks_here, allocated[1])
 
 

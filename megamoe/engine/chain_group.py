@@ -55,7 +55,7 @@ class ChainGroup:
     def __init__(
         self,
         layer: MoE,
-        meeting: Rendezvous,
+        rendezvous: Rendezvous,
         placement: Placement,
         memory: GroupMemory | None = None,
     ) -> None:
@@ -69,7 +69,7 @@ class ChainGroup:
         self.num_tokens, self._fits = most, plan.call.fits_e4m3
         where = regions(plan)
         self.memory = memory or GroupMemory(layer._status)
-        self._shared = self.memory.share(self.mode, meeting, where.num_bytes, weights.device)
+        self._shared = self.memory.share(self.mode, rendezvous, where.num_bytes, weights.device)
         require(
             self.mode == "chain" or self._shared.ranks_here == 1,
             "mode split needs a GPU for each rank: it parts all of the GPU's SMs",
@@ -80,7 +80,7 @@ class ChainGroup:
         layer._share_sms(plan.hardware.num_sms, self._shared.ranks_here)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         buffer = chain.buffer_in(self._shared.own, where)
-        self._me = chain.Member(buffer, peers, meeting.rank, meeting.num_ranks)
+        self._me = chain.Member(buffer, peers, rendezvous.rank, rendezvous.num_ranks)
         self._places = Places(placement, weights.device)
 
     def bucket(self, bound: int) -> int:

@@ -57,7 +57,7 @@ class FusedGroup:
     mode = "fused"
 
     def __init__(
-        self, layer: MoE, meeting: Rendezvous, most: int, memory: GroupMemory | None = None
+        self, layer: MoE, rendezvous: Rendezvous, most: int, memory: GroupMemory | None = None
     ) -> None:
         """
         most    tokens of a rank in the largest call
@@ -71,11 +71,11 @@ class FusedGroup:
         self.num_passes, self._each = plan.num_passes, plan.fused_tokens
         where = regions(plan)
         self.memory = memory or GroupMemory(layer._status)
-        self._shared = self.memory.share("fused", meeting, where.num_bytes, weights.device)
+        self._shared = self.memory.share("fused", rendezvous, where.num_bytes, weights.device)
         self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
         peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         self._world = World(
-            meeting.num_ranks, 1, meeting.rank, peers, self.buffer.signals, self.buffer.inbox
+            rendezvous.num_ranks, 1, rendezvous.rank, peers, self.buffer.signals, self.buffer.inbox
         )
         # Ranks that share a GPU share its SMs: all launches of a call must be resident together.
         num_sms = plan.hardware.num_sms
@@ -85,7 +85,7 @@ class FusedGroup:
             check_grid(num_sms, taken, 1)
             return {"CTAs of a launch": num_sms - taken}
 
-        check_alike(meeting.meet("agree on the launch", card))
+        check_alike(rendezvous.gather("agree on the launch", card))
         self.plan = layer._plan_in("fused", most)
 
     def bucket(self, bound: int) -> int:

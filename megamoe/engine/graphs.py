@@ -167,10 +167,12 @@ class Graphs:
     ) -> Tensor:  # fmt: skip
         """Replay a call whose inputs were checked; the next one that looks like it is found."""
         parts.status.raise_if_seen()
-        one = self.meet(signature, bucket_of(x.shape[0], self.most), x, topk_idx, parts)
+        one = self.ready_for(signature, bucket_of(x.shape[0], self.most), x, topk_idx, parts)
         return self.replay(one, x, topk_idx, topk_weights, copy)
 
-    def meet(self, signature: Any, bucket: Any, x: Tensor, topk_idx: Tensor, parts: Any) -> Ready:
+    def ready_for(
+        self, signature: Any, bucket: Any, x: Tensor, topk_idx: Tensor, parts: Any
+    ) -> Ready:
         """What a replay of a bucket's graph needs, which is captured now if it was not before.
 
         signature  by which `find` finds it the next time

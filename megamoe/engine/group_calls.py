@@ -156,7 +156,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
         except MegaMoEError as error:
             return [[[0, "staged", str(error)]], []]
 
-    cards = world.meeting.meet("choose the modes", look)
+    cards = world.rendezvous.gather("choose the modes", look)
     whys = [
         f"rank {rank}: {sizes[-1][2]}" for rank, (sizes, plans) in enumerate(cards) if not plans
     ]
@@ -165,7 +165,7 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
             check_alike([{"modes": [one[:2] for one in sizes]} for sizes, _ in cards])
             for plans in zip(*(plans for _, plans in cards), strict=True):
                 check_alike(list(plans))
-            sizes = tuple(UpTo(*one) for one in cards[world.meeting.rank][0])
+            sizes = tuple(UpTo(*one) for one in cards[world.rendezvous.rank][0])
             assert most is not None
             return _share(layer, world, most, sizes, is_asked_for=False), ""
     except MegaMoETimeout:
@@ -184,11 +184,11 @@ def _share(
     plans = {one.mode: layer._plan_in(one.mode, one.tokens) for one in sizes if one.mode in MODES}
     regions = {"fused": fused_group.regions}
     where = {mode: regions.get(mode, chain_group.regions)(plan) for mode, plan in plans.items()}
-    memory = memory_for(world.meeting, where, layer.top_k, layer._status)
+    memory = memory_for(world.rendezvous, where, layer.top_k, layer._status)
     layer._status = memory.status
     for one in sizes:
         if one.mode == "fused":
-            made["fused"] = FusedGroup(layer, world.meeting, one.tokens, memory)
+            made["fused"] = FusedGroup(layer, world.rendezvous, one.tokens, memory)
         elif one.mode in MODES:
-            made["chain"] = ChainGroup(layer, world.meeting, world.placement, memory)
+            made["chain"] = ChainGroup(layer, world.rendezvous, world.placement, memory)
     return GroupCalls(made["fused"], made["chain"], most, sizes, is_asked_for=is_asked_for)

@@ -125,7 +125,7 @@ def replay(
         parts = GroupParts.of(layer)
         one = graphs.find((signature, picked))
         if one is None or not all(map(is_, parts, one.parts)):
-            one = graphs.meet((signature, picked), picked, x, topk_idx, parts)
+            one = graphs.ready_for((signature, picked), picked, x, topk_idx, parts)
         y = graphs.send(one, x, topk_idx, topk_weights, copy)  # whatever else arrives: take part
     if refusal is not None:
         raise refusal

@@ -41,10 +41,12 @@ class GroupMemory:
         self.lost: BaseException | None = None
         self._shared: dict[str, Shared] = {}
 
-    def share(self, mode: str, meeting: Rendezvous, num_bytes: int, device: torch.device) -> Shared:
+    def share(
+        self, mode: str, rendezvous: Rendezvous, num_bytes: int, device: torch.device
+    ) -> Shared:
         """The memory of a mode; the first layer allocates and maps it, on all ranks."""
         if mode not in self._shared:
-            self._shared[mode] = symmetric.share(meeting, num_bytes, device)
+            self._shared[mode] = symmetric.share(rendezvous, num_bytes, device)
         return self._shared[mode]
 
     @property
@@ -54,7 +56,7 @@ class GroupMemory:
 
 
 def memory_for(
-    meeting: Rendezvous, where: dict[str, Workspace], top_k: int, own: DeviceStatus
+    rendezvous: Rendezvous, where: dict[str, Workspace], top_k: int, own: DeviceStatus
 ) -> GroupMemory:
     """The memory of earlier layers with the same regions, if all ranks still have it, or new one.
 
@@ -62,14 +64,14 @@ def memory_for(
     own    the layer's status, which new memory takes
     """
     device = own.storage.device
-    key = meeting.members, device, top_k, tuple(sorted(where.items()))
+    key = rendezvous.members, device, top_k, tuple(sorted(where.items()))
     found = _MADE.get(key)
     latest = max((one.serial for one in _MADE.values()), default=0)
 
     def card() -> list[int]:
         return [found.serial if found is not None and found.is_usable else 0, latest]
 
-    cards = meeting.meet("look for memory to share", card)
+    cards = rendezvous.gather("look for memory to share", card)
     if found is not None and cards[0][0] and all(one[0] == cards[0][0] for one in cards):
         return found
     found = GroupMemory(own, 1 + max(one[1] for one in cards))

@@ -564,7 +564,7 @@ class MoE(nn.Module):
         if self._world is None:
             check()
         else:
-            self._world.meeting.meet("refresh", check)
+            self._world.rendezvous.gather("refresh", check)
         parts[0].write(module.weights)
 
     def reset(self) -> None:

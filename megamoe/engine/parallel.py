@@ -321,7 +321,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
     from megamoe.distributed.group import GroupWorld
     from megamoe.distributed.rendezvous import Rendezvous
 
-    meeting = Rendezvous(group, timeout_s)
+    rendezvous = Rendezvous(group, timeout_s)
 
     def make() -> tuple[Placement, dict[str, Any]]:
         mode = layer._wanted[1]
@@ -331,7 +331,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
             got=f"mode {mode}",
             kind=NotAvailable,
         )
-        placement = build(meeting.num_ranks)
+        placement = build(rendezvous.num_ranks)
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
             what |= fused_group.describe(layer._plan_in(mode))
@@ -341,7 +341,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
             what |= chain_group.describe(plan)
         return placement, what
 
-    return GroupWorld(meeting, make, max_tokens=layer.max_tokens_per_rank)
+    return GroupWorld(rendezvous, make, max_tokens=layer.max_tokens_per_rank)
 
 
 def placement_of(
@@ -396,7 +396,7 @@ def statistics(layer: MoE, world: GroupWorld | None) -> Statistics:
     if world is None:
         placement, counts = Placement.contiguous(layer.num_experts, 1), [mine()]
     else:
-        placement, counts = world.placement, world.meeting.meet("gather statistics", mine)
+        placement, counts = world.placement, world.rendezvous.gather("gather statistics", mine)
     sent, received = (tuple(tuple(rank[i]) for rank in counts) for i in range(2))
     return Statistics(w.hidden, w.intermediate, layer.top_k, w.recipe, placement, sent, received)
 

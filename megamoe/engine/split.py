@@ -194,7 +194,7 @@ def _pool(layer: _Layer, steps: Pass, slots: Slots, half: _Half) -> None:
 
 
 def _l1(layer: _Layer, steps: Pass, whole: Pool, half: _Half, *, is_first: bool) -> None:
-    """Dispatched tokens to activations; tells L2 of each tile."""
+    """Dispatched tokens to activations; signals each tile to L2."""
     call = layer.call
     items = half.work[0].items if half.work else None
     launch.gated(

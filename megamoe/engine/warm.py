@@ -50,7 +50,7 @@ def warmup(
         elif layer._fused_group is not None:  # a launch needs its peers
             _warm_group(layer, layer._fused_group, token_counts, timeout_s, processes)
         else:
-            layer._world.meeting.follow("warm up", compile_all, timeout_s)
+            layer._world.rendezvous.follow("warm up", compile_all, timeout_s)
 
 
 def _warm_group(
@@ -62,13 +62,13 @@ def _warm_group(
 ) -> None:
     """Every mode and size that calls with these bounds have: compiled, then made once together."""
     assert layer._world is not None
-    meeting = layer._world.meeting
+    rendezvous = layer._world.rendezvous
     sizes = group.bounds(token_counts)
     staged = [bound for calls, bound in sizes if calls is None]
 
     def lead() -> None:
         if layer.weights.device.type == "cuda":
-            if meeting.rank == 0:
+            if rendezvous.rank == 0:
                 compile_before(layer, [bound for _, bound in sizes], processes)
             if staged:
                 run_all(layer, staged)
@@ -82,8 +82,8 @@ def _warm_group(
                 one.calls.warm(layer, one.bound)
                 group_graphs.prepare(layer, one)
 
-    meeting.follow("compile the launches", lead, timeout_s)
-    meeting.meet("warm up", make, timeout_s)
+    rendezvous.follow("compile the launches", lead, timeout_s)
+    rendezvous.gather("warm up", make, timeout_s)
 
 
 @torch.no_grad()

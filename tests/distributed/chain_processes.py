@@ -34,19 +34,19 @@ class Mapped:
         self.folder, self.kernels, self.kept = Path(folder), kernels, []
         self.num_shared = 0
 
-    def share(self, meeting, num_bytes, device):
+    def share(self, rendezvous, num_bytes, device):
         self.num_shared += 1
-        mine = self.folder / f"{self.num_shared}-{meeting.rank}"
+        mine = self.folder / f"{self.num_shared}-{rendezvous.rank}"
         mine.write_bytes(bytes(num_bytes))
-        meeting.meet("write files", lambda: None)
+        rendezvous.gather("write files", lambda: None)
         parts = []
-        for rank in range(meeting.num_ranks):
+        for rank in range(rendezvous.num_ranks):
             file = (self.folder / f"{self.num_shared}-{rank}").open("r+b")
             self.kept.append(mmap.mmap(file.fileno(), num_bytes))
             parts.append(torch.frombuffer(self.kept[-1], dtype=torch.uint8))
         for name in (*REMOTE, "mega_kernel"):
             self.kernels[name].hold = [*self.kernels[name].hold, *parts]
-        own = parts[meeting.rank]
+        own = parts[rendezvous.rank]
         offsets = tuple(p.data_ptr() - own.data_ptr() for p in parts)
         return symmetric.Shared(own, offsets, 1, None)
 
@@ -230,7 +230,7 @@ def _captured(patch, cuda):
     return rehearsed
 
 
-def ranks_that_pass_other_bounds_are_told(rank, folder, bounds):
+def ranks_that_pass_other_bounds_get_an_error(rank, folder, bounds):
     """Of one mode: the error names what each passed. Of two: each names whom it waited for."""
     with pytest.MonkeyPatch.context() as patch:
         limits = {"mode": "auto", "max_tokens_per_rank": 40, "timeout_s": 2.0}

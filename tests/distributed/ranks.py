@@ -74,7 +74,7 @@ def _rank(
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, None, has_store, timedelta(seconds=30), False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
-    _meet(store, num_ranks)
+    _wait_for_all(store, num_ranks)
     start, result, error = time.monotonic(), None, ""
     try:
         result = target(rank, *args)
@@ -86,7 +86,7 @@ def _rank(
         dist.destroy_process_group()
 
 
-def _meet(store: dist.Store, num_ranks: int) -> None:
+def _wait_for_all(store: dist.Store, num_ranks: int) -> None:
     """Wait for the slowest: a rank whose target dies would break the others' connecting."""
     if store.add("connected", 1) == num_ranks:
         store.set("all connected", "")

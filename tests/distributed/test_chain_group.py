@@ -7,7 +7,7 @@ from tests.distributed.chain_processes import (
     graphs_have_the_bits_of_one_rank,
     layers_that_are_alike_share_memory,
     one_layer_serves_all_sizes,
-    ranks_that_pass_other_bounds_are_told,
+    ranks_that_pass_other_bounds_get_an_error,
     who_does_not_come_is_named,
 )
 from tests.distributed.ranks import launch
@@ -38,9 +38,9 @@ def test_graphs_have_the_bits_of_one_rank(tmp_path):
 
 
 @pytest.mark.parametrize("bounds", [(2, 8), (24, 40), (2, 40)], ids=["fused", "chain", "both"])
-def test_ranks_that_pass_other_bounds_are_told(bounds, tmp_path):
+def test_ranks_that_pass_other_bounds_get_an_error(bounds, tmp_path):
     how = str(tmp_path), bounds
-    ends = launch(2, ranks_that_pass_other_bounds_are_told, *how, limit_s=300.0)
+    ends = launch(2, ranks_that_pass_other_bounds_get_an_error, *how, limit_s=300.0)
     assert [end.error for end in ends] == [""] * 2
     if bounds == (2, 40):
         assert all("MegaMoETimeout: " in end.result for end in ends)

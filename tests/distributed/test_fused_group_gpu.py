@@ -63,7 +63,7 @@ def test_one_layer_serves_all_sizes(mps, num_ranks, recipe, num, has_graphs):
     assert received == sent and sum(sent) > 0
 
 
-def test_ranks_that_pass_other_bounds_are_told(mps):
+def test_ranks_that_pass_other_bounds_get_an_error(mps):
     for text in results(launch(2, other_bounds, mps, limit_s=240)):
         assert "RankError: all ranks must pass the same max_tokens" in text
 

@@ -37,11 +37,11 @@ def share(monkeypatch, cards, fake):
     monkeypatch.setattr(symmetric, "check_reach", lambda gpus: None)
     monkeypatch.setattr(symmetric, "_card", lambda device: cards[0])
 
-    def meet(step, make):
+    def gather(step, make):
         return [make(), cards[1]]
 
-    meeting = SimpleNamespace(rank=0, num_ranks=2, group=None, meet=meet)
-    return symmetric.share(meeting, 64, torch.device("cpu"))
+    rendezvous = SimpleNamespace(rank=0, num_ranks=2, group=None, gather=gather)
+    return symmetric.share(rendezvous, 64, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ every tensor, as the hardware does. What Triton 3.8 makes of the program, its ow
   tcgen05               the first CTA issues for both: M = 256, weights and sums of each, tokens
                         half from each; a commit arrives at the barriers of both
 
-Both CTAs meet before their roles begin, since mbarriers are then initialised, and when they have
-ended, since arrivals from the other CTA may still come: the compiler puts those cluster barriers
-there (`test_pairs_compile`). Not seen: which of them it leaves out.
+Both CTAs wait for each other before their roles begin, since mbarriers are then initialised, and
+when they have ended, since arrivals from the other CTA may still come: the compiler puts those
+cluster barriers there (`test_pairs_compile`). Not seen: which of them it leaves out.
 """
 
 import copy
@@ -27,7 +27,7 @@ HALF = 2  # CTAs
 
 
 class Cluster:
-    """Two CTAs: what each of them has allocated, in order, and where they meet."""
+    """Two CTAs: what each of them has allocated, in order, and where they wait for each other."""
 
     def __init__(self):
         self.cells, self.barriers, self.shared = ([], []), ([], []), {}
@@ -78,7 +78,7 @@ class Cluster:
         part.nbytes = descriptor.nbytes // HALF
         return [(part, at, into)]
 
-    # -- meeting
+    # -- barriers of both
 
     def sync(self, scheduler, role):
         """A barrier of the cluster."""

@@ -27,8 +27,8 @@ def joined(gpu, mode):
     layer.stats = layer.stats[: E // 2].clone()
     layer._ranks = Ranks(2, E, max_tokens=MOST)
     layer._wanted = ("hopper", mode)
-    meeting = SimpleNamespace(rank=0, num_ranks=2)
-    chained = ChainGroup(layer, meeting, Placement.contiguous(E, 2))
+    rendezvous = SimpleNamespace(rank=0, num_ranks=2)
+    chained = ChainGroup(layer, rendezvous, Placement.contiguous(E, 2))
     sizes = (UpTo(MOST, mode, "asked for"),)
     layer._fused_group = GroupCalls(None, chained, MOST, sizes, is_asked_for=True)
     return layer
@@ -103,7 +103,7 @@ def test_warming_up_compiles_then_meets_then_makes_a_call_of_all_launches(one, m
         steps.append(step)
 
     one._world = SimpleNamespace(
-        rank=1, meeting=SimpleNamespace(follow=follow, meet=follow, rank=1)
+        rank=1, rendezvous=SimpleNamespace(follow=follow, gather=follow, rank=1)
     )
     mm.warmup(one, [MOST])
     assert steps == ["compile 6", "compile the launches", "warm up"]

@@ -65,9 +65,9 @@ def test_a_seal_holds_until_an_expert_changes(write, whole, monkeypatch):
     t = torch.randn(4, 2, 40, 100, generator=rng)
     seal = Seal([t, t[..., 3]])
     assert seal.holds([t, t[..., 3]])
-    swapped = t.clone()
-    swapped[[1, 2]] = t[[2, 1]]
-    write(t, swapped)
+    reordered = t.clone()
+    reordered[[1, 2]] = t[[2, 1]]
+    write(t, reordered)
     assert not seal.holds([t, t[..., 3]])
 
 

@@ -33,9 +33,9 @@ class Layer:
 
 def world(*others):
     """This rank, then ranks that say `others` to any question."""
-    meet = lambda step, make: [make(), *others]  # noqa: E731
-    meeting = SimpleNamespace(meet=meet, rank=0)
-    return SimpleNamespace(meeting=meeting, placement=None, num_ranks=1 + len(others))
+    gather = lambda step, make: [make(), *others]  # noqa: E731
+    rendezvous = SimpleNamespace(gather=gather, rank=0)
+    return SimpleNamespace(rendezvous=rendezvous, placement=None, num_ranks=1 + len(others))
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def made(monkeypatch):
     found = []
 
     def make(mode):
-        def shared(layer, meeting, given, memory):
+        def shared(layer, rendezvous, given, memory):
             found.append((mode, given))
             return SimpleNamespace(num_tokens=given, bucket=lambda bound: bound, mode=mode)
 

@@ -36,10 +36,10 @@ class Peers:
         self.memory = []
         self.num_ranks, self.ranks_here = num_ranks, num_ranks
 
-    def share(self, meeting, num_bytes, device):
+    def share(self, rendezvous, num_bytes, device):
         while len(self.memory) < self.num_ranks:
             self.memory.append(torch.zeros(num_bytes, dtype=torch.uint8))
-        own = self.memory[meeting.rank]
+        own = self.memory[rendezvous.rank]
         assert len(own) == num_bytes
         offsets = tuple(m.data_ptr() - own.data_ptr() for m in self.memory)
         return symmetric.Shared(own, offsets, self.ranks_here, None)
@@ -59,10 +59,10 @@ def join(gpu, peers, rank, most=MOST):
     one.experts._weights = gpu.weights[rank * per_rank : (rank + 1) * per_rank]
     one.stats = one.stats[:per_rank].clone()
     one._ranks = Ranks(peers.num_ranks, E, max_tokens=most)
-    meeting = SimpleNamespace(
-        rank=rank, num_ranks=peers.num_ranks, meet=lambda step, make: [make()] * peers.num_ranks
+    rendezvous = SimpleNamespace(
+        rank=rank, num_ranks=peers.num_ranks, gather=lambda step, make: [make()] * peers.num_ranks
     )
-    one._fused_group = alone(FusedGroup(one, meeting, most))
+    one._fused_group = alone(FusedGroup(one, rendezvous, most))
     return one
 
 
@@ -171,7 +171,7 @@ def test_warming_up_compiles_then_meets_then_makes_a_call_without_tokens(gpu, pe
         make()
         steps.append([call["is_compiled_only"] for call in gpu.calls])
 
-    one._world = SimpleNamespace(rank=1, meeting=SimpleNamespace(follow=follow, meet=follow))
+    one._world = SimpleNamespace(rank=1, rendezvous=SimpleNamespace(follow=follow, gather=follow))
     mm.warmup(one, [MOST])
     assert steps == [[True], [True, False]]
     launched = gpu.calls[1]
@@ -249,11 +249,11 @@ def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
     cards = iter([[{"CTAs of a launch": 66}, {"CTAs of a launch": 60}]])
-    meeting = SimpleNamespace(rank=0, num_ranks=2, meet=lambda step, make: next(cards))
+    rendezvous = SimpleNamespace(rank=0, num_ranks=2, gather=lambda step, make: next(cards))
     one = make(gpu, max_tokens_per_rank=MOST)
     one._ranks = Ranks(2, 2 * E, max_tokens=MOST)
     with pytest.raises(RankError, match="CTAs of a launch differs"):
-        FusedGroup(one, meeting, MOST)
+        FusedGroup(one, rendezvous, MOST)
 
 
 def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):

@@ -183,12 +183,12 @@ def test_over_a_group_one_ranks_refusal_is_everyones(gpu):
     layer = layer_of("w4a16")
     before, steps = bits(layer.weights), []
 
-    def meet(step, make):
+    def gather(step, make):
         steps.append(step)
         make()
         raise RangeError("rank 1, step refresh: w2 must be finite")
 
-    layer._world = SimpleNamespace(meeting=SimpleNamespace(meet=meet))
+    layer._world = SimpleNamespace(rendezvous=SimpleNamespace(gather=gather))
     with pytest.raises(RangeError, match="rank 1"):
         layer.refresh(*floats())
     assert steps == ["refresh"] and bits(layer.weights) == before

@@ -20,7 +20,7 @@ CALLS = [(recipe, {}) for recipe in SOME] + [
 ]
 
 
-def across(rank):
+def over_two_ranks(rank):
     """Relative errors against the reference, and whether one rank gives the same bits."""
     num_ranks = dist.get_world_size()
     found = []
@@ -48,7 +48,7 @@ def across(rank):
 
 
 def test_two_ranks_are_as_one():
-    for end in launch(2, across, limit_s=400.0):
+    for end in launch(2, over_two_ranks, limit_s=400.0):
         assert end.error == "" and end.exitcode == 0, end.error
         for recipe, off, apart, is_equal, bound in end.result:
             assert off < bound and apart < bound, (recipe, off, apart, bound)

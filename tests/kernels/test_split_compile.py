@@ -1,4 +1,4 @@
-"""Split's launches compile for sm_90a: GEMMs that tell of tiles or follow them, in no spill."""
+"""Split's launches compile for sm_90a: GEMMs that signal tiles or follow them, in no spill."""
 
 import pytest
 

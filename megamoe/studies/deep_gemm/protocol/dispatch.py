@@ -88,7 +88,7 @@ def send_sources(k: Launch, picks: Sequence[int], tickets: Sequence[int]) -> Ste
 
 
 def publish(k: Launch, sm: int) -> Steps:
-    """When all SMs have reported, SM 0 tells every owner the counts; then barrier 1 (A059)."""
+    """When all SMs have reported, SM 0 sends every owner the counts; then barrier 1 (A059)."""
     if "no_grid_sync_before_publish" not in k.bugs:
         yield from grid_sync(k, sm, DISPATCH)
     if sm == 0:
