@@ -40,10 +40,17 @@ from megamoe.engine.recording import LayerSpec, make_calls, recorded
 from megamoe.errors import MegaMoEError
 from megamoe.hardware import B200, SMEM_PER_CTA
 from megamoe.kernels.gluon import compiler_hooks
-from megamoe.kernels.gluon.compat import VERSION
+from megamoe.kernels.gluon.compat import HAS_PAIRS, VERSION
 from megamoe.planner.grouped import VARIANTS
 from megamoe.planner.numerics import BLACKWELL_RECIPES
-from megamoe.planner.tables.blackwell import TILES, TMEM_COLUMNS, WIDE_N
+from megamoe.planner.tables.blackwell import (
+    BLOCK_MS,
+    LEAST_PAIRED,
+    PAIRED,
+    TILES,
+    TMEM_COLUMNS,
+    WIDE_N,
+)
 from megamoe.problem import Options
 from tests.kernels.blackwell import launch_grouped
 from tests.kernels.compiling import resources
@@ -110,6 +117,10 @@ def layers() -> Iterator[tuple[str, LayerSpec, tuple[int, ...]]]:
         yield f"{mode} {recipe}, int32 ids", short, FEW_TOKENS
         ranks = {"num_ranks": 8, "max_tokens": 64}
         yield f"{mode} {recipe}, 8 processes", layer(recipe, flash, mode, **ranks), (64,)
+        if mode == "staged" and recipe in PAIRED and HAS_PAIRS:  # offered, no default
+            for rows in (m for m in BLOCK_MS if m >= LEAST_PAIRED):
+                pair = layer(recipe, flash, mode, given=(("cta_pair", True), ("block_m", rows)))
+                yield f"staged {recipe}, pairs of CTAs, tiles of {rows}", pair, (512,)
         if mode == "fused":
             together = {"num_ranks": 4, "local_ranks": 4}
             one = layer(recipe, flash, mode, **together)
