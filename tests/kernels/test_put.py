@@ -10,8 +10,10 @@ from tests.kernels.compiling import Stand, compile_kernel
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
 
 
-def buffer(room, hidden, top_k, passes):
-    where = exchange(room, hidden, top_k, 64, passes, InboxSizes(2, room // passes, 256, 16, 8, 32))
+def buffer(capacity, hidden, top_k, passes):
+    where = exchange(
+        capacity, hidden, top_k, 64, passes, InboxSizes(2, capacity // passes, 256, 16, 8, 32)
+    )
     memory = torch.zeros(where.num_bytes, dtype=torch.uint8)
     return memory, symm_buffer_in(memory, where), where
 

@@ -40,14 +40,14 @@ def put(
     """T tokens, ids and weights to the first T rows of `into`; each launch's share to num_valid.
 
     x          bf16 [T, H], rows at any stride; ids int32 or int64, and FP32 weights: contiguous
-    num_valid  int32 [launches], each of which takes an equal part of the room
+    num_valid  int32 [launches], each of which takes an equal part of the memory
     """
     num, hidden = x.shape
-    room, top_k, passes = len(into[0]), topk_idx.shape[1], len(num_valid)
+    capacity, top_k, passes = len(into[0]), topk_idx.shape[1], len(num_valid)
     cols = min(triton.next_power_of_2(hidden), COPY_COLS)
     _put_kernel[(max(num, 1), triton.cdiv(hidden, cols))](
         x=x, idx=topk_idx, weights=topk_weights, x_out=into[0], idx_out=into[1],
-        weights_out=into[2], num_valid=num_valid, num_tokens=num, each=room // passes,
+        weights_out=into[2], num_valid=num_valid, num_tokens=num, each=capacity // passes,
         passes=passes, x_stride=x.stride(0), hidden=hidden, TOP_K=top_k,
         SLOTS=triton.next_power_of_2(top_k), PASSES=triton.next_power_of_2(passes), COLS=cols,
         num_warps=4,
