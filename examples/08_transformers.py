@@ -70,6 +70,10 @@ def quantised(recipe):
         for linear, w in (("gate_up_proj", weights.w13), ("down_proj", weights.w2)):
             for suffix, t in (("", w.data), ("_scale_inv", w.scale)):
                 into = getattr(made, linear + suffix)
+                if into.numel() != t.numel():
+                    sys.exit(
+                        f"transformers {transformers.__version__} makes no {args.stored} experts"
+                    )
                 into.data.copy_(t.reshape(into.shape).view(into.dtype))
         model.set_submodule(name, module)
         held[name] = made
