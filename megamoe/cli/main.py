@@ -6,10 +6,13 @@ out, 70 a defect of megamoe (with a traceback), 130 interrupted, 141 the reader 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import traceback
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -53,6 +56,8 @@ balance_command.add_to(app)
 certify_command.add_to(app)
 compile_command.add_to(app)
 out, err = Console(), Console(stderr=True)
+# What a full disk, a quota, a broken device or a closed pipe answers to a write.
+UNWRITTEN = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE
 CODES = OUT_OF_MEMORY, CRASHED, INTERRUPTED, CLOSED_PIPE = 4, 70, 130, 141
 
 
@@ -188,7 +193,11 @@ def main() -> None:
     """Run the command line; errors are one readable line and an exit code of their own."""
     plain_where_needed()
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what is still buffered may fail to be written
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # a reader such as `head` has gone
             sys.exit(CLOSED_PIPE)
@@ -199,6 +208,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in UNWRITTEN:
+            _unwritten(error)
         if is_out_of_memory(error):
             reason = (str(error).strip().splitlines() or ["no text"])[0]
             _say(f"memory ran out; got {reason}; use fewer --tokens or a smaller --scale")
@@ -206,6 +217,16 @@ def main() -> None:
         traceback.print_exc()
         _say(f"a defect of megamoe {megamoe.__version__}, not of your input: see the lines above")
         sys.exit(CRASHED)
+
+
+def _unwritten(error: OSError) -> NoReturn:
+    """End because output could not be written, and drop what is left of it."""
+    with suppress(OSError, ValueError):  # the interpreter flushes stdout once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        sys.exit(CLOSED_PIPE)
+    _say(f"output must be writable; got {error.strerror}; free space or write elsewhere")
+    sys.exit(2)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
