@@ -35,7 +35,8 @@ def command(
     preset: Annotated[str, typer.Argument(help=f"Model: {', '.join(MODELS)}.")],
     tokens: Annotated[str, typer.Option(help=TOKENS_HELP)] = "1,2,4,8,16,32,64,128,256,512",
     recipe: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RECIPES)}; default: the model's own.")
+        str | None,
+        typer.Option(help=f"{', '.join(RECIPES)}; default: what it is deployed in there."),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks of the process group; 1: no group.")] = 1,
     max_tokens: Annotated[
@@ -96,7 +97,7 @@ def layer_spec(
     _need_triton()
     from megamoe.engine.recording import LayerSpec
 
-    recipe, num = recipe or model.recipe, experts or model.num_experts
+    recipe, num = recipe or model.recipe_on(machine.arch), experts or model.num_experts
     fmt = recipe_named(recipe).weights
     one_of(mode, ("auto", "staged", "fused", "split"), "mode")
     require(

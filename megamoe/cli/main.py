@@ -78,7 +78,8 @@ def run(
         str, typer.Argument(help=f"Model: {', '.join(MODELS)}.")
     ] = "deepseek-v4-flash",
     recipe: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RECIPES)}; default: the model's own.")
+        str | None,
+        typer.Option(help=f"{', '.join(RECIPES)}; default: what it is deployed in there."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 64,
     ranks: Annotated[int, typer.Option(help="Ranks, in one process.")] = 1,

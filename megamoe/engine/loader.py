@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import checkpoint, model_config, stored
+from megamoe.engine.backends import arch_of
 from megamoe.engine.shards import Shards, read_json
 from megamoe.engine.stored import KINDS, Stored
 from megamoe.errors import FileError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.quantized import Quantized, empty
-from megamoe.formats.spec import recipe_named
+from megamoe.formats.spec import recipe_named, recipe_on
 from megamoe.problem import check_width
 
 if TYPE_CHECKING:
@@ -99,11 +100,13 @@ class Checkpoint:
         """The layers that have experts."""
         return sorted(self._names)
 
-    def picked(self, layer: int, recipe: str | None = None) -> Picked:
+    def picked(
+        self, layer: int, recipe: str | None = None, device: torch.device | str = "cpu"
+    ) -> Picked:
         """How a layer's experts are stored, and what they need to run.
 
         layer   its number in the names of the tensors
-        recipe  that they are to have; None is picked from how they are stored
+        recipe  that they are to have; None is picked from how they are stored, and the device
         """
         require(
             layer in self._names,
@@ -135,7 +138,7 @@ class Checkpoint:
             got=f"{gate.shape} and {down.shape}",
             kind=ShapeError,
         )
-        recipe = recipe or self._recipe(gate.kind)
+        recipe = recipe or recipe_on(self._recipe(gate.kind), arch_of(torch.device(device)))
         recipe_named(recipe)
         return Picked(
             layer, prefix, self._count(prefix, names, is_fused), self._first_of(TOP_KS), hidden,
@@ -156,7 +159,7 @@ class Checkpoint:
         """The experts of one rank, read one by one.
 
         layer     its number in the names of the tensors
-        recipe    None is the one that is picked
+        recipe    None is the one that is picked, for the device
         progress  True: a bar on standard error, after a line that says what was picked; or a
                   function, called with the number of experts read
         Bytes are taken as they are where the recipe stores weights as the checkpoint does, else the
@@ -165,7 +168,7 @@ class Checkpoint:
         """
         from megamoe.engine.weights import ExpertWeights
 
-        picked = self.picked(layer, recipe)
+        picked = self.picked(layer, recipe, device)
         require(
             num_ranks >= 1 and picked.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
             f"{picked.num_experts} experts must divide evenly over ranks",
