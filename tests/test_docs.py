@@ -26,6 +26,25 @@ def test_files_named_as_done_exist():
         assert (ROOT / "megamoe" / name).is_file(), name
 
 
+def commits_in(text):
+    """Words that can only be a commit: 7 to 12 hexadecimal digits, of which some are letters."""
+    return re.findall(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,12}\b", text)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [p for p in PAGES if p.parent.name != "decisions"],  # those are of their day
+    ids=lambda p: str(p.relative_to(ROOT)),
+)
+def test_a_record_that_is_cited_with_a_commit_has_it(page):
+    """In a paragraph, row or item that cites records, a commit stands in one of them."""
+    records = {p.name: p.read_text() for p in (ROOT / "benchmarks" / "h200").iterdir()}
+    for part in re.split(r"\n\s*\n|\n(?=\||- )", page.read_text()):
+        cited = {name for name in re.findall(r"[\w-]+\.(?:txt|json)\b", part) if name in records}
+        for commit in commits_in(part) if cited else ():
+            assert any(commit[:7] in records[name] for name in cited), (commit, sorted(cited))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
