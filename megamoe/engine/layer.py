@@ -172,7 +172,8 @@ class MoE(nn.Module):
     ) -> MoE:
         """A layer without weights, for `load_state_dict`.
 
-        recipe, num_experts, top_k, hidden, intermediate   the sizes of the layer
+        num_experts  of the layer, all of them here
+        top_k        experts of a token: the columns of topk_idx
         device   where its tensors lie; "meta": nowhere yet, until `to_empty(device=...)`
         options  the other arguments of the class
         """
@@ -236,8 +237,9 @@ class MoE(nn.Module):
     def plan(
         self, num_tokens: int, *, max_tokens: int | None = None, is_quantized: bool = False
     ) -> Plan:
-        """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
+        """What a call launches, and why. Print it.
 
+        num_tokens    of the call, on this rank; 0 is legal
         is_quantized  whether tokens come as `mm.Quantized`
         max_tokens    over a group: the bound that the call is made with (None: that of the layer);
                       mode and tile follow from it

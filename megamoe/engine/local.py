@@ -133,7 +133,10 @@ class LocalRanks:
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:
-        """What a call with so many tokens on the fullest rank launches."""
+        """What a call launches.
+
+        num_tokens  on the fullest rank
+        """
         if self._chain is not None:
             return self._chain.plan(num_tokens, top_k)
         return plan_for(

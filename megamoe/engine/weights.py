@@ -143,7 +143,11 @@ class ExpertWeights:
         gate_up: str = "split",
         progress: Callable[[int], None] | None = None,
     ) -> ExpertWeights:
-        """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist."""
+        """Quantise experts as they come; the BF16 layer need not exist.
+
+        experts      a pair of both linears' weights for each, [2I, H] and [H, I]
+        num_experts  how many pairs there are
+        """
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         fmt = recipe_named(recipe).weights
         weights: ExpertWeights | None = None
@@ -212,9 +216,10 @@ class ExpertWeights:
         NVFP4        uint8 [E, 2I, H/2], float8_e4m3fn [E, 2I, H/16], w13_global [E] or [E, 2],
                      w2_global [E]; value = element * scale * global (modelopt's weight_scale_2)
 
-        scales  "divide": FP32 scales are stored as reciprocals, NVFP4's global ones (compressed-
-                tensors' weight_global_scale) or FP8's; "multiply": they are not, however large;
-                None: they are not, and those that would make weights above 2688 are refused
+        scales  "divide": FP32 scales are stored as reciprocals, NVFP4's global ones
+                (weight_global_scale of compressed-tensors) or FP8's; "multiply": they are not,
+                however large; None: they are not, and those that would make weights above
+                2688 are refused
         """
         fmt = recipe_named(recipe).weights
         w13 = checkpoint.read_matrix(
@@ -317,7 +322,7 @@ class ExpertWeights:
         return replace(self, **parts)
 
     def for_rank(self, rank: int, num_ranks: int) -> ExpertWeights:
-        """The experts of one rank: the rank-th of num_ranks equal runs (A010), as views."""
+        """The experts of one rank: the rank-th of num_ranks equal runs, as views."""
         require(
             num_ranks >= 1 and self.num_experts % num_ranks == 0,
             "num_experts must be a multiple of num_ranks",
@@ -335,7 +340,10 @@ class ExpertWeights:
         return self[rank * per_rank : (rank + 1) * per_rank]
 
     def take(self, experts: Sequence[int]) -> ExpertWeights:
-        """Some experts in any order, copied: those of one rank under a placement."""
+        """Some experts in any order, copied: those of one rank under a placement.
+
+        experts  their numbers, in the order wanted
+        """
         return self.cat([self[e : e + 1] for e in experts])
 
     @classmethod
@@ -427,7 +435,10 @@ class ExpertWeights:
         intermediate: int,
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
-        """Experts of these sizes, all zero, to be loaded into; on a device, "meta" too."""
+        """Experts of these sizes, all zero, to be loaded into; on a device, "meta" too.
+
+        num_experts  that these weights hold: over ranks, one rank's
+        """
         weights = _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
         for t in (weights.w13.data, weights.w13.scale, weights.w2.data, weights.w2.scale):
             if t is not None:

@@ -71,13 +71,13 @@ class Plan:
 
     call: CallSpec  # what is computed: the problem, and traits of the weights
     hardware: Hardware  # what it runs on
-    backend: str
-    mode: str
+    backend: str  # "hopper", "blackwell", "portable" or "reference"
+    mode: str  # "staged", "fused", "split" or, over ranks, "chain"; on the reference as asked for
     why: str  # of the backend and the mode
     numerics: Numerics  # MMA type, promotion, how activations are stored
-    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
-    # the exchange, then routed experts, window after window of the pool; split: the latter
-    mega: Launch | None  # fused
+    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain: the
+    # exchange, then routed experts, window after window of the pool; split: the windows alone
+    mega: Launch | None  # the fused launch; None in other modes
     num_passes: int  # fused over a group: launches of a call
     rest: tuple[Launch, ...]  # staged, chain, split: what follows the passes, combine last
     buffers: tuple[Buffer, ...]  # memory of a rank
@@ -382,7 +382,7 @@ def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Val
 
     problem    a Problem, or a CallSpec with traits of weights and tokens (`layer.plan` has them)
     hardware   a name such as "h200", or a Hardware
-    overrides  the names of `planner.overrides.OVERRIDES`, checked; one of None is not given
+    overrides  by the names of `planner.overrides.OVERRIDES`, checked; None leaves it to the planner
 
     >>> found = plan(Problem(8, 4096, 2048, 32, 6), "h200")
     >>> found.mode, [launch.name for launch in found.launches]
