@@ -111,6 +111,11 @@ def type_of(p: inspect.Parameter) -> str:
     return " or ".join(f"`{part}`" for part in parts)
 
 
+def stars(p: inspect.Parameter) -> str:
+    """What stands before the name of keywords that are taken together."""
+    return "**" if p.kind is p.VAR_KEYWORD else ""
+
+
 def default_of(p: inspect.Parameter) -> str:
     if p.kind is p.VAR_KEYWORD:
         return "none"
@@ -123,7 +128,7 @@ def default_of(p: inspect.Parameter) -> str:
 
 def table(thing: Any, found: dict[str, str]) -> list[str]:
     rows = [
-        f"| `{'**' * (p.kind is p.VAR_KEYWORD)}{p.name}` | {type_of(p)} | {default_of(p)} | {found.get(p.name, '')} |"
+        f"| `{stars(p)}{p.name}` | {type_of(p)} | {default_of(p)} | {found.get(p.name, '')} |"
         for p in parameters(thing)
     ]
     if not rows:
