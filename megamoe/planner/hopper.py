@@ -50,7 +50,7 @@ def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tupl
     else:
         shape, why = next(
             (shape, why)
-            for recipes, edge, shape, why in tables.TILES
+            for recipes, edge, shape, why, _ in tables.TILES
             if recipe in recipes and rows_per_expert <= edge
         )
     return tile_of(recipe, shape, fits_e4m3=fits_e4m3), why
@@ -317,7 +317,7 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
-    return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+    return next((mode, why) for edge, mode, why, *_ in tables.MODES if slots <= edge)
 
 
 def _split(call: CallSpec) -> tuple[str, str]:
