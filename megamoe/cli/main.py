@@ -18,6 +18,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 import megamoe
 from megamoe.bench.workloads import MODELS, model_named
@@ -36,13 +37,35 @@ from megamoe.cli.shared import Bars, Json, device_named, plain_where_needed, rea
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
 from megamoe.formats.spec import FORMATS, RECIPES
 
+
+class _Flags:
+    """A command whose help shows no value after --help, which takes none."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.metavar = ""
+        return option
+
+
+class _Command(_Flags, TyperCommand):
+    pass
+
+
+class _Group(_Flags, TyperGroup):
+    pass
+
+
 app = typer.Typer(
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="A Mixture-of-Experts layer as one fast call.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
+bench = typer.Typer(
+    cls=_Group, no_args_is_help=True, help="Measurements, each with its provenance."
+)
 bench_commands.add_to(bench)
 bench_more.add_to(bench)
 headline_command.add_to(bench)
@@ -188,6 +211,10 @@ def bench_quantize(
         f"memory beside input and output: {row.extra_of_expert:.2f} of one expert's BF16 weights"
     )
     out.print(row.provenance, style="dim")
+
+
+for _one in (*app.registered_commands, *bench.registered_commands):
+    _one.cls = _Command
 
 
 def main() -> None:

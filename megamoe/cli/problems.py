@@ -24,7 +24,8 @@ STUDY_HELP = (
     "--set then takes that system's names."
 )
 
-Preset = Annotated[str | None, typer.Argument(help=f"Model: {', '.join(MODELS)}.")]
+PRESET_HELP = f"Model: {', '.join(MODELS)}; default: {DEFAULT_PRESET}, or the four sizes alone."
+Preset = Annotated[str | None, typer.Argument(help=PRESET_HELP)]
 Hidden = Annotated[int | None, typer.Option(help="Width of a token.")]
 Intermediate = Annotated[int | None, typer.Option(help="Width after the activation.")]
 Experts = Annotated[int | None, typer.Option(help="Experts over all ranks.")]

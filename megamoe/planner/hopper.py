@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megamoe.errors import CapacityError, NotAvailable, require
+from megamoe.errors import CapacityError, NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import Workspace, align_up, ceil_div
 from megamoe.planner import fused, smem
@@ -139,8 +139,12 @@ def _refuse(when: bool, why: str, got: object, fix: str = "") -> None:
 
 def _one_of(overrides: Mapping[str, Value], name: str, legal: tuple[int, ...], why: str) -> None:
     value = overrides.get(name)
-    ok = value is None or value in legal
-    _refuse(not ok, f"{name} must be {' or '.join(map(str, legal))}: {why}", value)
+    require(
+        value is None or value in legal,
+        f"{name} must be {' or '.join(map(str, legal))}: {why}",
+        got=value,
+        kind=RangeError,
+    )
 
 
 def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> GemmSwapAb:

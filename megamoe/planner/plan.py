@@ -334,8 +334,8 @@ def choose_backend(
     if asked != "auto":
         require(
             asked in working,
-            f"backend {asked} must be able to run here",
-            got=f"one that cannot ({reasons[asked]})",
+            f"backend {asked} cannot run here ({reasons[asked]})",
+            got=f"backend={asked!r}",
             fix=f"use {' or '.join(working)}",
             kind=NotAvailable,
         )

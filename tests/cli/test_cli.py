@@ -168,3 +168,16 @@ def test_a_flag_shows_no_value_in_help():
     found = dict(flags(typer.main.get_command(main.app), "megamoe"))
     assert len(found) > 20
     assert [name for name, metavar in found.items() if metavar != ""] == []
+
+
+@pytest.mark.parametrize("args", [(), ("bench",), ("plan",), ("bench", "gemm")], ids=" ".join)
+def test_help_takes_no_value_either(megamoe_here, args):
+    code, text, _ = megamoe_here(*args, "--help")
+    assert code == 0 and "--help" in text and "bool" not in text
+
+
+def test_the_default_preset_is_in_the_help(megamoe_here):
+    for command in ("plan", "simulate"):
+        assert "default: deepseek-v4-flash" in " ".join(
+            megamoe_here(command, "--help")[1].replace("│", " ").split()
+        )
