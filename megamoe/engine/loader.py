@@ -190,7 +190,7 @@ class Checkpoint:
         if recipe_named(picked.recipe).acts.has_global:
             x_global = self._x_global(picked.prefix, names, picked.num_experts)
             extras |= {"x_global": x_global.to(where), "acts_global": out.acts_global}
-        return ExpertWeights(picked.recipe, **{**out.matrices(), **extras})
+        return ExpertWeights(picked.recipe, **{**out.matrices(), **extras}, gate_up=picked.gate_up)
 
     # -- config ----------------------------------------------------------------------------------
 

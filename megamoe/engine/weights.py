@@ -30,6 +30,8 @@ class ExpertWeights:
     b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
     x_global     NVFP4: float32 scalar, the global scale that tokens are quantised with
     acts_global  NVFP4: float32 [E], the one of the activation's output
+    gate_up      order of rows that the checkpoint had, "split" or "interleaved": here they are
+                 apart, but a layer of "interleaved" ones warns of the activation "swiglu"
 
     What a Hopper GPU first calls with FP4 experts packs them, and the canonical bytes go: from then
     on `w13` and `w2` unpack what is asked of them, exactly (docs/hopper.md, one copy).
@@ -42,9 +44,11 @@ class ExpertWeights:
     b2: Tensor | None = None
     x_global: Tensor | None = None
     acts_global: Tensor | None = None
+    gate_up: str = "split"
 
     def __post_init__(self) -> None:
         fmt = recipe_named(self.recipe).weights
+        one_of(self.gate_up, checkpoint.GATE_UP, "gate_up")
         for name in ("w13", "w2"):
             part = getattr(self, name)
             require(
@@ -181,7 +185,7 @@ class ExpertWeights:
             kind=ShapeError,
         )
         assert weights is not None
-        return weights
+        return replace(weights, gate_up=gate_up)
 
     @classmethod
     def from_quantized(
@@ -229,7 +233,7 @@ class ExpertWeights:
         extras = checkpoint.extras(
             recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device, scales
         )
-        return cls(recipe, w13, w2, **extras)
+        return cls(recipe, w13, w2, **extras, gate_up=gate_up)
 
     @classmethod
     def from_checkpoint(
@@ -368,7 +372,8 @@ class ExpertWeights:
             name: first if first.ndim == 0 else torch.cat([p.state_dict()[name] for p in parts])
             for name, first in parts[0].state_dict().items()
         }
-        return cls.from_state_dict(tensors, parts[0].recipe)
+        whole = cls.from_state_dict(tensors, parts[0].recipe)
+        return replace(whole, gate_up=parts[0].gate_up)
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -408,7 +413,7 @@ class ExpertWeights:
                 parts.setdefault(head, {})[tail] = t
             else:
                 parts[head] = t
-        known = {field.name for field in fields(cls)} - {"recipe"}
+        known = {field.name for field in fields(cls)} - {"recipe", "gate_up"}
         require(
             {"w13", "w2"} <= set(parts) <= known
             and all("data" in parts[name] for name in ("w13", "w2")),
@@ -464,8 +469,9 @@ class ExpertWeights:
 
     def _each(self, change: Callable[[Any], Any]) -> ExpertWeights:
         """With every matrix and every other tensor changed."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return replace(self, **{k: change(v) for k, v in tensors.items() if v is not None})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        held = {k: v for k, v in values.items() if isinstance(v, Quantized | Tensor)}
+        return replace(self, **{k: change(v) for k, v in held.items()})
 
 
 def _empty(
@@ -478,9 +484,10 @@ def _empty(
     check_width("intermediate", intermediate)
     cpu = torch.device("cpu")  # where values can be checked, whatever the device
     extras = checkpoint.extras(recipe, num_experts, None, None, "split", 1.0, 1.0, cpu)
+    on_device: dict[str, Any] = {name: t.to(device) for name, t in extras.items()}
     return ExpertWeights(
         recipe,
         empty((num_experts, 2, intermediate, hidden), fmt, device),
         empty((num_experts, hidden, intermediate), fmt, device),
-        **{name: t.to(device) for name, t in extras.items()},
+        **on_device,
     )
