@@ -42,7 +42,7 @@ def citing():
             yield pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
 
 
-@pytest.mark.parametrize("page", citing())
+@pytest.mark.parametrize("page", list(citing()))
 def test_a_record_that_is_cited_with_a_commit_has_it(page):
     """In a paragraph, row or item that cites records, a commit stands in one of them."""
     records = {p.name: p.read_text() for p in (ROOT / "benchmarks" / "h200").iterdir()}
