@@ -101,7 +101,7 @@ class Checkpoint:
         return sorted(self._names)
 
     def picked(
-        self, layer: int, recipe: str | None = None, device: torch.device | str = "cpu"
+        self, layer: int, recipe: str | None = None, *, device: torch.device | str = "cpu"
     ) -> Picked:
         """How a layer's experts are stored, and what they need to run.
 
@@ -168,7 +168,7 @@ class Checkpoint:
         """
         from megamoe.engine.weights import ExpertWeights
 
-        picked = self.picked(layer, recipe, device)
+        picked = self.picked(layer, recipe, device=device)
         require(
             num_ranks >= 1 and picked.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
             f"{picked.num_experts} experts must divide evenly over ranks",

@@ -168,7 +168,7 @@ def test_hopper_takes_the_recipe_that_it_multiplies_fast(name, tmp_path, monkeyp
     found = mm.Checkpoint(write(tmp_path, tensors(), config))
     fast = "w4a8_block" if recipe == "w4a8" else recipe
     assert found.picked(3, device="cuda").recipe == fast
-    assert found.picked(3, "w4a16", "cuda").recipe == "w4a16"
+    assert found.picked(3, "w4a16", device="cuda").recipe == "w4a16"
     assert found.experts(3).recipe == recipe
     monkeypatch.setattr(loader, "arch_of", lambda device: "sm_90")
     assert found.experts(3).recipe == fast
