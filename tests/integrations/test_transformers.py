@@ -34,6 +34,27 @@ def test_logits_are_those_of_the_model_within_the_recipes_tolerance(family, devi
     assert 0 < error(logits(made, "megamoe", ids), logits(made, "eager", ids)) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_experts_of_unit_gain_keep_float32_logits_within_a_hundredth(family):
+    """As trained experts are; those that transformers initialises hardly add to the residual."""
+    made, ids = model(family), prompt()
+    for module in experts(made):
+        rows = 1 if getattr(module, "is_transposed", False) else 2
+        for w in (module.gate_up_proj, module.down_proj):
+            torch.nn.init.normal_(w, std=w.shape[rows] ** -0.5)
+    far = error(logits(made, "megamoe", ids), logits(made, "eager", ids))
+    assert TOLERANCE < far < 1e-2
+    module = experts(made)[-1]
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 64, generator=rng)
+    idx = torch.rand(40, module.num_experts, generator=rng).topk(2).indices
+    weight = torch.rand(40, 2, generator=rng)
+    with torch.no_grad():
+        y = ours.experts_forward()(module, x, idx, weight)
+        made.config._experts_implementation = "eager"
+        assert error(y, module(x, idx, weight).double()) < 6e-3
+
+
 @pytest.mark.skipif(
     VERSION < (5, 7),
     reason="transformers before 5.7 lets its own names alone through this door",

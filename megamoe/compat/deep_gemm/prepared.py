@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.compat.deep_gemm.held import Held, holder_of
+from megamoe.compat.deep_gemm.handle import Handle, holder_of
 from megamoe.compat.deep_gemm.kinds import MMA, activation_of, mma_named
 from megamoe.engine.fingerprint import Seal, counted
 from megamoe.engine.layer import MoE
@@ -179,7 +179,7 @@ def _handles(source: Source, is_packed: bool) -> tuple[Weights, Weights]:
     """The experts of transformed weights, and handles in place of those."""
     holder = Prepared(_experts(source, is_packed, Alphas()), Seal(()), is_packed)
     one, scale, two, scale_2 = (
-        None if t is None else Held.of(t, holder, role) for role, t in source.roles().items()
+        None if t is None else Handle.of(t, holder, role) for role, t in source.roles().items()
     )
     assert one is not None and two is not None
     if scale is None or scale_2 is None:

@@ -22,7 +22,7 @@ _METADATA = frozenset(
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
 
-class Held(Tensor):
+class Handle(Tensor):
     """A weight of `transform_weights_for_mega_moe(..., keep=False)`; calls take it as any other.
 
     holder  the engine's experts, which live as long as a handle of them
@@ -33,17 +33,17 @@ class Held(Tensor):
     role: str
 
     @staticmethod
-    def of(like: Tensor, holder: Any, role: str) -> Held:
+    def of(like: Tensor, holder: Any, role: str) -> Handle:
         """A handle that looks like a tensor."""
         with torch.inference_mode(False):
-            one: Held = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-                Held, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+            one: Handle = Tensor._make_wrapper_subclass(
+                Handle, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
             )
         one.holder, one.role = holder, role
         return one
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"Held({self.role}, {tuple(self.shape)}, {self.dtype}, {self.device})"
+        return f"Handle({self.role}, {tuple(self.shape)}, {self.dtype}, {self.device})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,16 +53,18 @@ class Held(Tensor):
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         if func not in _ALIASES:
             _refuse(func)
         one = args[0]
-        return Held.of(one, one.holder, one.role)
+        return Handle.of(one, one.holder, one.role)
 
 
 def holder_of(tensors: dict[str, Tensor | None]) -> Any:
     """What holds the weights of a call, by their roles; None: they have bytes of their own."""
-    held = {role: t for role, t in tensors.items() if isinstance(t, Held)}
+    held = {role: t for role, t in tensors.items() if isinstance(t, Handle)}
     if not held:
         return None
     holders = {id(t.holder) for t in held.values()}
@@ -71,7 +73,7 @@ def holder_of(tensors: dict[str, Tensor | None]) -> Any:
     )
     require(
         ok, "weights that the engine holds must be those of one transform, each in its place",
-        got=[repr(t) if isinstance(t, Held) else "others" for t in tensors.values()],
+        got=[repr(t) if isinstance(t, Handle) else "others" for t in tensors.values()],
         kind=RangeError,
     )  # fmt: skip
     return next(iter(held.values())).holder

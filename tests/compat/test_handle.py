@@ -13,7 +13,7 @@ from tests.compat.support import Case, E, H, I
 from tests.engine.conftest import gpu  # noqa: F401
 
 
-def held(case):
+def handed(case):
     """The same case with handles, and where its weights lay."""
     plain = case.plain if isinstance(case.plain[0], tuple) else [(t,) for t in case.plain]
     refs = [StorageWeakRef(t.untyped_storage()) for pair in plain for t in pair]
@@ -34,7 +34,7 @@ def test_calls_have_the_same_bits(mma_type):
     case.fill(buffer)
     wanted = case.run(buffer)
     before = [(t.shape, t.dtype, t.device, t.stride()) for t in parts(case)]
-    case, _ = held(case)
+    case, _ = handed(case)
     assert [(t.shape, t.dtype, t.device, t.stride()) for t in parts(case)] == before
     assert torch.equal(case.run(buffer), wanted)
     if mma_type != "bf16xbf16":
@@ -60,7 +60,7 @@ def test_hoppers_fp8_weights_too():
 
 
 def test_nothing_but_images_is_left_on_hopper(gpu):  # noqa: F811
-    case, refs = held(Case("fp8xfp4", 5))
+    case, refs = handed(Case("fp8xfp4", 5))
     case.plain = None
     prepared.forget_dropped()
     buffer = case.buffer(backend="hopper")
@@ -107,16 +107,16 @@ ACTS = {
 
 @pytest.mark.parametrize("act", ACTS)
 def test_handles_are_not_read_and_not_written(act):
-    case, _ = held(Case("fp8xfp4", 1))
+    case, _ = handed(Case("fp8xfp4", 1))
     for t in parts(case):
         with pytest.raises(NotAvailable, match=r"keep=False have no bytes.*got \w+; transform"):
             ACTS[act](t)
-        assert repr(t).startswith("Held(l")
+        assert repr(t).startswith("Handle(l")
 
 
 def test_handles_of_two_transforms_or_in_another_place_are_refused():
-    one, _ = held(Case("fp8xfp4", 3))
-    other, _ = held(Case("fp8xfp4", 3, seed=1))
+    one, _ = handed(Case("fp8xfp4", 3))
+    other, _ = handed(Case("fp8xfp4", 3, seed=1))
     buffer = one.buffer()
     one.fill(buffer)
     for l1, l2 in (
