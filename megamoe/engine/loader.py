@@ -312,6 +312,13 @@ class Checkpoint:
     def _x_global(self, prefix: str, names: list[str], num_experts: int) -> Tensor:
         """NVFP4's global scale of tokens: the largest of all experts', 1 where there is none."""
         known, factors = set(names), []
+        num_there = sum(name.rpartition(".")[2] in INPUTS for name in names)
+        require(
+            num_there in (0, len(LINEARS) * num_experts),
+            f"gate, up and down of all experts must have an {' or '.join(INPUTS)}, or none",
+            got=f"{num_there} under {prefix}*", kind=FileError,
+            fix='recipe="nvfp4a16" needs none: tokens stay BF16',
+        )  # fmt: skip
         for expert in range(num_experts):
             for linear in (*LINEARS["gate"], *LINEARS["up"]):
                 for suffix, direction in INPUTS.items():
@@ -431,7 +438,7 @@ def _acts_factor(value: Tensor | None, direction: str | None, name: str) -> Tens
     require(
         factor is None or bool((factor > 0) & factor.isfinite()),
         f"{name} must be positive and finite", got=None if value is None else value.tolist(),
-        kind=RangeError,
+        fix="this expert may have seen no token when inputs were calibrated", kind=RangeError,
     )  # fmt: skip
     return factor
 

@@ -12,6 +12,7 @@ ACTIVATIONS = {
     "silu": "swiglu", "swish": "swiglu", "swiglu": "swiglu", "swigluoai": "gpt_oss",
     "situ": "situ", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh",
 }  # fmt: skip
+OTHER_ACTS = ("expert_hidden_act", "moe_hidden_act", "mlp_hidden_act")  # said of experts alone
 SITU = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}  # what is built
 GPT_OSS_ALPHA = 1.702
 SOFTCAPS = ("mlp_gate_softcap", "mlp_up_softcap")
@@ -112,10 +113,11 @@ def refuse_layer_clamps(config: dict[str, Any], layer: int) -> None:
 def activation_of(config: dict[str, Any]) -> tuple[str, float | None]:
     """The activation in our words, and its clamp, None where config.json gives none."""
     name = config.get("hidden_act", config.get("hidden_activation"))
+    others = {key: config[key] for key in OTHER_ACTS if config.get(key) not in (None, name)}
     require(
-        name in ACTIVATIONS,
+        name in ACTIVATIONS and not others,
         f"config.json must name one of the activations {', '.join(ACTIVATIONS)}",
-        got=f"hidden_act {name!r}",
+        got=f"hidden_act {name!r}" + (f" and {others}" if others else ""),
         kind=NotAvailable,
     )
     alpha = config.get("swiglu_alpha")

@@ -390,6 +390,8 @@ BAD_SCALES = [
 ]  # fmt: skip
 REFUSED = [
     *BAD_SCALES,
+    ("an expert without input_scale", lambda: change(nvfp4(), "2.down_proj.input_scale", None), {}, FileError, "of all experts must have an input_scale.*got 11", 3),
+    ("another activation of experts", lambda: bf16(), {"expert_hidden_act": "relu2"}, NotAvailable, "'silu' and .*relu2", 3),
     ("gpt-oss's blocks in another model", lambda: gpt_oss(True), OSS | {"model_type": "gpt_oss_puzzle"}, NotAvailable, "order of rows.*gpt_oss_puzzle", 3),
     ("gpt-oss's floats in another model", lambda: gpt_oss(False), OSS | {"model_type": "openai_privacy_filter", "swiglu_alpha": 1.702}, NotAvailable, "order of rows", 3),
     ("one tensor of an unknown model", fused, {"model_type": "unknown"}, NotAvailable, "order of rows", 3),
