@@ -22,7 +22,8 @@ class GraphPool:
 
     Between replays a graph needs its inputs and its output alone, so all other memory is that of
     the largest graph, not of their sum. Each replay follows the one before, whatever its layer and
-    stream: layers that are to run side by side take pools of their own. A copy is a new pool.
+    stream: layers that are to run side by side, such as ranks that share a process and a GPU, take
+    pools of their own. A copy is a new pool.
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:

@@ -45,6 +45,41 @@ def test_calls_have_the_same_bits(mma_type):
         assert torch.equal(case.run(buffer), wanted)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("mma_type", ["fp8xfp4", "mxf4xmxf4", "bf16xbf16"])
+def test_a_gpu_has_the_same_bits_and_one_copy(mma_type):
+    case = Case(mma_type, 9, device="cuda")
+    buffer = case.buffer()
+    case.fill(buffer)
+    wanted = case.run(buffer)
+    case, refs = handed(case)
+    assert torch.equal(case.run(buffer), wanted)
+    case.plain = None
+    prepared.forget_dropped()
+    gc.collect()
+    held = weakly(parts(case)[0].holder.experts)
+    assert {ref for ref in refs if not ref.expired()} <= set(held)  # what the engine reads as it is
+
+
+def test_handles_are_taken_in_any_mode_and_not_saved(tmp_path):
+    case = Case("fp8xfp4", 5)
+    buffer = case.buffer()
+    case.fill(buffer)
+    wanted = case.run(buffer)
+    with torch.inference_mode():
+        case, _ = handed(case)
+        assert torch.equal(case.run(buffer), wanted)
+    assert torch.equal(case.run(buffer), wanted)
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(case.l1[0], requires_grad=False)
+    assert module.state_dict()["w"].shape == case.l1[0].shape
+    with pytest.raises(NotAvailable, match="keep=False have no bytes"):
+        torch.save(module.state_dict(), tmp_path / "w.pt")
+    with pytest.raises(NotAvailable, match="keep=False have no bytes"):
+        module.to(torch.float32)
+        module.double()
+
+
 def test_hoppers_fp8_weights_too():
     rng = torch.Generator().manual_seed(0)
     weights = [

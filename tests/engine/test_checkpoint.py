@@ -125,6 +125,13 @@ FOLDERS = {
         lambda: fp8("weight_scale_inv"), {"model_type": "deepseek_v3"}, "w8a8"),
     "DeepSeek-V4": (
         lambda: mxfp4("weight", "scale", torch.int8, torch.float8_e8m0fnu, **V4_NAMES), V4, "w4a8"),
+    "Qwen3-Next": (
+        lambda: bf16() | bf16(prefix="mtp.layers.0.mlp.experts.")
+        | {"model.layers.3.mlp.shared_expert.up_proj.weight": torch.ones(I, H)},
+        {"model_type": "qwen3_next"}, "bf16"),
+    "modelopt FP8_PB_WO": (
+        lambda: {n: t[:, None, :, None] if "scale" in n else t
+                 for n, t in fp8("weight_scale").items()}, {}, "w8a8"),
     "Quark MXFP4": (lambda: mxfp4(), {}, "w4a16"),
     "compressed-tensors MXFP4": (lambda: mxfp4("weight_packed"), {}, "w4a16"),
 }  # fmt: skip
@@ -499,12 +506,6 @@ def test_one_tensor_of_split_gate_and_up_is_read(tmp_path):
 def test_nvfp4_in_modelopts_names_is_taken_as_it_is(tmp_path):
     w = mm.ExpertWeights.from_checkpoint(write(tmp_path, nvfp4()), 3)
     assert w.recipe == "nvfp4" and torch.equal(w.w13.scale.view(torch.uint8), made("nvfp4").w13.scale.view(torch.uint8))  # fmt: skip
-
-
-def test_block_scales_of_four_dimensions_are_those_of_two(tmp_path):
-    """modelopt's FP8_PB_WO."""
-    four = {n: t[:, None, :, None] if "scale" in n else t for n, t in fp8("weight_scale").items()}
-    assert same(mm.ExpertWeights.from_checkpoint(write(tmp_path, four), 3), made("w8a8"))
 
 
 def test_files_that_are_not_whole_are_refused(tmp_path):
