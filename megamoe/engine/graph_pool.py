@@ -18,12 +18,12 @@ MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching
 class GraphPool:
     """Graphs of several layers in one memory: `mm.MoE(..., cuda_graphs=pool)` for each of them.
 
-    max_tokens  of the largest call that is replayed; larger ones are eager
-
     Between replays a graph needs its inputs and its output alone, so all other memory is that of
     the largest graph, not of their sum. Each replay follows the one before, whatever its layer and
     stream: layers that are to run side by side, such as ranks that share a process and a GPU, take
     pools of their own. A copy is a new pool.
+
+    max_tokens  of the largest call that is replayed; larger ones are eager
     """
 
     def __init__(self, max_tokens: int = MAX_TOKENS) -> None:
@@ -42,7 +42,7 @@ class GraphPool:
     def __repr__(self) -> str:
         return f"GraphPool(max_tokens={self.max_tokens})"
 
-    def lane(self, device: torch.device) -> Lane:
+    def _lane(self, device: torch.device) -> Lane:
         """What the graphs on a GPU share."""
         if device not in self._lanes:
             self._lanes[device] = Lane(device)

@@ -256,7 +256,7 @@ class Gpu:
     """
 
     def __init__(self, device: torch.device, pool: GraphPool) -> None:
-        self.device, self.lane = device, pool.lane(device)
+        self.device, self.lane = device, pool._lane(device)
         with torch.inference_mode(False):
             self.replay_queue = ReplayQueue(device)
             self._empty = ReplayQueue(device)  # for calls that only warm up
