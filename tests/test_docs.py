@@ -26,6 +26,19 @@ def test_files_named_as_done_exist():
         assert (ROOT / "megamoe" / name).is_file(), name
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_the_index_links_every_page():
+    docs = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([^)#:]+\.md)", (docs / "index.md").read_text()))
+    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
+    assert {p for p in pages if not p.startswith("decisions/")} - linked == {"index.md"}
+
+
 def commits_in(text):
     """Words that can only be a commit: 7 to 12 hexadecimal digits, of which some are letters."""
     return re.findall(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,12}\b", text)
@@ -50,16 +63,3 @@ def test_a_record_that_is_cited_with_a_commit_has_it(page):
         cited = {name for name in re.findall(r"[\w-]+\.(?:txt|json)\b", part) if name in records}
         for commit in commits_in(part) if cited else ():
             assert any(commit[:7] in records[name] for name in cited), (commit, sorted(cited))
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-        assert (page.parent / target).exists(), target
-
-
-def test_the_index_links_every_page():
-    docs = ROOT / "docs"
-    linked = set(re.findall(r"\]\(([^)#:]+\.md)", (docs / "index.md").read_text()))
-    pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
-    assert {p for p in pages if not p.startswith("decisions/")} - linked == {"index.md"}

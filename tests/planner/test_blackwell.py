@@ -75,8 +75,8 @@ def test_tiles_follow_the_rows_of_an_expert():
         ("w4a8", {"block_k": 64}, RangeError, "four scales or more"),
         ("w4a8", {"block_n": 128}, NotAvailable, "is given by block_k, block_m"),
         ("w4a8", {"num_stages": 9}, CapacityError, "between 2 and the"),
-        ("w4a4", {"block_k": 64}, NotAvailable, "must be 128 or 256 or 512"),
-        ("w4a8", {"block_k": 512}, NotAvailable, "block_k of w4a8 must be 64 or 128 or 256"),
+        ("w4a4", {"block_k": 64}, RangeError, "must be 128 or 256 or 512"),
+        ("w4a8", {"block_k": 512}, RangeError, "block_k of w4a8 must be 64 or 128 or 256"),
         ("w4a8", {"schedule": "static"}, RangeError, "must be one of strided, dynamic, sorted"),
     ],
 )
