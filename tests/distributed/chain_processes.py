@@ -63,6 +63,12 @@ def _layer(rank, patch, folder, recipe, **options):
     )  # fmt: skip
 
 
+def _again(layer, mine, **options):
+    """Another layer over the same group."""
+    given = {"timeout_s": layer._launch.timeout_s, "max_tokens_per_rank": MOST, **options}
+    return mm.MoE(mine, E, K, group=dist.group.WORLD, backend="hopper", **given)
+
+
 def tokens(counts, seed):
     num = sum(counts)
     x = torch.randn(num, H, generator=torch.Generator().manual_seed(seed)).bfloat16()
@@ -131,6 +137,11 @@ def one_layer_serves_all_sizes(rank, folder, recipe):
         y = layer(ready, idx, gates, max_tokens=4)  # quantised tokens: both ranks pass such
         same &= torch.equal(y, mm.moe(ready, idx, gates, w, backend="hopper", mode="staged"))
         assert made[-1] == ("chain 4" if recipe == "w8a8" else "fused 4")
+        small = _again(layer, w.for_rank(rank, 2), max_tokens_per_rank=8)
+        assert small.mode == "fused" and small._fused_group.num_bytes < calls.num_bytes
+        assert small.why.endswith("; chain for quantised tokens: no host between ranks")
+        same &= torch.equal(small(ready, idx, gates, max_tokens=4), y)
+        small.check()
         for bad in (41, -1):
             with pytest.raises(CapacityError, match="max_tokens must lie between 0 and"):
                 layer(x, idx, gates, max_tokens=bad)

@@ -30,7 +30,7 @@ def joined(gpu, mode):
     rendezvous = SimpleNamespace(rank=0, num_ranks=2)
     chained = ChainGroup(layer, rendezvous, Placement.contiguous(E, 2))
     sizes = (UpTo(MOST, mode, "asked for"),)
-    layer._fused_group = GroupCalls(None, chained, MOST, sizes, is_asked_for=True)
+    layer._fused_group = GroupCalls(None, chained, MOST, sizes)
     return layer
 
 

@@ -21,9 +21,13 @@ from megamoe.errors import (
     RankError,
     ShapeError,
 )
+from megamoe.hardware import H200
 from megamoe.layout.exchange import InboxSizes, exchange
-from megamoe.planner.buckets import UpTo
+from megamoe.planner.buckets import UpTo, group_modes, quantized_mode
+from megamoe.planner.call import CallSpec
 from megamoe.planner.hopper import exchange_of
+from megamoe.planner.plan import plan_call
+from megamoe.problem import Problem
 from tests.engine.pretended import E, H, K, make, tokens, wanted
 
 MOST = 6  # tokens of a rank
@@ -66,10 +70,10 @@ def join(gpu, peers, rank, most=MOST):
     return one
 
 
-def alone(fused, mode="fused"):
+def alone(fused, quantized=None):
     """The calls of a layer whose only mode without a host between ranks is the fused one."""
     sizes = (UpTo(fused.num_tokens, "fused", "asked for"),)
-    return GroupCalls(fused, None, fused.num_tokens, sizes, is_asked_for=mode == "fused")
+    return GroupCalls(fused, None, fused.num_tokens, sizes, quantized)
 
 
 def call(one, x, idx, gates):
@@ -219,11 +223,24 @@ def test_every_call_takes_its_place_in_the_order_before_the_buffer_is_written_to
     assert ordered == [device, "written", device]
 
 
-@pytest.mark.parametrize("mode", ["auto", "fused"])
-def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
+def test_quantised_tokens_are_refused_where_fused_was_asked_for(gpu, peers):
     one = join(gpu, peers, 0)
-    one._wanted = (one._wanted[0], mode)
-    one._fused_group = alone(one._fused_group.fused, mode)
+    one._world = SimpleNamespace()
+    x, idx, gates = tokens(4)
+    with pytest.raises(DTypeError, match="x must be"):  # in the mode of its peers, without tokens
+        one._call_over_group(None, idx, gates, one.stats, one.stats)
+    assert len(gpu.calls) == 1
+    with pytest.raises(DTypeError, match="quantised ones"):
+        one._call_over_group(mm.quantize(x, "mxfp8"), idx, gates, one.stats, one.stats)
+    assert len(gpu.calls) == 2 and "quantised" not in one._fused_group.why
+
+
+def test_quantised_tokens_are_staged_and_say_so_where_nothing_can_chain(gpu, peers):
+    """As on Blackwell, where `auto` comes to fused alone."""
+    one = join(gpu, peers, 0)
+    why = "a fused launch takes BF16 tokens; these come quantised"
+    one._fused_group = alone(one._fused_group.fused, UpTo(MOST, "staged", why))
+    assert one._fused_group.why.endswith(f"; staged for quantised tokens: {why}")
     x, idx, gates = tokens(4)
     staged = []
 
@@ -232,19 +249,23 @@ def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
         return torch.zeros(x.shape)
 
     one._world = SimpleNamespace(run=run)
-    with pytest.raises(DTypeError, match="x must be"):  # in the mode of its peers, without tokens
-        one._call_over_group(None, idx, gates, one.stats, one.stats)
-    assert len(gpu.calls) == 1 and not staged
-    gpu.calls.clear()
-    quantized = mm.quantize(x, "mxfp8")
-    if mode == "auto":
-        one._call_over_group(quantized, idx, gates, one.stats, one.stats)
-        assert staged == ["staged"] and not gpu.calls
-        one._call_over_group(x, idx, gates, one.stats, one.stats)
-        assert len(gpu.calls) == 1
-    else:
-        with pytest.raises(DTypeError, match="quantised ones"):
-            one._call_over_group(quantized, idx, gates, one.stats, one.stats)
+    one._call_over_group(mm.quantize(x, "mxfp8"), idx, gates, one.stats, one.stats)
+    assert staged == ["staged"] and not gpu.calls
+    one._call_over_group(x, idx, gates, one.stats, one.stats)
+    assert len(gpu.calls) == 1
+
+
+@pytest.mark.parametrize(("recipe", "has_ready"), [("w8a8", True), ("w4a16", False)])
+def test_a_layer_for_small_calls_has_a_chain_for_quantised_tokens(recipe, has_ready):
+    """Within one fused launch the chain's memory is about as small as the launch's own."""
+    flash = CallSpec(Problem(1, 4096, 2048, 256, 6, num_ranks=8, recipe=recipe), max_tokens=64)
+    assert [one.mode for one in group_modes(flash, {})] == ["fused"]
+    ready = quantized_mode(flash, {})
+    assert (ready and ready[:2]) == ((64, "chain") if has_ready else None)
+    bytes_of = {b.about.split(":")[0]: b.num_bytes for b in plan_call(flash, H200, ()).buffers
+                if b.kind == "symmetric"}  # fmt: skip
+    assert bytes_of.keys() == {"fused", *(["chain"] if has_ready else [])}
+    assert bytes_of.get("chain", 0) < 1.5 * bytes_of["fused"]
 
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
