@@ -97,6 +97,16 @@ class ChainGroup:
         """Symmetric memory of this rank."""
         return self._shared.own.numel()
 
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return self._me.num_ranks
+
+    @property
+    def begun_calls(self) -> tuple[Tensor, Tensor]:
+        """(by rank, the last call that it began; words of this rank's own), as peers write them."""
+        return self._me.buffer.begun, self._me.buffer.state
+
     def __deepcopy__(self, memo: Any) -> ChainGroup:
         return self  # a copied layer has the same peers
 

@@ -11,13 +11,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megamoe.distributed.group import check_alike
+from megamoe.distributed.rendezvous import RESTART
 from megamoe.engine import chain_group, fused_group
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.group_memory import memory_for
 from megamoe.engine.planning import log_once
-from megamoe.engine.status import DeviceStatus
-from megamoe.errors import CapacityError, DTypeError, MegaMoEError, MegaMoETimeout, require
+from megamoe.engine.status import CHAIN, DeviceStatus
+from megamoe.errors import (
+    CapacityError,
+    DTypeError,
+    MegaMoEError,
+    MegaMoETimeout,
+    RankError,
+    require,
+)
 from megamoe.planner.buckets import UpTo
 from megamoe.planner.plan import Plan
 
@@ -55,6 +63,8 @@ class GroupCalls:
     ) -> None:
         self.fused, self.chain, self.most, self.sizes = fused, chain, most, sizes
         self.quantized = quantized
+        if fused is not None and chain is not None and self.status.explain is None:
+            self.status.explain = _OtherMode(fused, chain)
 
     def __deepcopy__(self, memo: Any) -> GroupCalls:
         return self  # a copied layer has the same peers
@@ -114,6 +124,45 @@ class GroupCalls:
         """Every mode and size of calls with these bounds, and of the layer's own."""
         counts = sorted({*(min(num, self.most) for num in token_counts), self.most})
         return list(dict.fromkeys(self.pick(num) for num in counts))
+
+
+class _OtherMode:
+    """After a timeout: which rank began a call of the other mode, as words in own memory prove.
+
+    A rank that has begun more chains than this one, and not the fused call in which this rank waits
+    for it, makes a chain at that place in the order; and the other way round.
+    """
+
+    def __init__(self, fused: FusedGroup, chain: ChainGroup) -> None:
+        self._signals = fused.buffer.signals
+        self._begun, self._state = chain.begun_calls
+        self._num_ranks = chain.num_ranks
+        self._known: RankError | None = None
+
+    def __call__(self, report: list[int]) -> MegaMoEError | None:
+        """The error of a report, if that is it. Reads the GPU's memory."""
+        from megamoe.kernels.gluon.exchange import CALL
+        from megamoe.kernels.gluon.mega import sync
+
+        if self._known is not None:
+            return self._known
+        _, rank, _, what, _, call, *_ = report
+        num = self._num_ranks
+        signals, begun = self._signals.tolist(), self._begun.tolist()
+        of_fused = signals[sync.BEGUN.value :][:num], signals[sync.CALL.value]
+        of_chain = begun[:num], int(self._state[CALL.value])
+        is_chain = what >= CHAIN
+        (mine, _), (others, last) = (of_chain, of_fused) if is_chain else (of_fused, of_chain)
+        modes = ("a chain", "a fused launch") if is_chain else ("a fused launch", "a chain")
+        for other in range(num):
+            if mine[other] < call and last < others[other] < sync.GAVE_UP.value:
+                self._known = RankError(
+                    "all ranks must make a call in the same mode: pass the same max_tokens, and "
+                    f"quantised tokens on all ranks or on none; got {modes[0]} on rank {rank}, "
+                    f"{modes[1]} on rank {other}; {RESTART}"
+                )
+                break
+        return self._known
 
 
 def check_bound(max_tokens: int, most: int | None) -> None:

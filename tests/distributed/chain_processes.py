@@ -242,11 +242,16 @@ def _captured(patch, cuda):
 
 
 def ranks_that_pass_other_bounds_get_an_error(rank, folder, bounds):
-    """Of one mode: the error names what each passed. Of two: each names whom it waited for."""
+    """Of one mode: the error names what each passed. Of two: who made which mode.
+
+    A bound of 0: two quantised tokens of a call for two.
+    """
     with pytest.MonkeyPatch.context() as patch:
         limits = {"mode": "auto", "max_tokens_per_rank": 40, "timeout_s": 2.0}
         _, layer = _layer(rank, patch, folder, "w8a8", **limits)
-        layer(*tokens((2,), rank), max_tokens=bounds[rank])
+        x, idx, gates = tokens((2,), rank)
+        x = x if bounds[rank] else mm.quantize(x, "fp8_1x128")
+        layer(x, idx, gates, max_tokens=bounds[rank] or 2)
         with pytest.raises(mm.MegaMoEError) as raised:
             layer.check()
         with pytest.raises(type(raised.value)):  # and from then on

@@ -37,15 +37,21 @@ def test_graphs_have_the_bits_of_one_rank(tmp_path):
     assert [(end.result, end.error) for end in ends] == [(True, "")] * 2
 
 
-@pytest.mark.parametrize("bounds", [(2, 8), (24, 40), (2, 40)], ids=["fused", "chain", "both"])
+@pytest.mark.parametrize(
+    "bounds",
+    [(2, 8), (24, 40), pytest.param((2, 40), marks=pytest.mark.every), (0, 2)],
+    ids=["fused", "chain", "both", "quantised"],
+)
 def test_ranks_that_pass_other_bounds_get_an_error(bounds, tmp_path):
     how = str(tmp_path), bounds
     ends = launch(2, ranks_that_pass_other_bounds_get_an_error, *how, limit_s=300.0)
     assert [end.error for end in ends] == [""] * 2
-    if bounds == (2, 40):
-        assert all("MegaMoETimeout: " in end.result for end in ends)
-        assert "rank 1 to begin the call" in ends[0].result
-        assert "rank 0 to push its tokens' slots" in ends[1].result
+    if bounds in ((2, 40), (0, 2)):
+        modes = ("a fused launch", "a chain") if bounds[0] else ("a chain", "a fused launch")
+        for rank, end in enumerate(ends):
+            assert "RankError: all ranks must make a call in the same mode" in end.result
+            mine, other = (modes[rank], rank), (modes[1 - rank], 1 - rank)
+            assert "got {} on rank {}, {} on rank {}".format(*mine, *other) in end.result
     else:
         assert all("RankError: all ranks must pass the same" in end.result for end in ends)
 
