@@ -5,6 +5,7 @@ Symmetric memory is files that every process maps at addresses of its own.
 
 import copy
 import mmap
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,16 +16,20 @@ import torch.distributed as dist
 import megamoe as mm
 from megamoe.balance.placement import Placement
 from megamoe.distributed import symmetric
-from megamoe.engine import group_graphs
+from megamoe.engine import chain, group_graphs
 from megamoe.engine import layer as layer_module
 from megamoe.errors import CapacityError, MegaMoETimeout
+from megamoe.kernels.gluon import exchange
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from tests.distributed.chain_ranks import REMOTE
 from tests.distributed.hopper_ranks import E, H, K, experts, pretend
+from tests.distributed.ranks import die
+from tests.emulator import running
 from tests.engine import pretended_cuda
 
 MOST = 6
+BOUND_S = 2.0  # of calls in which a rank is missing
 
 
 class Mapped:
@@ -299,6 +304,43 @@ def layers_that_are_alike_share_memory(rank, folder):
         anew.check()
         same &= torch.equal(y, mm.moe(*mine, v, backend="hopper", mode="staged"))
     return bool(same)
+
+
+def who_dies_is_named(rank, folder, mode, where):
+    """Rank 1 is killed in its second call, or before it: what rank 0 says, and after how long."""
+    with pytest.MonkeyPatch.context() as patch:
+        _, layer = _layer(rank, patch, folder, "w8a8", mode=mode, timeout_s=BOUND_S)
+        layer(*tokens((2,), rank))
+        layer.check()
+        if rank == 1:
+            _die_at(patch, where)
+        begin = time.monotonic()
+        layer(*tokens((3,), rank))
+        with pytest.raises(MegaMoETimeout) as raised:
+            layer.check()
+        seconds = time.monotonic() - begin
+        with pytest.raises(MegaMoETimeout):
+            layer(*tokens((3,), rank))
+    return str(raised.value), seconds
+
+
+def _die_at(patch, where):
+    """Kill this process at once, or at a place of its next call."""
+    if where == "between calls":
+        die()
+
+    def end(*given, **options):
+        die()
+
+    if where == "in a launch":  # with no tile left: its rows are stored, and nobody is told
+        for module in running._MODULES.values():
+            if "signal_done" in module:
+                module["signal_done"] = end
+    elif where == "before L2":
+        patch.setattr(chain, "_l2", end)
+    else:
+        finish = type("Finish", (), {"__getitem__": lambda self, grid: end})()
+        patch.setattr(exchange, "finish_kernel", finish)
 
 
 def who_does_not_come_is_named(rank, folder):
