@@ -146,6 +146,25 @@ def test_quantised_tokens_and_shared_experts(kernels):
     assert torch.equal(torch.cat(ranks(ready)), wanted)
 
 
+@pytest.mark.parametrize("counts", [(4, 3), (0, 7), (7, 0)])
+def test_ranks_with_bf16_and_with_quantised_tokens_in_one_call_have_the_bits_of_one(
+    counts, kernels
+):
+    """Owners read records in the recipe's format, whoever quantised them."""
+    w, inputs = weights_of("w8a8"), tokens(7, masked_ratio=0.2)
+    ranks = ChainRanks(kernels, w, 2, 7, K)
+    plain, (x, *routing) = ranks.split(inputs, counts)
+    ready = mm.quantize(x, "fp8_1x128"), *routing
+    assert [ranks.plan(r, n, r == 1).call.is_quantized for r, n in enumerate(counts)] == [
+        False, True,
+    ]  # fmt: skip
+    got = torch.cat(ranks([plain, ready]))
+    assert torch.equal(got, pretending.staged(inputs, w))
+    all_ready = mm.quantize(inputs[0], "fp8_1x128"), *inputs[1:]
+    assert torch.equal(got, pretending.staged(all_ready, w))
+    assert not any(f.report.any() for f in ranks.status)
+
+
 def test_a_bad_slot_is_masked_and_named_by_the_rank_that_has_it(kernels):
     w, (x, idx, gates) = weights_of("w8a8"), tokens(6)
     idx[4, 1] = E

@@ -75,7 +75,7 @@ DEATHS = {
     "chain-before-finish": ("chain", "before finish", "rows that rank 1 computes"),
     "chain-between-calls": ("chain", "between calls", "rank 1 to push its tokens' slots"),
 }
-ALSO = ("fused-between-calls", "chain-before-finish")
+ALSO = ("fused-between-calls", "chain-before-finish", "chain-between-calls")
 OTHER_DEATHS = dict.fromkeys(ALSO, pytest.mark.every)
 
 

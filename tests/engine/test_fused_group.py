@@ -300,7 +300,26 @@ def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):
 
 def test_ranks_on_other_hosts_are_named():
     with pytest.raises(NotAvailable, match="ranks 1, 3 on another host than rank 0"):
-        symmetric.check_reach([["a", "x"], ["b", "y"], ["a", "z"], ["c", "w"]])
+        symmetric.check_reach([["a", "x", 0, "1"], ["b", "y", 1, "1"], ["a", "z", 2, "1"],
+                               ["c", "w", 3, ""]])  # fmt: skip
+
+
+def test_hosts_of_one_name_are_told_apart(monkeypatch, tmp_path):
+    """As containers of several hosts have it; a kernel that does not say counts as the same."""
+    card = SimpleNamespace(uuid="x")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(symmetric, "_devices", lambda: range(0))
+    cards = []
+    for boot in ("1\n", "2\n", "1\n", None):
+        monkeypatch.setattr(symmetric, "BOOT_ID", str(tmp_path / str(boot).strip()))
+        if boot is not None:
+            (tmp_path / boot.strip()).write_text(boot)
+        cards.append(symmetric._card(torch.device("cuda", 0)))
+    with pytest.raises(NotAvailable, match="rank 1 on another host"):
+        symmetric.check_reach(cards)
+    with pytest.raises(NotAvailable, match="rank 2 on another host"):
+        symmetric.check_reach([cards[3], *cards[:2]])
+    symmetric.check_reach([cards[0], *cards[2:]])
 
 
 def test_a_buffer_holds_what_its_layout_says():
