@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import backends, device_guard, symm_buffer
+from megamoe.engine.captured_memory import CapturedMemory
 from megamoe.engine.chain import Links
 from megamoe.engine.functional import check_tokens
 from megamoe.engine.launch_options import MAX_S, LaunchOptions
@@ -33,7 +34,9 @@ class LocalRanks:
     """Several ranks of a layer on one Hopper GPU: expert parallelism, tried without several GPUs.
 
     Calls take and return a list, one tensor a rank. Bit for bit the result of one rank over all
-    tokens. `stats`, int64 [E], counts the tokens that each expert received.
+    tokens. `stats`, int64 [E], counts the tokens that each expert received. Calls can be captured
+    once one as large, with that top_k, was made; larger calls leave such graphs their memory, until
+    `reset`.
 
     weights    the experts of all ranks, in order
     num_ranks  1 to 8, each with its share of the SMs and of the experts
@@ -92,6 +95,7 @@ class LocalRanks:
         self._top_k = 1
         self._buffers: list[symm_buffer.SymmBuffer] = []
         self._peers = torch.empty(0)
+        self._captured = CapturedMemory(device)
         self._chain: LocalChain | None = None
         if mode == "chain":
             links = None if links_gbs is None else Links(links_gbs * 1e9)
@@ -118,6 +122,7 @@ class LocalRanks:
         step = self.plan(max_tokens, self._top_k).mega
         assert step is not None
         self._make_buffers(max_tokens)
+        self._captured.note()
         num = self.num_ranks
         with torch.no_grad(), device_guard.on(self.weights.device):
             self._status.order_after_last()  # before the buffers are written to
@@ -149,9 +154,10 @@ class LocalRanks:
         self._status.check(self._top_k)
 
     def reset(self) -> None:
-        """Wait for the GPU and make the ranks usable after a timeout."""
+        """Wait for the GPU and make the ranks usable after a timeout; capture graphs anew."""
         self._status.reset()
         self._buffers = []
+        self._captured.clear()
         if self._chain is not None:
             self._chain.reset()
 
@@ -162,6 +168,7 @@ class LocalRanks:
             had, top_k = self._buffers[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
+        self._captured.replace((self._buffers, self._peers))
         where = self.plan(num_tokens, self._top_k).exchange
         with torch.inference_mode(False):
             memory = [

@@ -3,6 +3,7 @@
 Ranks are threads that launch into each other's memory. On several GPUs it has not run.
 """
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import backends, chain
+from megamoe.engine import status as device_status
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import GIVEN_UP, NONE
-from megamoe.errors import MegaMoETimeout, RankError
+from megamoe.errors import MegaMoETimeout, NotAvailable, RankError
 from megamoe.kernels.gluon import exchange
 from megamoe.planner import chain as planned
 from megamoe.problem import Options
@@ -303,3 +305,27 @@ def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
         ranks.check()
         assert torch.equal(torch.cat(got), pretending.staged(inputs, w))
     assert int(ranks.stats.sum()) > 0
+
+
+def test_a_graph_of_local_chains_keeps_the_memory_that_it_was_captured_with(monkeypatch):
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    emulator.install(monkeypatch, num_sms=8)
+    busy = [False]
+    monkeypatch.setattr(device_status, "is_capturing", lambda device: busy[0])
+    w = weights_of("w8a8")
+    there = LocalRanks(w, 2, timeout_s=30.0, mode="chain")._chain
+    monkeypatch.setattr(chain, "stretches", lambda me, call, *_: iter([call.x]))
+
+    def call(num, is_captured=False):
+        busy[0] = is_captured
+        there(*(t.split((num, 0)) for t in tokens(num)), torch.zeros(E, dtype=torch.int64))
+        busy[0] = False
+        return weakref.ref(there._members[0].buffer.tokens)
+
+    first = call(4)
+    call(4, is_captured=True)
+    assert call(8)() is not first() and first() is not None
+    with pytest.raises(NotAvailable, match="must find its memory"):
+        call(9, is_captured=True)
+    there.reset()
+    assert first() is None

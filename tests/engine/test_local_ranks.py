@@ -1,11 +1,14 @@
 """LocalRanks around its launch, which is the oracle's here."""
 
+import weakref
+
 import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine import status
 from megamoe.engine.local import LocalRanks
-from megamoe.errors import CapacityError, RangeError
+from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.routing.permute import expert_counts
 from tests.engine.pretended import E, at, tokens, wanted
 
@@ -23,6 +26,30 @@ def test_local_ranks_are_one_rank_over_all_tokens(gpu, counts):
         assert num == local == len(peers) == len(counts) and first == peers[0] == 0
         assert call["num_experts"] == E // len(counts) and call["timeout_s"] == 3
         assert [int(at(call["tokens"].num_valid, p)) for p in peers.tolist()] == list(counts)
+
+
+def test_what_a_graph_was_captured_with_stays_until_a_reset(gpu, monkeypatch):
+    """A larger call, or another top_k, takes other memory; in a capture it is refused."""
+    ranks, busy = LocalRanks(gpu.weights, 2), [False]
+    monkeypatch.setattr(status, "is_capturing", lambda device: busy[0])
+
+    def call(num, is_captured=False):
+        busy[0] = is_captured
+        ranks(*(t.split((num, 0)) for t in tokens(num)))
+        busy[0] = False
+        gpu.calls.clear()
+        return weakref.ref(ranks._buffers[0].rows), weakref.ref(ranks._peers)
+
+    eager = call(2)
+    captured = call(4)
+    assert not any(one() is not None for one in eager)
+    call(4, is_captured=True)
+    assert call(8)[0]() is not captured[0]() and all(one() is not None for one in captured)
+    with pytest.raises(NotAvailable, match="make a call of that size, and this top_k, before"):
+        call(9, is_captured=True)
+    assert call(9)[0]() is not None and all(one() is not None for one in captured)
+    ranks.reset()
+    assert not any(one() is not None for one in captured)
 
 
 def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
