@@ -88,9 +88,14 @@ class ChainGroup:
         return bucket_of(bound, self.num_tokens)
 
     @property
+    def why_eager(self) -> str:
+        """Why no graph of the layer holds a call; "" where one does."""
+        return "" if self.mode == "chain" else "on streams of the GPU's parts"
+
+    @property
     def has_graphs(self) -> bool:
-        """Whether a call can be replayed; streams on parts of the GPU are not captured."""
-        return self.mode == "chain"
+        """Whether a call can be replayed."""
+        return not self.why_eager
 
     @property
     def num_bytes(self) -> int:

@@ -51,6 +51,7 @@ class GroupCalls:
     most       tokens of a rank that calls may have
     sizes      what `auto` came to, by the bound of a call; one mode that was asked for takes all
     quantized  what it came to for quantised tokens, at any bound; None: as for others
+    has_graphs  whether the layer was asked to replay its calls
     """
 
     def __init__(
@@ -60,9 +61,15 @@ class GroupCalls:
         most: int,
         sizes: tuple[UpTo, ...],
         quantized: UpTo | None = None,
+        *,
+        has_graphs: bool = False,
     ) -> None:
         self.fused, self.chain, self.most, self.sizes = fused, chain, most, sizes
         self.quantized = quantized
+        modes = self._all if has_graphs else []
+        self.why_eager = "; ".join(
+            f"mode {one.mode} runs eagerly, {one.why_eager}" for one in modes if one.why_eager
+        )
         if fused is not None and chain is not None and self.status.explain is None:
             self.status.explain = _OtherMode(fused, chain)
 
@@ -77,7 +84,9 @@ class GroupCalls:
 
     @property
     def why(self) -> str:
-        """The modes by size, with their reasons; and that of quantised tokens where it differs."""
+        """The modes by size, with their reasons; that of quantised tokens where it differs; which
+        calls no graph holds where the layer was asked for graphs.
+        """
         parts = []
         for one in self.sizes:
             upto = f"up to {one.tokens} tokens of a rank" if one.tokens < self.most else "above"
@@ -86,7 +95,7 @@ class GroupCalls:
         ready = self.quantized
         if ready is not None and {one.mode for one in self.sizes} != {ready.mode}:
             parts.append(f"{ready.mode} for quantised tokens: {CAN.get(ready.mode, ready.why)}")
-        return "; ".join(parts)
+        return "; ".join([*parts, *filter(None, [self.why_eager])])
 
     @property
     def num_bytes(self) -> int:
@@ -186,6 +195,21 @@ def check_bound(max_tokens: int, most: int | None) -> None:
 def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
     """(calls over the group without a host between ranks, "") or (None, why they are staged).
 
+    Logs once which calls no graph holds, where the layer was asked for graphs.
+    """
+    found, why = _join(layer, world)
+    eager = "" if found is None else found.why_eager
+    if found is None and layer._wants_graphs:
+        eager = "staged calls run eagerly, since the host takes part in them"
+        why = f"{why}; {eager}"
+    if eager:
+        log_once(f"cuda_graphs=True over a group: {eager}")
+    return found, why
+
+
+def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
+    """`join`, without a word of graphs.
+
     All ranks come to the same: `auto` takes what the plans of every rank say, and is staged where
     ranks do not reach each other's memory.
     """
@@ -258,4 +282,4 @@ def _share(
             fused = FusedGroup(layer, world.rendezvous, edge, memory)
         else:
             chained = ChainGroup(layer, world.rendezvous, world.placement, memory)
-    return GroupCalls(fused, chained, most, sizes, quantized)
+    return GroupCalls(fused, chained, most, sizes, quantized, has_graphs=layer._wants_graphs)

@@ -111,6 +111,7 @@ def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     num = layers[0]._fused_group.fused.num_passes
     where = exchange_of(layers[0]._fused_group.fused.plan.call)
     assert num > 1 and layers[0]._fused_group.fused.num_bytes == where.num_bytes
+    assert layers[0]._fused_group.fused.why_eager == f"in {num} launches a call"
     assert where["tokens"].shape == (num * -(-100 // num), H)
     assert where["inbox_slots"].shape == (2, -(-100 // num), K)  # of one launch
     inputs = tokens(sum(counts), masked_ratio=0.2)
