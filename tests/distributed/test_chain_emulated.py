@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, chain
+from megamoe.engine import backends, chain, local
 from megamoe.engine import status as device_status
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import GIVEN_UP, NONE
@@ -21,6 +21,7 @@ from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from tests import emulator, pretending
 from tests.distributed.chain_ranks import REMOTE, ChainRanks, Counted
+from tests.emulator import running
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_emulated import tokens, weights_of
 
@@ -290,12 +291,25 @@ def test_a_rank_whose_own_gemms_gave_up_says_so_to_its_peers(kernels, monkeypatc
 # -- ranks of one process ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("links_gbs", [None, 100.0])
-def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
+@pytest.mark.parametrize(
+    "links", [{}, {"links_gbs": 100.0}, {"links_gbs": 100.0, "latency_us": 5e4}],
+    ids=["free", "paced", "late"],
+)  # fmt: skip
+def test_local_ranks_run_chains_side_by_side(links, kernels, monkeypatch):
     monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    monkeypatch.setattr(local, "MAX_LATENCY_US", 1e5)  # threads here are slow
     kernels = emulator.install(monkeypatch, num_sms=8)
     w = weights_of("w8a8")
-    ranks = LocalRanks(w, 2, timeout_s=30.0, mode="chain", links_gbs=links_gbs)
+    ranks = LocalRanks(w, 2, timeout_s=30.0, mode="chain", **links)
+    waits = []
+    pulls = running._MODULES["megamoe.kernels.gluon.pull"]
+    wait_until, now_ns = pulls["wait_until"], pulls["now_ns"]
+
+    def noted(time_ns):
+        waits.append(int(time_ns) - int(now_ns()))
+        wait_until(time_ns)
+
+    monkeypatch.setitem(pulls, "wait_until", noted)
     ranks._chain._make(8, K)
     for name in REMOTE:
         kernels[name].hold = [m.buffer.tokens for m in ranks._chain._members]
@@ -305,6 +319,7 @@ def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
         ranks.check()
         assert torch.equal(torch.cat(got), pretending.staged(inputs, w))
     assert int(ranks.stats.sum()) > 0
+    assert bool(waits) == bool(links) and (max(waits, default=0) > 10**7) == (len(links) == 2)
 
 
 def test_a_graph_of_local_chains_keeps_the_memory_that_it_was_captured_with(monkeypatch):

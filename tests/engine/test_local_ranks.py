@@ -67,6 +67,17 @@ def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
         ranks(*(t.split((1200, 1200)) for t in tokens(2400)))
     with pytest.raises(mm.MegaMoEError, match="quantised ones"):
         ranks([mm.quantize(t, "mxfp8") for t in x], idx, weight)
+    for bad, kind, text in (
+        ({"mode": "staged"}, NotAvailable, "staged ranks are processes"),
+        ({"mode": "split"}, NotAvailable, "mode split parts the SMs of a whole GPU"),
+        ({"mode": "auto"}, RangeError, "mode must be one of fused, chain"),
+        ({"links_gbs": 50.0}, NotAvailable, "between ranks of a chain; got links_gbs=50.0"),
+        ({"latency_us": 2.0}, NotAvailable, "between ranks of a chain"),
+        ({"links_gbs": 0.0, "mode": "chain"}, RangeError, "links must have a bandwidth"),
+        ({"latency_us": -1.0, "mode": "chain"}, RangeError, "a latency of 0 to 1000 us"),
+    ):
+        with pytest.raises(kind, match=text):
+            LocalRanks(gpu.weights, 2, **bad)
     for num in (0, 3, 9):
         with pytest.raises(mm.MegaMoEError):
             LocalRanks(gpu.weights, num)

@@ -158,10 +158,10 @@ def _rows_kernel(
 # -- pull ----------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["rank", "pool_rows", "own_units", "ns_per_row"])
+@gluon.jit(do_not_specialize=["rank", "pool_rows", "own_units", "ns_per_row", "latency_ns"])
 def pull_kernel(
     tokens, data, scale, factor, origin, tiles, num_tiles, arrived, rank, pool_rows, pitch,
-    data_words, scale_words, own_units, ns_per_row,
+    data_words, scale_words, own_units, ns_per_row, latency_ns,
     RANKS: gl.constexpr, BLOCK: gl.constexpr, COLS: gl.constexpr, SCALES: gl.constexpr,
     HAS_FACTOR: gl.constexpr, PACE: gl.constexpr,
 ):  # fmt: skip
@@ -171,7 +171,8 @@ def pull_kernel(
     data    int32 [R, data_words]: the pool; scale FP32 [blocks, R]
     SCALES  words after the data, to a power of two; 0: there are none
     PACE    remote rows are not counted before a link of 1 / ns_per_row rows could have brought
-            them; own ones are those of the first `own_units` of `tokens`
+            them, nor before `latency_ns` after they were asked for; own ones are those of the first
+            `own_units` of `tokens`
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, gl.num_warps() // 8], [1, 0])
     wait_for_launch()
@@ -191,6 +192,7 @@ def pull_kernel(
         used = part_row < num_rows
         wanted = gl.expand_dims(used, 1)
         record = tokens + gl.expand_dims(units * _UNIT, 1)
+        asked_ns = now_ns() if PACE else 0
         got = gl.load(record + col, mask=wanted & (col < data_words), other=0)
         if SCALES:
             after = wanted & (word < pitch - data_words)
@@ -209,8 +211,11 @@ def pull_kernel(
             )  # fmt: skip
         if PACE:
             is_far = used & ((units < 0) | (units >= own_units))
-            num_far += gl.sum(is_far.to(gl.int32), 0)
-            wait_until(begin_ns + num_far.to(gl.int64) * ns_per_row)
+            num_here = gl.sum(is_far.to(gl.int32), 0)
+            num_far += num_here
+            if num_here > 0:
+                through_ns = begin_ns + num_far.to(gl.int64) * ns_per_row
+                wait_until(gl.maximum(through_ns, asked_ns) + latency_ns)
         fence_stores()
         gl.thread_barrier()
         if num_rows > 0:
