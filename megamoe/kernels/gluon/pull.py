@@ -213,14 +213,20 @@ def pull_kernel(
             is_far = used & ((units < 0) | (units >= own_units))
             num_here = gl.sum(is_far.to(gl.int32), 0)
             num_far += num_here
-            if num_here > 0:
-                through_ns = begin_ns + num_far.to(gl.int64) * ns_per_row
-                wait_until(gl.maximum(through_ns, asked_ns) + latency_ns)
+            through_ns = begin_ns + num_far.to(gl.int64) * ns_per_row
+            _wait_for_link(num_here, gl.maximum(through_ns, asked_ns) + latency_ns)
         fence_stores()
         gl.thread_barrier()
         if num_rows > 0:
             gl.atomic_add(arrived + row_begin // ROW_ALIGN, num_rows, sem="release", scope="gpu")
         row_begin, first, num_rows, units = later
+
+
+@gluon.jit
+def _wait_for_link(num_far, time_ns):
+    """Wait until a link could have brought so many rows; for none there is no wait."""
+    if num_far > 0:
+        wait_until(time_ns)
 
 
 @gluon.jit
