@@ -18,7 +18,7 @@ from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
 from megamoe.planner import blackwell, blackwell_fused, chain, fused, hopper, portable, split
-from megamoe.planner.buckets import group_modes
+from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -576,7 +576,9 @@ def _exchanges(made: Plan) -> list[Buffer]:
     whole = replace(call, problem=small, max_tokens=most)
     modes: tuple[tuple[int, str], ...] = ((most, made.mode),)
     if given.get("mode", "auto") == "auto":
-        modes = tuple((one.tokens, one.mode) for one in group_modes(whole, given))
+        ready = quantized_mode(whole, given)
+        sizes = [*group_modes(whole, given), *(() if ready is None else (ready,))]
+        modes = tuple({one.mode: (one.tokens, one.mode) for one in sizes}.values())
     return [
         _exchange(replace(whole, max_tokens=tokens), mode, "exchange" if mode == made.mode else "")
         for tokens, mode in modes
