@@ -209,6 +209,24 @@ def test_a_scale_per_matrix_is_a_scale_of_every_block(tmp_path):
     assert (w.w2.scale == made("w8a8").w2.scale.flatten(1).amax(1).view(E, 1, 1)).all()
 
 
+@pytest.mark.parametrize("value", [0.0, torch.inf])
+def test_input_scales_that_no_recipe_reads_may_be_anything(value, tmp_path):
+    """Experts that saw no token when inputs were calibrated have none that mean something."""
+    tensors = fp8("weight_scale_inv")
+    for name in [n for n in tensors if n.endswith("scale_inv")]:
+        tensors[name.removesuffix("_inv")] = tensors.pop(name).amax()
+        tensors[name.removesuffix("weight_scale_inv") + "input_scale"] = torch.tensor(value)
+    static, four = tmp_path / "static", tmp_path / "four"
+    for folder in (static, four):
+        folder.mkdir()
+    assert mm.ExpertWeights.from_checkpoint(write(static, tensors), 3).recipe == "w8a8"
+    bad = first(first(nvfp4(), "1.up_proj.input_scale", value), "2.down_proj.input_scale", value)
+    w = mm.ExpertWeights.from_checkpoint(write(four, bad), 3, recipe="nvfp4a16")
+    assert torch.equal(w.w13.data, made("nvfp4").w13.data)
+    with pytest.raises(RangeError, match='must be positive.*up_proj.*recipe="nvfp4a16"'):
+        mm.ExpertWeights.from_checkpoint(four, 3)
+
+
 LIBRARIES = {
     "compressed_tensors_nvfp4": ("nvfp4", 4e-3),  # it reads back in BF16
     "compressed_tensors_mxfp4": ("w4a16", 0.0),
