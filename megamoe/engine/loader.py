@@ -41,7 +41,9 @@ INPUTS = {"input_scale": "multiply", "input_global_scale": "divide"}
 LEFT_OUT = ("weight_shape",)  # says nothing that the tensors do not
 # Where the experts of a layer are one tensor: values and scales of gate and up, and of down.
 FUSED = {"_blocks": "_scales", "": "_scale_inv", ".weight": ".weight_scale_inv"}
-COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+COUNTS = (
+    "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
+)  # fmt: skip
 TOP_KS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
 
 

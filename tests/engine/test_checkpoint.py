@@ -181,6 +181,19 @@ def test_hopper_takes_the_recipe_that_it_multiplies_fast(name, tmp_path, monkeyp
     assert found.experts(3).recipe == fast
 
 
+@pytest.mark.parametrize("places", [(), ("weight_output", "weight_input"), ("q_attn", "k_cache")])
+def test_rotations_that_weights_hold_or_attention_has_are_no_hindrance(places, tmp_path):
+    """SpinQuant's R1 and R2 are in the weights as they are stored, its R3 is in attention."""
+    folder = write(tmp_path, bf16(), rotated(*places))
+    assert same(mm.ExpertWeights.from_checkpoint(folder, 3), made("bf16"))
+
+
+@pytest.mark.parametrize("key", ["num_local_experts", "moe_num_experts", "num_routed_experts"])
+def test_the_count_of_experts_has_several_names(key, tmp_path):
+    folder = write(tmp_path, bf16(), {"num_experts": None, key: E})
+    assert mm.Checkpoint(folder).picked(3).num_experts == E
+
+
 @pytest.mark.parametrize("blocks", [True, False])
 def test_gpt_oss_is_read_with_its_gate_and_biases(blocks, tmp_path):
     folder = write(tmp_path, gpt_oss(blocks), OSS)
@@ -410,6 +423,13 @@ TWO = {
 ROTATED = {
     "quantization_config": {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}
 }
+def rotated(*places):
+    """compressed-tensors' rotations of so many places of linears."""
+    groups = {f"R{n}": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": p}]}
+              for n, p in enumerate(places)}  # fmt: skip
+    return {"quantization_config": {"transform_config": {"config_groups": groups}}}
+
+
 QUARK_R4 = {"quantization_config": {"algo_config": [{"name": "rotation", "r1": True, "r4": True}]}}
 NO_COUNT = {"num_experts": None}
 SIZES = {"hidden_size": H, "moe_intermediate_size": 2 * I}
@@ -440,6 +460,8 @@ REFUSED = [
     ("two scales", lambda: fp8("weight_scale_inv") | {n: t for n, t in TWO.items() if n.endswith("scale")}, {}, NotAvailable, "one of these; got .*weight_scale_inv and .*weight_scale", 3),
     ("two names of gate", lambda: bf16() | {"model.layers.3.mlp.experts.0.w1.weight": torch.ones(I, H)}, {}, NotAvailable, "gate_proj and .*w1", 3),
     ("an online rotation", lambda: bf16(), ROTATED, NotAvailable, "no rotation.*transform_config", 3),
+    ("a rotation of activations beside others", lambda: bf16(), rotated("weight_output", "input"), NotAvailable, "no rotation.*transform_config", 3),
+    ("a rotation of an unknown place", lambda: bf16(), rotated("elsewhere"), NotAvailable, "no rotation.*transform_config", 3),
     ("Quark's rotation of activations", lambda: bf16(), QUARK_R4, NotAvailable, "no rotation.*algo_config", 3),
     ("a clamp per layer", lambda: bf16(), {"swiglu_limits": [0, None, 0.0, 7.0]}, NotAvailable, "swiglu_limits 7.0 in layer 3", 3),
     ("clamps of fewer layers", lambda: bf16(), {"swiglu_limits": [0, 0]}, FileError, "swiglu_limits must have every layer", 3),
@@ -529,9 +551,11 @@ def test_llama4_says_that_its_weights_multiply_tokens(tmp_path):
     assert mm.Checkpoint(write(tmp_path / "qwen", bf16())).picked(3).weights_multiply == "outputs"
 
 
-def test_one_tensor_of_split_gate_and_up_is_read(tmp_path):
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe_text", "mistral4"])
+def test_one_tensor_of_split_gate_and_up_is_read(model, tmp_path):
     w13, w2 = (w.bfloat16() for w in source())
-    w = mm.ExpertWeights.from_checkpoint(write(tmp_path, fused()), 3)
+    folder = write(tmp_path, fused(), {"model_type": model})
+    w = mm.ExpertWeights.from_checkpoint(folder, 3)
     assert torch.equal(w.w13.data.flatten(1, 2), w13) and torch.equal(w.w2.data, w2)
 
 
