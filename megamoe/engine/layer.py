@@ -354,8 +354,8 @@ class MoE(nn.Module):
         x     the tokens, bf16 [T, H], or `Quantized` in the recipe's activation format
         max_tokens  over a group: tokens that no rank exceeds in this call, the same number on all
                     ranks; what runs follows from it. None: `max_tokens_per_rank`
-        copy  with `cuda_graphs`, False gives the graph's own output: read it before the next call of
-              this layer, or of any whose graphs share its `GraphPool`, which may overwrite it
+        copy  with `cuda_graphs`, False gives the graph's own output: read it before the next call
+              of this layer, or of any in the same `GraphPool`, which may overwrite it
         """
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"

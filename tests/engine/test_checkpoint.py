@@ -236,7 +236,7 @@ def test_input_scales_that_no_recipe_reads_may_be_anything(value, tmp_path):
     bad = first(first(nvfp4(), "1.up_proj.input_scale", value), "2.down_proj.input_scale", value)
     w = mm.ExpertWeights.from_checkpoint(write(four, bad), 3, recipe="nvfp4a16")
     assert torch.equal(w.w13.data, made("nvfp4").w13.data)
-    with pytest.raises(RangeError, match='must be positive.*up_proj.*recipe="nvfp4a16"'):
+    with pytest.raises(RangeError, match=r'must be positive.*up_proj.*recipe="nvfp4a16"'):
         mm.ExpertWeights.from_checkpoint(four, 3)
 
 
@@ -423,6 +423,8 @@ TWO = {
 ROTATED = {
     "quantization_config": {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}
 }
+
+
 def rotated(*places):
     """compressed-tensors' rotations of so many places of linears."""
     groups = {f"R{n}": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": p}]}
