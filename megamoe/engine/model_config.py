@@ -130,7 +130,8 @@ def refuse_layer_clamps(config: dict[str, Any], layer: int) -> None:
 def activation_of(config: dict[str, Any]) -> tuple[str, float | None]:
     """The activation in our words, and its clamp, None where config.json gives none."""
     name = config.get("hidden_act", config.get("hidden_activation"))
-    others = {key: config[key] for key in OTHER_ACTS if config.get(key) not in (None, name)}
+    others = {key: said for key in OTHER_ACTS if (said := config.get(key)) not in (None, name)
+              and ACTIVATIONS.get(str(said)) != ACTIVATIONS.get(str(name), name)}  # fmt: skip
     require(
         name in ACTIVATIONS and not others,
         f"config.json must name one of the activations {', '.join(ACTIVATIONS)}",

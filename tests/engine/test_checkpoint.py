@@ -188,6 +188,11 @@ def test_rotations_that_weights_hold_or_attention_has_are_no_hindrance(places, t
     assert same(mm.ExpertWeights.from_checkpoint(folder, 3), made("bf16"))
 
 
+def test_an_activation_may_be_said_twice_by_two_of_its_names(tmp_path):
+    folder = write(tmp_path, bf16(), {"hidden_act": "swish", "moe_hidden_act": "silu"})
+    assert mm.Checkpoint(folder).picked(3).activation == "swiglu"
+
+
 @pytest.mark.parametrize("key", ["num_local_experts", "moe_num_experts", "num_routed_experts"])
 def test_the_count_of_experts_has_several_names(key, tmp_path):
     folder = write(tmp_path, bf16(), {"num_experts": None, key: E})
