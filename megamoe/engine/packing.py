@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megamoe.engine.packed import PackedMatrix
 
 MX, NV = Facts(), Facts(True, True, False)  # what is true of all NVFP4
+NO_SPARE = Spare()  # no group of zeros has another scale than 1
 E4M3_NAN = 0x7F
 
 
@@ -47,6 +48,8 @@ def facts_by_flags(flags: Sequence[int], fmt: Format) -> list[Facts]:
     """Of experts that are finite, by what `facts_on_gpu` found."""
     if fmt.element.bits != 4 or fmt.scale is not Scale.E8M0:
         return [NV] * len(flags)
+    if not any(flags):
+        return [MX] * len(flags)
     from megamoe.kernels.hopper.weights.facts_on_gpu import facts_of_flag
 
     return [facts_of_flag(flag) if flag else MX for flag in flags]
@@ -108,7 +111,7 @@ def write(
             known = _facts_by_flags(numbers, w) if facts is None else list(facts)
         first = 3 + (2 if out.packed.is_gated else 3) * len(w)
         spares = [
-            pack.spare_of(w[i : i + 1]) if num else Spare()
+            pack.spare_of(w[i : i + 1]) if num else NO_SPARE
             for i, num in enumerate(numbers[first : first + len(w)])
         ]
         out.aside.put_all(experts, spares, known)

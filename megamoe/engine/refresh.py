@@ -52,7 +52,7 @@ class Refresh:
     b13: Tensor | None
     b2: Tensor | None
     gate_up: str
-    experts: tuple[int, ...]
+    experts: Sequence[int]
     facts: dict[str, dict[int, Facts]] = field(default_factory=dict)
     looked: list[OnGpu] = field(default_factory=list)
 
@@ -68,13 +68,17 @@ class Refresh:
         gate_up: str,
     ) -> Refresh:
         """As a caller gives it; nothing is read yet."""
-        numbers = tuple(range(weights.num_experts) if experts is None else experts)
+        num = weights.num_experts
+        numbers = range(num) if experts is None else tuple(experts)
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         require(
-            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in numbers)
-            and len(set(numbers)) == len(numbers),
-            f"experts must be different local ones, 0 to {weights.num_experts - 1}",
-            got=list(numbers)[:16],
+            experts is None
+            or (
+                all(isinstance(e, int) and 0 <= e < num for e in numbers)
+                and len(set(numbers)) == len(numbers)
+            ),
+            f"experts must be different local ones, 0 to {num - 1}",
+            got=list(numbers[:16]),
             kind=RangeError,
         )
         require(

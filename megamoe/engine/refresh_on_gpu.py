@@ -19,7 +19,7 @@ from megamoe.engine.packed import PackedMatrix
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale
 from megamoe.kernels.hopper.weights import pack
-from megamoe.kernels.hopper.weights.pack import Facts, Spare
+from megamoe.kernels.hopper.weights.pack import Facts
 
 if TYPE_CHECKING:
     from megamoe.kernels.common.finite import Look
@@ -158,7 +158,7 @@ class OnGpu:
             if g is None or not isinstance(h, PackedMatrix):
                 continue
             spares = [
-                pack.spare_of(self._quantised(g, h, i)) if num else Spare()
+                pack.spare_of(self._quantised(g, h, i)) if num else packing.NO_SPARE
                 for i, num in enumerate(counts)
             ]
             h.aside.put_all(self.experts, spares, facts)

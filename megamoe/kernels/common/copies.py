@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.kernels.common.finite import cdiv, is_a_run
+
 WORDS, WARPS = 4096, 4  # of a program: 16 KB, eight loads of 16 bytes in flight a thread
 
 
@@ -50,13 +52,13 @@ def launch(pairs: Sequence[tuple[Tensor, Tensor]], experts: Sequence[int], flags
     pairs  of one shape but for how many experts, both `finite.is_readable`
     """
     num = len(experts)
-    is_run = all(e == experts[0] + i for i, e in enumerate(experts))
+    is_run = is_a_run(experts)
     places = flags
     if not is_run:
         places = torch.tensor(list(experts), dtype=torch.int64, device=flags.device)
     both = [(a.view(-1).view(torch.int32), b.view(-1).view(torch.int32)) for a, b in pairs]
     tensors = tuple(Words(a, b, len(a) // num) for a, b in both)
-    _copy_experts_kernel[(sum(triton.cdiv(t.per_expert, WORDS) for t in tensors), num)](
+    _copy_experts_kernel[(sum(cdiv(t.per_expert, WORDS) for t in tensors), num)](
         tensors=tensors, flags=flags, experts=places, first_expert=experts[0], NUM=len(tensors),
         LISTED=not is_run, WORDS=WORDS, num_warps=WARPS,
     )  # fmt: skip

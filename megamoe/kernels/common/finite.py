@@ -64,6 +64,17 @@ class Look(NamedTuple):
     owner: int
 
 
+def cdiv(a: int, b: int) -> int:
+    """Upwards; Triton's own is made for kernels, and slow where the host calls it."""
+    return -(-a // b)
+
+
+def is_a_run(experts: Sequence[int]) -> bool:
+    """Whether experts follow each other."""
+    run = range(experts[0], experts[0] + len(experts))
+    return experts == run if isinstance(experts, range) else tuple(experts) == tuple(run)
+
+
 @triton.jit(do_not_specialize=["num_experts"])
 def _bad_words_kernel(
     tensors, flags, num_experts, RULES: tl.constexpr, OWNERS: tl.constexpr, WORDS: tl.constexpr
@@ -118,7 +129,7 @@ def launch(looks: Sequence[Look], num: int, flags: Tensor) -> None:
         for words, owner in ((one.t.view(-1).view(torch.int32), one.owner) for one in looks)
     )
     owners = tuple(one.owner for one in looks)
-    blocks = [triton.cdiv(t.per_run, WORDS) for t in tensors]
+    blocks = [cdiv(t.per_run, WORDS) for t in tensors]
     grid = sum(n * (num if owner < 2 else 1) for n, owner in zip(blocks, owners, strict=True))
     _bad_words_kernel[(grid,)](
         tensors=tensors, flags=flags, num_experts=num, RULES=tuple(tuple(o.rule) for o in looks),

@@ -14,7 +14,7 @@ from torch import Tensor
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import NVFP4, Format
 from megamoe.kernels.common.compat import div_rn, to_fp32
-from megamoe.kernels.common.finite import new_flags
+from megamoe.kernels.common.finite import cdiv, is_a_run, new_flags
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_code
 from megamoe.kernels.portable.acts import CODES, store_acts
 
@@ -157,7 +157,7 @@ def look(given: Sequence[Tensor | None], flags: Tensor, fmt: Format) -> list[Ten
         Floats(there[0] if t is None else t, one, 0 if t is None else t[0].numel())
         for t, one in zip(given, largest, strict=True)
     )
-    _look_kernel[(sum(triton.cdiv(m.per_expert, VALUES) for m in matrices), num)](
+    _look_kernel[(sum(cdiv(m.per_expert, VALUES) for m in matrices), num)](
         matrices=matrices, flags=flags, num_experts=num, LARGEST=fmt.has_global, VALUES=VALUES
     )
     return [None if t is None or rooms is None else rooms[i] for i, t in enumerate(given)]
@@ -174,7 +174,7 @@ def write(
     fmt, (num_rows, width) = held.spec, held.shape[-2:]
     assert held.scale is not None
     halves = held.shape[1] if len(held.shape) == 4 else 1
-    is_run = all(e == experts[0] + i for i, e in enumerate(experts))
+    is_run = is_a_run(experts)
     places = flags
     if not is_run:
         places = torch.tensor(list(experts), dtype=torch.int64, device=held.device)
@@ -184,13 +184,13 @@ def write(
         "INTERLEAVED": is_interleaved and halves == 2, "LISTED": not is_run,
     }  # fmt: skip
     if fmt.name == "fp8_128x128":
-        grid = triton.cdiv(width, BLOCK), triton.cdiv(num_rows, BLOCK), len(experts) * halves
+        grid = cdiv(width, BLOCK), cdiv(num_rows, BLOCK), len(experts) * halves
         _quantise_blocks_kernel[grid](
             scale=held.scale, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **rest
         )
         return
     g = held.global_scale
-    grid = triton.cdiv(width, COLS), triton.cdiv(num_rows, ROWS), len(experts) * halves
+    grid = cdiv(width, COLS), cdiv(num_rows, ROWS), len(experts) * halves
     _quantise_rows_kernel[grid](
         scale=held.scale.view(torch.uint8), factor=g, largest=largest, ACTS=CODES[fmt.name],
         FACTORS=0 if g is None else g.numel() // len(held), ROWS=ROWS, COLS=COLS,

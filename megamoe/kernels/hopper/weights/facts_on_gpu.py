@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import to_fp32
-from megamoe.kernels.common.finite import BAD
+from megamoe.kernels.common.finite import BAD, cdiv
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits
 from megamoe.kernels.hopper.weights.pack import MAX_PLACED, MAX_RELATIVE, MIN_RELATIVE, Facts
 from megamoe.kernels.portable.acts import CODES
@@ -241,7 +241,7 @@ def launch(
     the first if that has bits of `forbidden`; find the powers of rows too where there is room."""
     is_float = pair[0].source.is_floating_point()
     rows = FLOAT_ROWS if is_float else ROWS
-    _facts_kernel[(sum(triton.cdiv(m.num_rows, rows) for m in pair), num)](
+    _facts_kernel[(sum(cdiv(m.num_rows, rows) for m in pair), num)](
         matrices=pair, flags=flags, num_experts=num, forbidden=forbidden, GATED=(True, False),
         INTERLEAVED=is_interleaved, POWERS=has_powers, ACTS=CODES["mxfp4"] if is_float else None,
         ROWS=rows, COLS=FLOAT_COLS if is_float else GROUPS, num_warps=WARPS,

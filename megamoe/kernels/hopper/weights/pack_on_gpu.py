@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import to_fp32
-from megamoe.kernels.common.finite import new_flags
+from megamoe.kernels.common.finite import cdiv, is_a_run, new_flags
 from megamoe.kernels.hopper.weights import facts_on_gpu
 from megamoe.kernels.hopper.weights.facts_on_gpu import Matrix, pair_of, source_row, with_powers
 from megamoe.kernels.hopper.weights.pack import MIN_RELATIVE, PLACED_BY, Packed
@@ -352,7 +352,7 @@ def launch_both(
     kind, num = outs[0].kind, len(experts)
     assert all(one.kind == kind for one in outs)
     is_float = pair[0].source.is_floating_point()
-    is_run = all(e == experts[0] + i for i, e in enumerate(experts))
+    is_run = is_a_run(experts)
     places = flags if is_run else _listed(experts, flags.device)
     into, counts = [], []
     sources = []
@@ -365,7 +365,7 @@ def launch_both(
         known = next((f for f in factors if f is not None), flags) if g is None else g
         sources.append(Source(*m, known))
     acts = CODES["nvfp4" if kind == "nv_image" else "mxfp4"] if is_float else None
-    blocks = [triton.cdiv(m.row_words, 32) * (m.num_rows // 64) for m in pair]
+    blocks = [cdiv(m.row_words, 32) * (m.num_rows // 64) for m in pair]
     _pack_experts_kernel[(sum(blocks), num)](
         matrices=tuple(sources), images=tuple(into), flags=flags, experts=places,
         first_expert=experts[0], num_experts=num, KIND=kind, GATED=(True, False),
