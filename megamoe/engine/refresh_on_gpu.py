@@ -1,5 +1,5 @@
-"""A refresh by kernels, of experts that lie on the layer's GPU: what looks at them, what writes them,
-and one wait of the host for both.
+"""A refresh by kernels, of experts that lie on the layer's GPU: what looks at them, what writes
+them, and one wait of the host for both.
 
 What writes reads a flag that what looks has set, so the host queues both before it knows: where
 anything is to be refused, nothing is written.
@@ -46,7 +46,8 @@ class OnGpu:
     is_interleaved: bool
     flags: Tensor
     largest: Sequence[Tensor | None] = (None, None)
-    pair: tuple[Matrix, ...] = ()  # as kernels that pack see them
+    pair: tuple[Matrix, Matrix] | None = None  # as kernels that pack see them
+    is_written: bool = False
 
     @classmethod
     def of(
@@ -73,9 +74,7 @@ class OnGpu:
     @property
     def _one(self) -> tuple[Quantized | Tensor, Quantized]:
         """A matrix that is given, and what it goes into: both are alike."""
-        return next(
-            (g, h) for g, h in zip(self.given, self.held, strict=True) if g is not None
-        )
+        return next((g, h) for g, h in zip(self.given, self.held, strict=True) if g is not None)
 
     @property
     def _is_mx_image(self) -> bool:
@@ -95,7 +94,7 @@ class OnGpu:
         ]  # fmt: skip
         if isinstance(held, PackedMatrix):
             self.pair, _ = facts_on_gpu.pair_of(self.given, self.flags)
-        if self._is_mx_image:
+        if self._is_mx_image and self.pair is not None:
             has_powers = held.kind == "e4m3_image"  # type: ignore[attr-defined]
             if has_powers:
                 self.pair = facts_on_gpu.with_powers(self.pair, num, self.flags.device)
@@ -119,6 +118,7 @@ class OnGpu:
         from megamoe.kernels.hopper.weights import pack_on_gpu
         from megamoe.kernels.portable import quantise_weights
 
+        self.is_written = True
         both = [
             (g, h, largest)
             for g, h, largest in zip(self.given, self.held, self.largest, strict=True)
@@ -129,6 +129,7 @@ class OnGpu:
                 h.packed if g is not None and isinstance(h, PackedMatrix) else None
                 for g, h in zip(self.given, self.held, strict=True)
             ]
+            assert self.pair is not None, "`look` comes first"
             pack_on_gpu.launch_both(
                 images, self.experts, self.pair, self.flags, self.largest,
                 is_interleaved=self.is_interleaved,
@@ -144,11 +145,24 @@ class OnGpu:
 
     def read(self) -> Found:
         """Wait for what was launched."""
-        numbers: list[int] = self.flags.tolist()
+        numbers: list[int] = []
+        try:
+            numbers = self.flags.tolist()
+        finally:
+            if self.is_written and not any(numbers[:1]):
+                self._count()
         num, spec = len(self.experts), self._one[1].spec
         facts = [packing.facts_by_flags(numbers[1 + i * num :][:num], spec) for i in range(2)]
         counts = [numbers[3 + (2 + i) * num :][:num] for i in range(2)]
         return Found(bool(numbers[0]), facts, counts)
+
+    def _count(self) -> None:
+        """Canonical experts were written to: torch knows nothing of it, and what was made of them
+        must be made anew (decision 0026)."""
+        for g, h in zip(self.given, self.held, strict=True):
+            if g is not None and not isinstance(h, PackedMatrix):
+                counted = [t for t in h.tensors().values() if not t.is_inference()]
+                torch.autograd.graph.increment_version(counted)
 
     def keep(self, found: Found) -> None:
         """What was written: say what images lose, and what is known of each expert."""
@@ -226,9 +240,7 @@ def _can(
 def _is_seen(bias: Tensor, device: torch.device) -> bool:
     from megamoe.kernels.common import finite
 
-    return (
-        bias.device == device and bias.dtype in finite.NOT_FINITE and finite.is_readable(bias, 1)
-    )
+    return bias.device == device and bias.dtype in finite.NOT_FINITE and finite.is_readable(bias, 1)
 
 
 def _as_held(given: Given, held: Quantized) -> Given:
@@ -243,7 +255,7 @@ def _as_held(given: Given, held: Quantized) -> Given:
 
 
 def _as(source: Tensor, held: Tensor) -> Tensor:
-    """Experts of a tensor, as wide as what they go into: NVFP4 may have a factor for both halves."""
+    """Experts of a tensor, as wide as what they go into: NVFP4 may have one factor for both."""
     if source.ndim == held.ndim:
         return source
     return source[..., None].expand(len(source), *held.shape[1:]).contiguous()

@@ -1,4 +1,4 @@
-"""Tensor descriptors of launches: checked once for a form, made anew for the memory of each call."""
+"""Tensor descriptors of launches: checked once for a form, made anew for each call's memory."""
 
 import gc
 import weakref

@@ -13,6 +13,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import megamoe as mm
 from megamoe.engine import images, packing
+from megamoe.engine.fingerprint import Seal
 from megamoe.engine.refresh import Refresh
 from megamoe.errors import NotAvailable, RangeError
 from tests.kernels.support import INTERPRETED
@@ -152,6 +153,11 @@ def with_scale(w, name, code):
     return replace(part, scale=scale)
 
 
+def wide(t):
+    t[1, 5, :32] *= 2.0**-20
+    return t
+
+
 NAN, LAST = float("nan"), torch.tensor(E - 1)
 REFUSED = {
     "e8m0": ("w4a16", lambda w: {"w2": with_scale(w, "w2", 255)}, "NaN or Inf in expert 1"),
@@ -168,6 +174,21 @@ REFUSED = {
         lambda w: {"w13": floats(1)[0].index_fill(0, torch.tensor(1), NAN)},
         "NaN or Inf in expert 1",
     ),
+    "floats of fp8": (
+        "w8a8",
+        lambda w: {"w2": floats(1)[1].index_fill(0, torch.tensor(1), NAN), "w13": floats(1)[0]},
+        "NaN or Inf in expert 1",
+    ),
+    "floats of nvfp4": (
+        "nvfp4",
+        lambda w: {"w13": floats(1)[0].index_fill(2, LAST, float("inf"))},
+        "NaN or Inf in expert 0",
+    ),
+    "octaves of floats": (
+        "w4a8_block",
+        lambda w: {"w2": wide(floats(1)[1]), "w13": floats(1)[0]},
+        "w2 of expert 1 must have exponents of a row within 12 octaves",
+    ),
     "global": (
         "nvfp4",
         lambda w: {"w13": replace(w.w13, global_scale=torch.tensor([1, NAN, 1]))},
@@ -179,15 +200,29 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("is_group", [False, True])
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    ("case", "is_group"),
+    [*((case, False) for case in REFUSED), ("e4m3", True), ("octaves of floats", True)],
+)
 def test_what_is_refused_leaves_all_as_it_was(case, is_group):
     recipe, given, why = REFUSED[case]
     w = held(recipe, b13=torch.zeros(E, 2 * I))
-    before = bits(w)
+    before, versions = bits(w), [t._version for t in w.held().values()]
     with pytest.raises((NotAvailable, RangeError), match=why):
-        change(w, **({"w13": experts(recipe, 1).w13} | given(experts(recipe, 1))), is_group=is_group)
-    assert bits(w) == before
+        change(
+            w, **({"w13": experts(recipe, 1).w13} | given(experts(recipe, 1))), is_group=is_group
+        )
+    assert bits(w) == before and versions == [t._version for t in w.held().values()]
+
+
+@pytest.mark.parametrize("given", ["format", "floats"])
+def test_writes_to_canonical_experts_are_counted(given):
+    w, new = held("w8a8"), experts("w8a8", 1)
+    seals = [Seal(list(part.tensors().values())) for part in (w.w13, w.w2)]
+    change(w, w2=new.w2 if given == "format" else floats(1)[1])
+    both = [list(part.tensors().values()) for part in (w.w13, w.w2)]
+    assert [seal.holds(t) for seal, t in zip(seals, both, strict=True)] == [True, False]
+    assert all(t._version > 0 for t in both[1])
 
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16"])

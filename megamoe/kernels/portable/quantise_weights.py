@@ -103,9 +103,7 @@ def _quantise_rows_kernel(
         is_first = (tl.program_id(0) + tl.program_id(1) == 0) & (half < FACTORS)
         tl.store(factor + expert * FACTORS + half, g, mask=is_first & is_allowed)
     to = (expert * HALVES + half) * num_rows + row
-    store_acts(
-        values, g, data, scale, to, is_row & is_allowed, first_col, width, ACTS, ROWS, COLS
-    )
+    store_acts(values, g, data, scale, to, is_row & is_allowed, first_col, width, ACTS, ROWS, COLS)
 
 
 @triton.jit(do_not_specialize=["first_expert"])
@@ -146,8 +144,8 @@ def can(fmt: Format) -> bool:
 
 
 def look(given: Sequence[Tensor | None], flags: Tensor, fmt: Format) -> list[Tensor | None]:
-    """Or BAD into the flags (`common.finite`) of experts [n, ...] of up to two matrices that hold NaN
-    or Inf; of NVFP4, the bits of the largest value of each."""
+    """Or BAD into the flags (`common.finite`) of experts [n, ...] of up to two matrices that hold
+    NaN or Inf; of NVFP4, the bits of the largest value of each."""
     there = [t for t in given if t is not None]
     num = len(there[0])
     device = flags.device
@@ -185,9 +183,7 @@ def write(
     }  # fmt: skip
     if fmt.name == "fp8_128x128":
         grid = cdiv(width, BLOCK), cdiv(num_rows, BLOCK), len(experts) * halves
-        _quantise_blocks_kernel[grid](
-            scale=held.scale, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **rest
-        )
+        _quantise_blocks_kernel[grid](scale=held.scale, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **rest)
         return
     g = held.global_scale
     grid = cdiv(width, COLS), cdiv(num_rows, ROWS), len(experts) * halves

@@ -1,5 +1,5 @@
-"""What decides which image an expert of MXFP4 can be, and the powers of its rows, for the experts of
-one or two matrices in one launch.
+"""What decides which image an expert of MXFP4 can be, and the powers of its rows, for the experts
+of one or two matrices in one launch.
 
 Nearly always the scales say it. Where they do not (wide exponents, or odd scales that groups of
 zeros may have), a program looks at the codes of its rows too. Of floats, the scales are those that
@@ -74,8 +74,8 @@ def source_row(row, num_outputs, GATED: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 @triton.jit
 def _found(high, low, nan):
-    """Bits of a flag, from the scales of rows: the largest and least of groups that are not zero (-1
-    and 255 where there is none), and the largest of all."""
+    """Bits of a flag, from the scales of rows: the largest and least of groups that are not zero
+    (-1 and 255 where there is none), and the largest of all."""
     is_wide = (high - low > _SPREAD) | (high == 255)
     found = tl.where(tl.max(is_wide.to(tl.int32), 0) > 0, _E4M3, 0)
     found |= tl.where(tl.max(nan, 0) == 255, _BAD, 0)
@@ -181,9 +181,7 @@ def _facts_kernel(
             if ACTS is None:
                 found = _of_codes(m, block, which, GATED[i], POWERS, ROWS, COLS)
             else:
-                found = _of_floats(
-                    m, block, which, GATED[i], INTERLEAVED, POWERS, ACTS, ROWS, COLS
-                )
+                found = _of_floats(m, block, which, GATED[i], INTERLEAVED, POWERS, ACTS, ROWS, COLS)
             if found > 0:
                 tl.atomic_or(flags + 1 + i * num_experts + which, found)
             if (found & forbidden) != 0:
@@ -237,8 +235,8 @@ def launch(
     pair: tuple[Matrix, Matrix], num: int, flags: Tensor, forbidden: int, *,
     has_powers: bool = False, is_interleaved: bool = False,
 ) -> None:  # fmt: skip
-    """Or what forbids images of `num` experts of MXFP4 into their flags (`common.finite`), and 1 into
-    the first if that has bits of `forbidden`; find the powers of rows too where there is room."""
+    """Or what forbids images of `num` experts of MXFP4 into their flags (`common.finite`), and 1
+    into the first if that has bits of `forbidden`; with `has_powers` find those of rows too."""
     is_float = pair[0].source.is_floating_point()
     rows = FLOAT_ROWS if is_float else ROWS
     _facts_kernel[(sum(cdiv(m.num_rows, rows) for m in pair), num)](

@@ -230,12 +230,12 @@ def _pack_pair(
         into.scales, code, zero, power, first, group, num_groups, is_allowed, E4M3, PLACED,
         PER_BLOCK,
     )  # fmt: skip
-    if E4M3:
+    if E4M3:  # noqa: SIM102  known at compile time
         if pair == 0:
             bits = tl.where(power > 0, power << 23, 0x400000 >> -tl.minimum(power, 0))
             factor = bits.to(tl.float32, bitcast=True)
             tl.store(into.factors + expert * m.num_rows + stored, factor, mask=is_allowed)
-    elif KIND == "nv_image" and GLOBALS > 0:
+    if KIND == "nv_image" and GLOBALS > 0:  # noqa: SIM102  known at compile time
         if at == 0:
             halves: tl.constexpr = 2 if GATED else 1
             half = tl.arange(0, halves)
@@ -251,8 +251,8 @@ def _pack_experts_kernel(
     KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, GLOBALS: tl.constexpr,
     MOVES: tl.constexpr, LISTED: tl.constexpr, ACTS: tl.constexpr,
 ):  # fmt: skip
-    """Two K blocks of a slab of one expert: words, scales, factors, and how many groups of zeros lose
-    their scale. Nothing but that is written where the first flag is not 0.
+    """Two K blocks of a slab of one expert: words, scales, factors, and how many groups of zeros
+    lose their scale. Nothing but that is written where the first flag is not 0.
 
     experts  where they stand, where they do not follow `first_expert`
     ACTS     of floats, what they are quantised to; None: codes and scales
