@@ -88,7 +88,7 @@ class OnGpu:
         from megamoe.kernels.portable import quantise_weights
 
         (one, held), num = self._one, len(self.experts)
-        looks = [
+        checks = [
             finite.Look(b, finite.NOT_FINITE[b.dtype], 2 + i)
             for i, b in enumerate(self.biases) if b is not None
         ]  # fmt: skip
@@ -107,10 +107,10 @@ class OnGpu:
             self.largest = quantise_weights.look(floats, self.flags, held.spec)
         else:
             for i, g in enumerate(self.given):
-                looks += _looks(g, i) if isinstance(g, Quantized) else []
+                checks += _checks_of(g, i) if isinstance(g, Quantized) else []
             self.largest = pack_on_gpu.factors_of(self.given)
-        if looks:
-            finite.launch(looks, num, self.flags)
+        if checks:
+            finite.launch(checks, num, self.flags)
 
     def write(self) -> None:
         """Launch what writes experts, if nothing was found that is refused."""
@@ -261,16 +261,16 @@ def _as(source: Tensor, held: Tensor) -> Tensor:
     return source[..., None].expand(len(source), *held.shape[1:]).contiguous()
 
 
-def _looks(w: Quantized, owner: int) -> list[Look]:
+def _checks_of(w: Quantized, owner: int) -> list[Look]:
     """Which of an expert's tensors may hold NaN or Inf, and how they show it."""
     from megamoe.kernels.common import finite
 
     nan = {Scale.E8M0: finite.NAN_E8M0, Scale.E4M3: finite.NAN_E4M3, Scale.FP32: finite.NAN_FP32}
     if w.scale is None:
         return [finite.Look(w.data, finite.NOT_FINITE[w.data.dtype], owner)]
-    looks = [finite.Look(w.scale, nan[w.spec.scale], owner)]
+    checks = [finite.Look(w.scale, nan[w.spec.scale], owner)]
     if w.spec.element.name == "e4m3":
-        looks.append(finite.Look(w.data, finite.NAN_E4M3, owner))
+        checks.append(finite.Look(w.data, finite.NAN_E4M3, owner))
     if w.global_scale is not None:
-        looks.append(finite.Look(w.global_scale, finite.NOT_FINITE[torch.float32], owner))
-    return looks
+        checks.append(finite.Look(w.global_scale, finite.NOT_FINITE[torch.float32], owner))
+    return checks

@@ -119,19 +119,19 @@ def new_flags(num: int, device: torch.device) -> Tensor:
     return torch.zeros(4 * num + REST, dtype=torch.int32, device=device)
 
 
-def launch(looks: Sequence[Look], num: int, flags: Tensor) -> None:
+def launch(checks: Sequence[Look], num: int, flags: Tensor) -> None:
     """Or BAD into the flags of `num` experts, or of a bias, that are bad, and then into the first.
 
-    looks  tensors that are runs of as many experts, or biases
+    checks  tensors that are runs of as many experts, or biases
     """
     tensors = tuple(
         Words(words, len(words) // (num if owner < 2 else 1))
-        for words, owner in ((one.t.view(-1).view(torch.int32), one.owner) for one in looks)
+        for words, owner in ((one.t.view(-1).view(torch.int32), one.owner) for one in checks)
     )
-    owners = tuple(one.owner for one in looks)
+    owners = tuple(one.owner for one in checks)
     blocks = [cdiv(t.per_run, WORDS) for t in tensors]
     grid = sum(n * (num if owner < 2 else 1) for n, owner in zip(blocks, owners, strict=True))
     _bad_words_kernel[(grid,)](
-        tensors=tensors, flags=flags, num_experts=num, RULES=tuple(tuple(o.rule) for o in looks),
+        tensors=tensors, flags=flags, num_experts=num, RULES=tuple(tuple(o.rule) for o in checks),
         OWNERS=owners, WORDS=WORDS, num_warps=WARPS,
     )  # fmt: skip

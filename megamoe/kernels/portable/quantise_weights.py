@@ -149,8 +149,8 @@ def look(given: Sequence[Tensor | None], flags: Tensor, fmt: Format) -> list[Ten
     there = [t for t in given if t is not None]
     num = len(there[0])
     device = flags.device
-    rooms = torch.zeros(2, num, dtype=torch.int32, device=device) if fmt.has_global else None
-    largest = [flags if rooms is None else rooms[i] for i in range(2)]
+    bits = torch.zeros(2, num, dtype=torch.int32, device=device) if fmt.has_global else None
+    largest = [flags if bits is None else bits[i] for i in range(2)]
     matrices = tuple(
         Floats(there[0] if t is None else t, one, 0 if t is None else t[0].numel())
         for t, one in zip(given, largest, strict=True)
@@ -158,7 +158,7 @@ def look(given: Sequence[Tensor | None], flags: Tensor, fmt: Format) -> list[Ten
     _look_kernel[(sum(cdiv(m.per_expert, VALUES) for m in matrices), num)](
         matrices=matrices, flags=flags, num_experts=num, LARGEST=fmt.has_global, VALUES=VALUES
     )
-    return [None if t is None or rooms is None else rooms[i] for i, t in enumerate(given)]
+    return [None if t is None or bits is None else bits[i] for i, t in enumerate(given)]
 
 
 def write(

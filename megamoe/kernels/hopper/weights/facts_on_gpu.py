@@ -226,9 +226,9 @@ def with_powers(
     pair: tuple[Matrix, Matrix], num: int, device: torch.device
 ) -> tuple[Matrix, Matrix]:
     """The same with room for powers of rows."""
-    rooms = torch.empty(num * sum(m.num_rows for m in pair), dtype=torch.int32, device=device)
+    powers = torch.empty(num * sum(m.num_rows for m in pair), dtype=torch.int32, device=device)
     first = num * pair[0].num_rows
-    return pair[0]._replace(powers=rooms[:first]), pair[1]._replace(powers=rooms[first:])
+    return pair[0]._replace(powers=powers[:first]), pair[1]._replace(powers=powers[first:])
 
 
 def launch(
