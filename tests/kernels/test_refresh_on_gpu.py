@@ -76,9 +76,16 @@ class Waits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("order", [None, [2, 0]])
-@pytest.mark.parametrize("given", ["format", "floats", "interleaved"])
+WAYS = [("format", None, True), ("floats", [2, 0], True), ("interleaved", None, True),
+        ("format", [2, 0], False), ("floats", None, False)]  # fmt: skip
+OTHERS = [("format", [2, 0], True), ("floats", None, True), ("interleaved", [2, 0], True),
+          ("format", None, False), ("floats", [2, 0], False), ("interleaved", None, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "order", "is_packed"),
+    [*WAYS, *(pytest.param(*one, marks=pytest.mark.every) for one in OTHERS)],
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_bit_is_that_of_quantize(recipe, given, order, is_packed):
     w = held(recipe, is_packed)
