@@ -79,7 +79,8 @@ class Waits(TorchFunctionMode):
 WAYS = [("format", None, True), ("floats", [2, 0], True), ("interleaved", None, True),
         ("format", [2, 0], False), ("floats", None, False)]  # fmt: skip
 OTHERS = [("format", [2, 0], True), ("floats", None, True), ("interleaved", [2, 0], True),
-          ("format", None, False), ("floats", [2, 0], False), ("interleaved", None, False)]  # fmt: skip
+          ("format", None, False), ("floats", [2, 0], False),
+          ("interleaved", None, False)]  # fmt: skip
 
 
 @pytest.mark.parametrize(
