@@ -567,16 +567,17 @@ class MoE(nn.Module):
             module is not None, "the layer must have shared experts", got="none", kind=ShapeError
         )
         assert module is not None
+        given = w13, w2, experts, b13, b2, gate_up
+        if self._world is None:
+            Refresh.of(module.weights, *given).apply(module.weights)
+            return
         parts: list[Refresh] = []
 
         def check() -> None:
-            parts.append(Refresh.of(module.weights, w13, w2, experts, b13, b2, gate_up))
+            parts.append(Refresh.of(module.weights, *given))
             parts[0].check(module.weights)
 
-        if self._world is None:
-            check()
-        else:
-            self._world.rendezvous.gather("refresh", check)
+        self._world.rendezvous.gather("refresh", check)
         parts[0].write(module.weights)
 
     def reset(self) -> None:
