@@ -163,6 +163,8 @@ class Plan:
         recipe = self.problem.recipe
         if isinstance(self.tile, GemmTmem) and self.mega is not None:
             return blackwell_fused.shared_memory(recipe, self.tile, self._routing_bytes)
+        if isinstance(self.tile, GemmSwapAb) and self.mega is not None:
+            return hopper.fused_shared_memory(self.call, self.tile)
         if isinstance(self.tile, GemmTmem):
             return blackwell.shared_memory(recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.formats.spec import RECIPES
-from megamoe.hardware import MACHINES
+from megamoe.hardware import MACHINES, SMEM_PER_CTA
 from megamoe.planner import chain
 from megamoe.planner.buckets import group_modes
 from megamoe.planner.call import CallSpec, SharedSpec
@@ -58,7 +58,11 @@ def test_every_plan_can_be_launched(problem, name):
         assert all(n <= GRID_AXIS for n in one.grid[1:]) and one.grid[0] < 2**31
         assert one.config.constants()
     if found.shared_memory is not None:
-        assert found.shared_memory.num_bytes <= found.hardware.smem_per_sm
+        sums = found.shared_memory
+        assert sums.num_bytes <= sums.limit <= SMEM_PER_CTA
+        assert sums.num_stages == found.tile.num_stages
+        has_routing = "routing" in {term.name for term in sums.fixed}
+        assert has_routing == (found.mode == "fused")
     assert all(buffer.num_bytes >= 0 for buffer in found.buffers)
     text = str(found)
     for choice in found.choices:
