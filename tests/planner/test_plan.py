@@ -122,7 +122,7 @@ def names(found):
         (replace(PUBLIC, num_tokens=129), "staged", ["place", "permute", "l1", "l2", "combine"]),
         (replace(ONE, num_tokens=8192, recipe="w8a8"), "staged",
          ["count", "scan", "place", "permute", "l1", "l2", "combine"]),
-        (replace(FLASH, num_tokens=120), "fused", ["mega"]),  # 22.5 rows an expert
+        (replace(FLASH, num_tokens=120), "fused", ["put", "mega"]),  # 22.5 rows an expert
         (replace(FLASH, num_tokens=121), "chain", CHAIN),
         (replace(PRO, num_ranks=16, num_tokens=8), "staged",
          ["quantize", "permute", "l1", "l2", "combine"]),
@@ -218,7 +218,7 @@ def test_shared_experts_join_the_launches_or_have_their_own():
 def test_a_layer_over_a_group_is_planned_for_its_largest_call():
     big = CallSpec(replace(FLASH, num_tokens=8), max_tokens=512)
     found = plan(big, "h200", mode="fused")
-    assert found.num_passes == 5 and names(found) == ["mega"] * 5
+    assert found.num_passes == 5 and names(found) == ["put", *["mega"] * 5]
     assert plan(big, "h200").mode == "chain"
     assert "5 fused launches" in plan(big, "h200").why
 
