@@ -133,7 +133,7 @@ class LayerSpec:
         call = CallSpec(
             problem, combine=self.options.combine, fits_e4m3=self.fits_e4m3,
             shared=self.shared, local_ranks=self.local_ranks,
-            max_tokens=self.max_tokens if self.num_ranks > 1 else None,
+            max_tokens=self.max_tokens if self.num_ranks > 1 else None, has_bias=self.has_bias,
         )  # fmt: skip
         given = checked(dict(self.overrides))
         if call.is_group and call.max_tokens and self.hardware.arch == "sm_90a":
