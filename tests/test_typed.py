@@ -1,4 +1,4 @@
-"""A user's type checker sees the library's types: the marker py.typed is found and says the truth."""
+"""A user's type checker finds py.typed and sees the library's types."""
 
 import re
 import subprocess
