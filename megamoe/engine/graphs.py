@@ -65,8 +65,8 @@ class Parts(NamedTuple):
         """The call on a graph's inputs."""
         call = Call(
             inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights, self.options,
-            self.shared, self.status, self.stats, inputs.count, self.launch_options.timeout_s,
-            self.launch_options.is_poisoned,
+            self.shared, status=self.status, stats=self.stats, num_valid=inputs.count,
+            timeout_s=self.launch_options.timeout_s, is_poisoned=self.launch_options.is_poisoned,
         )  # fmt: skip
         traits = traits_of(self.backend, self.weights, self.shared, self.options.activation)
         plan = plan_for(

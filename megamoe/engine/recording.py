@@ -334,8 +334,8 @@ def _captured(
     read_args(replay_args, steps.read_args)
     copy_inputs(replay_args.now, inputs, steps.copy_inputs)
     call = Call(
-        inputs.x, inputs.topk_idx, inputs.topk_weights, weights, layer.options, shared, _status(),
-        stats, inputs.count,
+        inputs.x, inputs.topk_idx, inputs.topk_weights, weights, layer.options, shared,
+        status=_status(), stats=stats, num_valid=inputs.count,
     )  # fmt: skip
     copy_output(replay_args.now, launch(call, layer.plan(bucket)), steps.copy_output)
 
