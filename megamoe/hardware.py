@@ -1,4 +1,4 @@
-"""Hardware: the machine as a value. `detect()` is the only place that asks a real one.
+"""Hardware: the machine as a value. `engine.planning.hardware_of` asks a real one.
 
 Every figure carries its source in words. "Paper" is what the vendor prints; "reached" is what a
 plain kernel was seen to reach, and floors are computed from it. Tensor peaks are dense.
@@ -325,20 +325,3 @@ def of_gpu(device_name: str, num_sms: int, arch: str, hbm_bytes: int) -> Hardwar
             ),
             counts_source="as CUDA reports them; speeds are not known",
         )
-
-
-def detect(device: int = 0) -> Hardware:
-    """The machine this process runs on: the library's one probe of a GPU."""
-    try:
-        import torch
-    except ImportError as error:
-        raise NotAvailable("detect() needs torch; got none; name the hardware instead") from error
-    require(
-        torch.cuda.is_available(),
-        "detect() needs a CUDA GPU",
-        got="none",
-        fix="name one of " + ", ".join(MACHINES),
-        kind=NotAvailable,
-    )
-    properties = torch.cuda.get_device_properties(device)
-    return match(properties.name, properties.multi_processor_count)

@@ -400,8 +400,9 @@ class MoE(nn.Module):
     def _call(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> Call:
         weights, shared = self._parts()
         return Call(
-            x, topk_idx, topk_weights, weights, self.options, shared, self._status, self.stats,
-            None, self._launch.timeout_s, self._launch.is_poisoned,
+            x, topk_idx, topk_weights, weights, self.options, shared,
+            status=self._status, stats=self.stats, timeout_s=self._launch.timeout_s,
+            is_poisoned=self._launch.is_poisoned,
         )  # fmt: skip
 
     def _check_once(

@@ -17,7 +17,16 @@ from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, blackwell_fused, chain, fused, hopper, portable, split
+from megamoe.planner import (
+    blackwell,
+    blackwell_fused,
+    chain,
+    copies,
+    fused,
+    hopper,
+    portable,
+    split,
+)
 from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
@@ -92,17 +101,34 @@ class Plan:
     def launches(self) -> tuple[Launch, ...]:
         """Every launch on this rank, in order; over a group all-to-alls lie between them."""
         if self.mega is not None:
-            return (self.mega,) * self.num_passes
+            return self.before + (self.mega,) * self.num_passes
         return (*self.before, *(one for each in self.passes for one in each.launches), *self.rest)
 
     @property
+    def captured(self) -> tuple[Launch, ...]:
+        """Every launch of the call in a CUDA graph of its own; its inputs are copied in and out."""
+        p = self.problem
+        first, inputs, output = copies.around(p.num_tokens, p.hidden, p.top_k)
+        launches = self.launches if self.mega is None else (self.mega,) * self.num_passes
+        return (first, inputs, *launches, output)
+
+    @property
     def before(self) -> tuple[Launch, ...]:
-        """Staged over a group: the launch that quantises tokens before they are sent."""
+        """Over ranks, what comes before tokens are sent.
+
+        fused   each rank of the GPU puts its tokens where the launches of all ranks read them
+        staged  tokens are quantised
+        """
+        p = self.problem
+        if self.mega is not None:
+            if p.num_ranks == 1:
+                return ()
+            put = copies.put(p.num_tokens, p.hidden, p.top_k, self.num_passes)
+            return (put,) * self.call.local_ranks
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
         if self.is_chained:
             return ()
-        p = self.problem
         acts = recipe_named(p.recipe).acts.name
         if acts == "bf16" or p.num_tokens == 0:
             return ()
@@ -163,6 +189,8 @@ class Plan:
         recipe = self.problem.recipe
         if isinstance(self.tile, GemmTmem) and self.mega is not None:
             return blackwell_fused.shared_memory(recipe, self.tile, self._routing_bytes)
+        if isinstance(self.tile, GemmSwapAb) and self.mega is not None:
+            return hopper.fused_shared_memory(self.call, self.tile)
         if isinstance(self.tile, GemmTmem):
             return blackwell.shared_memory(recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):

@@ -6,7 +6,7 @@ import torch
 import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.hardware import SMEM_PER_CTA
-from megamoe.kernels.blackwell.weights import place_scales, taken_back
+from megamoe.kernels.blackwell.weights import BLOCK, place_scales
 from megamoe.layout.tiles import placed_scales
 from megamoe.planner.blackwell import num_rows, pick
 from megamoe.planner.call import CallSpec, SharedSpec
@@ -132,6 +132,13 @@ def test_schedules_reach_every_launch_with_a_reason(tokens):
         (choice,) = [one for one in plan.choices if one.name == "schedule"]
         assert choice.why.startswith("given; d")
     assert mm.plan(problem, "b200", backend="blackwell")["schedule"] == "strided"
+
+
+def taken_back(placed, groups):
+    """The inverse of `place_scales`: bytes [blocks, 128, groups]."""
+    _, blocks, wide, _, _ = placed.shape
+    parts = placed.view(blocks, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return parts.reshape(blocks, BLOCK, wide * 4)[:, :, :groups]
 
 
 def test_placed_scales_are_the_map_and_go_back():
