@@ -9,10 +9,11 @@ over the calls of `calls` (models, token counts, modes, options, ranks, grouped 
 key once. `tests/kernels/test_every_blackwell.py` holds that random plans ask for no other tile.
 
 Of each: no stack and no spills (from Triton 3.7 on the fused launch may have 96 bytes); of Gluon's
-also descriptors that PTX allows, a fence before and after tensor memory, a barrier before arrivals,
-and the memory of a CTA. For sm_103a Triton makes the same PTX but for its target where it has no
-MMA of its own: that PTX is assembled for sm_103a, and one in EIGHTH, and all that may differ, are
-compiled in full and must have that PTX.
+also the instructions of its format (`tests/kernels/instructions.py`: the kind of MMA, copies of
+scales, TMA, gather4, all that pairs of CTAs add), descriptors that PTX allows, a fence before and
+after tensor memory, a barrier before arrivals, and the memory of a CTA. For sm_103a Triton makes
+the same PTX but for its target where it has no MMA of its own: that PTX is assembled for sm_103a,
+and one in EIGHTH, and all that may differ, are compiled in full and must have that PTX.
 """
 
 import argparse
@@ -54,7 +55,8 @@ from megamoe.planner.tables.blackwell import (
 from megamoe.problem import Options
 from tests.kernels.blackwell import launch_grouped
 from tests.kernels.compiling import resources
-from tests.kernels.descriptors import decoded, faults
+from tests.kernels.descriptors import decoded
+from tests.kernels.instructions import Asked, wrong_instructions
 from tests.proof.compiled import (
     assert_arrivals_follow_barriers,
     assert_is_alone_on_an_sm,
@@ -227,6 +229,12 @@ def most_stack(kernel: str) -> int:
     return 96 if kernel == "mega_tmem_kernel" and VERSION > (3, 6) else 0
 
 
+def constants_of(one: Found) -> dict[str, Any]:
+    """The compile-time arguments of a configuration, by name."""
+    names = one.source.fn.arg_names
+    return {names[at[0]]: v for at, v in one.source.constants.items() if len(at) == 1}
+
+
 def wrong_with(one: Found, made: Made, arch: int) -> list[str]:
     """What of one must not be."""
     ptx, bad = made.asm["ptx"], []
@@ -237,11 +245,9 @@ def wrong_with(one: Found, made: Made, arch: int) -> list[str]:
         bad.append(f"{used['stack']} bytes of stack, {most} are allowed")
     if one.kernel not in GEMMS:
         return bad
-    rows = decoded(ptx)
-    if not rows or len(rows) != len(re.findall(r"tcgen05\.mma\.cta_group", ptx)):
+    if len(decoded(ptx)) != len(re.findall(r"tcgen05\.mma\.cta_group", ptx)):
         bad.append("MMAs without a descriptor")
-    is_deep = arch == 103 and may_differ(ptx)
-    bad += [f"descriptor: {fault}" for row in rows for fault in faults(row, is_deep=is_deep)]
+    bad += wrong_instructions(ptx, Asked.of_constants(constants_of(one)))
     if made.metadata.shared > SMEM_PER_CTA:
         bad.append(f"{made.metadata.shared} bytes of shared memory")
     if made.metadata.tmem_size > TMEM_COLUMNS:
@@ -345,7 +351,7 @@ def main() -> int:
     seconds, num_full = time.monotonic() - begin, sum(one.is_full for one in results)
     print(
         f"triton {triton.__version__}, commit {commit()}: {good} of {len(keys)} compiled "
-        f"for sm_100a and sm_103a: {spills}, descriptors legal; "
+        f"for sm_100a and sm_103a: {spills}, instructions as asked, descriptors legal; "
         f"{len(shipped)} are shipped, {num_full} compiled in full for both, {seconds:.0f} s"
     )
     return good != len(keys)

@@ -43,7 +43,7 @@ from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, 
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.buckets import UpTo, group_modes, quantized_mode
 from megamoe.planner.choice import Value
-from megamoe.planner.overrides import CHOICES, Overrides, checked
+from megamoe.planner.overrides import CHOICES, Overrides, check_pairs, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
 
@@ -133,6 +133,7 @@ class MoE(nn.Module):
                 "overlap_launches": overlap_launches,
             }
         ) + checked(overrides or {}, legal=CHOICES)
+        check_pairs(backend, self._given)
         self._launch = LaunchOptions(timeout_s, debug_poison)
         require(
             isinstance(cuda_graphs, (bool, GraphPool)), "cuda_graphs must be a bool or a GraphPool",
