@@ -21,42 +21,51 @@ from megamoe.trace.text import gantt
 from tests.simulator.published_cells import CELLS, DEEPER, FIT, OVER_FP8, SEEN, packed
 
 BAR = 0.15
-# All cells take two minutes (docs/simulator.md has them): of the sweep here the ends and the
-# middle, of long prefill what is quick.
+# All cells take two minutes: a plain run has the ends and the middle of the sweep, of long prefill
+# what is quick.
 TOKENS = (16, 128, 1024)
-QUICK = [
-    cell
+
+
+def is_quick(cell):
+    num, name = cell.problem.num_tokens, cell.name
+    return (
+        (name.startswith(("fused", "split")) and num in TOKENS)
+        or (num <= 512 and name.startswith(("flash", "pro", "one rank")))
+        or name in ("flash 8192", "fused 4 x 2048 8192", "split 4 x 2048 8192")
+    )
+
+
+@pytest.mark.parametrize("cell", [
+    pytest.param(cell, id=cell.name, marks=() if is_quick(cell) else pytest.mark.every)
     for cell in CELLS.values()
-    if (cell.name.startswith(("fused", "split")) and cell.problem.num_tokens in TOKENS)
-    or (cell.problem.num_tokens <= 512 and cell.name.startswith(("flash", "pro")))
-    or cell.name in ("flash 8192", "fused 4 x 2048 8192", "split 4 x 2048 8192")
-]
-
-
-@pytest.mark.parametrize("cell", QUICK, ids=lambda cell: cell.name)
+])  # fmt: skip
 def test_published_times_come_out_within_15_percent(cell):
     assert abs(cell.predicted() / cell.us - 1) <= BAR
 
 
 def test_cells_that_were_fitted_are_marked_and_few():
     used = [cell for cell in CELLS.values() if cell.use == FIT]
-    assert len(CELLS) == 72 and len(used) == 16
+    assert len(CELLS) == 75 and len(used) == 16 and f"{len(CELLS)} cells" in OF_PUBLISHED
     assert all(cell.use in (FIT, SEEN) for cell in CELLS.values())
     assert not any(cell.name.startswith("pro") for cell in used)
 
 
-@pytest.mark.parametrize(("tokens", "tile", "gain"), DEEPER)
-def test_deeper_stages_of_packed_fp4_gain_what_was_published_by_band(tokens, tile, gain):
+@pytest.mark.parametrize(("tokens", "tile", "gain", "off"), DEEPER)
+def test_deeper_stages_gain_what_was_published_in_the_band_of_32_tokens_alone(
+    tokens, tile, gain, off
+):
+    """Two bands are missed, by as much as the page says."""
     made = plan(Problem(tokens, 4096, 2048, 256, 6, 4, "w4a4"), "b200")
     assert (made.tiles.block_m, made.tiles.block_k) == (tile, 256)
     found = packed(tokens, "w4a4", 128) / packed(tokens, "w4a4", 256) - 1
-    assert gain[0] - 0.06 <= found <= gain[1] + 0.06
+    assert gain[0] + min(off, 0) - 0.005 <= found <= gain[1] + max(off, 0) + 0.005
+    assert off == 0 or not gain[0] <= found <= gain[1]
 
 
 @pytest.mark.parametrize("tokens", [256, 2048])
 def test_packed_fp4_gains_over_fp8_what_was_published(tokens):
     found = packed(tokens, "w4a8", 128) / packed(tokens, "w4a4") - 1
-    assert OVER_FP8[0] - 0.06 <= found <= OVER_FP8[1] + 0.06
+    assert OVER_FP8[0] <= found <= OVER_FP8[1]
 
 
 def test_results_that_wait_for_a_link_do_not_block_every_pull():
