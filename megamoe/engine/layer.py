@@ -84,7 +84,8 @@ class MoE(nn.Module):
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
     shared               experts that see every token with weight 1, in any recipe; None: none
-    backend              "auto", "reference", "portable", "hopper" or "blackwell" (`mm.doctor()`)
+    backend              "auto", "reference", "portable", "hopper" or "blackwell" (`mm.doctor()`;
+                         the last is emulated and compiled, not yet run on the hardware)
 
     activation, clamp, weight_at, combine and fast_math are those of `Options`.
 
