@@ -221,8 +221,9 @@ def retargeted(ptx: str, arch: int) -> str:
 
 
 def without_names(ptx: str) -> str:
-    """What decides instructions: debug sections hold the target's name and paths."""
-    return retargeted(ptx, 100).split(".section", 1)[0]
+    """What decides instructions: debug sections hold the target's name, `.file` lines paths (of
+    another checkout, where a cache is shared)."""
+    return re.sub(r"(?m)^\s*\.file\s.*\n", "", retargeted(ptx, 100)).split(".section", 1)[0]
 
 
 def most_stack(kernel: str) -> int:

@@ -457,6 +457,7 @@ def _chain(plan: Plan) -> Schedule:
         assignment="ticket" if is_dynamic else "static",
         is_own_stream=plan.backend == "hopper",
         **_halves(tile),
+        **_of_tmem(plan.problem.recipe, tile),
         pull_sms=owner[0]["pull"].num_ctas,
         pullers_draw=is_dynamic,
         shares_gpu=plan.call.local_ranks > 1,
