@@ -41,7 +41,7 @@ class Rate:
         return Rate(paper, reached)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Hardware:
     """One GPU and its links. Integers in bytes and SMs, speeds in GB/s and TFLOP/s."""
 
@@ -111,6 +111,11 @@ class Hardware:
             nvlink_gbs=self.nvlink_gbs.times(1 / num),
         )
 
+    @property
+    def is_blackwell(self) -> bool:
+        """Whether it is a B200, GB200 or B300: nothing was measured there by us."""
+        return self.arch.startswith("sm_10")
+
     def figures(self) -> tuple[tuple[str, float, str, str], ...]:
         """Every number as (name, value, unit, source), for printing."""
         counts = (
@@ -130,6 +135,9 @@ class Hardware:
             rows.append((f"{name}, reached", rate.reached.value, unit, rate.reached.source))
         rows.append(("launch", self.launch_us.value, "us", self.launch_us.source))
         return tuple(rows)
+
+    def __repr__(self) -> str:
+        return f"Hardware({self.name}, {self.arch}, {self.num_sms} SMs)"
 
     def __str__(self) -> str:
         rows = [f"{self.label} ({self.name}, {self.arch})"]

@@ -112,6 +112,13 @@ def plan_grouped(
     hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
     one_of(schedule, ("auto", "static", "dynamic"), "schedule")
     given = dict(checked(overrides))
+    require(
+        not given.get("cta_pair"),
+        "a grouped GEMM alone has one CTA a tile",
+        got="cta_pair",
+        fix="leave it out: pairs are of layers",
+        kind=NotAvailable,
+    )
     reasons = {n: why for n, why in reasons_on(hw.arch).items() if n in ("blackwell", "portable")}
     asked = str(given.pop("backend", "auto"))
     if hw.arch == "cpu":

@@ -43,7 +43,7 @@ from megamoe.planner.launches import (
     Window,
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
-from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.overrides import Overrides, check_pairs, checked, word
 from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
@@ -53,6 +53,7 @@ from megamoe.problem import Problem
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
 # Never yet run on hardware by us: `auto` takes one only where the machine has a certificate.
 OPT_IN = ("blackwell",)
+PORTABLE_NOT_RUN = "portable is compiled for Blackwell, not yet run there"
 NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
@@ -289,6 +290,12 @@ class Plan:
         return []
 
     def _why_backend(self) -> str:
+        why = self._why_this_backend()
+        if self.backend == "portable" and self.hardware.is_blackwell:
+            why += f"; {PORTABLE_NOT_RUN}"
+        return why
+
+    def _why_this_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
         best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
@@ -428,6 +435,7 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     """`plan` of checked overrides; made once for each call, machine and overrides."""
     given = dict(overrides)
     asked = str(given.get("backend", "auto"))
+    check_pairs(asked, overrides)
     wanted = word(given, "mode", MODES) or "auto"
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
@@ -437,12 +445,6 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         reasons[name] = next(filter(None, (reasons[name], *(not_on(name, r) for r in recipes))), "")
     not_certified = "" if call.is_certified else NO_CERTIFICATE
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
-    require(
-        backend == "blackwell" or not given.get("cta_pair"),
-        "cta_pair is of the blackwell backend",
-        got=backend,
-        kind=NotAvailable,
-    )
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     require(

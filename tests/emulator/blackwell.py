@@ -57,7 +57,7 @@ _MADE = {}
 
 def gemm():
     """The GEMM under a scheduler, translated once."""
-    if not _MADE:
+    if "gemm" not in _MADE:
         _MADE["gemm"] = Step(gemm_tmem_kernel)
     return _MADE["gemm"]
 
