@@ -30,7 +30,7 @@ from megamoe.problem import Options
 
 
 class LocalRanks:
-    """Several ranks of a layer on one Hopper GPU: expert parallelism, tried without several GPUs.
+    """Several ranks of a layer on one GPU: expert parallelism, tried without several GPUs.
 
     Calls take and return a list, one tensor a rank. Bit for bit the result of one rank over all
     tokens. `stats`, int64 [E], counts the tokens that each expert received.
@@ -40,7 +40,7 @@ class LocalRanks:
     options    what the layer computes; None: `mm.Options()`
     mode       "fused", or "chain" for calls of any size
     links_gbs  chain: GB/s at which a rank pulls tokens of others, at most; None: as fast as it can
-    backend  "hopper", or "blackwell" for fused calls
+    backend    "hopper" or "blackwell"
     timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
     """
 
@@ -68,7 +68,7 @@ class LocalRanks:
             "pool_rows": pool_rows,
         }
         tile = dict(checked(overrides or {}, legal=TILE))
-        one_of(backend, ("hopper", "blackwell") if mode == "fused" else ("hopper",), "backend")
+        one_of(backend, ("hopper", "blackwell"), "backend")
         self._backend = backend
         self._given = checked({"backend": backend, **routes, **tile})
         require(
@@ -96,7 +96,7 @@ class LocalRanks:
         if mode == "chain":
             links = None if links_gbs is None else Links(links_gbs * 1e9)
             self._chain = LocalChain(
-                weights, num_ranks, self.options, self._launch, self._given, links
+                weights, num_ranks, self.options, self._launch, self._given, links, backend
             )
 
     def __call__(

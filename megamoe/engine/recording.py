@@ -417,7 +417,7 @@ def _chained(
     stats: Tensor, num_tokens: int,
 ) -> None:  # fmt: skip
     """One rank's launches of a chain."""
-    where = chain_plan.memory(replace(plan.call, max_tokens=layer.max_tokens))
+    where = chain_plan.memory(replace(plan.call, max_tokens=layer.max_tokens), plan.backend)
     memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
     peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 0, layer.num_ranks)

@@ -281,7 +281,7 @@ def fused_over_ranks(plan, w, options):
 
 def chain_over_ranks(plan, w, options, num, shared=None):
     """What `ChainGroup` launches on this rank."""
-    where = planned.memory(plan.call)
+    where = planned.memory(plan.call, plan.backend)
     memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
     peers = torch.empty(8, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)

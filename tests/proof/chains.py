@@ -63,9 +63,11 @@ class Members:
 
         return replace(one, launches=tuple(few(step) for step in one.launches))
 
+    backend = "hopper"
+
     def make(self, call):
         """(memory of each rank, its member)."""
-        where = planned.memory(call)
+        where = planned.memory(call, self.backend)
         memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(self.num)]
         made = []
         for rank, own in enumerate(memory):

@@ -27,6 +27,7 @@ from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import (
     dispatch,
     exchange,
+    follow,
     l2_policy,
     operands,
     permute,
@@ -42,7 +43,6 @@ from megamoe.kernels.hopper.gemm import (
     decode_per_tile,
     decode_per_wave,
     epilogue,
-    follow,
     fp8_rows,
     plain,
     swap_ab,

@@ -2,7 +2,7 @@
 
 Rows of all slots are known before (`permute.place`). A window holds so many of them, from one on;
 numbers of rows in it begin at zero. Tiles that lie across its ends are cut, which changes no bit.
-Counters of L1's tiles stand by the first row of a tile (`hopper/gemm/follow.py`).
+Counters of L1's tiles stand by the first row of a tile (`follow.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch import Tensor
 from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.kernels.gluon.permute import write_tiles
 from megamoe.kernels.gluon.pool import ROW_ALIGN, Pool
-from megamoe.kernels.gluon.pull import _no_items
-from megamoe.kernels.gluon.tile_scheduler import WorkItems, expert_rows, schedule_wave
+from megamoe.kernels.gluon.tile_scheduler import WorkItems, expert_rows, schedule_either
 from megamoe.planner.launches import Launch, Window
 
 _WORK = ("n_tiles", "slabs", "ctas")
@@ -52,22 +51,10 @@ def _window_kernel(
             is_here = (row >= 0) & (row < pool_rows)
             tl.store(window_rows + at, tl.where(is_here, row, -1), mask=inside)
     elif CTAS:
-        wave = number - 1 - CHUNKS
-        if tl.sum(here, 0) == 0:
-            if wave < l1_waves:
-                _no_items(l1_items, wave, l1_ctas, CTAS)
-            else:
-                _no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
-        elif wave < l1_waves:
-            schedule_wave(
-                wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
-                l1_waves, l1_ctas, span, CTAS, IS_DYNAMIC,
-            )  # fmt: skip
-        else:
-            schedule_wave(
-                wave - l1_waves, here, begin, l2_items, (l2_n_tiles, l2_slabs),
-                (l2_n_tiles, l2_slabs), 0, l2_ctas, span, CTAS, IS_DYNAMIC,
-            )  # fmt: skip
+        schedule_either(
+            number - 1 - CHUNKS, here, begin, (l1_items, l1_n_tiles, l1_slabs, l1_ctas),
+            (l2_items, l2_n_tiles, l2_slabs, l2_ctas), l1_waves, span, CTAS, IS_DYNAMIC,
+        )  # fmt: skip
 
 
 class Slots(NamedTuple):
