@@ -46,6 +46,7 @@ from megamoe.planner.tables import hopper as tables
 from megamoe.problem import MAX_TOP_K
 
 EXCHANGE_WARPS, ROWS_WARPS, PULL_WARPS = 8, 4, 16
+PULL_COLS = 4096  # words of a row that a CTA has in registers: a group of 8 rows is loaded together
 LIST_CHUNK = 512  # entries of a pushed list that a program takes
 WIDTHS = {"hopper": tables.WIDTH, "blackwell": tmem_tables.WIDTH}  # rows are padded to
 LEAST_LOAD = 22.6  # rows an expert from which on tiles have 64 tokens: rows of 16-byte stores
@@ -419,7 +420,7 @@ def owner_passes(
         waves, next_power_of_2(max(l1_sms, on.l2)) if has_items else 0, has_items and is_dynamic,
     )  # fmt: skip
     pull = Pull(
-        p.num_ranks, tile.block_m, min(next_power_of_2(words.data, 256), 2048),
+        p.num_ranks, tile.block_m, min(next_power_of_2(words.data, 256), PULL_COLS),
         next_power_of_2(words.pitch - words.data, 256) if words.pitch > words.data else 0,
         numerics(backend, p.recipe, fits_e4m3=call.fits_e4m3).acts == "placed",
     )  # fmt: skip

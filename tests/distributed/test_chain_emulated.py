@@ -14,6 +14,7 @@ from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import GIVEN_UP, NONE
 from megamoe.errors import MegaMoETimeout, RankError
 from megamoe.kernels.gluon import exchange
+from megamoe.planner import chain as planned
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from tests import emulator, pretending
@@ -66,6 +67,15 @@ def test_two_ranks_have_the_bits_of_one(case, kernels):
     options = Options(**options)
     ranks = ChainRanks(kernels, w, 2, 8, K, options, **given)
     assert_like_one_rank(ranks, (x, idx, gates), (8, 3), w, options)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
+def test_rows_wider_than_the_registers_of_a_pull_come_in_parts(recipe, kernels, monkeypatch):
+    monkeypatch.setattr(planned, "PULL_COLS", 256)
+    w = weights_of(recipe, hidden=1024)
+    ranks = ChainRanks(kernels, w, 2, 8, K)
+    assert planned.words_of(ranks.plan(0, 1).call).data == 2 * 256
+    assert_like_one_rank(ranks, tokens(11, hidden=1024, masked_ratio=0.2), (8, 3), w)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The chain's launches compile for sm_90a; what crosses between ranks is 16 bytes wide."""
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,7 @@ from megamoe.problem import Options
 from tests.kernels.compiling import resources
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler
+from tests.plan import test_plan_is_launch
 from tests.plan.test_plan_is_launch import experts
 from tests.pretending import pretend_h200
 
@@ -99,15 +101,35 @@ def test_the_exchange_pushes_sixteen_bytes_at_a_time_behind_one_fence(monkeypatc
     assert set(pushed) == {4, 16} and pushed.count(4) == 1  # the call's bound, beside its number
 
 
-@pytest.mark.parametrize(
-    ("recipe", "links"), [("w8a8", None), ("nvfp4", None), ("w8a8", chain.Links(1e11))]
-)
-def test_tokens_are_pulled_sixteen_bytes_at_a_time(recipe, links, monkeypatch):
+# Recipe, hidden, links; loads of a row's data and of its scales by a thread, 16 bytes each.
+PULLS = {
+    "fp8": ("w8a8", 4096, None, (4, 1)),
+    "paced": ("w8a8", 4096, chain.Links(1e11), (4, 1)),
+    "factor": ("nvfp4", 4096, None, (8, 1)),
+    "wide-fp8": ("w8a8", 7168, None, (8, 1)),
+    "wide-bf16": ("bf16", 7168, None, (16, 0)),
+    "wide-factor-paced": ("nvfp4", 7168, chain.Links(1e11), (16, 1)),
+    "wider-than-registers": ("bf16", 12288, None, (16, 0)),
+}
+OTHER_WIDTHS = {"wide-fp8": pytest.mark.every, "factor": pytest.mark.every}
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=OTHER_WIDTHS.get(c, ())) for c in PULLS])
+def test_tokens_are_pulled_sixteen_bytes_at_a_time_in_one_trip(case, monkeypatch):
+    recipe, hidden, links, (num_data, num_scales) = PULLS[case]
+    for module in (sys.modules[__name__], test_plan_is_launch):
+        monkeypatch.setattr(module, "H", hidden)
     (made,) = compiled(monkeypatch, recipe, 512, ("pull_kernel",), links)["pull_kernel"]
     assert resources(made)["stack"] == 0
     # Tiles, and where each row's record lies, are this rank's; all that is left is records.
     loads = accesses(made, "ld")
-    assert [size for size in loads if size < 16] == [4, 4, 4, 8] and loads.count(16) >= 5
+    assert [size for size in loads if size < 16] == [4, 4, 4, 8, 4, 4, 8]
+    # What the group after this one is, lies between the loads of records and their stores.
+    steps = [(what, int((v or "v1")[1:]) * int(bits) // 8) for what, v, bits in
+             re.findall(r"\b(ld|st)\.global(?:\.(v[24]))?\.b(\d+)", made.asm["ptx"])]  # fmt: skip
+    wanted = [("ld", 16)] * (num_data + num_scales) + [("ld", 4), ("ld", 4), ("ld", 8)]
+    wanted += [("st", 16)] * num_data
+    assert steps[steps.index(("ld", 16)) :][: len(wanted)] == wanted
 
 
 # Kernel, recipe, tokens a rank, overrides: every kind of GEMM that follows tiles.

@@ -3,8 +3,8 @@
 `_rows_kernel` makes rows, tiles and work items of the pushed counts and lists: the rows of an
 expert by source rank, token and slot, which is the order of one rank that had all tokens. It reads
 this rank's memory alone. `pull_kernel` then brings tokens into the pool on a few SMs, in the order
-of the tiles, 8 rows at a time, and counts them; L1 waits for the rows of each tile, not for the
-launch. Counters stand by the first row of a tile: word `row_begin // ROW_ALIGN` of
+of the tiles, 8 rows in one trip to their ranks, and counts them; L1 waits for the rows of each
+tile, not for the launch. Counters stand by a tile's first row: word `row_begin // ROW_ALIGN` of
 
   arrived   rows of the tile that are in the pool       pull_kernel -> L1
   l1_done   n tiles of L1 that are in memory            L1 -> L2, where L2 follows tile by tile
@@ -150,43 +150,66 @@ def pull_kernel(
     PACE    remote rows are not counted before a link of 1 / ns_per_row rows could have brought
             them; own ones are those of the first `own_units` of `tokens`
     """
-    GROUP: gl.constexpr = ROW_ALIGN
-    PARTS: gl.constexpr = BLOCK // GROUP  # groups of a tile
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, gl.num_warps() // 8], [1, 0])
     wait_for_launch()
     allow_next_launch()  # L1 does not wait for this launch; what it reads first is older
-    part_row = gl.arange(0, GROUP, gl.SliceLayout(1, WIDE))
+    part_row = gl.arange(0, ROW_ALIGN, gl.SliceLayout(1, WIDE))
     col = gl.expand_dims(gl.arange(0, COLS, gl.SliceLayout(0, WIDE)), 0)
+    word = gl.expand_dims(gl.arange(0, SCALES if SCALES else 1, gl.SliceLayout(0, WIDE)), 0)
     begin_ns = now_ns()
     num_far = 0
-    turn = rank * PARTS // RANKS  # ranks begin a tile at different sources
-    for number in range(gl.program_id(0), gl.load(num_tiles) * PARTS, gl.num_programs(0)):
-        tile = tiles + number // PARTS * TILE_WORDS
-        row_begin = gl.load(tile + TILE_ROW_BEGIN)
-        row = row_begin + (number + turn) % PARTS * GROUP + part_row
-        used = row < gl.load(tile + TILE_ROW_END)
-        num_rows = gl.sum(used.to(gl.int32), 0)
+    turn = rank * (BLOCK // ROW_ALIGN) // RANKS  # ranks begin a tile at different sources
+    end = gl.load(num_tiles) * (BLOCK // ROW_ALIGN)
+    begin, step = gl.program_id(0), gl.num_programs(0)
+    row_begin, first, num_rows, units = _group(begin, end, turn, part_row, tiles, origin, BLOCK)
+    for number in range(begin, end, step):
+        # One trip to a peer for all of a group: its loads stand before its stores, and those that
+        # say where the next one lies between them.
+        used = part_row < num_rows
+        wanted = gl.expand_dims(used, 1)
+        record = tokens + gl.expand_dims(units * _UNIT, 1)
+        got = gl.load(record + col, mask=wanted & (col < data_words), other=0)
+        if SCALES:
+            after = wanted & (word < pitch - data_words)
+            scales = gl.load(record + data_words + word, mask=after, other=0)
+        later = _group(number + step, end, turn, part_row, tiles, origin, BLOCK)
+        row = first + part_row
+        to_row = data + gl.expand_dims(row.to(gl.int64) * data_words, 1)
+        gl.store(to_row + col, got, mask=wanted & (col < data_words))
+        for at in range(COLS, data_words, COLS):  # rows that are too wide for registers
+            mask = wanted & (at + col < data_words)
+            gl.store(to_row + at + col, gl.load(record + at + col, mask=mask, other=0), mask=mask)
+        if SCALES:
+            _store_scales(
+                scales.to(gl.float32, bitcast=True), scale, factor, row, after, word, pool_rows,
+                scale_words, HAS_FACTOR, PLACED, BLOCK,
+            )  # fmt: skip
+        if PACE:
+            is_far = used & ((units < 0) | (units >= own_units))
+            num_far += gl.sum(is_far.to(gl.int32), 0)
+            wait_until(begin_ns + num_far.to(gl.int64) * ns_per_row)
+        fence_stores()
+        gl.thread_barrier()
         if num_rows > 0:
-            units = gl.load(origin + row, mask=used, other=0)
-            record_at = tokens + gl.expand_dims(units * _UNIT, 1)
-            to_row = data + gl.expand_dims(row.to(gl.int64) * data_words, 1)
-            wanted = gl.expand_dims(used, 1)
-            for first in range(0, data_words, COLS):
-                mask = wanted & (first + col < data_words)
-                got = gl.load(record_at + first + col, mask=mask, other=0)
-                gl.store(to_row + first + col, got, mask=mask)
-            if SCALES:
-                _pull_scales(
-                    record_at + data_words, scale, factor, row, wanted, pool_rows, pitch -
-                    data_words, scale_words, SCALES, HAS_FACTOR, WIDE, PLACED, BLOCK,
-                )  # fmt: skip
-            if PACE:
-                is_far = used & ((units < 0) | (units >= own_units))
-                num_far += gl.sum(is_far.to(gl.int32), 0)
-                wait_until(begin_ns + num_far.to(gl.int64) * ns_per_row)
-            fence_stores()
-            gl.thread_barrier()
-            gl.atomic_add(arrived + row_begin // GROUP, num_rows, sem="release", scope="gpu")
+            gl.atomic_add(arrived + row_begin // ROW_ALIGN, num_rows, sem="release", scope="gpu")
+        row_begin, first, num_rows, units = later
+
+
+@gluon.jit
+def _group(number, end, turn, part_row, tiles, origin, BLOCK: gl.constexpr):
+    """-> (first row of its tile, first row of the group, how many, where their records lie).
+
+    A tile has BLOCK // ROW_ALIGN groups; some have no rows, and so have those from `end` on.
+    """
+    PARTS: gl.constexpr = BLOCK // ROW_ALIGN
+    is_there = number < end
+    tile = tiles + number // PARTS * TILE_WORDS
+    row_begin = gl.load(tile + TILE_ROW_BEGIN, mask=is_there, other=0)
+    row_end = gl.load(tile + TILE_ROW_END, mask=is_there, other=0)
+    first = row_begin + (number + turn) % PARTS * ROW_ALIGN
+    num_rows = gl.minimum(gl.maximum(row_end - first, 0), ROW_ALIGN)
+    units = gl.load(origin + first + part_row, mask=part_row < num_rows, other=0)
+    return row_begin, first, num_rows, units
 
 
 @gluon.jit
@@ -202,14 +225,11 @@ def _scale_at(word, row, pool_rows, scale_words, PLACED: gl.constexpr, BLOCK: gl
 
 
 @gluon.jit
-def _pull_scales(
-    source, scale, factor, row, wanted, pool_rows, num, scale_words, SCALES: gl.constexpr,
-    HAS_FACTOR: gl.constexpr, WIDE: gl.constexpr, PLACED: gl.constexpr, BLOCK: gl.constexpr,
+def _store_scales(
+    got, scale, factor, row, mask, word, pool_rows, scale_words, HAS_FACTOR: gl.constexpr,
+    PLACED: gl.constexpr, BLOCK: gl.constexpr,
 ):  # fmt: skip
     """The words after the data of a group of rows: scales, and NVFP4's factor."""
-    word = gl.expand_dims(gl.arange(0, SCALES, gl.SliceLayout(0, WIDE)), 0)
-    mask = wanted & (word < num)
-    got = gl.load(source + word, mask=mask, other=0).to(gl.float32, bitcast=True)
     at = _scale_at(word, gl.expand_dims(row, 1), pool_rows, scale_words, PLACED, BLOCK)
     gl.store(scale + at, got, mask=mask & (word < scale_words))
     if HAS_FACTOR:
