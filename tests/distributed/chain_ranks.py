@@ -17,7 +17,14 @@ from tests.emulator.values import Memory
 CPU = torch.device("cpu")
 HOST = threading.local()  # rank of the thread that launches
 REMOTE = ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_kernel", "gemm_swap_ab_kernel",
-          "gemm_tmem_kernel", "scales_kernel")  # fmt: skip
+          "scales_kernel")  # fmt: skip
+
+
+def let_reach(kernels, tensors):
+    """Kernels that go to other ranks reach these by address alone."""
+    for name in (*REMOTE, "gemm_tmem_kernel"):
+        if name in kernels:
+            kernels[name].hold = tensors
 
 
 class ChainRanks:
@@ -39,9 +46,7 @@ class ChainRanks:
         self.buffers = [chain.buffer_in(m, where) for m in self.memory]
         self.status = [DeviceStatus(CPU) for _ in range(num_ranks)]
         self.stats = [torch.zeros(each, dtype=torch.int64) for _ in range(num_ranks)]
-        for name in REMOTE:
-            if name in kernels:
-                kernels[name].hold = self.memory
+        let_reach(kernels, self.memory)
         self.bounds = [most] * num_ranks  # that each rank plans a call for
 
     def plan(self, rank, num, is_quantized=False, bound=None):

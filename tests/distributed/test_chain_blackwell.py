@@ -15,7 +15,7 @@ from megamoe.errors import MegaMoETimeout, NotAvailable
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
-from tests.distributed.chain_ranks import REMOTE, ChainRanks, Counted
+from tests.distributed.chain_ranks import ChainRanks, Counted, let_reach
 from tests.emulator import blackwell
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_blackwell_emulated import tokens, weights_of
@@ -228,8 +228,7 @@ def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
     w = weights_of("w4a8")
     ranks = LocalRanks(w, 2, timeout_s=30.0, mode="chain", links_gbs=links_gbs, backend="blackwell")
     ranks._chain._make(8, K)
-    for name in REMOTE:
-        kernels[name].hold = [m.buffer.tokens for m in ranks._chain._members]
+    let_reach(kernels, [m.buffer.tokens for m in ranks._chain._members])
     for step, counts in enumerate([(8, 3), (0, 5)]):
         inputs = tokens(sum(counts), seed=step, masked_ratio=0.2)
         got = ranks(*(t.split(counts) for t in inputs))

@@ -232,37 +232,12 @@ def schedule_wave(
 
 
 @triton.jit
-def _no_items(items, wave, num_ctas, CTAS: tl.constexpr):
+def no_items(items, wave, num_ctas, CTAS: tl.constexpr):
     """One program: a wave in which no CTA has a tile."""
     place = tl.arange(0, CTAS)
     at = items + (wave * num_ctas + place) * ITEM_WORDS
     tl.store(at + ITEM_EXPERT, place * 0 - 1, mask=place < num_ctas)
     tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)
-
-
-@triton.jit
-def schedule_either(
-    wave, count, row_begin, l1, l2, l1_waves, span, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr
-):
-    """One program: a wave of L1, or from wave `l1_waves` on of L2, each on a grid of its own.
-
-    l1, l2  (items, n tiles, slabs, CTAs) of each linear; others as `schedule_wave`
-    """
-    if tl.sum(count, 0) == 0:
-        if wave < l1_waves:
-            _no_items(l1[0], wave, l1[3], CTAS)
-        else:
-            _no_items(l2[0], wave - l1_waves, l2[3], CTAS)
-    elif wave < l1_waves:
-        schedule_wave(
-            wave, count, row_begin, l1[0], (l1[1], l1[2]), (l1[1], l1[2]), l1_waves, l1[3], span,
-            CTAS, IS_DYNAMIC,
-        )  # fmt: skip
-    else:
-        schedule_wave(
-            wave - l1_waves, count, row_begin, l2[0], (l2[1], l2[2]), (l2[1], l2[2]), 0, l2[3],
-            span, CTAS, IS_DYNAMIC,
-        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=list(SIZES))

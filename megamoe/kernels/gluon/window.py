@@ -17,7 +17,12 @@ from torch import Tensor
 from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.kernels.gluon.permute import write_tiles
 from megamoe.kernels.gluon.pool import ROW_ALIGN, Pool
-from megamoe.kernels.gluon.tile_scheduler import WorkItems, expert_rows, schedule_either
+from megamoe.kernels.gluon.tile_scheduler import (
+    WorkItems,
+    expert_rows,
+    no_items,
+    schedule_wave,
+)
 from megamoe.planner.launches import Launch, Window
 
 _WORK = ("n_tiles", "slabs", "ctas")
@@ -51,10 +56,22 @@ def _window_kernel(
             is_here = (row >= 0) & (row < pool_rows)
             tl.store(window_rows + at, tl.where(is_here, row, -1), mask=inside)
     elif CTAS:
-        schedule_either(
-            number - 1 - CHUNKS, here, begin, (l1_items, l1_n_tiles, l1_slabs, l1_ctas),
-            (l2_items, l2_n_tiles, l2_slabs, l2_ctas), l1_waves, span, CTAS, IS_DYNAMIC,
-        )  # fmt: skip
+        wave = number - 1 - CHUNKS
+        if tl.sum(here, 0) == 0:
+            if wave < l1_waves:
+                no_items(l1_items, wave, l1_ctas, CTAS)
+            else:
+                no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
+        elif wave < l1_waves:
+            schedule_wave(
+                wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
+                l1_waves, l1_ctas, span, CTAS, IS_DYNAMIC,
+            )  # fmt: skip
+        else:
+            schedule_wave(
+                wave - l1_waves, here, begin, l2_items, (l2_n_tiles, l2_slabs),
+                (l2_n_tiles, l2_slabs), 0, l2_ctas, span, CTAS, IS_DYNAMIC,
+            )  # fmt: skip
 
 
 class Slots(NamedTuple):
