@@ -134,7 +134,8 @@ class LayerSpec:
             max_tokens=self.max_tokens if self.num_ranks > 1 else None,
         )  # fmt: skip
         given = checked(dict(self.overrides))
-        if call.is_group and call.max_tokens and self.hardware.arch == "sm_90a":
+        has_buckets = self.hardware.arch == "sm_90a" or dict(given).get("mode") == "chain"
+        if call.is_group and call.max_tokens and has_buckets:
             call = replace(call, max_tokens=planned_bound(call, dict(given), num_tokens))
         return plan_call(call, self.hardware, given)
 

@@ -100,7 +100,7 @@ _PLAIN = {"pool": (dispatch, "_pool_kernel"), "count": (permute, "_count_kernel"
 GLUON = {name: getattr(*at) for name, at in _AT.items()}
 TRITON = {name: getattr(*at) for name, at in _PLAIN.items()}
 CHAIN = ("quantize", "count", "scan", "place", "exchange", "rows", "pull", "swap_ab", "plain",
-         "scales", "finish", "pool", "rows_to_fp8", "combine")  # fmt: skip
+         "tmem", "scales", "finish", "pool", "rows_to_fp8", "combine")  # fmt: skip
 STAGED = ("count", "scan", "place", "pool", "schedule", "swap_ab", "plain", "combine")
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")
