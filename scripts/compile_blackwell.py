@@ -137,7 +137,7 @@ def layers() -> Iterator[tuple[str, LayerSpec, tuple[int, ...]]]:
 
 
 def chains(recipe: str) -> Iterator[tuple[str, LayerSpec, tuple[int, ...]]]:
-    """A rank of eight, for as many tokens as each tile takes; passes, rows in FP8, other experts."""
+    """A rank of eight, for the tokens of each tile; passes, rows in FP8, other experts."""
     flash = SHAPES[0]
     for most in CHAIN_TOKENS:
         one = layer(recipe, flash, "chain", num_ranks=8, max_tokens=most)

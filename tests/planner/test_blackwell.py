@@ -46,7 +46,7 @@ def test_it_is_refused_by_name_where_it_cannot_run():
 @pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 @pytest.mark.parametrize("given", [{}, {"pool_rows": 5000}, {"schedule": "dynamic"}])
 def test_a_chain_over_ranks_is_planned(recipe, given):
-    """Experts and windows begin at whole tiles; rows come in the recipe's format, go home in BF16."""
+    """Experts and windows begin at whole tiles; rows come as the recipe says, go home in BF16."""
     p = mm.Problem(512, 4096, 2048, 256, 6, 8, recipe)
     call = CallSpec(p, combine="fp8", max_tokens=512)
     plan = mm.plan(call, "b200", backend="blackwell", mode="chain", **given)
