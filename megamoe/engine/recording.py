@@ -285,6 +285,10 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
     plan = layer.plan(num_tokens)
     weights, shared = experts_of(layer)
     stats = torch.empty(layer.num_local, dtype=torch.int64, device=META)
+    if layer.local_ranks > 1 and plan.is_chained:
+        own = layer.num_experts // layer.num_ranks
+        _chained(layer, plan, weights[:own], None, stats[:own], num_tokens)
+        return
     if layer.local_ranks > 1:
         _in_one_launch(layer, plan, weights, stats, num_tokens)
         return

@@ -436,13 +436,14 @@ def owner_passes(
         send = Scales(tile.block_m, next_power_of_2(pitch, 16), pitch)
         why = "a byte a row and block: together, after the codes that L2 sends"
         gemms.append(Launch("scales", "scales_kernel", (on.l2,), send, why, l2))
+    why_pull = (tmem_tables if backend == "blackwell" else tables).WHY_PULL_SMS
     found = []
     for number in range(passes):
         own = Launch(
             "rows", "_rows_kernel", grid, replace(config, first_row=number * rows),
             "rows in the order of one rank: by source, token and slot", l1 if number else "",
         )  # fmt: skip
-        bring = Launch("pull", "pull_kernel", (on.pull,), pull, tables.WHY_PULL_SMS, l1)
+        bring = Launch("pull", "pull_kernel", (on.pull,), pull, why_pull, l1)
         found.append(Pass("routed", min(slots, rows), local, (own, bring, *gemms)))
     return tuple(found)
 

@@ -12,6 +12,15 @@ this rank's rows are home. Waits are bounded; one that is given up leaves the la
 signals every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
 GEMMs gave up, whose rows are worthless. Nobody adds to a peer's words.
 
+Words that ranks wait for; numbers of calls only grow, so a wait is for this one or a later one
+
+  word           becomes     stored by                               awaited by
+  begun[source]  the call's  the source's exchange_kernel, last      exchange_kernel here
+  done[owner]    the call's  the owner's finish_kernel, after rows   finish_kernel here
+  state[STOP]    1 + a rank  who gave up, anywhere                   every wait, beside its own
+  state[MISSED]  1           exchange_kernel here                    nobody; read by `pull`
+  state[CALL]    + 1         `_rows_kernel` here                     nobody; read by launches
+
 A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
 exchange is written while somebody may still read it. Calls are numbered on the GPU: `state[CALL]`.
 """

@@ -10,6 +10,10 @@ tile, not for the launch. Counters stand by a tile's first row: word `row_begin 
   l1_done   n tiles of L1 that are in memory            L1 -> L2, where L2 follows tile by tile
 
 A pool smaller than the rows of a call holds a window of them; passes go through the windows.
+
+  kernel        programs                                       waits for
+  _rows_kernel  chunks of each source's list, tiles, waves     the launch before, all of it
+  pull_kernel   every num_programs-th group of 8 rows          the launch before, all of it
 """
 
 from __future__ import annotations

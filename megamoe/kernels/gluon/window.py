@@ -2,7 +2,14 @@
 
 Rows of all slots are known before (`permute.place`). A window holds so many of them, from one on;
 numbers of rows in it begin at zero. Tiles that lie across its ends are cut, which changes no bit.
-Counters of L1's tiles stand by the first row of a tile (`follow.py`).
+
+  program      makes
+  0            the tile list
+  1 to CHUNKS  rows of a chunk of slots in the window, and zeroed counters of L1's tiles
+  the rest     a wave of work items each, of L1 and then of L2
+
+Each waits for the launch before, all of it. Counters of L1's tiles stand by the first row of a tile
+(`follow.py`).
 """
 
 from __future__ import annotations
