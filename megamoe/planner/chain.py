@@ -412,6 +412,7 @@ def owner_passes(
     sizes = hopper.Sizes(min(slots, rows), 1, local, 0, p.hidden, p.intermediate)
     waves = (0, 0)
     if has_items:
+        assert isinstance(tile, Gemm)
         waves = hopper.waves_of(sizes, tile, l1_sms)[0], hopper.waves_of(sizes, tile, on.l2)[1]
     words = words_of(call, backend)
     chunks = ceil_div(list_capacity(bound(call) * p.top_k, local), LIST_CHUNK)

@@ -109,8 +109,9 @@ def _quantize_kernel(
     part = tl.program_id(1)
     if ACTS.HOLD == "placed":
         _quantize_bytes(
-            x + token * x_stride, x_scale, g + token * g_stride, data + token * data_pitch, token,
-            part * COLS, hidden, width, 4 * scales_at, ACTS, READY, HAS_G, COLS,
+            x + token * x_stride, x_scale + token * tl.cdiv(hidden, ACTS.GROUP),
+            g + token * g_stride, data + token * data_pitch, part * COLS, hidden, width,
+            4 * scales_at, ACTS, READY, HAS_G, COLS,
         )  # fmt: skip
     else:
         col = part * COLS + tl.arange(0, COLS)
@@ -144,13 +145,12 @@ def _quantize_kernel(
 
 @triton.jit
 def _quantize_bytes(
-    x_row, x_scale, g_at, record, token, first_col, hidden, width, scales_at, ACTS: tl.constexpr,
+    x_row, scale_row, g_at, record, first_col, hidden, width, scales_at, ACTS: tl.constexpr,
     READY: tl.constexpr, HAS_G: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     """COLS columns of a token: codes, and a byte of scale a group, to its record in bytes."""
     PACK: tl.constexpr = 8 // ACTS.BITS
     if READY:
-        scale_row = x_scale + token * tl.cdiv(hidden, ACTS.GROUP)
         codes, stored = ready_codes(x_row, scale_row, first_col, hidden, ACTS, COLS)
     else:
         by = tl.load(g_at) if HAS_G else 1.0
