@@ -100,7 +100,7 @@ def report(name, what=""):
     said = generate(args.tokens)
     rate = said.numel() / (time.perf_counter() - start)
     far = float(apart.median())
-    print(f"{what + name:16}{rate:10.1f} tokens/s   logits {far:.1e} from eager's")
+    print(f"{what + name:20}{rate:10.1f} tokens/s   logits {far:.1e} from eager's")
 
 
 recipe = {"bf16": "bf16", "fp8": "w8a8", "fp4": "w4a8"}[args.stored]
@@ -118,6 +118,9 @@ if modules:
         report("grouped_mm", f"{args.stored} ")
     except (ImportError, OSError, RuntimeError) as error:
         print(f"{args.stored} grouped_mm  not available here: {type(error).__name__}")
-use(model, take=True)  # one copy of the experts, ours
-report("megamoe", f"{args.stored} " if modules else "")
-give_back(model)
+for name, graphs in (("megamoe", False), ("megamoe graphs", True)):
+    use(model, take=True, cuda_graphs=graphs)  # one copy of the experts, ours
+    report(name, f"{args.stored} " if modules else "")
+    give_back(model)
+    if device == "cpu":
+        break  # nothing to replay

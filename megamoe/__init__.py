@@ -15,6 +15,7 @@ _HOME = {
     "DeviceError": "errors",
     "ExpertWeights": "engine.weights",
     "FileError": "errors",
+    "GraphPool": "engine.graph_pool",
     "Hardware": "hardware",
     "LocalRanks": "engine.local",
     "MegaMoEError": "errors",
@@ -43,7 +44,7 @@ _HOME = {
 }
 __all__ = [
     "CapacityError", "Checkpoint", "DTypeError", "DeviceError", "ExpertWeights", "FileError",
-    "Hardware", "LocalRanks",
+    "GraphPool", "Hardware", "LocalRanks",
     "MegaMoEError", "MegaMoETimeout", "MoE", "NotAvailable", "Options", "Placement",
     "Plan", "Problem", "Quantized", "RangeError", "RankError", "Router", "ShapeError", "Statistics",
     "dequantize", "doctor", "moe", "plan", "propose", "quantize", "route", "simulate", "warmup",
@@ -54,6 +55,7 @@ if TYPE_CHECKING:  # the same names, for type checkers and completion
     from megamoe.balance.statistics import Statistics
     from megamoe.engine.backends import doctor
     from megamoe.engine.functional import moe
+    from megamoe.engine.graph_pool import GraphPool
     from megamoe.engine.layer import MoE
     from megamoe.engine.loader import Checkpoint
     from megamoe.engine.local import LocalRanks

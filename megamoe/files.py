@@ -3,11 +3,49 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from megamoe.errors import FileError
+
+
+@contextmanager
+def replacing(path: str | Path) -> Iterator[Path]:
+    """An empty file beside `path`, which takes its place unless the block raises.
+
+    A symlink stays, and its target is replaced; what is there and no regular file is refused. A new
+    file has the mode that the umask gives, an older one keeps its own.
+    """
+    target = Path(os.path.realpath(path))
+    mode = _mode(target, path)
+    part = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part")
+    handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        mode = stat.S_IMODE(os.fstat(handle).st_mode) if mode is None else mode
+        os.close(handle)
+        yield part
+        os.chmod(part, mode)  # some writers make a file of their own, for this user alone
+        os.replace(part, target)
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def _mode(target: Path, path: str | Path) -> int | None:
+    """The mode of a regular file; None if there is none."""
+    try:
+        mode = target.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):
+        raise FileError(
+            f"what is written must be a regular file; got {path}, a device, pipe, folder or link "
+            "to itself; give the path of a file"
+        )
+    return stat.S_IMODE(mode)
 
 
 def write_atomic(path: str | Path, text: str | bytes) -> None:
@@ -15,25 +53,14 @@ def write_atomic(path: str | Path, text: str | bytes) -> None:
 
     Folders that are missing are made.
     """
-    target = Path(path)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-    except OSError as error:
-        raise FileError(f"{target} must be writable; got {_reason(error)}") from error
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(text.encode() if isinstance(text, str) else text)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp's own is for this user alone
-        os.replace(name, target)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(name)
-        if isinstance(error, OSError):
-            raise FileError(f"{target} must be writable; got {_reason(error)}") from error
+        Path(os.path.realpath(path)).parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path) as part:
+            part.write_bytes(text.encode() if isinstance(text, str) else text)
+    except FileError:
         raise
+    except OSError as error:
+        raise FileError(f"{path} must be writable; got {_reason(error)}") from error
 
 
 def writable_folder(path: str | Path, what: str = "--out") -> Path:

@@ -19,7 +19,9 @@ import megamoe as mm  # noqa: E402
 
 PAGE = ROOT / "docs" / "api.md"
 GROUPS = {
-    "The layer": ("moe", "MoE", "ExpertWeights", "Checkpoint", "Options", "warmup", "doctor"),
+    "The layer": (
+        "moe", "MoE", "GraphPool", "ExpertWeights", "Checkpoint", "Options", "warmup", "doctor",
+    ),
     "Formats and routing": ("quantize", "dequantize", "Quantized", "route", "Router"),
     "Several ranks": ("Placement", "propose", "Statistics", "LocalRanks"),
     "Plan and simulate": ("Problem", "Hardware", "plan", "Plan", "simulate"),

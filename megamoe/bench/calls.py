@@ -18,7 +18,8 @@ from megamoe.bench.cells import SEED, Cell
 from megamoe.bench.inputs import Job, Weights, make_job
 from megamoe.bench.job import Progress
 from megamoe.bench.provenance import provenance
-from megamoe.engine.graphs import MAX_TOKENS, Gpu
+from megamoe.engine.graph_pool import MAX_TOKENS, GraphPool
+from megamoe.engine.graphs import Gpu
 from megamoe.engine.layer import MoE
 from megamoe.engine.replay_queue import SLOTS
 from megamoe.errors import RangeError, require
@@ -113,7 +114,7 @@ def _bare(job: Job, graphed: MoE) -> Call:
     It has a GPU's side of its own, whose replay_queue holds the same note in every slot.
     """
     parts = graphed._captured_parts()
-    gpu = Gpu(parts.weights.device)
+    gpu = Gpu(parts.weights.device, GraphPool())
     one = gpu.capture(bucket_of(len(job.x), MAX_TOKENS), parts)
     y = torch.empty_like(one.rows(len(job.x)))
     addresses = (t.data_ptr() for t in (job.x, job.topk_idx, job.topk_weights, y))

@@ -104,10 +104,15 @@ def refuse_reciprocal(matrix: Quantized, name: str) -> None:
     if matrix.global_scale is not None:
         largest = largest * matrix.global_scale.reshape(len(matrix), -1).amax(1)
     worst = float(largest.amax())
+    refuse_too_large(worst, name, f" in expert {int(largest.argmax())}")
+
+
+def refuse_too_large(worst: float, name: str, where: str = "") -> None:
+    """Refuse weights that only scales stored as reciprocals would make."""
     require(
         worst <= LARGEST_WEIGHT,
         f"{name}: scales must multiply, to weights of at most {LARGEST_WEIGHT:g}",
-        got=f"weights of up to {worst:.3g} in expert {int(largest.argmax())}",
+        got=f"weights of up to {worst:.3g}{where}",
         fix='scales="divide" where the checkpoint stores reciprocals (weight_global_scale of '
         'compressed-tensors), scales="multiply" if they are so large',
         kind=RangeError,

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megamoe.errors import DeviceError, FileError, require
+from megamoe.files import replacing
 
 FILE_KIND, FILE_VERSION = "megamoe.ExpertWeights", "1"
 
 
 def save(path: str | Path, tensors: dict[str, Tensor], recipe: str) -> None:
-    """Write beside the target, then move it into place."""
+    """Write beside the target, then move it into place; links are followed."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path = Path(path)
-    require(path.parent.is_dir(), "the folder must exist", got=path.parent, kind=FileError)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    parent = Path(os.path.realpath(path)).parent
+    require(parent.is_dir(), "the folder must exist", got=parent, kind=FileError)
     metadata = {"kind": FILE_KIND, "version": FILE_VERSION, "recipe": recipe}
     try:
-        save_file({n: t.contiguous() for n, t in tensors.items()}, part, metadata=metadata)
-        os.replace(part, path)
+        with replacing(path) as part:
+            save_file({n: t.contiguous() for n, t in tensors.items()}, part, metadata=metadata)
+    except FileError:
+        raise
     except (SafetensorError, OSError) as error:
         raise FileError(f"the file must be writable; got {path} ({error})") from error
-    finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
 
 
 def load(path: str | Path, device: torch.device | str) -> tuple[dict[str, Tensor], str]:

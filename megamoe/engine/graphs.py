@@ -8,7 +8,6 @@ depends on the tile that a bucket's size chooses.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from operator import is_
@@ -21,6 +20,7 @@ from megamoe.engine import device_guard
 from megamoe.engine.call import Call
 from megamoe.engine.fingerprint import LOOK_EVERY
 from megamoe.engine.functional import Signature, launch
+from megamoe.engine.graph_pool import GraphPool
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.replay_queue import ReplayQueue, finish
@@ -34,7 +34,6 @@ from megamoe.problem import Options
 if TYPE_CHECKING:
     from megamoe.kernels.portable.graph_io import Inputs, ReplayArgs
 
-MAX_TOKENS = 2048  # larger calls are eager: their kernels outlast the launching, and buffers grow
 MAX_SIGNATURES = 4096  # signatures of calls that are remembered
 
 
@@ -133,10 +132,13 @@ class Graphs:
     """The graphs of one layer. They share memory: calls follow each other, whatever their streams.
 
     most  tokens of the largest call that is served
+    pool  whose memory they take, perhaps beside other layers' graphs
     """
 
-    def __init__(self, max_tokens: int | None = None) -> None:
-        self.most = MAX_TOKENS if max_tokens is None else min(max_tokens, MAX_TOKENS)
+    def __init__(self, max_tokens: int | None = None, pool: GraphPool | None = None) -> None:
+        self.pool = GraphPool() if pool is None else pool
+        most = self.pool.max_tokens
+        self.most = most if max_tokens is None else min(max_tokens, most)
         self._captured: dict[Any, Captured] = {}
         self._by_signature: dict[Any, Ready] = {}
         self._parts: Any = None  # Parts, or of a group
@@ -144,7 +146,7 @@ class Graphs:
         self._replays = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Graphs, (self.most,)  # a copy captures its own
+        return Graphs, (self.most, self.pool)  # a copy captures its own
 
     def serves(self, x: Tensor | Quantized) -> bool:
         """Whether a call is replayed; inside somebody else's capture it is captured there."""
@@ -209,8 +211,8 @@ class Graphs:
             to = y.data_ptr()
         args = x.data_ptr(), topk_idx.data_ptr(), topk_weights.data_ptr(), to, *words
         try:
-            with gpu.lock:  # another thread's launch would take these arguments
-                gpu.follow()
+            with gpu.lane.lock:  # another thread's launch would take these arguments
+                gpu.lane.follow()
                 gpu.replay_queue.send(args, launch)
         except BaseException:
             self.drop()
@@ -226,7 +228,7 @@ class Graphs:
         """The graph of a bucket, captured now if it was not before."""
         if self._parts is None or not all(map(is_, parts, self._parts)) or self._is_written():
             self.drop()
-            self._gpu = Gpu(parts.weights.device)
+            self._gpu = Gpu(parts.weights.device, self.pool)
             self._parts = parts
         if bucket not in self._captured:
             with device_guard.on(parts.weights.device):
@@ -248,44 +250,30 @@ class Graphs:
 
 
 class Gpu:
-    """What graphs need of a GPU: a stream to capture on, memory that they share, and order.
+    """What a layer's graphs need of a GPU: their lane, and the arguments of replays.
 
     One replay_queue for all of a layer's graphs: whichever is replayed takes the next arguments.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device, self._index = device, device.index
-        self._side = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
-        self._last = torch.cuda.current_stream(device)
-        self._handle = self._last.cuda_stream
-        self.lock = threading.Lock()
+    def __init__(self, device: torch.device, pool: GraphPool) -> None:
+        self.device, self.lane = device, pool._lane(device)
         with torch.inference_mode(False):
             self.replay_queue = ReplayQueue(device)
             self._empty = ReplayQueue(device)  # for calls that only warm up
 
-    def follow(self) -> None:
-        """Let the current stream wait for the one of the call before."""
-        handle = torch._C._cuda_getCurrentRawStream(self._index)  # the stream itself takes 6 us
-        if handle != self._handle:
-            now = torch.cuda.current_stream(self.device)
-            now.wait_stream(self._last)
-            self._last, self._handle = now, handle
-
     def capture(self, bucket: Any, parts: Any) -> Captured:
         """Rehearse the call, so that all is compiled and packed; then capture it."""
-        self.follow()
-        with torch.inference_mode(False), torch.no_grad():
+        side = self.lane.side
+        with self.lane.alone(), torch.inference_mode(False), torch.no_grad():
             inputs = parts.inputs(bucket)
             now = torch.cuda.current_stream(self.device)
-            self._side.wait_stream(now)
-            with torch.cuda.stream(self._side), parts.rehearsing():
+            side.wait_stream(now)
+            with torch.cuda.stream(side), parts.rehearsing():
                 inputs.count.zero_()
                 _launch_all(parts, bucket, inputs, self._empty.args)
-            now.wait_stream(self._side)
+            now.wait_stream(side)
             graph = torch.cuda.CUDAGraph()
-            # thread_local: other threads may allocate meanwhile
-            with torch.cuda.graph(graph, self._pool, self._side, capture_error_mode="thread_local"):
+            with self.lane.capture(graph):
                 y = _launch_all(parts, bucket, inputs, self.replay_queue.args)
         return Captured(self.replay_queue.args, inputs, graph, y)
 

@@ -31,6 +31,7 @@ from megamoe.engine.functional import (
     run,
     signature_of,
 )
+from megamoe.engine.graph_pool import GraphPool
 from megamoe.engine.graphs import Graphs, Parts
 from megamoe.engine.group_op import group_moe_op, handle_of
 from megamoe.engine.launch_options import LaunchOptions
@@ -72,8 +73,9 @@ class MoE(nn.Module):
     overlap_launches     place each kernel while the one before it ends; None: on Hopper, where
                          decode is up to 7% faster with it (docs/hopper.md)
     cuda_graphs          replay calls of up to 2048 BF16 tokens from graphs, one per bucket of token
-                         counts, over a group of bounds: the same bits, less time on the host;
-                         without a GPU calls are eager, and so are staged ones over a group
+                         counts, over a group of bounds: the same bits, less time on the host; a
+                         `GraphPool` has them share memory with other layers'. Without a GPU calls
+                         are eager, and so are staged ones over a group
     reserve_sms          SMs that fused launches leave to others
     debug_poison         fill the memory of fused launches with NaN before each
     pool_rows            rows of the pool of fused launches, of split and of the chain: a call with
@@ -106,7 +108,7 @@ class MoE(nn.Module):
         placement: Placement | None = None,
         timeout_s: float = 300.0,
         overlap_launches: bool | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | GraphPool = False,
         reserve_sms: int = 0,
         debug_poison: bool = False,
         pool_rows: int | None = None,
@@ -132,7 +134,12 @@ class MoE(nn.Module):
             }
         ) + checked(overrides or {}, legal=CHOICES)
         self._launch = LaunchOptions(timeout_s, debug_poison)
-        self._wants_graphs = cuda_graphs
+        require(
+            isinstance(cuda_graphs, (bool, GraphPool)), "cuda_graphs must be a bool or a GraphPool",
+            got=cuda_graphs, kind=DTypeError,
+        )  # fmt: skip
+        self._wants_graphs = bool(cuda_graphs)
+        self._graph_pool = cuda_graphs if isinstance(cuda_graphs, GraphPool) else GraphPool()
         self._graphs: Graphs | None = None
         self._has_group, self._world = group is not None, None
         self._fused_group: group_calls.GroupCalls | None = None
@@ -606,7 +613,7 @@ class MoE(nn.Module):
         )
         self._checked: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
-        self._graphs = Graphs(self._largest_replay()) if has_graphs else None
+        self._graphs = Graphs(self._largest_replay(), self._graph_pool) if has_graphs else None
 
     def _hold(self, backend: str) -> tuple[ExpertWeights, ExpertWeights | None]:
         """The experts as the backend reads them: one copy."""

@@ -1,7 +1,8 @@
 """Checkpoint: the experts of a Hugging Face folder, a layer and an expert at a time.
 
 Which tensors there are says how experts are stored, config.json what their gate computes. Nothing
-is guessed: a name, dtype or activation that is not in the tables below is refused.
+is guessed: a name, dtype, activation or order of rows that is not in the tables here and in
+model_config.py is refused, and so is what config.json and the tensors say differently.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Picked:
 
     activation, clamp   for `mm.moe` and `mm.MoE`
     gate_up             order of rows in the checkpoint, "split" or "interleaved"
+    weights_multiply    what routing weights multiply, "outputs" of experts or "tokens" (Llama 4):
+                        then `layer(x * weights, idx, ones)` for one expert a token
     """
 
     layer: int
@@ -63,14 +66,16 @@ class Picked:
     clamp: float | None
     gate_up: str
     has_bias: bool
+    weights_multiply: str = "outputs"
 
     def __str__(self) -> str:
         clamp = "" if self.clamp is None else f" clamped at {self.clamp:g}"
         bias = ", biases" if self.has_bias else ""
+        tokens = ", routing weights multiply tokens" if self.weights_multiply == "tokens" else ""
         return (
             f"layer {self.layer}: {self.num_experts} experts {self.hidden} x {self.intermediate} "
             f"stored as {KINDS[self.stored].about}{bias} -> recipe {self.recipe}, "
-            f"{self.activation}{clamp}, gate and up {self.gate_up}"
+            f"{self.activation}{clamp}, gate and up {self.gate_up}{tokens}"
         )
 
 
@@ -96,37 +101,25 @@ class Checkpoint:
 
     @property
     def layers(self) -> list[int]:
-        """The layers that have experts."""
-        return sorted(self._names)
+        """The layers that have experts; those that predict further tokens alone are left out."""
+        return sorted(n for n, prefixes in self._names.items() if _of_body(prefixes))
 
-    def picked(self, layer: int, recipe: str | None = None) -> Picked:
+    def picked(self, layer: int, recipe: str | None = None, prefix: str | None = None) -> Picked:
         """How a layer's experts are stored, and what they need to run.
 
         layer   its number in the names of the tensors
         recipe  that they are to have; None is picked from how they are stored
+        prefix  of the names of its experts ("mtp.layers.0.mlp.experts."); None is the model's own
         """
-        require(
-            layer in self._names,
-            "the layer must have experts",
-            got=f"layer {layer}; those with experts: {_runs(self.layers)}",
-            kind=RangeError,
-        )
-        prefixes = self._names[layer]
-        require(
-            len(prefixes) == 1, "a layer must have experts under one prefix", got=sorted(prefixes),
-            kind=FileError,
-        )  # fmt: skip
-        ((prefix, names),) = prefixes.items()
+        prefix = self._prefix(layer, prefix)
+        names = self._names[layer][prefix]
         is_fused = not any(name[0].isdigit() for name in names)
         _refuse_unknown(prefix, names, is_fused)
+        model_config.refuse_rotations(self.config)
+        model_config.refuse_layer_clamps(self.config, layer)
         activation, clamp = model_config.activation_of(self.config)
-        require(
-            not is_fused or model_config.is_gpt_oss(self.config) or activation != "gpt_oss",
-            "one tensor of gate and up must have a known order of rows",
-            got=f"{prefix}* of {self.config.get('model_type')}, with gpt-oss's gate",
-            kind=NotAvailable,
-        )
-        gate_up = "interleaved" if is_fused and model_config.is_gpt_oss(self.config) else "split"
+        gate_up = model_config.gate_up_of(self.config, prefix, is_fused)
+        num_experts = self._count(prefix, names, is_fused)
         gate, _, down = self._matrices(prefix, names, 0, gate_up)
         intermediate, hidden = gate.shape
         require(
@@ -135,12 +128,13 @@ class Checkpoint:
             got=f"{gate.shape} and {down.shape}",
             kind=ShapeError,
         )
+        model_config.check_widths(self.config, prefix, hidden, intermediate)
         recipe = recipe or self._recipe(gate.kind)
         recipe_named(recipe)
         return Picked(
-            layer, prefix, self._count(prefix, names, is_fused), self._first_of(TOP_KS), hidden,
-            intermediate, gate.kind, recipe, activation, clamp, gate_up,
-            any(name.endswith("bias") for name in names),
+            layer, prefix, num_experts, self._first_of(TOP_KS), hidden, intermediate, gate.kind,
+            recipe, activation, clamp, gate_up, any(name.endswith("bias") for name in names),
+            model_config.weights_multiply(self.config),
         )  # fmt: skip
 
     def experts(
@@ -150,6 +144,7 @@ class Checkpoint:
         rank: int = 0,
         num_ranks: int = 1,
         recipe: str | None = None,
+        prefix: str | None = None,
         device: torch.device | str = "cpu",
         progress: Callable[[int], None] | bool = False,
     ) -> ExpertWeights:
@@ -157,6 +152,7 @@ class Checkpoint:
 
         layer     its number in the names of the tensors
         recipe    None is the one that is picked
+        prefix    as for `picked`
         progress  True: a bar on standard error, after a line that says what was picked; or a
                   function, called with the number of experts read
         Bytes are taken as they are where the recipe stores weights as the checkpoint does, else the
@@ -165,7 +161,7 @@ class Checkpoint:
         """
         from megamoe.engine.weights import ExpertWeights
 
-        picked = self.picked(layer, recipe)
+        picked = self.picked(layer, recipe, prefix)
         require(
             num_ranks >= 1 and picked.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
             f"{picked.num_experts} experts must divide evenly over ranks",
@@ -191,6 +187,24 @@ class Checkpoint:
 
     # -- config ----------------------------------------------------------------------------------
 
+    def _prefix(self, layer: int, prefix: str | None) -> str:
+        """That of a layer's experts: the one that was asked for, or the model's own."""
+        prefixes = self._names.get(layer, {})
+        wanted = (
+            _of_body(prefixes) if prefix is None else [one for one in prefixes if one == prefix]
+        )
+        require(
+            bool(wanted),
+            "the layer must have experts" + ("" if prefix is None else f" under {prefix}"),
+            got=f"layer {layer} with {sorted(prefixes)}; those with experts: {_runs(self.layers)}",
+            kind=RangeError,
+        )
+        require(
+            len(wanted) == 1, "a layer must have experts under one prefix", got=sorted(wanted),
+            fix="say which: prefix=", kind=FileError,
+        )  # fmt: skip
+        return wanted[0]
+
     def _recipe(self, kind: str) -> str:
         is_v4 = str(self.config.get("model_type", "")).startswith("deepseek_v4")
         if kind == "mxfp4" and is_v4:
@@ -205,12 +219,22 @@ class Checkpoint:
 
     def _count(self, prefix: str, names: list[str], is_fused: bool) -> int:
         """How many experts there are; the config and the tensors must agree."""
-        if is_fused:
-            values = next(n for n in names if n.startswith("down_proj") and "bias" not in n)
-            num = self.shards.entry(prefix + values).shape[0]
-        else:
-            num = len({name.split(".")[0] for name in names})
         wanted = self._first_of(COUNTS)
+        if is_fused:
+            values = next((n for n in names if n.startswith("down_proj") and "bias" not in n), None)
+            num = self.shards.entry(prefix + (values or "down_proj")).shape[0]
+        else:
+            numbers = {int(name.split(".")[0]) for name in names}
+            num = len(numbers)
+            require(
+                wanted is not None,
+                f"config.json must say how many experts there are: one of {', '.join(COUNTS)}",
+                got=f"none; {prefix}* has {num}", fix="write it there", kind=FileError,
+            )  # fmt: skip
+            require(
+                numbers == set(range(num)), f"{prefix}* must be numbered from 0 on",
+                got=sorted(numbers), fix="a shard may be missing", kind=FileError,
+            )  # fmt: skip
         require(
             wanted in (None, num), f"{prefix}* must be the {wanted} experts of config.json",
             got=num, fix="a shard may be missing", kind=FileError,
@@ -237,15 +261,15 @@ class Checkpoint:
         return *both.halves(gate_up), self._fused(prefix, names, expert, "down_proj")
 
     def _linear(self, prefix: str, known: set[str], expert: int, role: str) -> Stored:
-        linear = next((n for n in LINEARS[role] if f"{expert}.{n}.weight" in known
-                       or f"{expert}.{n}.weight_packed" in known), LINEARS[role][0])  # fmt: skip
-        head = f"{expert}.{linear}."
+        linears = [n for n in LINEARS[role]
+                   if any(f"{expert}.{n}.{values}" in known for values in VALUES)]  # fmt: skip
+        _refuse_two([f"{prefix}{expert}.{n}" for n in linears])
+        head = f"{expert}.{(linears or LINEARS[role])[0]}."
 
         def part(suffixes: Sequence[str]) -> tuple[str, Tensor | None]:
-            for suffix in suffixes:
-                if head + suffix in known:
-                    return suffix, self.shards.read(prefix + head + suffix)
-            return "", None
+            there = [suffix for suffix in suffixes if head + suffix in known]
+            _refuse_two([prefix + head + suffix for suffix in there])
+            return (there[0], self.shards.read(prefix + head + there[0])) if there else ("", None)
 
         _, data = part(VALUES)
         if data is None:
@@ -253,7 +277,7 @@ class Checkpoint:
         name, g = part(tuple(GLOBALS))
         one = stored.read(prefix + head[:-1], data, part(SCALES)[1], _factor(g, GLOBALS.get(name)))
         name, given = part(tuple(INPUTS))
-        return replace(one, input_scale=_factor(given, INPUTS.get(name)))
+        return replace(one, input_scale=_acts_factor(given, INPUTS.get(name), prefix + head + name))
 
     def _fused(self, prefix: str, names: list[str], expert: int, linear: str) -> Stored:
         """One expert out of a tensor of all of them."""
@@ -288,12 +312,20 @@ class Checkpoint:
     def _x_global(self, prefix: str, names: list[str], num_experts: int) -> Tensor:
         """NVFP4's global scale of tokens: the largest of all experts', 1 where there is none."""
         known, factors = set(names), []
+        num_there = sum(name.rpartition(".")[2] in INPUTS for name in names)
+        require(
+            num_there in (0, len(LINEARS) * num_experts),
+            f"gate, up and down of all experts must have an {' or '.join(INPUTS)}, or none",
+            got=f"{num_there} under {prefix}*", kind=FileError,
+            fix='recipe="nvfp4a16" needs none: tokens stay BF16',
+        )  # fmt: skip
         for expert in range(num_experts):
             for linear in (*LINEARS["gate"], *LINEARS["up"]):
                 for suffix, direction in INPUTS.items():
                     name = f"{expert}.{linear}.{suffix}"
                     if name in known:
-                        factors.append(_factor(self.shards.read(prefix + name), direction))
+                        factor = self.shards.read(prefix + name)
+                        factors.append(_acts_factor(factor, direction, prefix + name))
         return (
             torch.stack([t for t in factors if t is not None]).amax() if factors else torch.ones(())
         )
@@ -341,7 +373,14 @@ class _Made:
         return self._packing.matrices()
 
     def put_bias(self, slot: int, biases: tuple[Tensor, Tensor]) -> None:
-        self.biases["b13"][slot], self.biases["b2"][slot] = biases
+        for name, bias in zip(("b13", "b2"), biases, strict=True):
+            into = self.biases[name][slot]
+            require(
+                bias.shape == into.shape and bool(bias.isfinite().all()),
+                f"biases of an expert must be finite and {tuple(into.shape)}",
+                got=f"{name} {tuple(bias.shape)} of expert {slot} of this rank", kind=ShapeError,
+            )  # fmt: skip
+            into.copy_(bias)
 
 
 def _packing(recipe: str, num: int, device: torch.device) -> Packing | None:
@@ -393,12 +432,33 @@ def _factor(value: Tensor | None, direction: str | None) -> Tensor | None:
     return value[0].reciprocal() if direction == "divide" else value[0]
 
 
+def _acts_factor(value: Tensor | None, direction: str | None, name: str) -> Tensor | None:
+    """A scalar that multiplies tokens or activations."""
+    factor = _factor(value, direction)
+    require(
+        factor is None or bool((factor > 0) & factor.isfinite()),
+        f"{name} must be positive and finite", got=None if value is None else value.tolist(),
+        fix="this expert may have seen no token when inputs were calibrated", kind=RangeError,
+    )  # fmt: skip
+    return factor
+
+
+def _refuse_two(names: list[str]) -> None:
+    """Refuse tensors of which one would have to be left out."""
+    require(len(names) <= 1, "a matrix must have one of these", got=" and ".join(names),
+            fix="which of them holds is not known", kind=NotAvailable)  # fmt: skip
+
+
 def _refuse_unknown(prefix: str, names: list[str], is_fused: bool) -> None:
     """Every tensor beside the experts must be one that is read, or known to say nothing."""
     linears = [name for each in LINEARS.values() for name in each]
     tails = (*VALUES, *SCALES, *GLOBALS, *INPUTS, *LEFT_OUT, "bias")
-    fused = {f"{linear}{tail}" for linear in ("gate_up_proj", "down_proj")
-             for tail in (*FUSED, *FUSED.values(), "_bias")}  # fmt: skip
+    fused: set[str] = set()
+    for linear in ("gate_up_proj", "down_proj"):
+        stored_as = [tail for tail in FUSED if linear + tail in names]
+        _refuse_two([prefix + linear + tail for tail in stored_as])
+        fused |= {linear + "_bias"}
+        fused |= {linear + tail for one in stored_as for tail in (one, FUSED[one])}
     for name in names:
         _, _, rest = name.partition(".")
         linear, _, tail = rest.partition(".")
@@ -407,6 +467,11 @@ def _refuse_unknown(prefix: str, names: list[str], is_fused: bool) -> None:
             ok, "every tensor of the experts must be known", got=prefix + name,
             fix="this format is not built", kind=NotAvailable,
         )  # fmt: skip
+
+
+def _of_body(prefixes: dict[str, list[str]]) -> list[str]:
+    """Those of the model's own layers, not those that predict further tokens ("mtp.layers.0")."""
+    return [one for one in prefixes if not any(part.startswith("mtp") for part in one.split("."))]
 
 
 def _runs(numbers: list[int]) -> str:

@@ -24,9 +24,10 @@ from triton.runtime import driver
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.jit import JITFunction
 
-from megamoe.engine import chain, fused, graphs, parallel, planning, symm_buffer
+from megamoe.engine import chain, fused, parallel, planning, symm_buffer
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
+from megamoe.engine.graph_pool import MAX_TOKENS
 from megamoe.engine.layer import MoE
 from megamoe.engine.packed import Aside, PackedMatrix
 from megamoe.engine.row_counts import row_counts
@@ -298,8 +299,8 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
     for dtype in layer.ids:
         given, counted = _tokens(layer, num_tokens, dtype), stats if layer.has_stats else None
         launch(Call(*given, weights, layer.options, shared, _status(), counted), plan)
-    if layer.graphs and num_tokens <= graphs.MAX_TOKENS:
-        _captured(layer, weights, shared, stats, bucket_of(num_tokens, graphs.MAX_TOKENS))
+    if layer.graphs and num_tokens <= MAX_TOKENS:
+        _captured(layer, weights, shared, stats, bucket_of(num_tokens, MAX_TOKENS))
 
 
 def pack_experts(layer: LayerSpec) -> None:
@@ -431,7 +432,7 @@ def _chained(
         call = Call(*given, weights, layer.options, shared, _status(), stats)
         chain.run(me, call, plan)
     bound = plan.call.max_tokens or 0
-    if layer.graphs and plan.mode == "chain" and bound <= graphs.MAX_TOKENS:
+    if layer.graphs and plan.mode == "chain" and bound <= MAX_TOKENS:
         count = torch.empty(1, dtype=torch.int32, device=META)
         given = _tokens(layer, bound, torch.int32)
         call = Call(*given, weights, layer.options, shared, _status(), stats, count)

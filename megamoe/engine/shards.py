@@ -33,7 +33,8 @@ class Entry(NamedTuple):
 class Shards:
     """The tensors of a folder by name.
 
-    With an index, a shard's header is read when the first of its tensors is asked for.
+    With an index, a shard's header is read when the first of its tensors is asked for. Without one
+    a tensor that two files have is refused: they may be halves, of a tensor-parallel checkpoint.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -42,12 +43,14 @@ class Shards:
         index = self.folder / INDEX
         self._files: dict[str, Path] = {}
         self._entries: dict[str, Entry] = {}
+        self._others: dict[str, Path] = {}  # a second file with the same name
         if index.is_file():
             for name, file in read_json(index).get("weight_map", {}).items():
                 self._files[name] = self.folder / file
         else:
             for file in sorted(self.folder.glob("*.safetensors")):
                 entries = _header(file)
+                self._others |= {name: self._files[name] for name in entries if name in self._files}
                 self._entries |= entries
                 self._files |= dict.fromkeys(entries, file)
         require(
@@ -67,6 +70,12 @@ class Shards:
         require(
             name in self._files, "the checkpoint must have all tensors of its layers",
             got=f"no {name} in {self.folder}", kind=FileError,
+        )  # fmt: skip
+        require(
+            name not in self._others, "a tensor must be in one file, or an index say in which",
+            got=f"{name} in {self._others.get(name)} and {self._files[name].name}",
+            fix="merge tensor-parallel shards first; of two copies take one out of the folder",
+            kind=FileError,
         )  # fmt: skip
         if name not in self._entries:
             self._entries |= _header(self._files[name])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import checkpoint
-from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.elements import e8m0_to_float
 from megamoe.formats.quantize import FLOATS, dequantize, quantize_into, weight_global_scale
 from megamoe.formats.quantized import Quantized
@@ -84,20 +84,44 @@ class Stored:
 
     def put(self, out: Quantized, name: str, expert: int) -> None:
         """Write the values to `out` [1, rows, columns]: bytes where formats agree, else rounded."""
-        fmt = out.spec
+        fmt, title = out.spec, f"{name} of expert {expert}"
+        require(
+            (1, *self.shape) == out.shape, f"{title} must have the shape of the first expert's",
+            got=f"{self.shape} for {out.shape[1:]}", kind=ShapeError,
+        )  # fmt: skip
+        self._refuse_scales(title)
         if fmt.name == KINDS[self.kind].format:
             out.data[0].copy_(self.data.view(out.data.dtype))
             assert out.scale is not None
             out.scale[0].copy_(self._scale(fmt, out.scale.shape[1:]))
             if out.global_scale is not None and self.global_scale is not None:
                 out.global_scale.copy_(self.global_scale)
-            checkpoint.refuse_reciprocal(out, f"{name} of expert {expert}")
         else:
             source = self.values()[None].to(out.device)
+            require(
+                bool(source.isfinite().all()), f"{name} must be finite",
+                got=f"NaN or Inf in expert {expert}", fix="check the checkpoint", kind=RangeError,
+            )  # fmt: skip
             if out.global_scale is not None:
                 out.global_scale.copy_(weight_global_scale(source))
             quantize_into(source, out)
         checkpoint.refuse_nan(out, name, first_expert=expert)
+
+    def _refuse_scales(self, title: str) -> None:
+        """Refuse scales that are negative, not finite, or so large that they should divide."""
+        if self.scale is None or self.kind.startswith("mx"):
+            return
+        g = 1.0 if self.global_scale is None else float(self.global_scale)
+        scale = self.scale
+        scale = e8m0_to_float(scale.view(torch.uint8)) if scale.dtype == _E8M0 else scale.float()
+        require(
+            bool(((scale >= 0) & scale.isfinite()).all()) and 0 < g < float("inf"),
+            f"{title}: scales must be finite and not negative, global ones positive",
+            got=f"scales {scale.amin():.3g} to {scale.amax():.3g}, global scale {g:.3g}",
+            kind=RangeError,
+        )
+        element = 6.0 if self.kind == "nvfp4" else 448.0
+        checkpoint.refuse_too_large(element * float(scale.amax()) * g, title)
 
     def values(self) -> Tensor:
         """Float values; exact, but for FP8 with FP32 scales, which is rounded to BF16 later."""
@@ -127,6 +151,8 @@ class Stored:
 def read(name: str, data: Tensor, scale: Tensor | None, global_scale: Tensor | None) -> Stored:
     """What a matrix is, by its dtype and the dtype and shape of its scales; refuses the rest."""
     require(data.ndim == 2, f"{name} must be a matrix", got=tuple(data.shape), kind=ShapeError)
+    if scale is not None and scale.ndim == 4 and scale.shape[1] == scale.shape[3] == 1:
+        scale = scale[:, 0, :, 0]  # modelopt's blocks, [rows, 1, columns, 1]
     kind = _kind(data, scale, global_scale)
     require(
         bool(kind),
@@ -134,8 +160,10 @@ def read(name: str, data: Tensor, scale: Tensor | None, global_scale: Tensor | N
         got=f"{_look(data)}, scales {_look(scale)}, global scale {_look(global_scale)}",
         kind=NotAvailable if data.dtype == torch.int32 else DTypeError,
     )
-    if kind in ("float", "mxfp8", "mxfp4"):
-        require(global_scale is None, f"{name} has no global scale", got="one", kind=ShapeError)
+    require(
+        kind == "nvfp4" or global_scale is None, f"{name}: {KINDS[kind].about} has no global scale",
+        got="one", fix="this format is not built", kind=NotAvailable,
+    )  # fmt: skip
     g = None if global_scale is None else global_scale.float().reshape(())
     return Stored(kind, data, scale, g)
 

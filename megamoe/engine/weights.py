@@ -235,6 +235,7 @@ class ExpertWeights:
         rank: int = 0,
         num_ranks: int = 1,
         recipe: str | None = None,
+        prefix: str | None = None,
         device: torch.device | str = "cpu",
         progress: Callable[[int], None] | bool = False,
     ) -> ExpertWeights:
@@ -244,12 +245,14 @@ class ExpertWeights:
         layer     its number in the names of the tensors
         recipe    None: picked from how they are stored; `mm.Checkpoint(folder).picked(layer)` says
                   which, and the activation and clamp of the model (docs/checkpoints.md)
+        prefix    of the names of its experts, where a layer has several; None is the model's own
         progress  True: a bar; or a function, called with the number of experts read
         """
         checkpoint = loader.Checkpoint(folder)
         return checkpoint.experts(
-            layer, rank=rank, num_ranks=num_ranks, recipe=recipe, device=device, progress=progress
-        )
+            layer, rank=rank, num_ranks=num_ranks, recipe=recipe, prefix=prefix, device=device,
+            progress=progress,
+        )  # fmt: skip
 
     # -- using ---------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ and params_dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -149,13 +149,8 @@ def create_moe_runner(how: Stacked, method: Any, layer: Any, moe_runner_config: 
 
 def process_weights_after_loading(how: Stacked, method: Any, layer: Any) -> None:
     """In place of SGLang's, which would rearrange the weights for its own kernels."""
-    require(
-        getattr(method, "megamoe", None) is None,
-        "the experts of a running server cannot be replaced",
-        got="weights loaded a second time",
-        fix=f"start SGLang without --moe-runner-backend {NAME} to reload weights",
-        kind=NotAvailable,
-    )
+    if getattr(method, "megamoe", None) is not None:
+        refuse_load()
     object.__setattr__(method, "megamoe", make_layer(method, layer, how, method.moe_runner_config))
 
 
@@ -168,6 +163,14 @@ def apply(how: Stacked, method: Any, layer: Any, dispatch_output: Any) -> Any:
 
 
 # -- without SGLang --------------------------------------------------------------------------------
+
+
+def refuse_load(*_: Any, **__: Any) -> NoReturn:
+    """In place of a parameter's loader: SGLang writes new weights where the old ones lay."""
+    raise NotAvailable(
+        "the experts of a running server cannot be replaced; got weights loaded a second time; "
+        f"start SGLang without --moe-runner-backend {NAME} to reload weights"
+    )
 
 
 def gate_of(config: Any) -> Gate | None:
@@ -217,6 +220,11 @@ def make_layer(method: Any, layer: Any, how: Stacked, config: Any) -> MoE:
         clamp=gate.clamp, weight_at="combine",
     )  # fmt: skip
     drop(layer, how)
+    for name in how.names:
+        parameter = getattr(layer, name, None)
+        if parameter is not None:  # of SGLang's own parameters weight_loader is a property
+            own = "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader"
+            setattr(parameter, own, refuse_load)
     return made
 
 

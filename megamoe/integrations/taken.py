@@ -38,6 +38,7 @@ class Taken:
     key    the implementation that took them
     given  the module's parameters by name: the objects, which hold nothing now
     like   what they were, without memory
+    masks  whether ids may be of other ranks' experts
     """
 
     key: Any
@@ -45,11 +46,12 @@ class Taken:
     form: Form
     given: dict[str, nn.Parameter]
     like: dict[str, Tensor]
+    masks: bool = True
     lent: list[tuple[StorageWeakRef, Tensor, int]] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module has lent nothing yet; a weak reference has one owner."""
-        return Taken, (self.key, self.layer, self.form, self.given, self.like)
+        return Taken, (self.key, self.layer, self.form, self.given, self.like, self.masks)
 
     def tensor(self, name: str) -> Tensor:
         """A parameter as it was: a view of the layer's memory, or a copy not to be written to."""
@@ -121,10 +123,19 @@ def _scales(matrix: Quantized, like: Tensor) -> Tensor:
     return scale[..., :wanted, : like.shape[2]]  # one per matrix is held as one per block
 
 
-def take(module: nn.Module, layer: MoE, key: Any, form: Form, names: tuple[str, ...]) -> None:
+def take(
+    module: nn.Module,
+    layer: MoE,
+    key: Any,
+    form: Form,
+    names: tuple[str, ...],
+    *,
+    masks: bool = True,
+) -> None:
     """Let a layer that was made of a module hold its experts alone.
 
     names  of the parameters that the layer was made of
+    masks  whether ids may be of other ranks' experts
     """
     given = {n: p for n in names if isinstance(p := module._parameters.get(n), nn.Parameter)}
     like = {n: torch.empty_like(p, device="meta") for n, p in given.items()}
@@ -140,7 +151,7 @@ def take(module: nn.Module, layer: MoE, key: Any, form: Form, names: tuple[str, 
     for name, p in given.items():
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         del module._parameters[name]
-    object.__setattr__(module, TAKEN, Taken(key, layer, form, given, like))
+    object.__setattr__(module, TAKEN, Taken(key, layer, form, given, like, masks))
     theirs: Any = type(module)
     module.__class__ = _class_of(theirs, tuple(given))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 from megamoe.engine import backends, checkpoint
 from megamoe.engine.fingerprint import Seal
+from megamoe.engine.graph_pool import GraphPool
 from megamoe.engine.layer import MoE
-from megamoe.engine.loader import TOP_KS
+from megamoe.engine.loader import COUNTS, TOP_KS
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.quantize import FLOATS
@@ -36,6 +37,9 @@ from megamoe.problem import WIDTH_MULTIPLE
 PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias",
               "gate_up_proj_scale_inv", "down_proj_scale_inv")  # fmt: skip
 FP8_BLOCK = 128
+# Decode; each bucket of larger calls would be a graph more in every layer, and prefill does not
+# wait for the host.
+GRAPH_TOKENS = 128
 
 
 @dataclass(slots=True)
@@ -46,6 +50,7 @@ class Kept:
     places: tuple[Any, ...]
     copied: tuple[str, ...]  # parameters whose memory the layer does not share
     seal: Seal
+    masks: bool  # as of `taken.Taken`
 
     def is_current(self, module: nn.Module, top_k: int) -> bool:
         """Whether the module's parameters are still those."""
@@ -107,6 +112,7 @@ def use(
     recipe: str | None = None,
     backend: str = "auto",
     take: bool = False,
+    cuda_graphs: bool | GraphPool = False,
 ) -> int:
     """Register, set, and make sure that it means something; returns the number of experts modules.
 
@@ -117,7 +123,14 @@ def use(
     take  make all layers now, where the model lies; they hold its experts alone from now on, one
           copy, and `torch.compile` sees each as one node. Parameters, state_dict and
           `save_pretrained` bring them back bit for bit; `give_back(model)` ends it
+    cuda_graphs  with `take`: replay calls of up to 128 tokens from graphs, whose memory all layers
+          share; a `GraphPool` may say another number. Nothing on a CPU
     """
+    require(
+        take or not cuda_graphs, "graphs are of layers that hold their experts",
+        got="cuda_graphs without take", fix="use(model, take=True, cuda_graphs=True)",
+        kind=NotAvailable,
+    )  # fmt: skip
     register(name, recipe=recipe, backend=backend)
     found = [m for m in model.modules() if hasattr(m, "is_concatenated") and hasattr(m, "has_gate")]
     require(
@@ -136,7 +149,8 @@ def use(
     for module in found:
         _check_module(module)
     if take:
-        _take_all(found, Implementation(recipe, backend))
+        graphs = GraphPool(GRAPH_TOKENS) if cuda_graphs is True else cuda_graphs
+        _take_all(found, Implementation(recipe, backend, graphs))
     return len(found)
 
 
@@ -176,19 +190,28 @@ def _top_k(module: Any) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Implementation:
-    """What a name stands for."""
+    """What a name stands for.
+
+    graphs  of layers that are made to be taken; two that differ in it alone are the same
+    """
 
     recipe: str | None
     backend: str
+    graphs: bool | GraphPool = field(default=False, compare=False)
 
     def take(self, module: nn.Module, top_k: int) -> None:
         """Let the layer of a module hold its experts alone."""
-        if TAKEN in module.__dict__:
-            _taken(module, self)
+        taken = _taken(module, self)
+        if taken is not None:
+            require(
+                not self.graphs or bool(taken.key.graphs),
+                "experts that were taken run as they were taken", got="cuda_graphs now",
+                fix="give_back(model) first", kind=NotAvailable,
+            )  # fmt: skip
             return
-        layer = make_layer(module, top_k, self.recipe, self.backend)
+        layer = make_layer(module, top_k, self.recipe, self.backend, cuda_graphs=self.graphs)
         form = Form(bool(getattr(module, "is_transposed", False)), gate_of(module).gate_up)
-        one_copy.take(module, layer, self, form, PARAMETERS)
+        one_copy.take(module, layer, self, form, PARAMETERS, masks=not _has_all(module, layer))
 
 
 def _taken(module: nn.Module, mine: Implementation) -> Taken | None:
@@ -219,7 +242,7 @@ def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callabl
             return y
         if taken.lent and not torch.compiler.is_compiling():
             taken.refuse_written()
-        return run(taken.layer, hidden_states, top_k_index, top_k_weights)
+        return run(taken.layer, taken.masks, hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
         reason="use(model, take=True) makes the experts one node"
@@ -231,28 +254,41 @@ def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callabl
         found = kept.get(self)
         if found is None or not found.is_current(self, top_k):
             found = kept[self] = keep(self, top_k, make_layer(self, top_k, recipe, backend))
-        return run(found.layer, hidden_states, top_k_index, top_k_weights)
-
-    def run(layer: MoE, hidden_states: Tensor, idx: Tensor, weights: Tensor) -> Tensor:
-        # Expert parallelism in transformers marks other ranks' slots with ids past the last.
-        return call(layer, hidden_states, idx.masked_fill(idx >= layer.num_experts, -1), weights)
+        return run(found.layer, found.masks, hidden_states, top_k_index, top_k_weights)
 
     return forward
+
+
+def run(
+    layer: MoE, masks: bool, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """One call of a module's layer, here or under transformers' own expert parallelism."""
+    if masks:  # ids past the last local expert are other ranks'
+        top_k_index = top_k_index.masked_fill(top_k_index >= layer.num_experts, -1)
+    return call(layer, hidden_states, top_k_index, top_k_weights)
+
+
+def _has_all(module: Any, layer: MoE) -> bool:
+    """Whether a module has all experts of its model: then no id is another rank's."""
+    counts = (getattr(module.config, key, None) for key in COUNTS)
+    return any(isinstance(num, int) and num == layer.num_experts for num in counts)
 
 
 def keep(module: nn.Module, top_k: int, layer: MoE) -> Kept:
     """A layer that was just made of a module, with what tells whether it is still current."""
     copied = _copied(module, layer)
     seal = Seal([getattr(module, name) for name in copied])
-    return Kept(layer, (top_k, *_places(module)), copied, seal)
+    return Kept(layer, (top_k, *_places(module)), copied, seal, not _has_all(module, layer))
 
 
 def call(layer: MoE, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """One call in the model's own dtype and width."""
-    weights = top_k_weights.float().contiguous()
+    weights = top_k_weights.float().contiguous()  # these are themselves where nothing is to do
     x = _padded(hidden_states.bfloat16().contiguous(), -1)
     y: Tensor = layer(x, top_k_index.contiguous(), weights)
-    return y[:, : hidden_states.shape[-1]].to(hidden_states.dtype)
+    if y.shape != hidden_states.shape:
+        y = y[:, : hidden_states.shape[-1]]
+    return y.to(hidden_states.dtype)
 
 
 def make_layer(
@@ -264,6 +300,7 @@ def make_layer(
     group: Any = None,
     num_ranks: int = 1,
     max_tokens_per_rank: int | None = None,
+    cuda_graphs: bool | GraphPool = False,
 ) -> MoE:
     """The layer of a transformers experts module; BF16, FP8 and FP4 experts stay where they are."""
     _check_module(module)
@@ -301,7 +338,7 @@ def make_layer(
     return MoE(
         experts, experts.num_experts * num_ranks, top_k, activation=gate.activation,
         clamp=gate.clamp, weight_at="combine", backend=backend, group=group,
-        max_tokens_per_rank=max_tokens_per_rank,
+        max_tokens_per_rank=max_tokens_per_rank, cuda_graphs=cuda_graphs,
     )  # fmt: skip
 
 

@@ -125,6 +125,13 @@ FOLDERS = {
         lambda: fp8("weight_scale_inv"), {"model_type": "deepseek_v3"}, "w8a8"),
     "DeepSeek-V4": (
         lambda: mxfp4("weight", "scale", torch.int8, torch.float8_e8m0fnu, **V4_NAMES), V4, "w4a8"),
+    "Qwen3-Next": (
+        lambda: bf16() | bf16(prefix="mtp.layers.0.mlp.experts.")
+        | {"model.layers.3.mlp.shared_expert.up_proj.weight": torch.ones(I, H)},
+        {"model_type": "qwen3_next"}, "bf16"),
+    "modelopt FP8_PB_WO": (
+        lambda: {n: t[:, None, :, None] if "scale" in n else t
+                 for n, t in fp8("weight_scale").items()}, {}, "w8a8"),
     "Quark MXFP4": (lambda: mxfp4(), {}, "w4a16"),
     "compressed-tensors MXFP4": (lambda: mxfp4("weight_packed"), {}, "w4a16"),
 }  # fmt: skip
@@ -316,7 +323,102 @@ def half_scales(t):
     return t.repeat_interleave(2, dim=0)
 
 
+def channel(value, kind=(-1, 1)):
+    """FP8 with one scale, `value`, per row (or per matrix)."""
+    tensors = fp8("weight_scale")
+    rows = {n: tensors[n.removesuffix("_scale")].shape[0] if kind[0] else 1
+            for n in tensors if n.endswith("_scale")}  # fmt: skip
+    return tensors | {n: torch.full((num, 1), value) for n, num in rows.items()}
+
+
+def nvfp4():
+    w = made("nvfp4")
+    tensors = per_expert(
+        {"weight": (w.w13.data, w.w2.data), "weight_scale": (w.w13.scale, w.w2.scale)}
+    )
+    for e in range(E):
+        for g, name in zip(
+            (*w.w13.global_scale[e].expand(2), w.w2.global_scale[e]), LINEARS, strict=True
+        ):
+            head = f"model.layers.3.mlp.experts.{e}.{name}."
+            tensors |= {
+                head + "weight_scale_2": g.clone(),
+                head + "input_scale": torch.tensor(1e-3),
+            }
+    return tensors
+
+
+def first(tensors, end, value):
+    """`tensors` with the first value of the one that ends so replaced."""
+
+    def new(old):
+        old = old.clone()
+        old.view(-1)[0] = value
+        return old
+
+    return change(tensors, end, new)
+
+
+def fused(scale=None):
+    w13, w2 = (w.bfloat16() for w in source())
+    head = "model.layers.3.mlp.experts."
+    parts = {head + "gate_up_proj": w13, head + "down_proj": w2}
+    return parts if scale is None else parts | {head + scale: torch.ones(1)}
+
+
+def narrow(name, rows):
+    return lambda tensors: change(change(tensors, f"2.{name}.weight", lambda t: t[:rows]),
+                                  "2.up_proj.weight", lambda t: t[:rows])  # fmt: skip
+
+
+TWO = {
+    f"model.layers.3.mlp.experts.0.gate_proj.{n}": torch.ones(1)
+    for n in ("weight_scale", "weight_scale_2")
+}
+ROTATED = {
+    "quantization_config": {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}
+}
+QUARK_R4 = {"quantization_config": {"algo_config": [{"name": "rotation", "r1": True, "r4": True}]}}
+NO_COUNT = {"num_experts": None}
+SIZES = {"hidden_size": H, "moe_intermediate_size": 2 * I}
+BAD_SCALES = [
+    *((f"input_scale {v}", lambda v=v, n=n: first(nvfp4(), f"1.{n}.input_scale", v), {}, RangeError, "input_scale must be positive", 3)
+      for v in (0.0, -1.0, torch.nan, torch.inf) for n in ("up_proj", "down_proj")),
+    *((f"weight_scale_2 {v}", lambda v=v: first(nvfp4(), "1.up_proj.weight_scale_2", v), {}, RangeError, "global ones positive", 3)
+      for v in (0.0, -1.0, torch.nan, torch.inf)),
+    *((f"FP8 scale {v}", lambda v=v: first(fp8("weight_scale"), "1.up_proj.weight_scale", v), {}, RangeError, "not negative", 3)
+      for v in (-1.0, torch.nan, torch.inf)),
+    ("a negative scale per row", lambda: first(channel(1e-3), "1.up_proj.weight_scale", -1.0), {}, RangeError, "not negative", 3),
+    ("a negative scale per matrix", lambda: first(channel(1e-3, (0, 1)), "1.up_proj.weight_scale", -1.0), {}, RangeError, "not negative", 3),
+    ("a negative NVFP4 scale", lambda: first(nvfp4(), "1.up_proj.weight_scale", -1.0), {}, RangeError, "not negative", 3),
+    ("reciprocals per row", lambda: channel(1000.0), {}, RangeError, "scales must multiply", 3),
+    ("reciprocals per matrix", lambda: channel(1000.0, (0, 1)), {}, RangeError, "scales must multiply", 3),
+    ("NVFP4's factor upside down", lambda: {n: t.reciprocal() if "scale_2" in n else t for n, t in nvfp4().items()}, {}, RangeError, "scales must multiply", 3),
+]  # fmt: skip
 REFUSED = [
+    *BAD_SCALES,
+    ("an expert without input_scale", lambda: change(nvfp4(), "2.down_proj.input_scale", None), {}, FileError, "of all experts must have an input_scale.*got 11", 3),
+    ("another activation of experts", lambda: bf16(), {"expert_hidden_act": "relu2"}, NotAvailable, "'silu' and .*relu2", 3),
+    ("gpt-oss's blocks in another model", lambda: gpt_oss(True), OSS | {"model_type": "gpt_oss_puzzle"}, NotAvailable, "order of rows.*gpt_oss_puzzle", 3),
+    ("gpt-oss's floats in another model", lambda: gpt_oss(False), OSS | {"model_type": "openai_privacy_filter", "swiglu_alpha": 1.702}, NotAvailable, "order of rows", 3),
+    ("one tensor of an unknown model", fused, {"model_type": "unknown"}, NotAvailable, "order of rows", 3),
+    ("a scale that nothing reads", lambda: fused("gate_up_proj_scales"), {}, NotAvailable, "must be known; got .*gate_up_proj_scales", 3),
+    ("blocks beside floats", lambda: gpt_oss(True) | fused(), OSS, NotAvailable, "one of these; got .*gate_up_proj_blocks and .*gate_up_proj", 3),
+    ("FP8 with a second factor", lambda: fp8("weight_scale_inv") | {n: t for n, t in TWO.items() if n.endswith("_2")}, {}, NotAvailable, "no global scale", 3),
+    ("two scales", lambda: fp8("weight_scale_inv") | {n: t for n, t in TWO.items() if n.endswith("scale")}, {}, NotAvailable, "one of these; got .*weight_scale_inv and .*weight_scale", 3),
+    ("two names of gate", lambda: bf16() | {"model.layers.3.mlp.experts.0.w1.weight": torch.ones(I, H)}, {}, NotAvailable, "gate_proj and .*w1", 3),
+    ("an online rotation", lambda: bf16(), ROTATED, NotAvailable, "no rotation.*transform_config", 3),
+    ("Quark's rotation of activations", lambda: bf16(), QUARK_R4, NotAvailable, "no rotation.*algo_config", 3),
+    ("a clamp per layer", lambda: bf16(), {"swiglu_limits": [0, None, 0.0, 7.0]}, NotAvailable, "swiglu_limits 7.0 in layer 3", 3),
+    ("clamps of fewer layers", lambda: bf16(), {"swiglu_limits": [0, 0]}, FileError, "swiglu_limits must have every layer", 3),
+    ("no count of experts", lambda: bf16(), NO_COUNT, FileError, "must say how many experts", 3),
+    ("experts by other numbers", lambda: {n.replace("experts.0.", "experts.9."): t for n, t in bf16().items()}, {}, FileError, "numbered from 0 on; got .1, 2, 3, 9.", 3),
+    ("half of each expert", lambda: bf16(), SIZES, ShapeError, "width of config.json.*tensor-parallel", 3),
+    ("tokens of another width", lambda: bf16(), {"hidden_size": 2 * H}, ShapeError, "width of config.json", 3),
+    ("half of each Mixtral expert", lambda: bf16(**MIXTRAL_NAMES), {"model_type": "mixtral", "intermediate_size": 2 * I}, ShapeError, "width of config.json", 3),
+    ("experts of two sizes", lambda: narrow("gate_proj", I // 2)(bf16()), {}, ShapeError, "gate of expert 2 must have the shape of the first", 3),
+    ("an expert of one row", lambda: narrow("gate_proj", 1)(bf16()), {}, ShapeError, "gate of expert 2 must have the shape of the first", 3),
+    ("experts that predict further tokens alone", lambda: bf16(prefix="mtp.layers.3.mlp.experts."), {}, RangeError, "the layer must have experts", 3),
     ("no experts there", lambda: bf16(), {}, RangeError, "those with experts: 3..3", 4),
     ("a missing tensor", lambda: change(bf16(), "2.up_proj.weight", None), {}, FileError, "2.up_proj.weight", 3),
     ("a missing expert", lambda: {n: t for n, t in bf16().items() if ".3.mlp.experts.3." not in n}, {}, FileError, "4 experts of config", 3),
@@ -342,6 +444,68 @@ def test_what_cannot_be_read_is_refused(what, tensors, config, kind, says, layer
     folder = write(tmp_path, tensors(), config)
     with pytest.raises(kind, match=says):
         mm.ExpertWeights.from_checkpoint(folder, layer)
+
+
+@pytest.mark.parametrize("recipe", ["w8a8", "bf16", "w4a8_block"])
+@pytest.mark.parametrize("tensors", [lambda: channel(1000.0), lambda: {n: t.reciprocal() if "scale" in n else t for n, t in fp8("weight_scale_inv").items()}], ids=["row", "block"])  # fmt: skip
+def test_reciprocals_are_refused_whatever_recipe_is_asked_for(tensors, recipe, tmp_path):
+    folder = write(tmp_path, tensors())
+    with pytest.raises(RangeError, match="scales must multiply"):
+        mm.ExpertWeights.from_checkpoint(folder, 3, recipe=recipe)
+
+
+def test_a_tensor_in_two_files_without_an_index_is_refused(tmp_path):
+    whole = bf16()
+    for half in range(2):  # as tensor-parallel ranks save theirs
+        part = {n: t.chunk(2, 1 if "down" in n else 0)[half].contiguous() for n, t in whole.items()}
+        save_file(part, write(tmp_path, {"x": torch.ones(1)}) / f"model-tp{half}.safetensors")
+    with pytest.raises(
+        FileError, match=r"model-tp0\.safetensors and model-tp1\.safetensors.*merge"
+    ):
+        mm.ExpertWeights.from_checkpoint(tmp_path, 3)
+
+
+@pytest.mark.parametrize("config", [{"hidden_size": H, "moe_intermediate_size": I}, {"hidden_size": H - 7, "moe_intermediate_size": I - 28}])  # fmt: skip
+def test_widths_may_be_padded(config, tmp_path):
+    picked = mm.Checkpoint(write(tmp_path, bf16(), config)).picked(3)
+    assert (picked.hidden, picked.intermediate) == (H, I)
+
+
+def test_layers_that_predict_further_tokens_are_read_when_asked_for(tmp_path):
+    """Qwen3-Next: mtp.layers.0 stands beside model.layers.0."""
+    ahead = {n: t * 2 for n, t in bf16(prefix="mtp.layers.3.mlp.experts.").items()}
+    ahead |= {n.replace("layers.3", "layers.9"): t.clone() for n, t in ahead.items()}
+    folder = write(tmp_path, bf16() | ahead, {"model_type": "qwen3_next"})
+    checkpoint = mm.Checkpoint(folder)
+    assert checkpoint.layers == [3]
+    assert checkpoint.picked(3).prefix == "model.layers.3.mlp.experts."
+    body = mm.ExpertWeights.from_checkpoint(folder, 3)
+    mtp = mm.ExpertWeights.from_checkpoint(folder, 3, prefix="mtp.layers.3.mlp.experts.")
+    assert torch.equal(mtp.w2.data, 2 * body.w2.data)
+    with pytest.raises(RangeError, match=r"under mtp\.layers\.4"):
+        checkpoint.picked(3, prefix="mtp.layers.4.mlp.experts.")
+
+
+def test_llama4_says_that_its_weights_multiply_tokens(tmp_path):
+    config = {"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}
+    folder = write(
+        tmp_path, bf16(prefix="language_model.model.layers.3.feed_forward.experts."), config
+    )
+    picked = mm.Checkpoint(folder).picked(3)
+    assert picked.weights_multiply == "tokens" and "routing weights multiply tokens" in str(picked)
+    (tmp_path / "qwen").mkdir()
+    assert mm.Checkpoint(write(tmp_path / "qwen", bf16())).picked(3).weights_multiply == "outputs"
+
+
+def test_one_tensor_of_split_gate_and_up_is_read(tmp_path):
+    w13, w2 = (w.bfloat16() for w in source())
+    w = mm.ExpertWeights.from_checkpoint(write(tmp_path, fused()), 3)
+    assert torch.equal(w.w13.data.flatten(1, 2), w13) and torch.equal(w.w2.data, w2)
+
+
+def test_nvfp4_in_modelopts_names_is_taken_as_it_is(tmp_path):
+    w = mm.ExpertWeights.from_checkpoint(write(tmp_path, nvfp4()), 3)
+    assert w.recipe == "nvfp4" and torch.equal(w.w13.scale.view(torch.uint8), made("nvfp4").w13.scale.view(torch.uint8))  # fmt: skip
 
 
 def test_files_that_are_not_whole_are_refused(tmp_path):

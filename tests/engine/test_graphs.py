@@ -10,9 +10,9 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import graphs, layer, replay_queue
-from megamoe.engine.graphs import MAX_TOKENS
+from megamoe.engine.graph_pool import MAX_TOKENS
 from megamoe.engine.replay_queue import HALF, SLOTS
-from megamoe.errors import CapacityError, NotAvailable, RangeError
+from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.planner.buckets import bucket_of
 from megamoe.routing.permute import expert_counts
 
@@ -65,11 +65,11 @@ def test_a_bucket_is_warmed_on_no_token_and_all_share_a_pool(cuda):
     one(*tokens(3))
     assert cuda.log == [
         "side waits for main", "on side", "launch 4", "main waits for side",
-        "capture on side in pool 0",
+        "capture on side in pool 4",
     ]  # fmt: skip
     assert int(one.stats.sum()) == 3 * K
     one(*tokens(30))
-    assert captures(cuda) == ["capture on side in pool 0"] * 2
+    assert captures(cuda) == ["capture on side in pool 4"] * 2
 
 
 def test_a_result_is_the_callers_own_unless_asked(cuda):
@@ -314,6 +314,71 @@ def test_two_layers_keep_to_themselves(cuda):
         want = mm.moe(*inputs, other.weights, shared=other.shared.weights, backend="reference")
         assert torch.equal(other(*inputs), want)
     assert len(set(captures(cuda))) == 2
+
+
+def test_layers_of_one_pool_share_memory_and_follow_each_other(cuda):
+    pool = mm.GraphPool(max_tokens=16)
+    made = [mm.MoE(weights(seed=seed), E, K, cuda_graphs=pool) for seed in range(3)]
+    for step, one in enumerate(made * 2):
+        cuda.now = f"stream {step}"
+        inputs = tokens(4, step)
+        assert torch.equal(one(*inputs), wanted(inputs, one))
+        follows = [f"stream {step} waits for stream {step - 1}"] if step else []
+        assert [line for line in cuda.log if line.startswith(f"stream {step} waits for s")][:1] == (
+            follows or ["stream 0 waits for side"]
+        )
+    assert len(captures(cuda)) == 3 and len(set(captures(cuda))) == 1
+    assert len({one._graphs._gpu.replay_queue for one in made}) == 3
+    made[0](*tokens(17))
+    assert cuda.log[-1] == "eager"
+
+
+def test_a_pool_that_every_graph_left_is_not_taken_again(cuda):
+    """torch refuses the handle of such a pool."""
+    pool = mm.GraphPool()
+    one, other = (mm.MoE(weights(), E, K, cuda_graphs=pool) for _ in range(2))
+    one(*tokens(4))
+    other(*tokens(4))
+    one._graphs.drop()
+    gc.collect()
+    one(*tokens(4))  # the other's graph is there yet
+    assert len(set(captures(cuda))) == 1
+    one._graphs.drop()
+    other._graphs.drop()
+    gc.collect()
+    one(*tokens(4))
+    assert len(set(captures(cuda))) == 2
+
+
+def test_one_layers_failed_replay_leaves_the_others(cuda):
+    pool = mm.GraphPool()
+    one, other = (mm.MoE(weights(), E, K, cuda_graphs=pool) for _ in range(2))
+    inputs = tokens(4)
+    for layer_ in (one, other):
+        layer_(*inputs)
+    one._graphs._captured[4].graph.fails = True
+    with pytest.raises(KeyboardInterrupt):
+        one(*inputs)
+    for layer_ in (other, one):
+        assert torch.equal(layer_(*inputs), wanted(inputs, layer_))
+    assert len(captures(cuda)) == 3
+
+
+def test_a_copy_of_layers_shares_a_pool_of_its_own(cuda):
+    pool = mm.GraphPool(8)
+    made = torch.nn.ModuleList(mm.MoE(weights(), E, K, cuda_graphs=pool) for _ in range(2))
+    pools = {one._graphs.pool for one in copy.deepcopy(made)}
+    assert len(pools) == 1 and pool not in pools and pools.pop().max_tokens == 8
+
+
+def test_pools_of_no_size_are_refused():
+    for bad in (0, 4096):
+        with pytest.raises(RangeError, match="max_tokens must be 1 to 2048"):
+            mm.GraphPool(bad)
+    with pytest.raises(DTypeError, match="max_tokens must be an integer"):
+        mm.GraphPool(max_tokens="128")
+    with pytest.raises(DTypeError, match="a bool or a GraphPool"):
+        mm.MoE(weights(), E, K, cuda_graphs=128)
 
 
 def test_copies_capture_their_own(cuda):

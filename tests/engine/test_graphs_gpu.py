@@ -226,3 +226,48 @@ def test_warming_up_captures():
     mm.warmup(one, [1, 9, 5000])
     assert sorted(one._graphs._captured) == [1, 16] and not one.stats.any()
     assert torch.equal(one(*tokens(9)), eager(*tokens(9)))
+
+
+def test_layers_of_one_pool_have_the_bits_of_eager_calls_and_share_memory():
+    def held(shared):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_reserved()
+        pool = mm.GraphPool(64) if shared else True
+        made = [mm.MoE(w, E, K, mode="staged", cuda_graphs=pool) for w in experts]
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        for step in range(40):
+            one, eager = made[step % 6], plain[step % 6]
+            inputs = tokens(COUNTS[step % 5], step)
+            want = eager(*inputs)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(streams[step % 2]):
+                got = one(*inputs)
+            torch.cuda.synchronize()
+            assert torch.equal(got, want), step
+        taken = torch.cuda.memory_reserved() - before
+        del made
+        gc.collect()
+        torch.cuda.empty_cache()
+        return taken
+
+    experts = [weights(seed=seed) for seed in range(6)]
+    plain = [mm.MoE(w, E, K, mode="staged") for w in experts]
+    held(shared=True)  # kernels are compiled, caches warm
+    apart, together = held(shared=False), held(shared=True)
+    assert together < apart
+
+
+def test_replays_of_several_layers_in_a_row_keep_their_bits():
+    """As in a model: nothing waits between one layer's replay and the next."""
+    pool = mm.GraphPool(64)
+    experts = [weights(seed=seed) for seed in range(4)]
+    made, plain = (
+        [mm.MoE(w, E, K, mode="staged", cuda_graphs=graphs) for w in experts]
+        for graphs in (pool, False)
+    )
+    for seed in range(20):
+        x, idx, gates = tokens(COUNTS[seed % 5], seed)
+        y, want = x, x
+        for one, eager in zip(made, plain, strict=True):
+            y, want = one(y, idx, gates), eager(want, idx, gates)
+        assert torch.equal(y, want), seed

@@ -141,6 +141,35 @@ def test_a_method_runs_through_our_runner(server, name):
     assert not torch.equal(again, y)
 
 
+class Loaded(torch.nn.Parameter):
+    """As SGLang's ModelWeightParameter keeps its loader."""
+
+    def __new__(cls, data):
+        return super().__new__(cls, data, requires_grad=False)
+
+    _weight_loader = None
+
+    @property
+    def weight_loader(self):
+        return self._weight_loader
+
+
+@pytest.mark.parametrize("kind", ["plain", "SGLang's own"])
+def test_a_load_into_a_running_server_is_refused_by_name(kind):
+    """update_weights calls the loader of each parameter before anything of ours."""
+    _, tensors = stacked("bf16")
+    one = layer_of(tensors)
+    for name, t in list(one.named_parameters()):
+        if kind == "plain":
+            t.weight_loader = lambda *args, **options: None
+        else:
+            setattr(one, name, Loaded(t.detach()))
+    ours.make_layer(SimpleNamespace(), one, BF16, config())
+    for name, t in one.named_parameters():
+        with pytest.raises(NotAvailable, match="second time; start SGLang without --moe-runner"):
+            t.weight_loader(t, torch.ones(1), name, shard_id="w1", expert_id=0)
+
+
 def test_gpt_oss_has_its_gate_order_and_biases():
     w, tensors = stacked("w4a16", "interleaved", bias=True)
     names = {"w13_scale": "w13_weight_scale", "w2_scale": "w2_weight_scale",

@@ -34,6 +34,27 @@ def test_logits_are_those_of_the_model_within_the_recipes_tolerance(family, devi
     assert 0 < error(logits(made, "megamoe", ids), logits(made, "eager", ids)) < TOLERANCE
 
 
+@pytest.mark.parametrize("family", CONFIGS)
+def test_experts_of_unit_gain_keep_float32_logits_within_a_hundredth(family):
+    """As trained experts are; those that transformers initialises hardly add to the residual."""
+    made, ids = model(family), prompt()
+    for module in experts(made):
+        rows = 1 if getattr(module, "is_transposed", False) else 2
+        for w in (module.gate_up_proj, module.down_proj):
+            torch.nn.init.normal_(w, std=w.shape[rows] ** -0.5)
+    far = error(logits(made, "megamoe", ids), logits(made, "eager", ids))
+    assert TOLERANCE < far < 1e-2
+    module = experts(made)[-1]
+    rng = torch.Generator().manual_seed(2)
+    x = torch.randn(40, 64, generator=rng)
+    idx = torch.rand(40, module.num_experts, generator=rng).topk(2).indices
+    weight = torch.rand(40, 2, generator=rng)
+    with torch.no_grad():
+        y = ours.experts_forward()(module, x, idx, weight)
+        made.config._experts_implementation = "eager"
+        assert error(y, module(x, idx, weight).double()) < 6e-3
+
+
 @pytest.mark.skipif(
     VERSION < (5, 7),
     reason="transformers before 5.7 lets its own names alone through this door",
@@ -188,10 +209,13 @@ def test_a_dropped_model_takes_its_experts_along():
 
 
 def test_ids_past_the_last_expert_are_other_ranks_business():
+    """Of a module with a part of its model's experts; in others they are refused."""
     module, forward = experts(model("mixtral"))[0], ours.experts_forward()
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(module, name, torch.nn.Parameter(getattr(module, name)[:2]))
     x, weight = torch.ones(2, 64, dtype=torch.bfloat16), torch.ones(2, 2)
     with torch.no_grad():
-        y = forward(module, x, torch.tensor([[1, 4], [4, 4]]), weight)
+        y = forward(module, x, torch.tensor([[1, 2], [2, 2]]), weight)
         one = forward(module, x, torch.tensor([[1, -1], [-1, -1]]), weight)
     assert torch.equal(y, one) and (y[1] == 0).all() and not (y[0] == 0).all()
 

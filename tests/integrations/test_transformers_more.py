@@ -42,14 +42,26 @@ def test_use_sets_it_and_counts():
     assert 0 < error(y, eager) < recipe_named("bf16").tolerance
 
 
-def test_a_model_that_would_not_change_is_refused():
-    config = tf.JetMoeConfig(
+UNCHANGED = {
+    "JetMoe": lambda: tf.JetMoeConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=1, num_key_value_heads=2, kv_channels=16,
         num_local_experts=2, num_experts_per_tok=1, intermediate_size=32,
-    )  # fmt: skip
-    made = tf.AutoModelForCausalLM.from_config(config)
-    with pytest.raises(NotAvailable, match=r"none in JetMoe\w+; nothing would change"):
-        ours.use(made)
+    ),
+    "Llama4": lambda: tf.Llama4TextConfig(
+        **GQA, intermediate_size=32, intermediate_size_mlp=64, num_local_experts=4,
+        num_experts_per_tok=1,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", UNCHANGED)
+def test_a_model_that_would_not_change_is_refused(family):
+    made = tf.AutoModelForCausalLM.from_config(UNCHANGED[family]())
+    before = {name: t.clone() for name, t in made.state_dict().items()}
+    for take in (False, True):
+        with pytest.raises(NotAvailable, match=rf"none in {family}\w+; nothing would change"):
+            ours.use(made, take=take)
+    assert all(torch.equal(t, before[name]) for name, t in made.state_dict().items())
 
 
 # -- widths ------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import megamoe as mm
 from megamoe.engine import images
 from megamoe.errors import NotAvailable, RangeError
 from megamoe.integrations import transformers as ours
@@ -200,3 +201,106 @@ def test_a_compiled_model_of_taken_experts_answers_as_before_and_others_break_th
         ours.use(made, take=True)
         whole = torch.compile(made, fullgraph=True, backend="aot_eager")
         assert torch.equal(whole(ids).logits, loose)
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """A CPU that graphs take for a GPU."""
+    from tests.engine import pretended, pretended_cuda
+
+    sizes = {"hidden_size": pretended.H, "num_experts": pretended.E}
+    assert pretended.K == 2
+    monkeypatch.setitem(CONFIGS, "qwen3", lambda made=CONFIGS["qwen3"]: replace_in(made(), sizes))
+    model("qwen3")  # transformers imports the rest of itself, which names torch.cuda.CUDAGraph
+    return pretended_cuda.install(monkeypatch)
+
+
+def replace_in(config, sizes):
+    for name, size in sizes.items():
+        setattr(config, name, size)
+    return config
+
+
+def ids_of(num):
+    return torch.arange(num).remainder(128).view(2, -1)
+
+
+def test_small_calls_of_a_model_are_replayed_with_the_same_bits(cuda):
+    made = model("qwen3", torch.bfloat16)
+    ours.use(made, take=True)
+    wanted = {num: logits(made, "megamoe", ids_of(num)) for num in (2, 34, 140)}
+    ours.give_back(made)
+    assert cuda.log == ["eager"] * 6
+    ours.use(made, take=True, cuda_graphs=True)
+    for _ in range(2):  # captured, then replayed
+        cuda.log.clear()
+        for num in (2, 34):
+            assert torch.equal(logits(made, "megamoe", ids_of(num)), wanted[num])
+        captured = [line for line in cuda.log if line.startswith("capture")]
+        assert "eager" not in cuda.log and len(captured) == (0 if _ else 4)
+        assert len(set(captured)) <= 1  # one memory for the graphs of both layers
+    assert torch.equal(logits(made, "megamoe", ids_of(140)), wanted[140])
+    assert cuda.log == ["eager"] * 2  # prefill
+    pools = [m.megamoe_taken.layer._graphs.pool for m in experts_taken(made)]
+    assert pools[0] is pools[1] and pools[0].max_tokens == ours.GRAPH_TOKENS
+
+
+def experts_taken(made):
+    return [module for module in made.modules() if ours.TAKEN in module.__dict__]
+
+
+def test_graphs_stay_with_experts_that_are_loaded_or_copied(cuda):
+    made = model("qwen3", torch.bfloat16)
+    ours.use(made, take=True, cuda_graphs=mm.GraphPool(16))
+    before, ids = made.state_dict(), ids_of(4)
+    wanted = logits(made, "megamoe", ids)
+    made.load_state_dict(before)
+    for one in (made, copy.deepcopy(made)):
+        cuda.log.clear()
+        assert torch.equal(logits(one, "megamoe", ids), wanted)
+        assert "eager" not in cuda.log
+        pools = {m.megamoe_taken.layer._graphs.pool for m in experts_taken(one)}
+        assert len(pools) == 1 and pools.pop().max_tokens == 16
+
+
+def test_graphs_are_refused_where_nothing_would_replay_them(cuda):
+    made = model("qwen3", torch.bfloat16)
+    with pytest.raises(NotAvailable, match="take=True, cuda_graphs=True"):
+        ours.use(made, cuda_graphs=True)
+    ours.use(made, take=True)
+    with pytest.raises(NotAvailable, match=r"cuda_graphs now; give_back"):
+        ours.use(made, take=True, cuda_graphs=True)
+
+
+def test_ids_are_masked_only_where_they_may_be_of_other_ranks():
+    """Under transformers' expert parallelism a module has fewer experts than its config says."""
+    whole, part = (experts(model("qwen3", torch.bfloat16))[0] for _ in range(2))
+    for name in ("gate_up_proj", "down_proj"):
+        setattr(part, name, torch.nn.Parameter(getattr(part, name)[:4]))
+    x, idx, weights = inputs(whole)
+    forward = ours.experts_forward(None, "reference")
+    with torch.no_grad():
+        HERE.take(whole, 2)
+        assert not whole.megamoe_taken.masks
+        here = torch.where(idx < 4, idx, 4)  # ids past the last are other ranks'
+        wanted = forward(whole, x, idx.masked_fill(idx >= 4, -1), weights)
+        assert torch.equal(forward(part, x, here, weights), wanted)
+        HERE.take(part, 2)
+        assert part.megamoe_taken.masks
+        assert torch.equal(forward(part, x, here, weights), wanted)
+        with pytest.raises(RangeError):  # never taken for another rank's in a whole module
+            forward(whole, x, idx.masked_fill(idx == 0, 8), weights)
+            whole.megamoe_taken.layer.check()
+
+
+@pytest.mark.gpu
+def test_a_model_on_a_gpu_replays_with_the_bits_of_eager_calls():
+    made = model("qwen3", torch.bfloat16, "cuda")
+    texts = [ids_of(num).cuda() for num in (2, 34, 140, 2)]
+    ours.use(made, take=True)
+    wanted = [logits(made, "megamoe", ids) for ids in texts]
+    ours.give_back(made)
+    ours.use(made, take=True, cuda_graphs=True)
+    for _ in range(2):
+        for ids, want in zip(texts, wanted, strict=True):
+            assert torch.equal(logits(made, "megamoe", ids), want)

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megamoe.compat.deep_gemm.handle import Handle, holder_of
 from megamoe.compat.deep_gemm.kinds import MMA, activation_of, mma_named
 from megamoe.engine.fingerprint import Seal, counted
 from megamoe.engine.layer import MoE
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import DTypeError, RangeError, ShapeError, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
 
 GATE_UP_ROWS = 8
 PACKED_ROWS = 16  # of packed FP4 MMAs: even rows of gate, of up, then the odd ones
@@ -38,14 +39,18 @@ class Prepared:
 
     experts: ExpertWeights
     seal: Seal  # of the source tensors
+    is_packed: bool  # the order of L1's rows
     layers: dict[tuple[Any, ...], MoE] = field(default_factory=dict)
 
     def layer(self, recipe: str, num_experts: int, top_k: int, group: Any, **options: Any) -> MoE:
         """The layer of these experts in one recipe of their weight format, made once."""
         key = (recipe, num_experts, top_k, group, *sorted(options.items()))
         if key not in self.layers:
-            experts = replace(self.experts, recipe=recipe)
+            own = self.experts.recipe
+            experts = self.experts if recipe == own else replace(self.experts, recipe=recipe)
             self.layers[key] = MoE(experts, num_experts, top_k, group=group, **options)
+            if experts.is_packed:  # the canonical bytes go: other layers have these images too
+                self.experts = experts if recipe == own else replace(experts, recipe=own)
         return self.layers[key]
 
 
@@ -66,6 +71,10 @@ class Source(NamedTuple):
     def tensors(self) -> list[Tensor]:
         """Those that are there."""
         return [t for t in self[:4] if t is not None]
+
+    def roles(self) -> dict[str, Tensor | None]:
+        """Its parts by name."""
+        return {"l1": self.l1, "l1_scale": self.l1_scale, "l2": self.l2, "l2_scale": self.l2_scale}
 
     def key(self) -> Key:
         """Where L1's values lie."""
@@ -106,6 +115,8 @@ def transform_weights_for_mega_moe(
     l2_weights: Weights,
     activation: str = "swiglu",
     mma_type: str = "fp8xfp4",
+    *,
+    keep: bool = True,
 ) -> tuple[Weights, Weights]:
     """Bring weights into the published layout, and prepare the engine's experts from it.
 
@@ -116,6 +127,9 @@ def transform_weights_for_mega_moe(
     l2_weights  bfloat16 [E, H, I], or the same pair for it
     mma_type    that of the buffer: packed FP4 MMAs ("mxf4xmxf4", "nvfp4xnvfp4") have L1 in another
                 order
+    keep        ours: False has the engine hold the experts alone. The tensors that are returned
+                are handles, which calls take and which refuse to be read or written; drop
+                `l2_weights` too, whose values are shared. Not for NVFP4 and shared experts
     returns     the same types and shapes: L1's rows interleaved, scales permuted, L2's values as
                 they are; under inference mode too they are tensors whose writes torch counts
     """
@@ -123,10 +137,14 @@ def transform_weights_for_mega_moe(
     packed = mma_named(mma_type).is_packed
     with torch.inference_mode(False), torch.no_grad():
         if _rank(l1_weights) == 2:
+            _check_keep(keep, "shared experts, which no engine holds")
             return _transform(l1_weights, l2_weights, packed)
         given = read_source(l1_weights, l2_weights)
+        _check_keep(keep or given.recipe != "nvfp4", "NVFP4, whose factors come with the call")
         l1, l2 = _transform(l1_weights, l2_weights, packed)
         experts = read_source(l1, l2)
+        if not keep:
+            return _handles(experts, packed)
         _IS_PACKED[experts.key()] = packed
         if given.recipe != "nvfp4":  # its global scales come with the call
             prepare(experts, packed)
@@ -134,11 +152,11 @@ def transform_weights_for_mega_moe(
 
 
 def transform_weights_for_mega_moe_sm90(
-    l1_weights: Packed, l2_weights: Packed
+    l1_weights: Packed, l2_weights: Packed, *, keep: bool = True
 ) -> tuple[Packed, Packed]:
     """(float8_e4m3fn [E, 2I, H], float32 [E, 2I / 128, H / 128]): L1's values interleaved by 8.
 
-    Scales stay as they are, those of gate before those of up.
+    Scales stay as they are, those of gate before those of up; `keep` is as above.
     """
     source = read_source(l1_weights, l2_weights)
     require(
@@ -151,8 +169,27 @@ def transform_weights_for_mega_moe_sm90(
     with torch.inference_mode(False), torch.no_grad():
         l1 = interleave(source.l1), counted(l1_weights[1])
         l2 = counted(source.l2), counted(l2_weights[1])
+        if not keep:
+            return _handles(read_source(l1, l2), False)  # type: ignore[return-value]
         prepare(read_source(l1, l2), False)
     return l1, l2
+
+
+def _handles(source: Source, is_packed: bool) -> tuple[Weights, Weights]:
+    """The experts of transformed weights, and handles in place of those."""
+    holder = Prepared(_experts(source, is_packed, Alphas()), Seal(()), is_packed)
+    one, scale, two, scale_2 = (
+        None if t is None else Handle.of(t, holder, role) for role, t in source.roles().items()
+    )
+    assert one is not None and two is not None
+    if scale is None or scale_2 is None:
+        return one, two
+    return (one, scale), (two, scale_2)
+
+
+def _check_keep(ok: bool, what: str) -> None:
+    require(ok, "keep=False is for routed experts in MXFP4, FP8 or BF16", got=what,
+            fix="leave keep out", kind=NotAvailable)  # fmt: skip
 
 
 def transform_scales_for_mega_moe(l1_scales: Tensor, l2_scales: Tensor) -> tuple[Tensor, Tensor]:
@@ -162,8 +199,9 @@ def transform_scales_for_mega_moe(l1_scales: Tensor, l2_scales: Tensor) -> tuple
 
 def prepare(source: Source, is_packed: bool, alphas: Alphas | None = None) -> Prepared:
     """The engine's experts of transformed weights, made once; in a recipe of their format."""
-    key = source.key()
-    known = _IS_PACKED.get(key, is_packed)
+    holder: Prepared | None = holder_of(source.roles())
+    key = () if holder else source.key()
+    known = holder.is_packed if holder else _IS_PACKED.get(key, is_packed)
     require(
         known == is_packed,
         "weights must be transformed for the mma_type of the buffer",
@@ -173,6 +211,8 @@ def prepare(source: Source, is_packed: bool, alphas: Alphas | None = None) -> Pr
         + " have another order of rows",
         kind=RangeError,
     )
+    if holder is not None:
+        return holder
     alphas = alphas or Alphas()
     number = alphas.l2_act if isinstance(alphas.l2_act, float) else None
     key = (*key, is_packed, alphas.l1 is None, alphas.l2 is None, alphas.l2_act is None, number)
@@ -180,7 +220,9 @@ def prepare(source: Source, is_packed: bool, alphas: Alphas | None = None) -> Pr
     prepared = _PREPARED.get(key)
     if prepared is None or not prepared.seal.holds(tensors):
         forget_dropped()
-        prepared = _PREPARED[key] = Prepared(_experts(source, is_packed, alphas), Seal(tensors))
+        prepared = _PREPARED[key] = Prepared(
+            _experts(source, is_packed, alphas), Seal(tensors), is_packed
+        )
     return prepared
 
 
