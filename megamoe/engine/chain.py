@@ -266,9 +266,10 @@ def _window(here: _Ranked, steps: Pass, first: _Window | None = None) -> _Window
 
     def pool_of(width: int, tiles: Pool | None = None) -> Pool:
         slots, experts, block, device = sizes
-        return here.backend.launch.pool(
+        made: Pool = here.backend.launch.pool(
             how, slots, width, experts, block, device, tiles, is_far=True, rows=own.pool_rows
         )
+        return made
 
     pool = pool_of(weights.hidden if first is None else 1)
     if first is not None:
