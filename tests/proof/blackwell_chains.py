@@ -85,4 +85,4 @@ def whole_case(
 def late_case(recipe, tile):
     """GEMMs that wait in vain for the tokens of a tile, or for L1's tiles."""
     case = part_case(recipe, tile)
-    return targets.Late("chain-late", case, lambda given: int(given["error"]) < 0, hurry=0.002)
+    return targets.Late("chain-late", case, lambda given: int(given["error"]) < 0, hurry=0.0005)
