@@ -71,7 +71,7 @@ class Problem:
 
     @property
     def num_local_experts(self) -> int:
-        """Experts per rank; expert e lives on rank e // num_local_experts (A010)."""
+        """Experts per rank; expert e lives on rank e // num_local_experts."""
         return self.num_experts // self.num_ranks
 
     @property
@@ -81,7 +81,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Multiply-adds of both linears on one rank under even routing, counted as two (A083)."""
+        """Multiply-adds of both linears on one rank under even routing, counted as two."""
         return 6 * self.num_tokens * self.top_k * self.hidden * self.intermediate
 
 

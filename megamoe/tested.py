@@ -30,8 +30,8 @@ TESTED = (
 # spread over all kinds (scripts/newer_triton.sh); nothing of them was run.
 COMPILED = ("3.7.1", "3.8.0", "3.9.0")
 # The Triton that torch's CUDA wheels for Linux require, as their metadata says.
-TRITON_OF_TORCH = {"2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.13": "3.7", "2.14": "3.8",
-                   "2.15": "3.9"}  # fmt: skip
+TRITON_OF_TORCH = {"2.9": "3.5", "2.10": "3.6", "2.11": "3.6", "2.12": "3.7", "2.13": "3.7",
+                   "2.14": "3.8", "2.15": "3.9"}  # fmt: skip
 
 
 def minor(version: str) -> str:

@@ -38,7 +38,6 @@ built-in error that fits, so `except ValueError` works too.
 """
 # What these mean wherever they occur; those of Options and Problem are said there.
 COMMON = {
-    "experts": "the experts: pairs of both linears, or numbers in the order wanted",
     "gate_up": '"split": gate rows, then up rows; "interleaved": gate, up, gate, up, ...',
     "b13": "biases [E, 2I], or None",
     "b2": "biases [E, H], or None",
@@ -51,13 +50,13 @@ COMMON = {
     "rank": "this rank, from 0",
     "weights": "the experts of this rank",
     "shared": "experts that see every token with weight 1, in any recipe; None: there are none",
-    "backend": '"auto", or a backend that `mm.doctor()` lists',
-    "mode": '"auto", "staged" or "fused"; all give the same bits',
     "topk_idx": "int32 or int64 [T, top_k]; -1 masks a slot",
     "topk_weights": "float32 [T, top_k]",
     "loads": "rows of each logical expert",
     "seed": "seed of what is sampled",
 }
+# These mean something else from place to place: each docstring says what, and no table helps out.
+OWN = {"num_experts", "experts", "num_tokens", "mode", "backend", "options", "overrides"}
 NAMES = re.compile(r"(\w+(?:, \w+)*)  +(\S.*)")
 
 
@@ -87,12 +86,13 @@ def parameters(thing: Any) -> list[inspect.Parameter]:
 
 
 def comments(cls: type) -> dict[str, str]:
-    """What stands behind the fields of a dataclass."""
+    """What stands after the fields of a dataclass, and goes on in lines of comment below."""
     try:
         source = inspect.getsource(cls)
     except (OSError, TypeError):
         return {}
-    return dict(re.findall(r"^    (\w+): [^#\n]*  # (.+)$", source, re.MULTILINE))
+    found = re.findall(r"^    (\w+): [^#\n]*  # (.+(?:\n    # .+)*)$", source, re.MULTILINE)
+    return {name: text.replace("\n    # ", " ") for name, text in found}
 
 
 def texts(thing: Any) -> tuple[str, dict[str, str]]:
@@ -101,7 +101,9 @@ def texts(thing: Any) -> tuple[str, dict[str, str]]:
     if isinstance(thing, type):
         found = comments(thing) | found
     if thing not in (mm.Options, mm.Problem):
-        found = COMMON | texts(mm.Problem)[1] | texts(mm.Options)[1] | found
+        of_values = texts(mm.Problem)[1] | texts(mm.Options)[1]
+        common = {name: text for name, text in (COMMON | of_values).items() if name not in OWN}
+        found = common | found
     return rest, {name: text for name, text in found.items() if name in names | {"returns"}}
 
 
@@ -111,7 +113,14 @@ def type_of(p: inspect.Parameter) -> str:
     return " or ".join(f"`{part}`" for part in parts)
 
 
+def stars(p: inspect.Parameter) -> str:
+    """What stands before the name of keywords that are taken together."""
+    return "**" if p.kind is p.VAR_KEYWORD else ""
+
+
 def default_of(p: inspect.Parameter) -> str:
+    if p.kind is p.VAR_KEYWORD:
+        return "none"
     if p.default is p.empty:
         return "required"
     if isinstance(p.default, (str, int, float, bool, tuple, type(None))):
@@ -121,7 +130,7 @@ def default_of(p: inspect.Parameter) -> str:
 
 def table(thing: Any, found: dict[str, str]) -> list[str]:
     rows = [
-        f"| `{p.name}` | {type_of(p)} | {default_of(p)} | {found.get(p.name, '')} |"
+        f"| `{stars(p)}{p.name}` | {type_of(p)} | {default_of(p)} | {found.get(p.name, '')} |"
         for p in parameters(thing)
     ]
     if not rows:
@@ -200,7 +209,7 @@ def _first(doc: str) -> str:
 
 
 def missing() -> list[str]:
-    """Arguments, as name.argument, about which no docstring says anything."""
+    """Arguments, as name.argument, about which no docstring says anything, or half a sentence."""
     found = []
     for name in mm.__all__:
         thing = getattr(mm, name)
@@ -215,8 +224,14 @@ def missing() -> list[str]:
             }
         for title, one in things.items():
             said = texts(one)[1]
-            found += [f"{title}.{p.name}" for p in parameters(one) if p.name not in said]
+            found += [f"{title}.{p.name}" for p in parameters(one) if is_cut(said.get(p.name, ""))]
     return found
+
+
+def is_cut(text: str) -> bool:
+    """Whether a text is missing, or ends before its sentence does."""
+    is_open = text.count("(") != text.count(")")
+    return not text or is_open or text.endswith((":", ",", ";", " and", " or", " of", " the", "-"))
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def test_auto_takes_an_opt_in_backend_only_with_a_certificate(blackwell):
     assert name == "portable" and "blackwell is opt-in: no certificate" in why
     assert choose_backend("auto", "auto", THERE, not_certified="") == ("blackwell", "")
     assert choose_backend("blackwell", "auto", THERE) == ("blackwell", "")  # asked by name
-    with pytest.raises(NotAvailable, match="blackwell must be able to run"):
+    with pytest.raises(NotAvailable, match="blackwell cannot run here"):
         choose_backend("blackwell", "auto", {**THERE, "blackwell": "needs sm_100a"})
 
 

@@ -37,3 +37,29 @@ def test_the_index_links_every_page():
     linked = set(re.findall(r"\]\(([^)#:]+\.md)", (docs / "index.md").read_text()))
     pages = {str(page.relative_to(docs)) for page in docs.rglob("*.md")}
     assert {p for p in pages if not p.startswith("decisions/")} - linked == {"index.md"}
+
+
+def commits_in(text):
+    """Words that can only be a commit: 7 to 12 hexadecimal digits, of which some are letters."""
+    return re.findall(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,12}\b", text)
+
+
+OF_A_NEWER_RECORD = pytest.mark.xfail(strict=True, reason="its tests ran again since its commit")
+
+
+def citing():
+    """Pages whose figures are of today; decisions are of their day."""
+    for page in PAGES:
+        if page.parent.name != "decisions":
+            marks = [OF_A_NEWER_RECORD] if page.name == "fused.md" else []
+            yield pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
+
+
+@pytest.mark.parametrize("page", list(citing()))
+def test_a_record_that_is_cited_with_a_commit_has_it(page):
+    """In a paragraph, row or item that cites records, a commit stands in one of them."""
+    records = {p.name: p.read_text() for p in (ROOT / "benchmarks" / "h200").iterdir()}
+    for part in re.split(r"\n\s*\n|\n(?=\||- )", page.read_text()):
+        cited = {name for name in re.findall(r"[\w-]+\.(?:txt|json)\b", part) if name in records}
+        for commit in commits_in(part) if cited else ():
+            assert any(commit[:7] in records[name] for name in cited), (commit, sorted(cited))

@@ -16,6 +16,7 @@ PUBLIC, PEERS, OPTIONS = (
 EXCUSED = {
     ("engine/functional.py", "moe"): PUBLIC,
     ("engine/layer.py", "__init__"): PUBLIC,
+    ("engine/local.py", "__init__"): PUBLIC,
     ("engine/weights.py", "from_quantized"): PUBLIC,
     ("compat/deep_gemm/buffer.py", "__init__"): PEERS,
     ("compat/deep_gemm/dispatch.py", "mega_moe_pre_dispatch"): PEERS,

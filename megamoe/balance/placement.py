@@ -23,7 +23,7 @@ KIND, VERSION = "megamoe.placement", 1
 class Placement:
     """slots[rank][i] is the logical expert in place i of a rank; all ranks have as many places."""
 
-    num_experts: int
+    num_experts: int  # logical experts of the layer
     slots: tuple[tuple[int, ...], ...]  # by rank: the logical expert of each place
 
     def __post_init__(self) -> None:
@@ -59,7 +59,10 @@ class Placement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
-        """The default: expert e on rank e // (num_experts / num_ranks), each once."""
+        """The default: expert e on rank e // (num_experts / num_ranks), each once.
+
+        num_experts  over all ranks, a multiple of num_ranks
+        """
         require(
             num_ranks >= 1 and num_experts % num_ranks == 0 and num_experts >= num_ranks,
             "num_experts must be a multiple of num_ranks",

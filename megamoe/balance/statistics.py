@@ -47,6 +47,7 @@ class Statistics:
     def per_call(self, num_ranks: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
         """Rows that each of `num_ranks` sends to each logical expert in one call like the average.
 
+        num_tokens  of each rank in that call
         Per rank as recorded where the number of ranks is the same, else all ranks alike.
         """
         each = self.sent if len(self.sent) == num_ranks else (self.logical,) * num_ranks

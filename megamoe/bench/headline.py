@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megamoe.bench.cells import TOKENS, cells_named
@@ -27,8 +28,8 @@ KIND, VERSION = "megamoe headline", 1
 MEASURED, ASSEMBLED = "measured in one run", "assembled from records"
 RECORDED = (
     "The peers' times were recorded in other processes and on another machine "
-    "(`benchmarks/h200/peers.json`, 2026-11-15), torch's in the same run as ours: a ratio within "
-    "15% of 1 may fall on the other side of it in one shuffled run"
+    "(`benchmarks/h200/peers.json`, 2026-11-15), torch's in the same run as ours. So treat ratios "
+    "between 0.85 and 1.15 as undecided"
 )
 RIVALS = ("torch-bf16", "torch-fp8")  # timed beside ours; the others' times are recorded
 FAMILIES = {  # how the name of a contestant begins -> (whose it is, bits of its weights)
@@ -160,7 +161,12 @@ class Record:
         lines.append(f"- Ours {self.how}: {self.provenance}.")
         lines.append(f"- {self.method[0].upper()}{self.method[1:]}.")
         if spreads:
-            lines.append(f"- Rounds of one run differ by up to {100 * max(spreads):.1f}%.")
+            most = max(self.cells, key=lambda cell: cell.spread or 0.0)
+            lines.append(
+                f"- The same cell, timed in two rounds of this run, differs by up to "
+                f"{100 * max(spreads):.1f}% ({most.model}, {most.num_tokens:,} tokens); half of "
+                f"the cells by less than {100 * median(spreads):.1f}%."
+            )
         if any(c.peer_source for c in self.cells):
             lines.append(f"- {RECORDED}.")
         for where, cells in sources.items():
@@ -169,10 +175,12 @@ class Record:
         return [*lines, "", "</details>"]
 
     def summary(self) -> list[str]:
-        """One sentence a recipe: its range of ratios in decode, in between and in prefill."""
+        """One sentence a recipe with a peer: its ratios in decode, in between and in prefill."""
         lines = []
         for recipe in dict.fromkeys(line.recipe for line in LINES):
             cells = [c for line in LINES if line.recipe == recipe for c in self.of_line(line)]
+            if all(c.ratio is None for c in cells):
+                continue
             parts = []
             for what, counts in (("decode", (8, 64)), ("512 tokens", (512,)),
                                  ("prefill", (2048, 8192))):  # fmt: skip
@@ -181,6 +189,27 @@ class Record:
                 parts.append(f"{what} {_span(ratios) if ratios else _without(ran)}")
             lines.append(f"`{recipe}`, our time over the fastest peer's: {'; '.join(parts)}.")
         return lines
+
+    def cells_table(self) -> str:
+        """The table of docs/hopper.md: a row a cell, with its spread and torch's own times."""
+        rows = [
+            "| model, recipe | tokens | us | rounds differ by | fastest peer | its us | ratio "
+            "| torch FP8 us | torch BF16 us |",
+            "| --- |" + " ---: |" * 3 + " --- |" + " ---: |" * 4,
+        ]
+        for c in self.cells:
+            spread = "" if c.spread is None else f"{100 * c.spread:.1f}%"
+            peer = f"{c.peer_us:,.1f}" if c.peer_us is not None else ""
+            others = (c.timed.get(name) for name in ("torch-fp8", "torch-bf16"))
+            rows.append(
+                f"| {c.model}, `{c.recipe}` | {c.num_tokens:,} "
+                f"| {'not measured' if c.us is None else f'{c.us:,.1f}'} | {spread} "
+                f"| {c.peer or 'none measured'} | {peer} "
+                f"| {'' if c.ratio is None else f'{c.ratio:.2f}'} | "
+                + " | ".join("" if us is None else f"{us:,.0f}" for us in others)
+                + " |"
+            )
+        return "\n".join([*rows, ""])
 
 
 def _span(ratios: Sequence[float]) -> str:

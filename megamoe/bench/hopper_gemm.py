@@ -30,7 +30,7 @@ def tile_for(recipe: str, shape: GemmShape) -> Tile:
 
     A layer's table leaves room for busy experts; here the rows of each are known.
     """
-    shipped = [tile_of(recipe, tile) for recipes, _, tile, _ in TILES if recipe in recipes]
+    shipped = [tile_of(recipe, tile) for recipes, _, tile, *_ in TILES if recipe in recipes]
     wide = [tile for tile in shipped if tile.block_m >= max(shape.rows)] or shipped[-1:]
     width = min(tile.block_m for tile in wide)
     return [tile for tile in wide if tile.block_m == width][-1]

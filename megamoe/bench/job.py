@@ -19,7 +19,7 @@ from torch import Tensor
 from megamoe import reference
 from megamoe.bench.ranks import run_ranks
 from megamoe.bench.workloads import Model
-from megamoe.engine.backends import resolve
+from megamoe.engine.backends import arch_of, resolve
 from megamoe.engine.functional import moe
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, RangeError, require
@@ -93,7 +93,7 @@ def run(
     where = torch.device(device)
     is_fitted, scale = scale is None, fitting_scale(model, where) if scale is None else scale
     layer = model.scaled(scale)
-    name = layer.recipe if recipe is None else recipe
+    name = layer.recipe_on(arch_of(where)) if recipe is None else recipe
     sizes = (num_tokens, layer.hidden, layer.intermediate, layer.num_experts, layer.top_k)
     problem = Problem(*sizes, num_ranks, name)
     require(num_tokens >= 1, "the job needs at least one token", got=num_tokens, kind=RangeError)

@@ -10,8 +10,12 @@ same call are timed, their replays shuffled:
 
     hidden = (compute + links - both) / min(compute, links)
 
-Every call's bits are those of one rank first. What one GPU cannot show: a link's latency, its
-packets, and order between GPUs.
+All three are whole calls: quantising, sorting, the exchange and combine are in each, and `links`
+has the pull at what its SMs copy, which may be less than the links bring. What the bytes alone take
+at the links' pace is `overlap_model.wire_us`.
+
+Every call's bits are those of one rank first. What one GPU cannot show: a link's packets, and order
+between GPUs; its latency is waited for where it is given, in the pull alone.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ from megamoe.bench.spans import recorded
 from megamoe.bench.timer import Prepared, Timer
 from megamoe.engine import backends
 from megamoe.engine.chain import Links
-from megamoe.engine.local import LocalRanks
+from megamoe.engine.local import MAX_LATENCY_US, LocalRanks
 from megamoe.engine.planning import hardware_of
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, RangeError, require
@@ -65,6 +69,7 @@ class Overlap:
     both_us: float
     same_bits: bool  # as one rank that has all tokens
     provenance: str
+    latency_us: float = 0.0  # of a trip to a peer, at least
 
     @property
     def hidden(self) -> float:
@@ -88,6 +93,7 @@ def measure(
     device: str,
     num_ranks: int = 8,
     links_gbs: float | None = None,
+    latency_us: float = 0.0,
     overrides: Mapping[str, Value] | None = None,
     repeats: int = 9,
     rounds: int = 2,
@@ -98,6 +104,7 @@ def measure(
     """Check and time every cell in every recipe.
 
     links_gbs  of a rank; None: its part of NVLink
+    latency_us  of a trip to a peer, at least
     overrides  of the plan's tile
     on_trace   gets each cell and the profiler's trace of one call over paced links
     """
@@ -105,8 +112,9 @@ def measure(
     for recipe in recipes:
         recipe_named(recipe)
     require(
-        links_gbs is None or links_gbs > 0, "links must have a bandwidth", got=links_gbs,
-        kind=RangeError,
+        (links_gbs is None or links_gbs > 0) and 0 <= latency_us <= MAX_LATENCY_US,
+        f"links must have a bandwidth, and a latency of 0 to {MAX_LATENCY_US:.0f} us",
+        got=f"{links_gbs} GB/s, {latency_us} us", kind=RangeError,
     )  # fmt: skip
     backends.resolve("hopper", "chain", where)
     speed = links_gbs or hardware_of(where).nvlink_gbs.reached.value / num_ranks
@@ -120,9 +128,10 @@ def measure(
             made = None  # one shape's experts at a time
             made = cell.shape.name, recipe, _experts(cell, recipe, num_ranks, where)
         ranks, parts, wanted = _call_of(cell, made[2], num_ranks, overrides)
-        found.append(_row(cell, recipe, ranks, parts, wanted, speed, timer))
+        links = Links(speed * 1e9, latency_s=latency_us / 1e6)
+        found.append(_row(cell, recipe, ranks, parts, wanted, links, timer))
         if on_trace is not None:
-            with _paced(ranks, Links(speed * 1e9)):
+            with _paced(ranks, links):
                 on_trace(found[-1], recorded(partial(ranks, *parts)))
         ranks = parts = wanted = None  # type: ignore[assignment]  # before the next one's
         on_row(found[-1])
@@ -158,17 +167,13 @@ def _call_of(
 
 
 def _row(
-    cell: Cell, recipe: str, ranks: LocalRanks, parts: Parts, wanted: Tensor, speed: float,
+    cell: Cell, recipe: str, ranks: LocalRanks, parts: Parts, wanted: Tensor, paced: Links,
     timer: Timer,
 ) -> Overlap:  # fmt: skip
     def call() -> list[Tensor]:
         return ranks(*parts)
 
-    links = {
-        "compute": None,
-        "links": Links(speed * 1e9, is_alone=True),
-        "both": Links(speed * 1e9),
-    }
+    links = {"compute": None, "links": paced._replace(is_alone=True), "both": paced}
     same, prepared = True, {}
     pool = torch.cuda.graph_pool_handle() if timer.on_gpu else None
     for name, one in links.items():
@@ -189,7 +194,8 @@ def _row(
     sms = sms_of(plan.call, plan.hardware.num_sms, dict(plan.overrides))
     return Overlap(
         cell.name, recipe, ranks.num_ranks, sms, num_pull_sms(sms), tile,
-        speed, us["compute"], us["links"], us["both"], same, provenance(timer.device),
+        paced.bytes_per_s / 1e9, us["compute"], us["links"], us["both"], same,
+        provenance(timer.device), round(1e6 * paced.latency_s, 3),
     )  # fmt: skip
 
 

@@ -13,6 +13,7 @@ from megamoe.bench.cells import Cell, cells_named
 from megamoe.bench.overlap import SEED, Overlap
 from megamoe.errors import RangeError, require
 from megamoe.hardware import Hardware
+from megamoe.planner import chain
 from megamoe.planner.call import CallSpec
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.problem import Problem
@@ -32,17 +33,33 @@ class Times(NamedTuple):
     both: float
 
 
-def plan_of(row: Overlap, hardware: str) -> Plan:
-    """What `LocalRanks` launches on each rank of a measured cell."""
+def wire_us(row: Overlap) -> float:
+    """What a rank's bytes take at the links' pace: records in, then rows home, of even routing.
+
+    `links_us` has more: the launches before and after, and a pull that may copy at less.
+    """
+    call = call_of(row)
+    p = call.problem
+    num_far = p.num_tokens * p.top_k * (p.num_ranks - 1) / p.num_ranks
+    num_bytes = 4 * chain.words_of(call, "hopper").pitch + chain.row_bytes(call, "hopper")
+    return num_far * num_bytes / (1e3 * row.links_gbs) + row.latency_us
+
+
+def call_of(row: Overlap) -> CallSpec:
+    """The call of each rank of a measured cell."""
     cell = _cell(row)
     shape, num = cell.shape, row.num_ranks
     problem = Problem(
         cell.num_tokens, shape.hidden, shape.intermediate, shape.num_experts * num, shape.top_k,
         num, row.recipe,
     )  # fmt: skip
-    call = CallSpec(problem, local_ranks=num, max_tokens=cell.num_tokens)
+    return CallSpec(problem, local_ranks=num, max_tokens=cell.num_tokens)
+
+
+def plan_of(row: Overlap, hardware: str) -> Plan:
+    """What `LocalRanks` launches on each rank of a measured cell."""
     given = (("backend", "hopper"), ("mode", "chain"))
-    plan = plan_call(call, Hardware.named(hardware), given)
+    plan = plan_call(call_of(row), Hardware.named(hardware), given)
     tile = str(plan.passes[-1]["l1"].config)
     require(
         row.tile in ("", tile),

@@ -17,7 +17,7 @@ from megamoe.bench.plots import pyplot_or_refuse, save
 from megamoe.errors import FileError, MegaMoEError, require
 
 COMPUTE, LINKS, BOTH = "#2f7fc1", "#e0a458", "#1b9e77"
-UNSAVED = {"tile": ""}  # records from before a column was added
+UNSAVED = {"tile": "", "latency_us": 0.0}  # records from before a column was added
 
 
 def load(path: Path) -> list[Overlap]:

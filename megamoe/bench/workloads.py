@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megamoe.errors import RangeError, one_of, require
+from megamoe.formats.spec import recipe_on
 from megamoe.problem import WIDTH_MULTIPLE, Options
 from megamoe.routing.spec import Router
 
@@ -17,7 +18,7 @@ class Model:
     hidden: int
     intermediate: int
     num_shared: int  # shared experts, which see every token
-    recipe: str  # the one its checkpoint is published in
+    recipe: str  # the one its checkpoint is published in; `recipe_on` a machine
     router: Router
     options: Options
     has_bias: bool = False
@@ -29,6 +30,10 @@ class Model:
     @property
     def top_k(self) -> int:
         return self.router.top_k
+
+    def recipe_on(self, arch: str) -> str:
+        """The recipe that it is deployed in on a machine, "sm_90a", "cpu", ..."""
+        return recipe_on(self.recipe, arch)
 
     @property
     def bf16_bytes(self) -> int:

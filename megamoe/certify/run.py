@@ -88,8 +88,8 @@ def certify(target: Target, progress: Progress = lambda stage, done, of: None) -
     why = backends.reasons_on(target.device).get(target.backend, "there is no such backend")
     require(
         not why,
-        f"backend {target.backend} must be able to run on {target.device}",
-        got=why,
+        f"backend {target.backend} cannot run on {target.device} ({why})",
+        got=f"--device {target.device}",
         fix="`megamoe doctor` says what works here",
         kind=NotAvailable,
     )

@@ -17,6 +17,7 @@ from megamoe.errors import NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import RECIPES, recipe_named
 from megamoe.hardware import MACHINES, Hardware
 from megamoe.planner.call import SharedSpec
+from megamoe.planner.plan import MODES
 
 if TYPE_CHECKING:
     from megamoe.engine.recording import LayerSpec
@@ -35,7 +36,8 @@ def command(
     preset: Annotated[str, typer.Argument(help=f"Model: {', '.join(MODELS)}.")],
     tokens: Annotated[str, typer.Option(help=TOKENS_HELP)] = "1,2,4,8,16,32,64,128,256,512",
     recipe: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RECIPES)}; default: the model's own.")
+        str | None,
+        typer.Option(help=f"{', '.join(RECIPES)}; default: what it is deployed in there."),
     ] = None,
     ranks: Annotated[int, typer.Option(help="Ranks of the process group; 1: no group.")] = 1,
     max_tokens: Annotated[
@@ -45,7 +47,9 @@ def command(
         int | None, typer.Option(help="Experts over all ranks, if not the model's.")
     ] = None,
     gpu: Annotated[str, typer.Option(help=f"{', '.join(MACHINES)}.")] = "h200",
-    mode: Annotated[str, typer.Option(help="auto, staged, fused or split.")] = "auto",
+    mode: Annotated[
+        str, typer.Option(help="auto, staged, fused, split or, over ranks, chain.")
+    ] = "auto",
     graphs: Annotated[
         bool, typer.Option(help="With the graphs of a layer of cuda_graphs=True.", metavar="")
     ] = True,
@@ -96,9 +100,13 @@ def layer_spec(
     _need_triton()
     from megamoe.engine.recording import LayerSpec
 
-    recipe, num = recipe or model.recipe, experts or model.num_experts
+    recipe, num = recipe or model.recipe_on(machine.arch), experts or model.num_experts
     fmt = recipe_named(recipe).weights
-    one_of(mode, ("auto", "staged", "fused", "split"), "mode")
+    one_of(mode, MODES, "mode")
+    require(
+        mode != "chain" or ranks > 1, "mode chain is for the ranks of a group",
+        got=f"--ranks {ranks}", fix="give --ranks 2 to 8", kind=RangeError,
+    )  # fmt: skip
     require(
         ranks >= 1 and num % ranks == 0, f"{num} experts must divide evenly over ranks", got=ranks,
         kind=RangeError,
@@ -111,7 +119,7 @@ def layer_spec(
         recipe, model.hidden, model.intermediate, num, model.top_k,
         (machine.label, machine.num_sms, machine.arch, machine.hbm_bytes), num_ranks=ranks,
         options=model.options, has_bias=model.has_bias, shared=extra, max_tokens=max_tokens,
-        graphs=graphs and ranks == 1, overrides=(("mode", mode),),
+        graphs=graphs, overrides=(("mode", mode),),
     )  # fmt: skip
 
 

@@ -36,7 +36,7 @@ def print_plans(
     for name, one in found.items():
         s = one.spec
         rows = ", ".join(map(str, next(each.rows for each in shapes if each.name == name)))
-        text = f"[bold]{name}[/]: {s.n} x {s.k} under groups of {rows} rows, {s.recipe}"
+        text = f"[bold]{name}[/]: {s.n} x {s.k} times groups of {rows} rows, {s.recipe}"
         out.print(text, highlight=False, soft_wrap=True)
         choices = [(c.name, shown(c.value), c.why) for c in one.choices]
         reason_table(out, f"Plan on {hw.label}", ("choice", "value", "why"), choices)

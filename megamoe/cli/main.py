@@ -6,15 +6,19 @@ out, 70 a defect of megamoe (with a traceback), 130 interrupted, 141 the reader 
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import sys
 import traceback
-from typing import Annotated, Any
+from contextlib import suppress
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 import megamoe
 from megamoe.bench.workloads import MODELS, model_named
@@ -33,13 +37,35 @@ from megamoe.cli.shared import Bars, Json, device_named, plain_where_needed, rea
 from megamoe.errors import MegaMoEError, NotAvailable, RangeError, require
 from megamoe.formats.spec import FORMATS, RECIPES
 
+
+class _Flags:
+    """A command whose help shows no value after --help, which takes none."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.metavar = ""
+        return option
+
+
+class _Command(_Flags, TyperCommand):
+    pass
+
+
+class _Group(_Flags, TyperGroup):
+    pass
+
+
 app = typer.Typer(
+    cls=_Group,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     help="A Mixture-of-Experts layer as one fast call.",
 )
-bench = typer.Typer(no_args_is_help=True, help="Measurements, each with its provenance.")
+bench = typer.Typer(
+    cls=_Group, no_args_is_help=True, help="Measurements, each with its provenance."
+)
 bench_commands.add_to(bench)
 bench_more.add_to(bench)
 headline_command.add_to(bench)
@@ -53,6 +79,8 @@ balance_command.add_to(app)
 certify_command.add_to(app)
 compile_command.add_to(app)
 out, err = Console(), Console(stderr=True)
+# What a full disk, a quota, a broken device or a closed pipe answers to a write.
+UNWRITTEN = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EPIPE
 CODES = OUT_OF_MEMORY, CRASHED, INTERRUPTED, CLOSED_PIPE = 4, 70, 130, 141
 
 
@@ -73,7 +101,8 @@ def run(
         str, typer.Argument(help=f"Model: {', '.join(MODELS)}.")
     ] = "deepseek-v4-flash",
     recipe: Annotated[
-        str | None, typer.Option(help=f"{', '.join(RECIPES)}; default: the model's own.")
+        str | None,
+        typer.Option(help=f"{', '.join(RECIPES)}; default: what it is deployed in there."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 64,
     ranks: Annotated[int, typer.Option(help="Ranks, in one process.")] = 1,
@@ -184,11 +213,19 @@ def bench_quantize(
     out.print(row.provenance, style="dim")
 
 
+for _one in (*app.registered_commands, *bench.registered_commands):
+    _one.cls = _Command
+
+
 def main() -> None:
     """Run the command line; errors are one readable line and an exit code of their own."""
     plain_where_needed()
     try:
-        app()
+        try:
+            app()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # what is still buffered may fail to be written
     except SystemExit as stop:
         if isinstance(stop.__context__, BrokenPipeError):  # a reader such as `head` has gone
             sys.exit(CLOSED_PIPE)
@@ -199,6 +236,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in UNWRITTEN:
+            _unwritten(error)
         if is_out_of_memory(error):
             reason = (str(error).strip().splitlines() or ["no text"])[0]
             _say(f"memory ran out; got {reason}; use fewer --tokens or a smaller --scale")
@@ -206,6 +245,16 @@ def main() -> None:
         traceback.print_exc()
         _say(f"a defect of megamoe {megamoe.__version__}, not of your input: see the lines above")
         sys.exit(CRASHED)
+
+
+def _unwritten(error: OSError) -> NoReturn:
+    """End because output could not be written, and drop what is left of it."""
+    with suppress(OSError, ValueError):  # the interpreter flushes stdout once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    if error.errno == errno.EPIPE:
+        sys.exit(CLOSED_PIPE)
+    _say(f"output must be writable; got {error.strerror}; free space or write elsewhere")
+    sys.exit(2)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

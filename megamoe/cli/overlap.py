@@ -33,6 +33,12 @@ if TYPE_CHECKING:
     from megamoe.bench.overlap import Overlap
 
 
+CONTAIN = (
+    "compute, links and both are whole calls: quantise, sort, exchange and combine are in each of "
+    "them; links also has the pull at what its SMs copy. wire: the bytes alone at the links' pace."
+)
+
+
 def add_to(bench: typer.Typer) -> None:
     """Register the command on the `bench` group."""
     bench.command("overlap")(overlap)
@@ -49,6 +55,7 @@ def overlap(
     links: Annotated[
         float | None, typer.Option(help="GB/s of a rank's links; default: its part of NVLink.")
     ] = None,
+    latency: Annotated[float, typer.Option(help="us of a trip to another rank, at least.")] = 0.0,
     given: Annotated[
         list[str] | None,
         typer.Option("--set", help="Of the plan's tile, name=value; may be given again."),
@@ -106,8 +113,8 @@ def overlap(
     with Bars(quiet=as_json) as bars:
         measure(
             cells, names_in(recipes), device=where, num_ranks=ranks, links_gbs=links,
-            overrides=overrides_from(given), repeats=repeats, rounds=rounds, progress=bars,
-            on_row=keep, on_trace=keep_trace if picture else None,
+            latency_us=latency, overrides=overrides_from(given), repeats=repeats, rounds=rounds,
+            progress=bars, on_row=keep, on_trace=keep_trace if picture else None,
         )  # fmt: skip
     raise typer.Exit(_shown(rows, as_json))
 
@@ -167,19 +174,23 @@ def _beside(seen: float, said: float) -> tuple[str, str, str]:
 
 def as_dict(row: Overlap) -> dict[str, object]:
     """A row with what follows from it."""
-    return {**asdict(row), "hidden": row.hidden, "slower": row.slower}
+    from megamoe.bench.overlap_model import wire_us
+
+    return {**asdict(row), "wire_us": wire_us(row), "hidden": row.hidden, "slower": row.slower}
 
 
 def show(rows: list[Overlap]) -> None:
-    """The table, and where it was measured."""
+    """The table, what its figures contain, and where it was measured."""
+    from megamoe.bench.overlap_model import wire_us
+
     wide = one_line_a_row(Console())
-    names = ("compute us", "links us", "both us", "hidden", "both / compute")
+    names = ("compute us", "links us", "wire us", "both us", "hidden", "both / compute")
     title = "ranks of a chain on one GPU, links paced"
     table = Table("cell", "recipe", "ranks", "SMs", "GB/s", *names, "bits", title=title)
     for column in table.columns[2:-1]:
         column.justify = "right"
     for r in rows:
-        us = (f"{v:,.0f}" for v in (r.compute_us, r.links_us, r.both_us))
+        us = (f"{v:,.0f}" for v in (r.compute_us, r.links_us, wire_us(r), r.both_us))
         shares = f"{100 * r.hidden:.0f}%", f"{r.slower:.3f}"
         bits = "same" if r.same_bits else "[bold red]OTHER[/]"
         sms = f"{r.sms - r.pull_sms} + {r.pull_sms}"
@@ -187,4 +198,8 @@ def show(rows: list[Overlap]) -> None:
         table.add_row(*about, *us, *shares, bits)
     whole_table(wide, table, 2)
     if rows:
+        wide.print(CONTAIN, highlight=False)
+        if any(r.latency_us for r in rows):
+            us = ", ".join(sorted({f"{r.latency_us:g}" for r in rows}))
+            wide.print(f"latency of a trip to another rank: {us} us at least", highlight=False)
         wide.print(rows[0].provenance, style="dim", highlight=False, soft_wrap=True)

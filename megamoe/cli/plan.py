@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, is_dataclass
 from typing import Annotated, Any
 
@@ -70,17 +70,24 @@ def command(
         "num_experts": experts,
         "top_k": top_k,
     }
-    name, problem = of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks)
-    machines = [word.strip() for word in compare.split(",")] if compare else [hardware]
+    words = [word.strip() for word in compare.split(",")] if compare else [hardware]
+    machines = [Hardware.named(word) for word in words]
     fixed = of.overrides_from(given)
-    head = _head(name, problem)
+
+    def problem_on(arch: str) -> tuple[str, Problem]:
+        return of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks, arch=arch)
+
     if study is not None:
         from megamoe.cli import study as of_study
 
         one_of(study, of.STUDIES, "study")
-        of_study.print_plans(out, head, problem, machines, fixed, as_json=as_json)
+        name, problem = problem_on("")
+        head = _head(name, [problem])
+        of_study.print_plans(out, head, problem, words, fixed, as_json=as_json)
         return
-    plans = [plan(problem, Hardware.named(machine), **fixed) for machine in machines]
+    names, problems = zip(*(problem_on(machine.arch) for machine in machines), strict=True)
+    head = _head(names[0], problems)
+    plans = [plan(one, hw, **fixed) for one, hw in zip(problems, machines, strict=True)]
     if as_json:
         dicts = {one.hardware.name: as_dict(one) for one in plans}
         print(json.dumps(dicts if compare else dicts[plans[0].hardware.name], indent=2))
@@ -94,12 +101,15 @@ def command(
             _print_cubins(plans[0], cubins)
 
 
-def _head(name: str, p: Problem) -> str:
+def _head(name: str, problems: Sequence[Problem]) -> str:
+    """A line on what is planned; `problems` differ in their recipes alone."""
+    p = problems[0]
+    recipes = " or ".join(dict.fromkeys(one.recipe for one in problems))
     ranks_text = f" on each of {p.num_ranks} ranks" if p.num_ranks > 1 else " on one rank"
     return (
         f"[bold]{escape(name)}[/]: {of.counted(p.num_tokens, 'token')}{ranks_text}, "
         f"top-{p.top_k} of {p.num_experts} experts, "
-        f"{p.hidden} x {p.intermediate}, {p.recipe}"
+        f"{p.hidden} x {p.intermediate}, {recipes}"
     )
 
 
@@ -280,6 +290,7 @@ def _side_by_side(plans: list[Plan]) -> Table:
         is_same = len(set(cells)) == 1
         table.add_row(name, *(escape(c) if is_same else f"[bold]{escape(c)}[/]" for c in cells))
 
+    add("recipe", [one.problem.recipe for one in plans])
     for name in names:
         add(name, [shown(one[name]) if name in one else "-" for one in values])
     add("launches", [", ".join(_named(one)) for one in plans])

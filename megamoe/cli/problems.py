@@ -8,14 +8,15 @@ import typer
 
 from megamoe.bench.workloads import MODELS, model_named
 from megamoe.errors import RangeError, require
-from megamoe.formats.spec import RECIPES
+from megamoe.formats.spec import RECIPES, recipe_on
 from megamoe.hardware import MACHINES
 from megamoe.planner.choice import Value
 from megamoe.planner.overrides import OVERRIDES
 from megamoe.problem import Problem
 
 DEFAULT_PRESET = "deepseek-v4-flash"
-RECIPE_HELP = f"{', '.join(RECIPES)}; default: the model's own, or w4a8_block."
+DEFAULT_RECIPE = "w4a8"  # of a shape without a preset, by machine as a preset's
+RECIPE_HELP = f"{', '.join(RECIPES)}; default: what the model is deployed in there."
 SET_HELP = f"name=value, as often as wanted: {', '.join(OVERRIDES)}."
 STUDIES = ("deep_gemm",)
 STUDY_HELP = (
@@ -23,7 +24,8 @@ STUDY_HELP = (
     "--set then takes that system's names."
 )
 
-Preset = Annotated[str | None, typer.Argument(help=f"Model: {', '.join(MODELS)}.")]
+PRESET_HELP = f"Model: {', '.join(MODELS)}; default: {DEFAULT_PRESET}, or the four sizes alone."
+Preset = Annotated[str | None, typer.Argument(help=PRESET_HELP)]
 Hidden = Annotated[int | None, typer.Option(help="Width of a token.")]
 Intermediate = Annotated[int | None, typer.Option(help="Width after the activation.")]
 Experts = Annotated[int | None, typer.Option(help="Experts over all ranks.")]
@@ -52,10 +54,12 @@ def problem_from(
     recipe: str | None,
     tokens: int,
     ranks: int,
+    arch: str,
 ) -> tuple[str, Problem]:
     """(name, problem): a preset, with given numbers in place of its own, or four numbers alone.
 
-    `shape` has hidden, intermediate, num_experts and top_k, each None if not given.
+    `shape` has hidden, intermediate, num_experts and top_k, each None if not given; where no recipe
+    is given, it is the default on `arch`.
     """
     missing = [name for name, value in shape.items() if value is None]
     if preset is None and len(missing) < len(shape):
@@ -71,7 +75,7 @@ def problem_from(
         model = model_named(preset or DEFAULT_PRESET)
         name = model.name
         own = {field: getattr(model, field) for field in shape}
-        recipe = recipe or model.recipe
+        recipe = recipe or model.recipe_on(arch)
     given = {field: value for field, value in shape.items() if value is not None}
     if own and any(own[field] != value for field, value in given.items()):
         name += ", changed"
@@ -83,7 +87,7 @@ def problem_from(
         whole["num_experts"],
         whole["top_k"],
         ranks,
-        recipe or "w4a8_block",
+        recipe or recipe_on(DEFAULT_RECIPE, arch),
     )
 
 

@@ -80,8 +80,11 @@ def command(
         "num_experts": experts,
         "top_k": top_k,
     }
-    name, problem = of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks)
     machine = Hardware.named(hardware)
+    name, problem = of.problem_from(
+        preset, shape, recipe=recipe, tokens=tokens, ranks=ranks,
+        arch="" if study else machine.arch,  # what another system takes is the checkpoint's own
+    )  # fmt: skip
     fixed = of.overrides_from(given)
     if mode != "auto":
         fixed["mode"] = mode

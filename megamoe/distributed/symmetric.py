@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from megamoe.distributed.rendezvous import Rendezvous, named
 from megamoe.errors import NotAvailable, require
 
+# Containers on several hosts may have one name, and torch's rendezvous would wait without bound.
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 # torch refuses ranks of one host whose GPUs have the same number: one GPU for several ranks, or
 # processes that see one GPU each, which is number 0 to all of them. This variable lets them pass.
 OVERLAPPING = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
@@ -55,9 +58,17 @@ def share(rendezvous: Rendezvous, num_bytes: int, device: torch.device) -> Share
 
 
 def _card(device: torch.device) -> list[Any]:
-    """Host, GPU, and the GPU's number in this process."""
+    """Host, GPU, the GPU's number in this process, and what tells hosts of one name apart."""
     properties = torch.cuda.get_device_properties(device)
-    return [socket.gethostname(), str(properties.uuid), device.index]
+    return [socket.gethostname(), str(properties.uuid), device.index, _boot_id()]
+
+
+def _boot_id() -> str:
+    """Of the running kernel, "" where it cannot be read. Containers of one host have the same."""
+    try:
+        return Path(BOOT_ID).read_text().strip()
+    except OSError:
+        return ""
 
 
 @contextmanager
@@ -93,7 +104,11 @@ def _offsets(handle: Any, own: Tensor, rank: int, num_ranks: int) -> list[int]:
 
 def check_reach(gpus: list[list[Any]]) -> None:
     """Require ranks on one host, whose GPUs reach each other."""
-    away = [rank for rank, gpu in enumerate(gpus) if gpu[0] != gpus[0][0]]
+    host, boot = gpus[0][0], next((gpu[-1] for gpu in gpus if gpu[-1]), "")
+    away = [
+        rank for rank, (name, *_, booted) in enumerate(gpus)
+        if name != host or (booted and booted != boot)
+    ]  # fmt: skip
     require(
         not away,
         "fused calls need all ranks on one host",

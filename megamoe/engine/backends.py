@@ -12,6 +12,7 @@ import torch
 
 from megamoe import __version__
 from megamoe.engine import certified
+from megamoe.errors import DeviceError, require
 from megamoe.planner.plan import OPT_IN, choose_backend
 from megamoe.tested import gpu_warning, triton_warning
 
@@ -69,6 +70,18 @@ BACKENDS = (
     Backend("reference", lambda device: "", "the exact oracle in PyTorch, CPU or CUDA"),
 )
 NAMES = ("auto", *(backend.name for backend in BACKENDS))
+
+
+def arch_of(device: torch.device) -> str:
+    """What kernels for a device compile for, "sm_90", "sm_100", or "cpu"."""
+    if device.type != "cuda":
+        return "cpu"
+    require(
+        torch.cuda.is_available(), "device must be one that this torch has", got=device,
+        fix='use device="cpu"', kind=DeviceError,
+    )  # fmt: skip
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}"
 
 
 def reasons_on(device: torch.device) -> dict[str, str]:

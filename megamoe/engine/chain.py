@@ -72,11 +72,13 @@ class Member(NamedTuple):
 class Links(NamedTuple):
     """Links that are no faster than these, for ranks that share a GPU.
 
-    is_alone  without the GEMMs: what links take alone, with rows that nobody computed
+    is_alone   without the GEMMs: what links take alone, with rows that nobody computed
+    latency_s  from asking a peer for rows until they are there, at least
     """
 
     bytes_per_s: float
     is_alone: bool = False
+    latency_s: float = 0.0
 
     def ns_of(self, num_bytes: int) -> int:
         """Nanoseconds that they take for so many bytes."""
@@ -389,14 +391,15 @@ def _pull(here: _Ranked, step: Launch, window: _Window, *, pdl: bool) -> None:
     pool, _, pulled, _ = window
     words, tokens, links = here.words, here.me.buffer.tokens, here.links
     scale = pool.scale if pool.scale.element_size() == 4 else pool.scale.view(torch.float32)
-    ns_per_row = 0
+    ns_per_row, latency_ns = 0, 0
     if links is not None:  # every CTA is one of the link's lanes
         ns_per_row = links.ns_of(4 * words.pitch * step.num_ctas)
+        latency_ns = round(1e9 * links.latency_s)
     pull.pull_kernel[step.grid](
         tokens=tokens, data=pool.data.view(torch.int32), scale=scale, factor=pool.factor,
         origin=pulled.origin, tiles=pool.tiles, num_tiles=pool.num_tiles, arrived=pulled.arrived,
         rank=here.me.rank, pool_rows=pool.data.shape[0], pitch=words.pitch, data_words=words.data,
         scale_words=words.scales, own_units=tokens.numel() // pull.ORIGIN_UNIT,
-        ns_per_row=ns_per_row, HAS_FACTOR=words.factor > 0, PACE=links is not None,
-        **step.config.constants(), **overlap(pdl),
+        ns_per_row=ns_per_row, latency_ns=latency_ns, HAS_FACTOR=words.factor > 0,
+        PACE=links is not None, **step.config.constants(), **overlap(pdl),
     )  # fmt: skip

@@ -88,14 +88,29 @@ class ChainGroup:
         return bucket_of(bound, self.num_tokens)
 
     @property
+    def why_eager(self) -> str:
+        """Why no graph of the layer holds a call; "" where one does."""
+        return "" if self.mode == "chain" else "on streams of the GPU's parts"
+
+    @property
     def has_graphs(self) -> bool:
-        """Whether a call can be replayed; streams on parts of the GPU are not captured."""
-        return self.mode == "chain"
+        """Whether a call can be replayed."""
+        return not self.why_eager
 
     @property
     def num_bytes(self) -> int:
         """Symmetric memory of this rank."""
         return self._shared.own.numel()
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the group."""
+        return self._me.num_ranks
+
+    @property
+    def begun_calls(self) -> tuple[Tensor, Tensor]:
+        """(by rank, the last call that it began; words of this rank's own), as peers write them."""
+        return self._me.buffer.begun, self._me.buffer.state
 
     def __deepcopy__(self, memo: Any) -> ChainGroup:
         return self  # a copied layer has the same peers

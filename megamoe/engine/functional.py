@@ -142,6 +142,12 @@ BIASED = (
 )
 
 
+INTERLEAVED = (
+    "experts whose gate and up were interleaved, and activation='swiglu': of the known models only "
+    "gpt-oss has such, and its activation is 'gpt_oss'; with 'swiglu' its results are wrong"
+)
+
+
 def choose(
     backend: str,
     mode: str,
@@ -156,6 +162,8 @@ def choose(
     """
     if weights.b13 is not None and activation == "swiglu":
         log_once(BIASED)
+    elif weights.gate_up == "interleaved" and activation == "swiglu":
+        log_once(INTERLEAVED)
     device = weights.device if device is None else device
     reasons = backends.reasons_on(device)
     not_certified = _not_opt_in(reasons, device, weights, shared, activation)

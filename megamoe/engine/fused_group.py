@@ -94,9 +94,14 @@ class FusedGroup:
         return bucket_of(bound, self.num_tokens) if self.has_graphs else self.num_tokens
 
     @property
+    def why_eager(self) -> str:
+        """Why no graph of the layer holds a call; "" where one does."""
+        return "" if self.num_passes == 1 else f"in {self.num_passes} launches a call"
+
+    @property
     def has_graphs(self) -> bool:
         """Whether a call can be replayed: it is one launch."""
-        return self.num_passes == 1
+        return not self.why_eager
 
     @property
     def num_bytes(self) -> int:

@@ -11,14 +11,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megamoe.distributed.group import check_alike
+from megamoe.distributed.rendezvous import RESTART
 from megamoe.engine import chain_group, fused_group
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.group_memory import memory_for
 from megamoe.engine.planning import log_once
-from megamoe.engine.status import DeviceStatus
-from megamoe.errors import CapacityError, DTypeError, MegaMoEError, MegaMoETimeout, require
+from megamoe.engine.status import CHAIN, DeviceStatus
+from megamoe.errors import (
+    CapacityError,
+    DTypeError,
+    MegaMoEError,
+    MegaMoETimeout,
+    RankError,
+    require,
+)
 from megamoe.planner.buckets import UpTo
+from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
@@ -39,8 +48,10 @@ class Picked(NamedTuple):
 class GroupCalls:
     """The modes of a layer over a group that have no host between ranks, each where it is there.
 
-    most   tokens of a rank that calls may have
-    sizes  what `auto` came to, by the bound of a call; one mode that was asked for takes all
+    most       tokens of a rank that calls may have
+    sizes      what `auto` came to, by the bound of a call; one mode that was asked for takes all
+    quantized  what it came to for quantised tokens, at any bound; None: as for others
+    has_graphs  whether the layer was asked to replay its calls
     """
 
     def __init__(
@@ -49,11 +60,18 @@ class GroupCalls:
         chain: ChainGroup | None,
         most: int,
         sizes: tuple[UpTo, ...],
+        quantized: UpTo | None = None,
         *,
-        is_asked_for: bool,
+        has_graphs: bool = False,
     ) -> None:
         self.fused, self.chain, self.most, self.sizes = fused, chain, most, sizes
-        self._is_asked_for = is_asked_for
+        self.quantized = quantized
+        modes = self._all if has_graphs else []
+        self.why_eager = "; ".join(
+            f"mode {one.mode} runs eagerly, {one.why_eager}" for one in modes if one.why_eager
+        )
+        if fused is not None and chain is not None and self.status.explain is None:
+            self.status.explain = _OtherMode(fused, chain)
 
     def __deepcopy__(self, memo: Any) -> GroupCalls:
         return self  # a copied layer has the same peers
@@ -66,15 +84,18 @@ class GroupCalls:
 
     @property
     def why(self) -> str:
-        """The modes by size, with their reasons."""
-        if len(self.sizes) == 1:
-            (one,) = self.sizes
-            return CAN.get(one.mode, one.why)
+        """The modes by size, with their reasons; that of quantised tokens where it differs; which
+        calls no graph holds where the layer was asked for graphs.
+        """
         parts = []
         for one in self.sizes:
             upto = f"up to {one.tokens} tokens of a rank" if one.tokens < self.most else "above"
-            parts.append(f"{one.mode} {upto}: {CAN.get(one.mode, one.why)}")
-        return "; ".join(parts)
+            size = "" if len(self.sizes) == 1 else f"{one.mode} {upto}: "
+            parts.append(f"{size}{CAN.get(one.mode, one.why)}")
+        ready = self.quantized
+        if ready is not None and {one.mode for one in self.sizes} != {ready.mode}:
+            parts.append(f"{ready.mode} for quantised tokens: {CAN.get(ready.mode, ready.why)}")
+        return "; ".join([*parts, *filter(None, [self.why_eager])])
 
     @property
     def num_bytes(self) -> int:
@@ -101,7 +122,7 @@ class GroupCalls:
         """Who makes a call with this bound, which all ranks pass."""
         bound = self.checked(max_tokens)
         is_fused = self.fused is not None and bound <= self.fused.num_tokens
-        if is_quantized and not self._is_asked_for:
+        if is_quantized and self.quantized is not None:
             is_fused = False  # no fused launch takes them
         found = self.fused if is_fused else self.chain
         if found is None:
@@ -112,6 +133,45 @@ class GroupCalls:
         """Every mode and size of calls with these bounds, and of the layer's own."""
         counts = sorted({*(min(num, self.most) for num in token_counts), self.most})
         return list(dict.fromkeys(self.pick(num) for num in counts))
+
+
+class _OtherMode:
+    """After a timeout: which rank began a call of the other mode, as words in own memory prove.
+
+    A rank that has begun more chains than this one, and not the fused call in which this rank waits
+    for it, makes a chain at that place in the order; and the other way round.
+    """
+
+    def __init__(self, fused: FusedGroup, chain: ChainGroup) -> None:
+        self._signals = fused.buffer.signals
+        self._begun, self._state = chain.begun_calls
+        self._num_ranks = chain.num_ranks
+        self._known: RankError | None = None
+
+    def __call__(self, report: list[int]) -> MegaMoEError | None:
+        """The error of a report, if that is it. Reads the GPU's memory."""
+        from megamoe.kernels.gluon.exchange import CALL
+        from megamoe.kernels.gluon.mega import sync
+
+        if self._known is not None:
+            return self._known
+        _, rank, _, what, _, call, *_ = report
+        num = self._num_ranks
+        signals, begun = self._signals.tolist(), self._begun.tolist()
+        of_fused = signals[sync.BEGUN.value :][:num], signals[sync.CALL.value]
+        of_chain = begun[:num], int(self._state[CALL.value])
+        is_chain = what >= CHAIN
+        (mine, _), (others, last) = (of_chain, of_fused) if is_chain else (of_fused, of_chain)
+        modes = ("a chain", "a fused launch") if is_chain else ("a fused launch", "a chain")
+        for other in range(num):
+            if mine[other] < call and last < others[other] < sync.GAVE_UP.value:
+                self._known = RankError(
+                    "all ranks must make a call in the same mode: pass the same max_tokens, and "
+                    f"quantised tokens on all ranks or on none; got {modes[0]} on rank {rank}, "
+                    f"{modes[1]} on rank {other}; {RESTART}"
+                )
+                break
+        return self._known
 
 
 def check_bound(max_tokens: int, most: int | None) -> None:
@@ -135,6 +195,21 @@ def check_bound(max_tokens: int, most: int | None) -> None:
 def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
     """(calls over the group without a host between ranks, "") or (None, why they are staged).
 
+    Logs once which calls no graph holds, where the layer was asked for graphs.
+    """
+    found, why = _join(layer, world)
+    eager = "" if found is None else found.why_eager
+    if found is None and layer._wants_graphs:
+        eager = "staged calls run eagerly, since the host takes part in them"
+        why = f"{why}; {eager}"
+    if eager:
+        log_once(f"cuda_graphs=True over a group: {eager}")
+    return found, why
+
+
+def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
+    """`join`, without a word of graphs.
+
     All ranks come to the same: `auto` takes what the plans of every rank say, and is staged where
     ranks do not reach each other's memory.
     """
@@ -145,29 +220,35 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
         return None, "asked for"
     if mode in MODES:
         assert most is not None  # or the plan was refused
-        return _share(layer, world, most, (UpTo(most, mode, "asked for"),), is_asked_for=True), ""
+        return _share(layer, world, most, (UpTo(most, mode, "asked for"),), None), ""
 
     def look() -> list[Any]:
         try:
-            sizes = layer._modes()
-            plans = [layer._plan_in(one.mode, one.tokens) for one in sizes if one.mode in MODES]
+            sizes, quantized = layer._modes()
+            plans = _plans(layer, sizes, quantized)
+            if not any(one.mode in MODES for one in sizes):
+                plans = {}
             how = {"fused": fused_group.describe, "chain": chain_group.describe}
-            return [[list(one) for one in sizes], [how[plan.mode](plan) for plan in plans]]
+            modes = [None if one is None else list(one) for one in (*sizes, quantized)]
+            return [modes, [how[mode](plan) for mode, plan in plans.items()]]
         except MegaMoEError as error:
-            return [[[0, "staged", str(error)]], []]
+            return [[[0, "staged", str(error)], None], []]
 
     cards = world.rendezvous.gather("choose the modes", look)
     whys = [
-        f"rank {rank}: {sizes[-1][2]}" for rank, (sizes, plans) in enumerate(cards) if not plans
+        f"rank {rank}: {modes[-2][2]}" for rank, (modes, plans) in enumerate(cards) if not plans
     ]
     try:
         if not whys:
-            check_alike([{"modes": [one[:2] for one in sizes]} for sizes, _ in cards])
+            check_alike([{"modes": [one and one[:2] for one in modes]} for modes, _ in cards])
             for plans in zip(*(plans for _, plans in cards), strict=True):
                 check_alike(list(plans))
-            sizes = tuple(UpTo(*one) for one in cards[world.rendezvous.rank][0])
+            *sizes, ready = cards[world.rendezvous.rank][0]
             assert most is not None
-            return _share(layer, world, most, sizes, is_asked_for=False), ""
+            quantized = None if ready is None else UpTo(*ready)
+            if quantized is not None and quantized.mode not in MODES:
+                log_once(f"calls with quantised tokens over the group are staged: {quantized.why}")
+            return _share(layer, world, most, tuple(UpTo(*one) for one in sizes), quantized), ""
     except MegaMoETimeout:
         raise
     except MegaMoEError as error:  # every rank has the same one
@@ -176,19 +257,29 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
     return None, whys[0]
 
 
+def _plans(layer: MoE, sizes: Sequence[UpTo], quantized: UpTo | None) -> dict[str, Plan]:
+    """The plan of the largest call of every mode without a host between ranks."""
+    found = [*sizes, *(() if quantized is None else (quantized,))]
+    return {one.mode: layer._plan_in(one.mode, one.tokens) for one in found if one.mode in MODES}
+
+
 def _share(
-    layer: MoE, world: GroupWorld, most: int, sizes: tuple[UpTo, ...], *, is_asked_for: bool
+    layer: MoE,
+    world: GroupWorld,
+    most: int,
+    sizes: tuple[UpTo, ...],
+    quantized: UpTo | None,
 ) -> GroupCalls:
     """The memory of every mode that there is, which layers that are alike share."""
-    made: dict[str, Any] = {"fused": None, "chain": None}
-    plans = {one.mode: layer._plan_in(one.mode, one.tokens) for one in sizes if one.mode in MODES}
+    plans, fused, chained = _plans(layer, sizes, quantized), None, None
     regions = {"fused": fused_group.regions}
     where = {mode: regions.get(mode, chain_group.regions)(plan) for mode, plan in plans.items()}
     memory = memory_for(world.rendezvous, where, layer.top_k, layer._status)
     layer._status = memory.status
-    for one in sizes:
-        if one.mode == "fused":
-            made["fused"] = FusedGroup(layer, world.rendezvous, one.tokens, memory)
-        elif one.mode in MODES:
-            made["chain"] = ChainGroup(layer, world.rendezvous, world.placement, memory)
-    return GroupCalls(made["fused"], made["chain"], most, sizes, is_asked_for=is_asked_for)
+    for mode in plans:
+        if mode == "fused":
+            edge = next(one.tokens for one in sizes if one.mode == "fused")
+            fused = FusedGroup(layer, world.rendezvous, edge, memory)
+        else:
+            chained = ChainGroup(layer, world.rendezvous, world.placement, memory)
+    return GroupCalls(fused, chained, most, sizes, quantized, has_graphs=layer._wants_graphs)

@@ -41,7 +41,7 @@ from megamoe.engine.refresh import Refresh
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
-from megamoe.planner.buckets import UpTo, group_modes
+from megamoe.planner.buckets import UpTo, group_modes, quantized_mode
 from megamoe.planner.choice import Value
 from megamoe.planner.overrides import CHOICES, Overrides, checked
 from megamoe.planner.plan import Plan
@@ -179,7 +179,8 @@ class MoE(nn.Module):
     ) -> MoE:
         """A layer without weights, for `load_state_dict`.
 
-        recipe, num_experts, top_k, hidden, intermediate   the sizes of the layer
+        num_experts  of the layer, all of them here
+        top_k        experts of a token: the columns of topk_idx
         device   where its tensors lie; "meta": nowhere yet, until `to_empty(device=...)`
         options  the other arguments of the class
         """
@@ -243,8 +244,9 @@ class MoE(nn.Module):
     def plan(
         self, num_tokens: int, *, max_tokens: int | None = None, is_quantized: bool = False
     ) -> Plan:
-        """What a call with `num_tokens` tokens on this rank launches, and why. Print it.
+        """What a call launches, and why. Print it.
 
+        num_tokens    of the call, on this rank; 0 is legal
         is_quantized  whether tokens come as `mm.Quantized`
         max_tokens    over a group: the bound that the call is made with (None: that of the layer);
                       mode and tile follow from it
@@ -284,12 +286,15 @@ class MoE(nn.Module):
             overrides=self._overrides(mode), ranks=ranks, is_quantized=is_quantized,
         )  # fmt: skip
 
-    def _modes(self) -> tuple[UpTo, ...]:
-        """Over a group: what `auto` takes, by the bound of a call."""
-        if self._backend != "hopper":
-            plan = self._plan_in("auto")
-            return (UpTo(self.max_tokens_per_rank or 0, plan.mode, plan.why),)
-        return group_modes(self._plan_in("staged").call, dict(self._overrides("auto")))
+    def _modes(self) -> tuple[tuple[UpTo, ...], UpTo | None]:
+        """Over a group: what `auto` takes by the bound of a call, and for quantised tokens."""
+        if self._backend == "hopper":
+            call, given = self._plan_in("staged").call, dict(self._overrides("auto"))
+            return group_modes(call, given), quantized_mode(call, given)
+        most = self.max_tokens_per_rank or 0
+        plans = (self._plan_in("auto", is_quantized=ready) for ready in (False, True))
+        one, ready = (UpTo(most, plan.mode, plan.why) for plan in plans)
+        return (one,), ready
 
     def _share_sms(self, num_sms: int, ranks_here: int) -> int:
         """Share a GPU's SMs with the ranks that use it too; -> those that are left to others."""

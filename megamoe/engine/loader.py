@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import checkpoint, model_config, stored
+from megamoe.engine.backends import arch_of
 from megamoe.engine.shards import Shards, read_json
 from megamoe.engine.stored import KINDS, Stored
 from megamoe.errors import FileError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.quantized import Quantized, empty
-from megamoe.formats.spec import recipe_named
+from megamoe.formats.spec import recipe_named, recipe_on
 from megamoe.problem import check_width
 
 if TYPE_CHECKING:
@@ -104,11 +105,14 @@ class Checkpoint:
         """The layers that have experts; those that predict further tokens alone are left out."""
         return sorted(n for n, prefixes in self._names.items() if _of_body(prefixes))
 
-    def picked(self, layer: int, recipe: str | None = None, prefix: str | None = None) -> Picked:
+    def picked(
+        self, layer: int, recipe: str | None = None, prefix: str | None = None, *,
+        device: torch.device | str = "cpu",
+    ) -> Picked:  # fmt: skip
         """How a layer's experts are stored, and what they need to run.
 
         layer   its number in the names of the tensors
-        recipe  that they are to have; None is picked from how they are stored
+        recipe  that they are to have; None is picked from how they are stored, and the device
         prefix  of the names of its experts ("mtp.layers.0.mlp.experts."); None is the model's own
         """
         prefix = self._prefix(layer, prefix)
@@ -129,7 +133,7 @@ class Checkpoint:
             kind=ShapeError,
         )
         model_config.check_widths(self.config, prefix, hidden, intermediate)
-        recipe = recipe or self._recipe(gate.kind)
+        recipe = recipe or recipe_on(self._recipe(gate.kind), arch_of(torch.device(device)))
         recipe_named(recipe)
         return Picked(
             layer, prefix, num_experts, self._first_of(TOP_KS), hidden, intermediate, gate.kind,
@@ -151,7 +155,7 @@ class Checkpoint:
         """The experts of one rank, read one by one.
 
         layer     its number in the names of the tensors
-        recipe    None is the one that is picked
+        recipe    None is the one that is picked, for the device
         prefix    as for `picked`
         progress  True: a bar on standard error, after a line that says what was picked; or a
                   function, called with the number of experts read
@@ -161,7 +165,7 @@ class Checkpoint:
         """
         from megamoe.engine.weights import ExpertWeights
 
-        picked = self.picked(layer, recipe, prefix)
+        picked = self.picked(layer, recipe, prefix, device=device)
         require(
             num_ranks >= 1 and picked.num_experts % num_ranks == 0 and 0 <= rank < num_ranks,
             f"{picked.num_experts} experts must divide evenly over ranks",
@@ -183,7 +187,7 @@ class Checkpoint:
         if recipe_named(picked.recipe).acts.has_global:
             x_global = self._x_global(picked.prefix, names, picked.num_experts)
             extras |= {"x_global": x_global.to(where), "acts_global": out.acts_global}
-        return ExpertWeights(picked.recipe, **{**out.matrices(), **extras})
+        return ExpertWeights(picked.recipe, **{**out.matrices(), **extras}, gate_up=picked.gate_up)
 
     # -- config ----------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine import backends, device_guard, symm_buffer
+from megamoe.engine.captured_memory import CapturedMemory
 from megamoe.engine.chain import Links
 from megamoe.engine.functional import check_tokens
 from megamoe.engine.launch_options import MAX_S, LaunchOptions
@@ -20,7 +21,7 @@ from megamoe.engine.local_chain import LocalChain
 from megamoe.engine.planning import Ranks, hardware_of, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import DTypeError, ShapeError, one_of, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one_of, require
 from megamoe.planner.choice import Value
 from megamoe.planner.fused import check_grid
 from megamoe.planner.overrides import TILE, checked
@@ -28,18 +29,24 @@ from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import MAX_RANKS
 from megamoe.problem import Options
 
+MAX_LATENCY_US = 1000.0  # of a link that ranks on one GPU pretend
+
 
 class LocalRanks:
     """Several ranks of a layer on one GPU: expert parallelism, tried without several GPUs.
 
     Calls take and return a list, one tensor a rank. Bit for bit the result of one rank over all
-    tokens. `stats`, int64 [E], counts the tokens that each expert received.
+    tokens. `stats`, int64 [E], counts the tokens that each expert received. Calls can be captured
+    once one as large, with that top_k, was made; larger calls leave such graphs their memory, until
+    `reset`.
 
     weights    the experts of all ranks, in order
     num_ranks  1 to 8, each with its share of the SMs and of the experts
     options    what the layer computes; None: `mm.Options()`
     mode       "fused", or "chain" for calls of any size
-    links_gbs  chain: GB/s at which a rank pulls tokens of others, at most; None: as fast as it can
+    links_gbs  chain: GB/s at which a rank pulls others' tokens, and at which its rows for others go
+               home, at most; None: as fast as it can
+    latency_us  chain: from asking others for tokens until they are there, at least
     backend    "hopper" or "blackwell"
     timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
     """
@@ -56,12 +63,13 @@ class LocalRanks:
         mode: str = "fused",
         pool_rows: int | None = None,
         links_gbs: float | None = None,
+        latency_us: float = 0.0,
         overrides: Mapping[str, Value] | None = None,
         backend: str = "hopper",
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
         self._launch = LaunchOptions(timeout_s, debug_poison)
-        one_of(mode, ("fused", "chain"), "mode")
+        _check_how(mode, links_gbs, latency_us)
         routes: dict[str, Value | None] = {
             "mode": mode,
             "reserve_sms": reserve_sms,
@@ -92,9 +100,13 @@ class LocalRanks:
         self._top_k = 1
         self._buffers: list[symm_buffer.SymmBuffer] = []
         self._peers = torch.empty(0)
+        self._captured = CapturedMemory(device)
         self._chain: LocalChain | None = None
         if mode == "chain":
-            links = None if links_gbs is None else Links(links_gbs * 1e9)
+            links = None
+            if links_gbs is not None or latency_us:
+                speed = float("inf") if links_gbs is None else links_gbs * 1e9
+                links = Links(speed, latency_s=latency_us / 1e6)
             self._chain = LocalChain(
                 weights, num_ranks, self.options, self._launch, self._given, links, backend
             )
@@ -118,6 +130,7 @@ class LocalRanks:
         step = self.plan(max_tokens, self._top_k).mega
         assert step is not None
         self._make_buffers(max_tokens)
+        self._captured.note()
         num = self.num_ranks
         with torch.no_grad(), device_guard.on(self.weights.device):
             self._status.order_after_last()  # before the buffers are written to
@@ -133,7 +146,10 @@ class LocalRanks:
         return [part[:count] for part, count in zip(y.chunk(self.num_ranks), counts, strict=True)]
 
     def plan(self, num_tokens: int, top_k: int) -> Plan:
-        """What a call with so many tokens on the fullest rank launches."""
+        """What a call launches.
+
+        num_tokens  on the fullest rank
+        """
         if self._chain is not None:
             return self._chain.plan(num_tokens, top_k)
         return plan_for(
@@ -149,9 +165,10 @@ class LocalRanks:
         self._status.check(self._top_k)
 
     def reset(self) -> None:
-        """Wait for the GPU and make the ranks usable after a timeout."""
+        """Wait for the GPU and make the ranks usable after a timeout; capture graphs anew."""
         self._status.reset()
         self._buffers = []
+        self._captured.clear()
         if self._chain is not None:
             self._chain.reset()
 
@@ -162,6 +179,7 @@ class LocalRanks:
             had, top_k = self._buffers[0].topk_idx.shape
             if had >= num_tokens and top_k == self._top_k:
                 return
+        self._captured.replace((self._buffers, self._peers))
         where = self.plan(num_tokens, self._top_k).exchange
         with torch.inference_mode(False):
             memory = [
@@ -200,3 +218,29 @@ class LocalRanks:
             kind=ShapeError,
         )
         return [len(t) for t in x]
+
+
+def _check_how(mode: str, links_gbs: float | None, latency_us: float) -> None:
+    """Refuse modes and links that ranks of one GPU do not have."""
+    require(
+        mode not in ("staged", "split"),
+        "ranks on one GPU are one fused launch or a chain",
+        got=f"mode {mode!r}",
+        fix="staged ranks are processes: MoE(group=...), over gloo or a GPU each; mode split parts "
+        "the SMs of a whole GPU: MoE(mode='split')",
+        kind=NotAvailable,
+    )
+    one_of(mode, ("fused", "chain"), "mode")
+    require(
+        mode == "chain" or (links_gbs is None and not latency_us),
+        "links are paced between ranks of a chain",
+        got=f"links_gbs={links_gbs}, latency_us={latency_us} with mode='fused'",
+        fix="leave them out, or use mode='chain'",
+        kind=NotAvailable,
+    )
+    require(
+        (links_gbs is None or links_gbs > 0) and 0 <= latency_us <= MAX_LATENCY_US,
+        f"links must have a bandwidth, and a latency of 0 to {MAX_LATENCY_US:.0f} us",
+        got=f"links_gbs={links_gbs}, latency_us={latency_us}",
+        kind=RangeError,
+    )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megamoe.engine import chain
 from megamoe.engine.call import Call
+from megamoe.engine.captured_memory import CapturedMemory
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus, is_capturing
@@ -47,6 +48,7 @@ class LocalChain:
         self._weights = [weights[r * each : (r + 1) * each] for r in range(num_ranks)]
         self._status = [DeviceStatus(device) for _ in range(num_ranks)]
         self._members: list[chain.Member] = []
+        self._captured = CapturedMemory(device)
         self._most = (0, 0)  # tokens of a rank and top_k that there is memory for
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
@@ -64,6 +66,7 @@ class LocalChain:
             found.raise_if_seen()
         top_k = topk_idx[0].shape[1]
         self._make(max(len(t) for t in x), top_k)
+        self._captured.note()
         parts = stats.chunk(self.num_ranks)
 
         def launches(rank: int) -> Iterator[Tensor | None]:
@@ -100,6 +103,7 @@ class LocalChain:
         """Wait for the GPU and make the ranks usable after a timeout."""
         for found in self._status:
             found.reset()
+        self._captured.clear()
         self._members, self._most = [], (0, 0)
 
     def _side_by_side(self, launches: Callable[[int], Iterator[Tensor | None]]) -> list[Tensor]:
@@ -134,6 +138,7 @@ class LocalChain:
         had, had_k = self._most
         if self._members and had >= num_tokens and had_k == top_k:
             return
+        self._captured.replace(self._members)
         self._most = max(num_tokens, had, 1), top_k
         device = self._all.device
         where = planned.memory(self.plan(self._most[0], top_k).call, self._backend)

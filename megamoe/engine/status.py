@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from array import array
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -49,7 +50,10 @@ class DeviceStatus:
     """The words of one layer on one device; of its `ranks` where one launch runs several.
 
     resets_itself  whether the call that raises a timeout also resets, where there is no layer
+    explain        over a group: what a report comes from, where more than its own words say it
     """
+
+    explain: Callable[[list[int]], MegaMoEError | None] | None = None
 
     def __init__(
         self, device: torch.device, *, ranks: int = 1, resets_itself: bool = False
@@ -131,7 +135,10 @@ class DeviceStatus:
         if seen[REPORT]:
             if self._resets_itself:
                 self.reset()
-            raise _given_up(seen[REPORT:], self.remedy)
+            known = None
+            if self.explain is not None and not is_capturing(self.storage.device):
+                known = self.explain(seen[REPORT:])
+            raise known or _given_up(seen[REPORT:], self.remedy)
         first, rank = min((word, rank) for rank, word in enumerate(seen[: self._ranks]))
         if first == NONE:
             return

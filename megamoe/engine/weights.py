@@ -30,6 +30,8 @@ class ExpertWeights:
     b13, b2      float32 [E, 2, intermediate] and [E, hidden], or None
     x_global     NVFP4: float32 scalar, the global scale that tokens are quantised with
     acts_global  NVFP4: float32 [E], the one of the activation's output
+    gate_up      order of rows that the checkpoint had, "split" or "interleaved": here they are
+                 apart, but a layer of "interleaved" ones warns of the activation "swiglu"
 
     What a Hopper GPU first calls with FP4 experts packs them, and the canonical bytes go: from then
     on `w13` and `w2` unpack what is asked of them, exactly (docs/hopper.md, one copy).
@@ -42,9 +44,11 @@ class ExpertWeights:
     b2: Tensor | None = None
     x_global: Tensor | None = None
     acts_global: Tensor | None = None
+    gate_up: str = "split"
 
     def __post_init__(self) -> None:
         fmt = recipe_named(self.recipe).weights
+        one_of(self.gate_up, checkpoint.GATE_UP, "gate_up")
         for name in ("w13", "w2"):
             part = getattr(self, name)
             require(
@@ -143,7 +147,11 @@ class ExpertWeights:
         gate_up: str = "split",
         progress: Callable[[int], None] | None = None,
     ) -> ExpertWeights:
-        """Quantise experts as they come, ([2I, H], [H, I]) each; the BF16 layer need not exist."""
+        """Quantise experts as they come; the BF16 layer need not exist.
+
+        experts      a pair of both linears' weights for each, [2I, H] and [H, I]
+        num_experts  how many pairs there are
+        """
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         fmt = recipe_named(recipe).weights
         weights: ExpertWeights | None = None
@@ -177,7 +185,7 @@ class ExpertWeights:
             kind=ShapeError,
         )
         assert weights is not None
-        return weights
+        return replace(weights, gate_up=gate_up)
 
     @classmethod
     def from_quantized(
@@ -212,9 +220,10 @@ class ExpertWeights:
         NVFP4        uint8 [E, 2I, H/2], float8_e4m3fn [E, 2I, H/16], w13_global [E] or [E, 2],
                      w2_global [E]; value = element * scale * global (modelopt's weight_scale_2)
 
-        scales  "divide": FP32 scales are stored as reciprocals, NVFP4's global ones (compressed-
-                tensors' weight_global_scale) or FP8's; "multiply": they are not, however large;
-                None: they are not, and those that would make weights above 2688 are refused
+        scales  "divide": FP32 scales are stored as reciprocals, NVFP4's global ones
+                (weight_global_scale of compressed-tensors) or FP8's; "multiply": they are not,
+                however large; None: they are not, and those that would make weights above
+                2688 are refused
         """
         fmt = recipe_named(recipe).weights
         w13 = checkpoint.read_matrix(
@@ -224,7 +233,7 @@ class ExpertWeights:
         extras = checkpoint.extras(
             recipe, len(w13), b13, b2, gate_up, x_global, acts_global, w13.device, scales
         )
-        return cls(recipe, w13, w2, **extras)
+        return cls(recipe, w13, w2, **extras, gate_up=gate_up)
 
     @classmethod
     def from_checkpoint(
@@ -320,7 +329,7 @@ class ExpertWeights:
         return replace(self, **parts)
 
     def for_rank(self, rank: int, num_ranks: int) -> ExpertWeights:
-        """The experts of one rank: the rank-th of num_ranks equal runs (A010), as views."""
+        """The experts of one rank: the rank-th of num_ranks equal runs, as views."""
         require(
             num_ranks >= 1 and self.num_experts % num_ranks == 0,
             "num_experts must be a multiple of num_ranks",
@@ -338,7 +347,10 @@ class ExpertWeights:
         return self[rank * per_rank : (rank + 1) * per_rank]
 
     def take(self, experts: Sequence[int]) -> ExpertWeights:
-        """Some experts in any order, copied: those of one rank under a placement."""
+        """Some experts in any order, copied: those of one rank under a placement.
+
+        experts  their numbers, in the order wanted
+        """
         return self.cat([self[e : e + 1] for e in experts])
 
     @classmethod
@@ -363,7 +375,8 @@ class ExpertWeights:
             name: first if first.ndim == 0 else torch.cat([p.state_dict()[name] for p in parts])
             for name, first in parts[0].state_dict().items()
         }
-        return cls.from_state_dict(tensors, parts[0].recipe)
+        whole = cls.from_state_dict(tensors, parts[0].recipe)
+        return replace(whole, gate_up=parts[0].gate_up)
 
     # -- keeping -------------------------------------------------------------------------------
 
@@ -403,7 +416,7 @@ class ExpertWeights:
                 parts.setdefault(head, {})[tail] = t
             else:
                 parts[head] = t
-        known = {field.name for field in fields(cls)} - {"recipe"}
+        known = {field.name for field in fields(cls)} - {"recipe", "gate_up"}
         require(
             {"w13", "w2"} <= set(parts) <= known
             and all("data" in parts[name] for name in ("w13", "w2")),
@@ -430,7 +443,10 @@ class ExpertWeights:
         intermediate: int,
         device: torch.device | str = "cpu",
     ) -> ExpertWeights:
-        """Experts of these sizes, all zero, to be loaded into; on a device, "meta" too."""
+        """Experts of these sizes, all zero, to be loaded into; on a device, "meta" too.
+
+        num_experts  that these weights hold: over ranks, one rank's
+        """
         weights = _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
         for t in (weights.w13.data, weights.w13.scale, weights.w2.data, weights.w2.scale):
             if t is not None:
@@ -456,8 +472,9 @@ class ExpertWeights:
 
     def _each(self, change: Callable[[Any], Any]) -> ExpertWeights:
         """With every matrix and every other tensor changed."""
-        tensors = {field.name: getattr(self, field.name) for field in fields(self)[1:]}
-        return replace(self, **{k: change(v) for k, v in tensors.items() if v is not None})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        held = {k: v for k, v in values.items() if isinstance(v, Quantized | Tensor)}
+        return replace(self, **{k: change(v) for k, v in held.items()})
 
 
 def _empty(
@@ -470,9 +487,10 @@ def _empty(
     check_width("intermediate", intermediate)
     cpu = torch.device("cpu")  # where values can be checked, whatever the device
     extras = checkpoint.extras(recipe, num_experts, None, None, "split", 1.0, 1.0, cpu)
+    on_device: dict[str, Any] = {name: t.to(device) for name, t in extras.items()}
     return ExpertWeights(
         recipe,
         empty((num_experts, 2, intermediate, hidden), fmt, device),
         empty((num_experts, hidden, intermediate), fmt, device),
-        **{name: t.to(device) for name, t in extras.items()},
+        **on_device,
     )

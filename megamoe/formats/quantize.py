@@ -34,7 +34,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def quantize(x: Tensor, format: str, *, global_scale: Tensor | float | None = None) -> Quantized:
-    """Round `x` to a format, by the rule at the head of this file.
+    """Round `x` to a format, by the rules of docs/numerics.md.
 
     x             [..., k] float32, bfloat16 or float16; k a multiple of 32 (NVFP4: 16)
     format        "bf16", "mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_128x128" or "fp8_combine"

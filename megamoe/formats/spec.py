@@ -106,6 +106,10 @@ RECIPES: dict[str, Recipe] = {r.name: r for r in (
 )}
 # fmt: on
 
+# (recipe, machine): another recipe that has the same weights, bit for bit, and tokens that the
+# machine multiplies faster. Hopper has no MMA with MXFP8's scales, so w4a8 is BF16 math there.
+FASTER = {("w4a8", "sm_90"): "w4a8_block"}
+
 FP8_COMBINE_FACTOR = 2.0  # on the tolerance: rows are rounded to E4M3 once more, and codes flip
 INTERPRETER_FACTOR = 2.0  # tolerances in Triton's interpreter, which truncates FP32 -> BF16
 
@@ -116,6 +120,15 @@ def format_named(name: str) -> Format:
     """The format of that name, or an error that lists the names."""
     one_of(name, tuple(FORMATS), "format")
     return FORMATS[name]
+
+
+def recipe_on(recipe: str, arch: str) -> str:
+    """The recipe to take by default on a machine, for a checkpoint that is made for `recipe`.
+
+    >>> recipe_on("w4a8", "sm_90a"), recipe_on("w4a8", "sm_100a"), recipe_on("w8a8", "sm_90a")
+    ('w4a8_block', 'w4a8', 'w8a8')
+    """
+    return FASTER.get((recipe, arch.rstrip("af")), recipe)
 
 
 def recipe_named(name: str) -> Recipe:

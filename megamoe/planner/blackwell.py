@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megamoe.errors import CapacityError, NotAvailable, require
+from megamoe.errors import CapacityError, NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.layout.regions import align_up, ceil_div
@@ -150,7 +150,7 @@ def _asked_shape(recipe: str, tile: GemmTmem, asked: Mapping[str, Value]) -> tup
         m in widths,
         f"block_m must be {' or '.join(map(str, widths))}: the MMA's N",
         got=m,
-        kind=NotAvailable,
+        kind=RangeError,
     )
     assert isinstance(m, int)
     base = next(
@@ -165,7 +165,7 @@ def _asked_shape(recipe: str, tile: GemmTmem, asked: Mapping[str, Value]) -> tup
         k in legal_k and (not vec or int(k or 0) % (4 * vec) == 0),
         f"block_k of {recipe} must be {' or '.join(map(str, legal_k))}, four scales or more",
         got=k,
-        kind=NotAvailable,
+        kind=RangeError,
     )
     assert isinstance(k, int)
     num_ctas = 2 if asked.get("cta_pair") else 1
@@ -210,7 +210,7 @@ def overridden(
         n in (128, 256),
         "block_n must be 128 or 256: one or two MMAs of 128 weight rows",
         got=n,
-        kind=NotAvailable,
+        kind=RangeError,
     )
     require(
         num_ctas == 1 or (n == 256 and not made.is_dynamic),

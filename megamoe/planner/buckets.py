@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
+from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up
 from megamoe.planner import hopper
 from megamoe.planner.call import CallSpec
@@ -42,6 +43,23 @@ def group_modes(call: CallSpec, given: Mapping[str, Value]) -> tuple[UpTo, ...]:
             found.pop()
         found.append(UpTo(bound, mode, why))
     return tuple(found)
+
+
+def quantized_mode(call: CallSpec, given: Mapping[str, Value]) -> UpTo | None:
+    """What `auto` takes over a group for quantised tokens, at any bound; None: there are none.
+
+    >>> from megamoe.problem import Problem
+    >>> flash = Problem(1, 4096, 2048, 256, 6, num_ranks=8, recipe="w4a8_block")
+    >>> quantized_mode(CallSpec(flash, max_tokens=64), {})[:2]
+    (64, 'chain')
+    """
+    p, most = call.problem, call.max_tokens or 0
+    if recipe_named(p.recipe).acts.name == "bf16":
+        return None
+    small = replace(p, num_tokens=min(p.num_tokens, most, 1))
+    here = replace(call, problem=small, is_quantized=True)
+    mode, why = hopper.over_group(here, hopper.why_not_fused(here, given), "auto")
+    return UpTo(most, mode, why)
 
 
 def bucket_of(num_tokens: int, max_tokens: int) -> int:

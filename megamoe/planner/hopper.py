@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from megamoe.errors import CapacityError, NotAvailable, require
+from megamoe.errors import CapacityError, NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import Workspace, align_up, ceil_div
 from megamoe.planner import fused, smem
@@ -50,7 +50,7 @@ def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tupl
     else:
         shape, why = next(
             (shape, why)
-            for recipes, edge, shape, why in tables.TILES
+            for recipes, edge, shape, why, _ in tables.TILES
             if recipe in recipes and rows_per_expert <= edge
         )
     return tile_of(recipe, shape, fits_e4m3=fits_e4m3), why
@@ -139,8 +139,12 @@ def _refuse(when: bool, why: str, got: object, fix: str = "") -> None:
 
 def _one_of(overrides: Mapping[str, Value], name: str, legal: tuple[int, ...], why: str) -> None:
     value = overrides.get(name)
-    ok = value is None or value in legal
-    _refuse(not ok, f"{name} must be {' or '.join(map(str, legal))}: {why}", value)
+    require(
+        value is None or value in legal,
+        f"{name} must be {' or '.join(map(str, legal))}: {why}",
+        got=value,
+        kind=RangeError,
+    )
 
 
 def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]) -> GemmSwapAb:
@@ -317,7 +321,7 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
-    return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+    return next((mode, why) for edge, mode, why, *_ in tables.MODES if slots <= edge)
 
 
 def _split(call: CallSpec) -> tuple[str, str]:

@@ -18,7 +18,7 @@ from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
 from megamoe.planner import blackwell, blackwell_fused, chain, fused, hopper, portable, split
-from megamoe.planner.buckets import group_modes
+from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.floor import Floor, floor, weight_bytes
@@ -71,13 +71,13 @@ class Plan:
 
     call: CallSpec  # what is computed: the problem, and traits of the weights
     hardware: Hardware  # what it runs on
-    backend: str
-    mode: str
+    backend: str  # "hopper", "blackwell", "portable" or "reference"
+    mode: str  # "staged", "fused", "split" or, over ranks, "chain"; on the reference as asked for
     why: str  # of the backend and the mode
     numerics: Numerics  # MMA type, promotion, how activations are stored
-    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain:
-    # the exchange, then routed experts, window after window of the pool; split: the latter
-    mega: Launch | None  # fused
+    passes: tuple[Pass, ...]  # staged: routed experts, then shared ones that are apart; chain: the
+    # exchange, then routed experts, window after window of the pool; split: the windows alone
+    mega: Launch | None  # the fused launch; None in other modes
     num_passes: int  # fused over a group: launches of a call
     rest: tuple[Launch, ...]  # staged, chain, split: what follows the passes, combine last
     buffers: tuple[Buffer, ...]  # memory of a rank
@@ -335,8 +335,8 @@ def choose_backend(
     if asked != "auto":
         require(
             asked in working,
-            f"backend {asked} must be able to run here",
-            got=f"one that cannot ({reasons[asked]})",
+            f"backend {asked} cannot run here ({reasons[asked]})",
+            got=f"backend={asked!r}",
             fix=f"use {' or '.join(working)}",
             kind=NotAvailable,
         )
@@ -383,7 +383,7 @@ def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Val
 
     problem    a Problem, or a CallSpec with traits of weights and tokens (`layer.plan` has them)
     hardware   a name such as "h200", or a Hardware
-    overrides  the names of `planner.overrides.OVERRIDES`, checked; one of None is not given
+    overrides  by the names of `planner.overrides.OVERRIDES`, checked; None leaves it to the planner
 
     >>> found = plan(Problem(8, 4096, 2048, 32, 6), "h200")
     >>> found.mode, [launch.name for launch in found.launches]
@@ -578,7 +578,9 @@ def _exchanges(made: Plan) -> list[Buffer]:
     whole = replace(call, problem=small, max_tokens=most)
     modes: tuple[tuple[int, str], ...] = ((most, made.mode),)
     if made.backend == "hopper" and given.get("mode", "auto") == "auto":
-        modes = tuple((one.tokens, one.mode) for one in group_modes(whole, given))
+        ready = quantized_mode(whole, given)
+        sizes = [*group_modes(whole, given), *(() if ready is None else (ready,))]
+        modes = tuple({one.mode: (one.tokens, one.mode) for one in sizes}.values())
     return [
         _exchange(
             replace(whole, max_tokens=tokens),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megamoe.errors import NotAvailable, require
+from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.layout.regions import ceil_div
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
@@ -100,10 +100,11 @@ def check(recipe: str, how: Numerics, tile: PortableGemm, *, is_l1: bool) -> Non
 
     for name in ("block_m", "block_n", "block_k"):
         value = getattr(tile, name)
-        refuse(
-            value < 16 or value & (value - 1) != 0,
+        require(
+            value >= 16 and value & (value - 1) == 0,
             f"{name} must be a power of two from 16 on",
-            f"{name} {value}",
+            got=f"{name} {value}",
+            kind=RangeError,
         )
     refuse(
         how.promotion > 0 and tile.block_k != 128,

@@ -22,6 +22,16 @@ def route(logits: Tensor, router: Router, bias: Tensor | None = None) -> tuple[T
 
     The result for a token depends on its row alone. A row with NaN gets NaN weights.
     """
+    for name, value in (("logits", logits), ("bias", bias)):
+        require(
+            isinstance(value, Tensor) or (name == "bias" and value is None),
+            f"{name} must be a tensor", got=type(value).__name__, kind=DTypeError,
+        )  # fmt: skip
+    require(
+        isinstance(router, Router),
+        "router must be a Router", got=type(router).__name__,
+        fix="mm.Router(num_experts, top_k)", kind=DTypeError,
+    )  # fmt: skip
     require(
         logits.ndim == 2 and logits.shape[1] == router.num_experts,
         f"logits must have shape [T, {router.num_experts}]",

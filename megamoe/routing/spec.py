@@ -21,7 +21,7 @@ class Router:
     5. weight = score, divided by the winners' sum if `renormalize`, times `scale`.
     """
 
-    num_experts: int
+    num_experts: int  # that it chooses from: the columns of the logits
     top_k: int
     score: str = "softmax"  # or "sigmoid", "sqrt_softplus"
     renormalize: bool = True  # divide a token's weights by their sum

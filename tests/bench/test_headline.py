@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,10 @@ from megamoe.bench.record import FAILED, OK, WRONG, Report, Row
 from megamoe.errors import FileError
 
 ROOT = Path(__file__).parent.parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import headline_pages  # noqa: E402
+
 PATH = ROOT / "benchmarks" / "h200" / "headline.json"
 RECORD = Record.load(PATH)
 README = (ROOT / "README.md").read_text()
@@ -28,6 +33,20 @@ def block(text):
 
 def test_readme_has_the_records_table():
     assert block(README) == RECORD.markdown()
+
+
+def test_pages_have_what_the_script_writes():
+    """README's table, and every cell in docs/hopper.md: decode in FP8 too."""
+    for page, (name, written) in headline_pages.pages(RECORD).items():
+        text = page.read_text()
+        assert headline_pages.with_block(text, name, written) == text, page.name
+    rows = RECORD.cells_table().splitlines()[2:]
+    assert len(rows) == len(RECORD.cells)
+    assert any(row.startswith("| DeepSeek-V3, `w8a8` | 8 | 276.8 | 0.1% |") for row in rows)
+
+
+def test_a_recipe_without_a_peer_has_no_line_of_ratios():
+    assert [line.split("`")[1] for line in RECORD.summary()] == ["w4a8_block", "w8a8"]
 
 
 def test_readmes_table_equals_the_record_cell_by_cell():

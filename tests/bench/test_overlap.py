@@ -8,7 +8,7 @@ import torch
 import typer
 
 import megamoe as mm
-from megamoe.bench import overlap, overlap_picture
+from megamoe.bench import overlap, overlap_model, overlap_picture
 from megamoe.bench.cells import cells_named
 from megamoe.cli import overlap as cli
 from megamoe.engine import backends
@@ -62,6 +62,17 @@ def test_hidden_is_the_share_of_the_shorter_that_takes_no_time():
     assert cli.as_dict(row(100.0, 40.0, 104.0))["hidden"] == pytest.approx(0.9)
 
 
+def test_wire_is_the_time_of_the_bytes_alone():
+    """Of 512 tokens 2688 slots are elsewhere: a record of 4096 + 128 bytes in, 8192 bytes home."""
+    one = row(100.0, 40.0, 104.0)
+    assert overlap_model.wire_us(one) == pytest.approx(2688 * (4224 + 8192) / 50e3)
+    late = overlap.replace(one, latency_us=2.0)
+    assert overlap_model.wire_us(late) == overlap_model.wire_us(one) + 2.0
+    record = Path(__file__).parents[2] / "benchmarks" / "h200" / "overlap.json"
+    rows = overlap_picture.load(record)
+    assert all(0.55 < overlap_model.wire_us(one) / one.links_us < 0.8 for one in rows)
+
+
 @pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 def test_a_cell_is_checked_and_timed_three_ways(monkeypatch, capsys):
     monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
@@ -86,11 +97,15 @@ def test_a_cell_is_checked_and_timed_three_ways(monkeypatch, capsys):
     cells = [overlap.replace(cell, shape=small)]
     seen = []
     (found,) = overlap.measure(
-        cells, ["w8a8"], device="cpu", num_ranks=2, repeats=1, rounds=1, on_row=seen.append
-    )
+        cells, ["w8a8"], device="cpu", num_ranks=2, repeats=1, rounds=1, on_row=seen.append,
+        latency_us=1.5,
+    )  # fmt: skip
     assert found.same_bits and seen == [found] and torch.isfinite(torch.tensor(found.hidden))
     assert (found.num_ranks, found.sms, found.pull_sms, found.links_gbs) == (2, 4, 1, 201.0)
     cli.show([found, row(1.0, 1.0, 1.0, same=False)])
     text = capsys.readouterr().out
-    assert "3 + 1" in text and "OTHER" in text
+    assert "3 + 1" in text and "OTHER" in text and "wire us" in text
+    assert "combine are in each" in text and "another rank: 0, 1.5 us at least" in text
+    with pytest.raises(mm.RangeError, match="latency of 0 to 1000 us; got None GB/s, -1"):
+        overlap.measure([], [], device="cpu", latency_us=-1)
     json.dumps(cli.as_dict(found))

@@ -142,6 +142,19 @@ def test_a_reader_that_has_gone_is_no_wrong_result():
     assert done.returncode in (0, 141) and "Traceback" not in done.stderr
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+@pytest.mark.parametrize("args", [("formats",), ("formats", "--json")], ids=" ".join)
+def test_a_full_disk_is_no_defect(args):
+    """Printed by rich, and by `print`, whose text is written when the program ends."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "megamoe", *args],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=300,
+        )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1 and "got No space left on device" in done.stderr
+
+
 def test_a_flag_shows_no_value_in_help():
     """`<bool>` beside a flag would say that it takes one."""
 
@@ -155,3 +168,16 @@ def test_a_flag_shows_no_value_in_help():
     found = dict(flags(typer.main.get_command(main.app), "megamoe"))
     assert len(found) > 20
     assert [name for name, metavar in found.items() if metavar != ""] == []
+
+
+@pytest.mark.parametrize("args", [(), ("bench",), ("plan",), ("bench", "gemm")], ids=" ".join)
+def test_help_takes_no_value_either(megamoe_here, args):
+    code, text, _ = megamoe_here(*args, "--help")
+    assert code == 0 and "--help" in text and "bool" not in text
+
+
+def test_the_default_preset_is_in_the_help(megamoe_here):
+    for command in ("plan", "simulate"):
+        assert "default: deepseek-v4-flash" in " ".join(
+            megamoe_here(command, "--help")[1].replace("│", " ").split()
+        )

@@ -16,6 +16,12 @@ def test_a_dry_run_counts_kernels_and_compiles_none(megamoe):
         "compile", "tiny", "--tokens", "8", "--dry-run", "--ranks", "2", "--mode", "fused"
     )
     assert code == 0 and "cubins for 1 size" in text and "mega_kernel" in text
+    chain = ("compile", "deepseek-v4-flash", "--tokens", "8", "--ranks", "8", "--mode", "chain")
+    code, text, _ = megamoe(*chain, "--dry-run", "--json")
+    kernels = set(json.loads(text))
+    assert code == 0 and any("pull" in one for one in kernels) and "_read_args" in str(kernels)
+    code, text, _ = megamoe(*chain, "--no-graphs", "--dry-run", "--json")
+    assert "_read_args" not in text
     code, text, _ = megamoe("compile", "tiny", "--tokens", "8", "--dry-run", "--mode", "split")
     assert code == 0 and "_window_kernel" in text
 
@@ -31,6 +37,7 @@ def test_a_plan_counts_them_too(megamoe):
     (("--ranks", "3"), "divide evenly over ranks"),
     (("--gpu", "p100"), "hardware must be one of"),
     (("--mode", "fast"), "mode must be one of"),
+    (("--mode", "chain"), "give --ranks 2 to 8"),
 ])  # fmt: skip
 def test_bad_input_ends_with_2(megamoe, args, why):
     code, _, text = megamoe("compile", "tiny", *args, "--dry-run")

@@ -5,6 +5,7 @@ Symmetric memory is files that every process maps at addresses of its own.
 
 import copy
 import mmap
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,16 +16,20 @@ import torch.distributed as dist
 import megamoe as mm
 from megamoe.balance.placement import Placement
 from megamoe.distributed import symmetric
-from megamoe.engine import group_graphs
+from megamoe.engine import chain, group_graphs
 from megamoe.engine import layer as layer_module
 from megamoe.errors import CapacityError, MegaMoETimeout
+from megamoe.kernels.gluon import exchange
 from megamoe.routing.permute import expert_counts
 from megamoe.routing.samplers import sample_routing
 from tests.distributed.chain_ranks import REMOTE
 from tests.distributed.hopper_ranks import E, H, K, experts, pretend
+from tests.distributed.ranks import die
+from tests.emulator import running
 from tests.engine import pretended_cuda
 
 MOST = 6
+BOUND_S = 2.0  # of calls in which a rank is missing
 
 
 class Mapped:
@@ -61,6 +66,12 @@ def _layer(rank, patch, folder, recipe, backend="hopper", **options):
         mine, E, K, group=dist.group.WORLD, backend=backend,
         **{"timeout_s": 60.0, "mode": "chain", "max_tokens_per_rank": MOST, **options},
     )  # fmt: skip
+
+
+def _again(layer, mine, **options):
+    """Another layer over the same group."""
+    given = {"timeout_s": layer._launch.timeout_s, "max_tokens_per_rank": MOST, **options}
+    return mm.MoE(mine, E, K, group=dist.group.WORLD, backend="hopper", **given)
 
 
 def tokens(counts, seed):
@@ -131,6 +142,11 @@ def one_layer_serves_all_sizes(rank, folder, recipe):
         y = layer(ready, idx, gates, max_tokens=4)  # quantised tokens: both ranks pass such
         same &= torch.equal(y, mm.moe(ready, idx, gates, w, backend="hopper", mode="staged"))
         assert made[-1] == ("chain 4" if recipe == "w8a8" else "fused 4")
+        small = _again(layer, w.for_rank(rank, 2), max_tokens_per_rank=8)
+        assert small.mode == "fused" and small._fused_group.num_bytes < calls.num_bytes
+        assert small.why.endswith("; chain for quantised tokens: no host between ranks")
+        same &= torch.equal(small(ready, idx, gates, max_tokens=4), y)
+        small.check()
         for bad in (41, -1):
             with pytest.raises(CapacityError, match="max_tokens must lie between 0 and"):
                 layer(x, idx, gates, max_tokens=bad)
@@ -231,11 +247,16 @@ def _captured(patch, cuda):
 
 
 def ranks_that_pass_other_bounds_get_an_error(rank, folder, bounds):
-    """Of one mode: the error names what each passed. Of two: each names whom it waited for."""
+    """Of one mode: the error names what each passed. Of two: who made which mode.
+
+    A bound of 0: two quantised tokens of a call for two.
+    """
     with pytest.MonkeyPatch.context() as patch:
         limits = {"mode": "auto", "max_tokens_per_rank": 40, "timeout_s": 2.0}
         _, layer = _layer(rank, patch, folder, "w8a8", **limits)
-        layer(*tokens((2,), rank), max_tokens=bounds[rank])
+        x, idx, gates = tokens((2,), rank)
+        x = x if bounds[rank] else mm.quantize(x, "fp8_1x128")
+        layer(x, idx, gates, max_tokens=bounds[rank] or 2)
         with pytest.raises(mm.MegaMoEError) as raised:
             layer.check()
         with pytest.raises(type(raised.value)):  # and from then on
@@ -283,6 +304,43 @@ def layers_that_are_alike_share_memory(rank, folder):
         anew.check()
         same &= torch.equal(y, mm.moe(*mine, v, backend="hopper", mode="staged"))
     return bool(same)
+
+
+def who_dies_is_named(rank, folder, mode, where):
+    """Rank 1 is killed in its second call, or before it: what rank 0 says, and after how long."""
+    with pytest.MonkeyPatch.context() as patch:
+        _, layer = _layer(rank, patch, folder, "w8a8", mode=mode, timeout_s=BOUND_S)
+        layer(*tokens((2,), rank))
+        layer.check()
+        if rank == 1:
+            _die_at(patch, where)
+        begin = time.monotonic()
+        layer(*tokens((3,), rank))
+        with pytest.raises(MegaMoETimeout) as raised:
+            layer.check()
+        seconds = time.monotonic() - begin
+        with pytest.raises(MegaMoETimeout):
+            layer(*tokens((3,), rank))
+    return str(raised.value), seconds
+
+
+def _die_at(patch, where):
+    """Kill this process at once, or at a place of its next call."""
+    if where == "between calls":
+        die()
+
+    def end(*given, **options):
+        die()
+
+    if where == "in a launch":  # with no tile left: its rows are stored, and nobody is told
+        for module in running._MODULES.values():
+            if "signal_done" in module:
+                module["signal_done"] = end
+    elif where == "before L2":
+        patch.setattr(chain, "_l2", end)
+    else:
+        finish = type("Finish", (), {"__getitem__": lambda self, grid: end})()
+        patch.setattr(exchange, "finish_kernel", finish)
 
 
 def who_does_not_come_is_named(rank, folder):

@@ -3,22 +3,25 @@
 Ranks are threads that launch into each other's memory. On several GPUs it has not run.
 """
 
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, chain
+from megamoe.engine import backends, chain, local
+from megamoe.engine import status as device_status
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.status import GIVEN_UP, NONE
-from megamoe.errors import MegaMoETimeout, RankError
+from megamoe.errors import MegaMoETimeout, NotAvailable, RankError
 from megamoe.kernels.gluon import exchange
 from megamoe.planner import chain as planned
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from tests import emulator, pretending
 from tests.distributed.chain_ranks import ChainRanks, Counted, let_reach
+from tests.emulator import running
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_emulated import tokens, weights_of
 
@@ -146,6 +149,25 @@ def test_quantised_tokens_and_shared_experts(kernels):
     assert torch.equal(torch.cat(ranks(ready)), wanted)
 
 
+@pytest.mark.parametrize("counts", [(4, 3), (0, 7), (7, 0)])
+def test_ranks_with_bf16_and_with_quantised_tokens_in_one_call_have_the_bits_of_one(
+    counts, kernels
+):
+    """Owners read records in the recipe's format, whoever quantised them."""
+    w, inputs = weights_of("w8a8"), tokens(7, masked_ratio=0.2)
+    ranks = ChainRanks(kernels, w, 2, 7, K)
+    plain, (x, *routing) = ranks.split(inputs, counts)
+    ready = mm.quantize(x, "fp8_1x128"), *routing
+    assert [ranks.plan(r, n, r == 1).call.is_quantized for r, n in enumerate(counts)] == [
+        False, True,
+    ]  # fmt: skip
+    got = torch.cat(ranks([plain, ready]))
+    assert torch.equal(got, pretending.staged(inputs, w))
+    all_ready = mm.quantize(inputs[0], "fp8_1x128"), *inputs[1:]
+    assert torch.equal(got, pretending.staged(all_ready, w))
+    assert not any(f.report.any() for f in ranks.status)
+
+
 def test_a_bad_slot_is_masked_and_named_by_the_rank_that_has_it(kernels):
     w, (x, idx, gates) = weights_of("w8a8"), tokens(6)
     idx[4, 1] = E
@@ -269,12 +291,25 @@ def test_a_rank_whose_own_gemms_gave_up_says_so_to_its_peers(kernels, monkeypatc
 # -- ranks of one process ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("links_gbs", [None, 100.0])
-def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
+@pytest.mark.parametrize(
+    "links", [{}, {"links_gbs": 100.0}, {"links_gbs": 100.0, "latency_us": 5e4}],
+    ids=["free", "paced", "late"],
+)  # fmt: skip
+def test_local_ranks_run_chains_side_by_side(links, kernels, monkeypatch):
     monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    monkeypatch.setattr(local, "MAX_LATENCY_US", 1e5)  # threads here are slow
     kernels = emulator.install(monkeypatch, num_sms=8)
     w = weights_of("w8a8")
-    ranks = LocalRanks(w, 2, timeout_s=30.0, mode="chain", links_gbs=links_gbs)
+    ranks = LocalRanks(w, 2, timeout_s=30.0, mode="chain", **links)
+    waits = []
+    pulls = running._MODULES["megamoe.kernels.gluon.pull"]
+    wait_until, now_ns = pulls["wait_until"], pulls["now_ns"]
+
+    def noted(time_ns):
+        waits.append(int(time_ns) - int(now_ns()))
+        wait_until(time_ns)
+
+    monkeypatch.setitem(pulls, "wait_until", noted)
     ranks._chain._make(8, K)
     let_reach(kernels, [m.buffer.tokens for m in ranks._chain._members])
     for step, counts in enumerate([(8, 3), (0, 5)]):
@@ -283,3 +318,28 @@ def test_local_ranks_run_chains_side_by_side(links_gbs, kernels, monkeypatch):
         ranks.check()
         assert torch.equal(torch.cat(got), pretending.staged(inputs, w))
     assert int(ranks.stats.sum()) > 0
+    assert bool(waits) == bool(links) and (max(waits, default=0) > 10**7) == (len(links) == 2)
+
+
+def test_a_graph_of_local_chains_keeps_the_memory_that_it_was_captured_with(monkeypatch):
+    monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+    emulator.install(monkeypatch, num_sms=8)
+    busy = [False]
+    monkeypatch.setattr(device_status, "is_capturing", lambda device: busy[0])
+    w = weights_of("w8a8")
+    there = LocalRanks(w, 2, timeout_s=30.0, mode="chain")._chain
+    monkeypatch.setattr(chain, "stretches", lambda me, call, *_: iter([call.x]))
+
+    def call(num, is_captured=False):
+        busy[0] = is_captured
+        there(*(t.split((num, 0)) for t in tokens(num)), torch.zeros(E, dtype=torch.int64))
+        busy[0] = False
+        return weakref.ref(there._members[0].buffer.tokens)
+
+    first = call(4)
+    call(4, is_captured=True)
+    assert call(8)() is not first() and first() is not None
+    with pytest.raises(NotAvailable, match="must find its memory"):
+        call(9, is_captured=True)
+    there.reset()
+    assert first() is None

@@ -2,12 +2,22 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 
 import pytest
 
-from tests.distributed.fused_ranks import BOUND_S, MOST, all_sizes, calls, leaves, other_bounds
+from tests.distributed.fused_ranks import (
+    BOUND_S,
+    MOST,
+    all_sizes,
+    calls,
+    leaves,
+    other_bounds,
+    two_layers,
+    up_to_2048,
+)
 from tests.distributed.ranks import launch
 from tests.distributed.test_group import results
 from tests.engine.test_hopper_gpu import IS_OTHER
@@ -68,9 +78,37 @@ def test_ranks_that_pass_other_bounds_get_an_error(mps):
         assert "RankError: all ranks must pass the same max_tokens" in text
 
 
-def test_a_process_that_leaves_is_named_by_the_others_in_time(mps):
-    ends = results(launch(4, leaves, mps, limit_s=240))
-    assert ends.pop(1) == "gone"
-    for text, again, seconds in ends:
-        assert "rank 1 to begin the call" in text and "restart the ranks" in text and again == text
-        assert BOUND_S - 0.5 < seconds < BOUND_S + SLACK_S
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_calls_of_1_to_2048_tokens_have_the_bits_of_one_rank(mps, num_ranks):
+    ends = results(launch(num_ranks, up_to_2048, mps, "w4a8_block", CALLS, limit_s=400))
+    assert [wrong for wrong, _, _ in ends] == [0] * num_ranks
+    received = [count for _, stats, _ in ends for count in stats]
+    sent = [sum(counts) for counts in zip(*(sent for _, _, sent in ends), strict=True)]
+    assert received == sent and sum(sent) > 0
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_two_layers_on_two_streams_follow_the_order_of_the_host(mps, num_ranks):
+    assert results(launch(num_ranks, two_layers, mps, 300, limit_s=300)) == [[0, 0]] * num_ranks
+
+
+WAITS = {
+    "fused": "rank 1 to begin the call", "chain": "rank 1 to push its tokens' slots",
+    "killed in a call": "rows that rank 1 computes",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "how"),
+    [("fused", "leaves"), ("fused", "killed"), ("fused", "never comes"), ("chain", "leaves"),
+     ("chain", "killed"), ("chain", "never comes"), ("chain", "killed in a call")],
+)  # fmt: skip
+def test_a_process_that_is_gone_is_named_by_the_others_in_time(mps, mode, how):
+    ends = launch(4, leaves, mps, mode, how, limit_s=240)
+    gone = ends.pop(1)
+    is_killed = how.startswith("killed")
+    assert gone.exitcode == (-signal.SIGKILL if is_killed else 0)
+    assert gone.result == (None if is_killed else "gone")
+    for text, again, seconds in results(ends):
+        assert WAITS.get(how, WAITS[mode]) in text and "restart the ranks" in text
+        assert again == text and BOUND_S - 0.5 < seconds < BOUND_S + SLACK_S

@@ -187,6 +187,28 @@ def many_calls(rank):
     return True
 
 
+def assert_bytes_are_of_distinct_pairs(layer, mine, wanted, num_ranks):
+    """A token goes once to each rank that needs it, as the recipe has it; home, a row a slot."""
+    sent, real = [], dist.all_to_all_single
+
+    def counted(into, out, num_in, num_out, group):
+        sent.append((out.shape[0], sum(num_out), out.nbytes, into.nbytes))
+        return real(into, out, num_in, num_out, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", counted)
+        assert torch.equal(layer(*mine), wanted)
+    idx = mine[1]
+    owner = idx // (E // num_ranks)
+    pairs = {(t, r) for t, row in enumerate(owner.tolist()) for r in row if r >= 0}
+    slots = int((idx >= 0).sum())
+    assert len(pairs) < slots  # some experts of a token share a rank
+    (tokens, num_tokens, token_bytes, _), (num, _, slot_bytes, _), (*_, home_bytes) = sent
+    assert tokens == num_tokens == len(pairs) and num == slots
+    assert token_bytes == 112 * len(pairs)  # MXFP8: 96 codes, 3 scales, to whole 16 bytes
+    assert (slot_bytes, home_bytes) == (12 * slots, 2 * H * slots)
+
+
 def other_ways(rank, folder):
     """A subgroup in another order, the collective, a compiled model, warm-up, files."""
     num_ranks, weights = dist.get_world_size(), experts("w4a8")
@@ -199,7 +221,7 @@ def other_ways(rank, folder):
     mm.warmup(layer, [1, 16], timeout_s=WAIT_S)
     assert not layer.stats.any()
     layer._world._transport = "collective"
-    assert torch.equal(layer(*mine), wanted)
+    assert_bytes_are_of_distinct_pairs(layer, mine, wanted, num_ranks)
     layer._world._transport = None
     one_compiles = torch.compile(layer, fullgraph=True, backend="eager") if rank == 0 else layer
     assert torch.equal(one_compiles(*mine), wanted)

@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 
+import megamoe as mm
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.local_chain import LocalChain
@@ -75,6 +76,22 @@ def test_ranks_side_by_side_have_the_bits_of_one_rank(tile, num_ranks):
         assert same_bits(torch.cat(got), wanted), (call, counts)
         total += expert_counts(inputs[1].long(), E)
     assert torch.equal(stats, total)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_ranks_of_which_some_have_quantised_tokens_have_the_bits_of_one(num_ranks):
+    """And some have none, in either form."""
+    crowd, rng = Crowd("w8a8"), random.Random(num_ranks)
+    ranks = chains(crowd, num_ranks, {})
+    stats = torch.zeros(E, dtype=torch.int64, device=CUDA)
+    for call in range(CALLS):
+        inputs, wanted = crowd.pick(300, call)
+        counts = split_of(rng, 300, num_ranks)
+        x, *routing = (t.split(counts) for t in inputs)
+        mixed = [mm.quantize(t, "fp8_1x128") if rng.random() < 0.5 else t for t in x]
+        got = ranks(mixed, *routing, stats)
+        ranks.check(K)
+        assert same_bits(torch.cat(got), wanted), (call, counts)
 
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8"])

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 import megamoe as mm
 from megamoe.balance.placement import Placement
-from megamoe.engine import chain, fused_group, images, packing
+from megamoe.engine import chain, fused_group, group_calls, images, packing
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.group_calls import GroupCalls
@@ -30,7 +30,7 @@ def joined(gpu, mode):
     rendezvous = SimpleNamespace(rank=0, num_ranks=2)
     chained = ChainGroup(layer, rendezvous, Placement.contiguous(E, 2))
     sizes = (UpTo(MOST, mode, "asked for"),)
-    layer._fused_group = GroupCalls(None, chained, MOST, sizes, is_asked_for=True)
+    layer._fused_group = GroupCalls(None, chained, MOST, sizes)
     return layer
 
 
@@ -43,6 +43,24 @@ def test_a_layer_that_is_split_wants_a_gpu_for_each_rank(gpu, peers):  # noqa: F
     plan = layer._plan_in("split")
     assert [plan[name] for name in ("mode", "l1_sms", "l2_sms")] == ["split", 88, 44]
     assert [one.partition for one in plan.launches[-5:-2]] == ["l1", "l1", "l2"]
+
+
+def test_calls_that_no_graph_holds_are_named_where_graphs_were_asked_for(gpu, peers, monkeypatch):  # noqa: F811
+    said = []
+    monkeypatch.setattr(group_calls, "log_once", said.append)
+    peers.ranks_here = 1
+    chained = joined(gpu, "split")._fused_group.chain
+    sizes = (UpTo(MOST, "split", "asked for"),)
+    for wants_graphs in (False, True):
+        calls = GroupCalls(None, chained, MOST, sizes, has_graphs=wants_graphs)
+        eager = "; mode split runs eagerly, on streams of the GPU's parts"
+        assert calls.why == "no host between ranks" + wants_graphs * eager
+        layer = SimpleNamespace(_wants_graphs=wants_graphs)
+        for found, why in ((calls, calls.why), (None, "another host")):
+            monkeypatch.setattr(group_calls, "_join", lambda *_, r=(found, why): r)
+            _, why = group_calls.join(layer, None)
+            assert ("staged calls run eagerly" in why) == (wants_graphs and found is None)
+    assert [line.split(": ")[1][:12] for line in said] == ["mode split r", "staged calls"]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import megamoe as mm
+from megamoe.engine import loader
 from megamoe.errors import DTypeError, FileError, NotAvailable, RangeError, ShapeError
 from megamoe.formats.quantize import dequantize
 
@@ -165,6 +166,19 @@ def test_folders_are_read_as_they_are(name, shards, tmp_path, capsys):
     assert same(whole, wanted)
     half = mm.ExpertWeights.from_checkpoint(folder, 3, rank=1, num_ranks=2)
     assert same(half, wanted[2:])
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_hopper_takes_the_recipe_that_it_multiplies_fast(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(loader, "arch_of", lambda device: {"cuda": "sm_90"}.get(device.type, "cpu"))
+    tensors, config, recipe = FOLDERS[name]
+    found = mm.Checkpoint(write(tmp_path, tensors(), config))
+    fast = "w4a8_block" if recipe == "w4a8" else recipe
+    assert found.picked(3, device="cuda").recipe == fast
+    assert found.picked(3, "w4a16", device="cuda").recipe == "w4a16"
+    assert found.experts(3).recipe == recipe
+    monkeypatch.setattr(loader, "arch_of", lambda device: "sm_90")
+    assert found.experts(3).recipe == fast
 
 
 @pytest.mark.parametrize("blocks", [True, False])

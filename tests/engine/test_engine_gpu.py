@@ -7,6 +7,7 @@ import megamoe as mm
 from megamoe.bench import job
 from megamoe.bench.quantizing import measure
 from megamoe.bench.workloads import MODELS
+from megamoe.engine.backends import arch_of
 from megamoe.formats.spec import recipe_named
 from megamoe.problem import RECIPES
 from megamoe.routing.permute import permute
@@ -102,6 +103,7 @@ def test_the_job_runs_at_full_size(name):
     result = job.run(MODELS[name], num_tokens=64, num_ranks=2, device="cuda")
     print(name, result)
     assert result.ok and result.scale == 1.0
+    assert result.recipe == MODELS[name].recipe_on(arch_of(torch.device("cuda")))
 
 
 @pytest.mark.parametrize("recipe", ["w4a8", "w8a8", "nvfp4"])

@@ -164,6 +164,27 @@ def test_fused_calls_have_the_bits_of_staged_ones(recipe, tile, fewest, most):
             assert torch.equal(stats - 1, expert_counts(idx[:there].long(), crowd.num))
 
 
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_what_came_lies_in_the_buffer_of_each_rank_bit_for_bit(num_ranks):
+    """One launch puts it there, NaN and all; what an earlier call left after it stays."""
+    crowd, rng = base(), random.Random(num_ranks)
+    ranks = LocalRanks(crowd.weights, num_ranks, crowd.options, timeout_s=20)
+    for call in range(12):
+        (x, idx, gates), _ = crowd.pick(8 * num_ranks, call)
+        x[::5], idx[::5] = float("nan"), -1
+        counts = [rng.choice((0, 1, 8)) for _ in range(num_ranks)]
+        parts = [list(t[: sum(counts)].split(counts)) for t in (x, idx, gates)]
+        if not any(counts):
+            continue
+        ranks(*parts)
+        ranks.check()
+        for buffer, num, *came in zip(ranks._buffers, counts, *parts, strict=True):
+            assert int(buffer.num_valid) == num
+            there = buffer.tokens[:num], buffer.topk_idx[:num], buffer.topk_weights[:num]
+            assert same_bits(there[0], came[0]) and torch.equal(there[1], came[1].long())
+            assert torch.equal(there[2], came[2])
+
+
 @pytest.mark.parametrize("mode", ["fused", "auto"])
 def test_a_layer_in_either_mode_with_poison_reserved_sms_and_bad_slots(mode):
     for options in ({"debug_poison": True}, {"reserve_sms": 100}):

@@ -21,9 +21,13 @@ from megamoe.errors import (
     RankError,
     ShapeError,
 )
+from megamoe.hardware import H200
 from megamoe.layout.exchange import InboxSizes, exchange
-from megamoe.planner.buckets import UpTo
+from megamoe.planner.buckets import UpTo, group_modes, quantized_mode
+from megamoe.planner.call import CallSpec
 from megamoe.planner.hopper import exchange_of
+from megamoe.planner.plan import plan_call
+from megamoe.problem import Problem
 from tests.engine.pretended import E, H, K, make, tokens, wanted
 
 MOST = 6  # tokens of a rank
@@ -66,10 +70,10 @@ def join(gpu, peers, rank, most=MOST):
     return one
 
 
-def alone(fused, mode="fused"):
+def alone(fused, quantized=None):
     """The calls of a layer whose only mode without a host between ranks is the fused one."""
     sizes = (UpTo(fused.num_tokens, "fused", "asked for"),)
-    return GroupCalls(fused, None, fused.num_tokens, sizes, is_asked_for=mode == "fused")
+    return GroupCalls(fused, None, fused.num_tokens, sizes, quantized)
 
 
 def call(one, x, idx, gates):
@@ -107,6 +111,7 @@ def test_more_tokens_than_a_launch_takes_run_in_several(gpu, peers, counts):
     num = layers[0]._fused_group.fused.num_passes
     where = exchange_of(layers[0]._fused_group.fused.plan.call)
     assert num > 1 and layers[0]._fused_group.fused.num_bytes == where.num_bytes
+    assert layers[0]._fused_group.fused.why_eager == f"in {num} launches a call"
     assert where["tokens"].shape == (num * -(-100 // num), H)
     assert where["inbox_slots"].shape == (2, -(-100 // num), K)  # of one launch
     inputs = tokens(sum(counts), masked_ratio=0.2)
@@ -219,11 +224,24 @@ def test_every_call_takes_its_place_in_the_order_before_the_buffer_is_written_to
     assert ordered == [device, "written", device]
 
 
-@pytest.mark.parametrize("mode", ["auto", "fused"])
-def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
+def test_quantised_tokens_are_refused_where_fused_was_asked_for(gpu, peers):
     one = join(gpu, peers, 0)
-    one._wanted = (one._wanted[0], mode)
-    one._fused_group = alone(one._fused_group.fused, mode)
+    one._world = SimpleNamespace()
+    x, idx, gates = tokens(4)
+    with pytest.raises(DTypeError, match="x must be"):  # in the mode of its peers, without tokens
+        one._call_over_group(None, idx, gates, one.stats, one.stats)
+    assert len(gpu.calls) == 1
+    with pytest.raises(DTypeError, match="quantised ones"):
+        one._call_over_group(mm.quantize(x, "mxfp8"), idx, gates, one.stats, one.stats)
+    assert len(gpu.calls) == 2 and "quantised" not in one._fused_group.why
+
+
+def test_quantised_tokens_are_staged_and_say_so_where_nothing_can_chain(gpu, peers):
+    """As on Blackwell, where `auto` comes to fused alone."""
+    one = join(gpu, peers, 0)
+    why = "a fused launch takes BF16 tokens; these come quantised"
+    one._fused_group = alone(one._fused_group.fused, UpTo(MOST, "staged", why))
+    assert one._fused_group.why.endswith(f"; staged for quantised tokens: {why}")
     x, idx, gates = tokens(4)
     staged = []
 
@@ -232,19 +250,23 @@ def test_quantised_tokens_are_staged_where_auto_came_to_fused(gpu, peers, mode):
         return torch.zeros(x.shape)
 
     one._world = SimpleNamespace(run=run)
-    with pytest.raises(DTypeError, match="x must be"):  # in the mode of its peers, without tokens
-        one._call_over_group(None, idx, gates, one.stats, one.stats)
-    assert len(gpu.calls) == 1 and not staged
-    gpu.calls.clear()
-    quantized = mm.quantize(x, "mxfp8")
-    if mode == "auto":
-        one._call_over_group(quantized, idx, gates, one.stats, one.stats)
-        assert staged == ["staged"] and not gpu.calls
-        one._call_over_group(x, idx, gates, one.stats, one.stats)
-        assert len(gpu.calls) == 1
-    else:
-        with pytest.raises(DTypeError, match="quantised ones"):
-            one._call_over_group(quantized, idx, gates, one.stats, one.stats)
+    one._call_over_group(mm.quantize(x, "mxfp8"), idx, gates, one.stats, one.stats)
+    assert staged == ["staged"] and not gpu.calls
+    one._call_over_group(x, idx, gates, one.stats, one.stats)
+    assert len(gpu.calls) == 1
+
+
+@pytest.mark.parametrize(("recipe", "has_ready"), [("w8a8", True), ("w4a16", False)])
+def test_a_layer_for_small_calls_has_a_chain_for_quantised_tokens(recipe, has_ready):
+    """Within one fused launch the chain's memory is about as small as the launch's own."""
+    flash = CallSpec(Problem(1, 4096, 2048, 256, 6, num_ranks=8, recipe=recipe), max_tokens=64)
+    assert [one.mode for one in group_modes(flash, {})] == ["fused"]
+    ready = quantized_mode(flash, {})
+    assert (ready and ready[:2]) == ((64, "chain") if has_ready else None)
+    bytes_of = {b.about.split(":")[0]: b.num_bytes for b in plan_call(flash, H200, ()).buffers
+                if b.kind == "symmetric"}  # fmt: skip
+    assert bytes_of.keys() == {"fused", *(["chain"] if has_ready else [])}
+    assert bytes_of.get("chain", 0) < 1.5 * bytes_of["fused"]
 
 
 def test_launches_of_different_sizes_are_refused(gpu, peers, monkeypatch):
@@ -279,7 +301,26 @@ def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):
 
 def test_ranks_on_other_hosts_are_named():
     with pytest.raises(NotAvailable, match="ranks 1, 3 on another host than rank 0"):
-        symmetric.check_reach([["a", "x"], ["b", "y"], ["a", "z"], ["c", "w"]])
+        symmetric.check_reach([["a", "x", 0, "1"], ["b", "y", 1, "1"], ["a", "z", 2, "1"],
+                               ["c", "w", 3, ""]])  # fmt: skip
+
+
+def test_hosts_of_one_name_are_told_apart(monkeypatch, tmp_path):
+    """As containers of several hosts have it; a kernel that does not say counts as the same."""
+    card = SimpleNamespace(uuid="x")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr(symmetric, "_devices", lambda: range(0))
+    cards = []
+    for boot in ("1\n", "2\n", "1\n", None):
+        monkeypatch.setattr(symmetric, "BOOT_ID", str(tmp_path / str(boot).strip()))
+        if boot is not None:
+            (tmp_path / boot.strip()).write_text(boot)
+        cards.append(symmetric._card(torch.device("cuda", 0)))
+    with pytest.raises(NotAvailable, match="rank 1 on another host"):
+        symmetric.check_reach(cards)
+    with pytest.raises(NotAvailable, match="rank 2 on another host"):
+        symmetric.check_reach([cards[3], *cards[:2]])
+    symmetric.check_reach([cards[0], *cards[2:]])
 
 
 def test_a_buffer_holds_what_its_layout_says():

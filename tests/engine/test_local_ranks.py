@@ -1,11 +1,14 @@
 """LocalRanks around its launch, which is the oracle's here."""
 
+import weakref
+
 import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine import status
 from megamoe.engine.local import LocalRanks
-from megamoe.errors import CapacityError, RangeError
+from megamoe.errors import CapacityError, NotAvailable, RangeError
 from megamoe.routing.permute import expert_counts
 from tests.engine.pretended import E, at, tokens, wanted
 
@@ -25,6 +28,30 @@ def test_local_ranks_are_one_rank_over_all_tokens(gpu, counts):
         assert [int(at(call["tokens"].num_valid, p)) for p in peers.tolist()] == list(counts)
 
 
+def test_what_a_graph_was_captured_with_stays_until_a_reset(gpu, monkeypatch):
+    """A larger call, or another top_k, takes other memory; in a capture it is refused."""
+    ranks, busy = LocalRanks(gpu.weights, 2), [False]
+    monkeypatch.setattr(status, "is_capturing", lambda device: busy[0])
+
+    def call(num, is_captured=False):
+        busy[0] = is_captured
+        ranks(*(t.split((num, 0)) for t in tokens(num)))
+        busy[0] = False
+        gpu.calls.clear()
+        return weakref.ref(ranks._buffers[0].rows), weakref.ref(ranks._peers)
+
+    eager = call(2)
+    captured = call(4)
+    assert not any(one() is not None for one in eager)
+    call(4, is_captured=True)
+    assert call(8)[0]() is not captured[0]() and all(one() is not None for one in captured)
+    with pytest.raises(NotAvailable, match="make a call of that size, and this top_k, before"):
+        call(9, is_captured=True)
+    assert call(9)[0]() is not None and all(one() is not None for one in captured)
+    ranks.reset()
+    assert not any(one() is not None for one in captured)
+
+
 def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
     ranks = LocalRanks(gpu.weights, 2)
     x, idx, weight = (list(t.split((3, 5))) for t in tokens(8))
@@ -40,6 +67,17 @@ def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
         ranks(*(t.split((1200, 1200)) for t in tokens(2400)))
     with pytest.raises(mm.MegaMoEError, match="quantised ones"):
         ranks([mm.quantize(t, "mxfp8") for t in x], idx, weight)
+    for bad, kind, text in (
+        ({"mode": "staged"}, NotAvailable, "staged ranks are processes"),
+        ({"mode": "split"}, NotAvailable, "mode split parts the SMs of a whole GPU"),
+        ({"mode": "auto"}, RangeError, "mode must be one of fused, chain"),
+        ({"links_gbs": 50.0}, NotAvailable, "between ranks of a chain; got links_gbs=50.0"),
+        ({"latency_us": 2.0}, NotAvailable, "between ranks of a chain"),
+        ({"links_gbs": 0.0, "mode": "chain"}, RangeError, "links must have a bandwidth"),
+        ({"latency_us": -1.0, "mode": "chain"}, RangeError, "a latency of 0 to 1000 us"),
+    ):
+        with pytest.raises(kind, match=text):
+            LocalRanks(gpu.weights, 2, **bad)
     for num in (0, 3, 9):
         with pytest.raises(mm.MegaMoEError):
             LocalRanks(gpu.weights, num)

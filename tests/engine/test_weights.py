@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine.planning import log_once
 from megamoe.errors import RangeError
 from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
@@ -117,6 +118,30 @@ def test_fp8_blocks_with_e8m0_scales_count_by_value():
         recipe="w8a8",
     )  # fmt: skip
     assert torch.equal(taken.w13.scale, torch.full((1, 2, 1, 1), 2.0**-7))
+
+
+@pytest.mark.parametrize("made", ["quantize", "from_quantized", "sliced", "joined", "biased"])
+def test_gpt_oss_experts_under_another_activation_are_warned_of(made, caplog):
+    """Their gate and up are interleaved, with biases or without."""
+    w13, w2 = torch.randn(2, 64, 32), torch.randn(2, 32, 32)
+    q13, q2 = mm.quantize(w13.bfloat16(), "bf16"), mm.quantize(w2.bfloat16(), "bf16")
+    w = {
+        "quantize": lambda: mm.ExpertWeights.quantize(w13, w2, "bf16", gate_up="interleaved"),
+        "from_quantized": lambda: mm.ExpertWeights.from_quantized(
+            q13.data, None, q2.data, None, recipe="bf16", gate_up="interleaved"
+        ),
+        "biased": lambda: mm.ExpertWeights.quantize(
+            w13, w2, "bf16", b13=torch.zeros(2, 64), b2=torch.zeros(2, 32)
+        ),
+    }.get(made, lambda: mm.ExpertWeights.quantize(w13, w2, "bf16", gate_up="interleaved"))()
+    w = {"sliced": lambda: w[1:].to("cpu"), "joined": lambda: w.take([1, 0])}.get(made, lambda: w)()
+    log_once.cache_clear()
+    mm.MoE(w, w.num_experts, 1, activation="gpt_oss")
+    mm.MoE(mm.ExpertWeights.quantize(w13, w2, "bf16"), 2, 1)
+    assert not caplog.messages
+    mm.MoE(w, w.num_experts, 1)
+    (message,) = caplog.messages
+    assert "its activation is 'gpt_oss'; with 'swiglu' its results are wrong" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])

@@ -119,14 +119,14 @@ def test_tiles_follow_the_rows_of_an_expert():
 @pytest.mark.parametrize(
     ("recipe", "given", "kind", "match"),
     [
-        ("w4a8", {"block_m": 96}, NotAvailable, "8 or 16 or 32 or 64 or 128"),
-        ("w8a8", {"block_m": 128}, NotAvailable, "16 or 32 or 64"),
-        ("w8a8", {"block_k": 256}, NotAvailable, "block_k of w8a8 must be 128"),
-        ("w4a8", {"block_k": 64}, NotAvailable, "four scales or more"),
+        ("w4a8", {"block_m": 96}, RangeError, "8 or 16 or 32 or 64 or 128"),
+        ("w8a8", {"block_m": 128}, RangeError, "16 or 32 or 64"),
+        ("w8a8", {"block_k": 256}, RangeError, "block_k of w8a8 must be 128"),
+        ("w4a8", {"block_k": 64}, RangeError, "four scales or more"),
         ("w4a8", {"block_n": 128}, NotAvailable, "is given by block_k, block_m"),
         ("w4a8", {"num_stages": 9}, CapacityError, "between 2 and the"),
-        ("w4a4", {"block_k": 64}, NotAvailable, "must be 128 or 256 or 512"),
-        ("w4a8", {"block_k": 512}, NotAvailable, "block_k of w4a8 must be 64 or 128 or 256"),
+        ("w4a4", {"block_k": 64}, RangeError, "must be 128 or 256 or 512"),
+        ("w4a8", {"block_k": 512}, RangeError, "block_k of w4a8 must be 64 or 128 or 256"),
         ("w4a8", {"schedule": "static"}, RangeError, "must be one of strided, dynamic, sorted"),
     ],
 )

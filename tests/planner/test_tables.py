@@ -1,5 +1,8 @@
 """The tables: every load of every recipe has a tile that fits; measured bests are chosen."""
 
+import itertools
+import re
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +19,9 @@ from megamoe.planner.numerics import (
     not_on,
     numerics,
 )
+from megamoe.planner.plan import plan
 from megamoe.planner.tables import hopper as tables
+from megamoe.problem import Problem
 
 SETTINGS = settings(deadline=None, derandomize=True, max_examples=60, database=None)
 LOADS = (0.0, 0.1, 4.0, 4.1, 22.5, 49.9, 70.1, 200.0, 1e3, 1e6)
@@ -41,6 +46,19 @@ def test_every_load_has_a_tile_that_fits_and_fills_shared_memory(recipe, fits):
     for is_native in native:
         l1, l2, why = portable.pick(recipe, load, is_native=is_native)
         assert l1.block_m == l2.block_m, "slots are sorted once"
+
+
+@pytest.mark.parametrize("machine", ["h200", "b200"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_default_reason_is_words_without_a_figure_of_some_recipe(recipe, machine):
+    """Figures stay in the tables: a plan would print those of one recipe for all."""
+    for num_tokens, num_ranks in itertools.product((1, 8, 64, 512, 8192), (1, 8)):
+        found = plan(Problem(num_tokens, 4096, 2048, 256, 6, num_ranks, recipe), machine)
+        reasons = {choice.name: choice.why for choice in found.choices}
+        reasons |= {launch.name: launch.why for launch in found.launches}
+        for name, why in reasons.items():
+            if why != tables.WHY_PULL_SMS:  # of copies, whatever the recipe
+                assert not re.search(r"\d\s*(us|GB/s|TB/s)\b", why), (name, why)
 
 
 @pytest.mark.parametrize("recipe", HOPPER_RECIPES)

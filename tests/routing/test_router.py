@@ -114,6 +114,9 @@ def test_a_row_depends_on_itself_alone():
         lambda: mm.route(torch.zeros(3, 7), mm.Router(8, 2)),
         lambda: mm.route(torch.zeros(8), mm.Router(8, 2)),
         lambda: mm.route(torch.zeros(3, 8, dtype=torch.int64), mm.Router(8, 2)),
+        lambda: mm.route([[1.0, 2.0]], mm.Router(2, 1)),
+        lambda: mm.route(torch.zeros(3, 8), 8),
+        lambda: mm.route(torch.zeros(3, 8), mm.Router(8, 2), [0.0] * 8),
         lambda: mm.route(torch.zeros(3, 8), mm.Router(8, 2), torch.zeros(7)),
     ],
 )

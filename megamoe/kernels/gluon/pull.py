@@ -154,10 +154,10 @@ def _rows_kernel(
 # -- pull ----------------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["rank", "pool_rows", "own_units", "ns_per_row"])
+@gluon.jit(do_not_specialize=["rank", "pool_rows", "own_units", "ns_per_row", "latency_ns"])
 def pull_kernel(
     tokens, data, scale, factor, origin, tiles, num_tiles, arrived, rank, pool_rows, pitch,
-    data_words, scale_words, own_units, ns_per_row,
+    data_words, scale_words, own_units, ns_per_row, latency_ns,
     RANKS: gl.constexpr, BLOCK: gl.constexpr, COLS: gl.constexpr, SCALES: gl.constexpr,
     HAS_FACTOR: gl.constexpr, PACE: gl.constexpr, PLACED: gl.constexpr,
 ):  # fmt: skip
@@ -168,7 +168,8 @@ def pull_kernel(
     PLACED  scale has words of four bytes where a block-scaled MMA's copies find them (`placed`)
     SCALES  words after the data, to a power of two; 0: there are none
     PACE    remote rows are not counted before a link of 1 / ns_per_row rows could have brought
-            them; own ones are those of the first `own_units` of `tokens`
+            them, nor before `latency_ns` after they were asked for; own ones are those of the first
+            `own_units` of `tokens`
     """
     WIDE: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [8, gl.num_warps() // 8], [1, 0])
     wait_for_launch()
@@ -188,6 +189,7 @@ def pull_kernel(
         used = part_row < num_rows
         wanted = gl.expand_dims(used, 1)
         record = tokens + gl.expand_dims(units * _UNIT, 1)
+        asked_ns = now_ns() if PACE else 0
         got = gl.load(record + col, mask=wanted & (col < data_words), other=0)
         if SCALES:
             after = wanted & (word < pitch - data_words)
@@ -206,13 +208,22 @@ def pull_kernel(
             )  # fmt: skip
         if PACE:
             is_far = used & ((units < 0) | (units >= own_units))
-            num_far += gl.sum(is_far.to(gl.int32), 0)
-            wait_until(begin_ns + num_far.to(gl.int64) * ns_per_row)
+            num_here = gl.sum(is_far.to(gl.int32), 0)
+            num_far += num_here
+            through_ns = begin_ns + num_far.to(gl.int64) * ns_per_row
+            _wait_for_link(num_here, gl.maximum(through_ns, asked_ns) + latency_ns)
         fence_stores()
         gl.thread_barrier()
         if num_rows > 0:
             gl.atomic_add(arrived + row_begin // ROW_ALIGN, num_rows, sem="release", scope="gpu")
         row_begin, first, num_rows, units = later
+
+
+@gluon.jit
+def _wait_for_link(num_far, time_ns):
+    """Wait until a link could have brought so many rows; for none there is no wait."""
+    if num_far > 0:
+        wait_until(time_ns)
 
 
 @gluon.jit
