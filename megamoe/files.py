@@ -21,8 +21,10 @@ def replacing(path: str | Path) -> Iterator[Path]:
     """
     target = Path(os.path.realpath(path))
     mode = _mode(target, path)
-    part = target.with_name(f".{target.name}.{os.getpid()}.{os.urandom(4).hex()}.part")
-    handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    # A name as long as may be has no room for more; what is private stays so while it is written.
+    part = target.with_name(f".{target.name[:40]}.{os.getpid()}.{os.urandom(4).hex()}.part")
+    first = 0o666 if mode is None else 0o600
+    handle = os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, first)
     try:
         mode = stat.S_IMODE(os.fstat(handle).st_mode) if mode is None else mode
         os.close(handle)

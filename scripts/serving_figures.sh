@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What servers ask of a GPU, with a record: scripts/serving_figures.sh FOLDER
-# Writes FOLDER/serving.txt: refresh beside a copy, loading a layer of full size, tokens a second of
-# Hugging Face models with experts in BF16, FP8 and FP4. FOLDER is usually benchmarks/h200.
+# Writes FOLDER/serving.txt: refresh beside a copy, first calls, loading a layer of full size, tokens a
+# second of Hugging Face models with experts in BF16, FP8 and FP4, eager and, where the example has
+# them, with CUDA graphs. FOLDER is usually benchmarks/h200.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 folder=$1
@@ -11,7 +12,10 @@ export PYTHONPATH="$PWD" PYTHONUNBUFFERED=1
     for recipe in w4a8_block w4a16 nvfp4 w8a8; do
         python3 scripts/refresh_speed.py --recipe "$recipe" || rc=$?
     done
-    python3 scripts/refresh_speed.py --floats || rc=$?
+    for recipe in w4a8_block w4a16 nvfp4 w8a8; do
+        python3 scripts/refresh_speed.py --recipe "$recipe" --floats || rc=$?
+    done
+    python3 scripts/first_call.py || rc=$?
     python3 scripts/load_speed.py --device cuda || rc=$?
     python3 scripts/load_speed.py --device cuda --cold || rc=$?
     for stored in bf16 fp8 fp4; do

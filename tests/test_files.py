@@ -8,7 +8,7 @@ import torch
 
 import megamoe as mm
 from megamoe.errors import FileError
-from megamoe.files import write_atomic
+from megamoe.files import replacing, write_atomic
 
 EXPERTS = mm.ExpertWeights.quantize(torch.ones(2, 64, 32), torch.ones(2, 32, 32), "bf16")
 WRITERS = {"text": lambda path: write_atomic(path, "new"), "experts": EXPERTS.save}
@@ -38,6 +38,21 @@ def test_a_new_file_has_the_mode_of_the_umask_and_an_older_one_its_own(write, tm
     path.chmod(0o604)
     write(path)
     assert mode(path) == 0o604 and os.listdir(tmp_path) == ["file"]
+
+
+def test_a_private_file_is_private_while_it_is_written(tmp_path):
+    path = tmp_path / "file"
+    path.touch(0o600)
+    with replacing(path) as part:
+        assert mode(part) == 0o600
+    assert mode(path) == 0o600
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00e9", "\U0001f600"])
+def test_a_name_may_be_as_long_as_the_filesystem_takes(write, letter, tmp_path):
+    path = tmp_path / (letter * (255 // len(letter.encode())))
+    write(path)
+    assert os.listdir(tmp_path) == [path.name]
 
 
 @pytest.mark.parametrize("there", [True, False])

@@ -80,10 +80,23 @@ class Lane:
 
     @contextmanager
     def capture(self, graph: Any) -> Iterator[None]:
-        """What is launched in the block is the graph's."""
-        if not self._graphs:  # torch takes no pool again that every graph has left
+        """What is launched in the block is the graph's.
+
+        torch takes no memory again that every graph has left, nor that of a capture that failed:
+        it would be refused to all later ones.
+        """
+        alive = list(self._graphs)  # none of them may be collected before the new one is there
+        if not alive:
             self._memory = torch.cuda.graph_pool_handle()
-        # thread_local: other threads may allocate meanwhile
-        with torch.cuda.graph(graph, self._memory, self.side, capture_error_mode="thread_local"):
-            yield
+        now = torch.cuda.current_stream(self.device)
+        try:
+            # thread_local: other threads may allocate meanwhile
+            with torch.cuda.graph(
+                graph, self._memory, self.side, capture_error_mode="thread_local"
+            ):
+                yield
+        except BaseException:
+            self._graphs = weakref.WeakSet()
+            torch.cuda.set_stream(now)  # torch may have left the side stream current
+            raise
         self._graphs.add(graph)

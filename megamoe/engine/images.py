@@ -227,6 +227,13 @@ def fits_e4m3(weights: ExpertWeights) -> bool:
     return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
 
 
+def traits(weights: ExpertWeights) -> tuple[bool, str]:
+    """`fits_e4m3` and `why_not`, with one look."""
+    known = facts(weights)
+    fits = weights.recipe != "w4a8_block" or known.fits_e4m3
+    return fits, _why_not(weights.recipe, known)
+
+
 def why_not(weights: ExpertWeights) -> str:
     """Why no exact path holds these weights; "" where one does."""
     return _why_not(weights.recipe, facts(weights))

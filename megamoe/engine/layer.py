@@ -354,8 +354,8 @@ class MoE(nn.Module):
         x     the tokens, bf16 [T, H], or `Quantized` in the recipe's activation format
         max_tokens  over a group: tokens that no rank exceeds in this call, the same number on all
                     ranks; what runs follows from it. None: `max_tokens_per_rank`
-        copy  with `cuda_graphs`, False gives the graph's own output, which the next call of about
-              as many tokens overwrites
+        copy  with `cuda_graphs`, False gives the graph's own output: read it before the next call
+              of this layer, or of any in the same `GraphPool`, which may overwrite it
         """
         if torch.compiler.is_compiling():
             assert isinstance(x, Tensor), "a compiled model passes BF16 tokens"
@@ -567,16 +567,17 @@ class MoE(nn.Module):
             module is not None, "the layer must have shared experts", got="none", kind=ShapeError
         )
         assert module is not None
+        given = w13, w2, experts, b13, b2, gate_up
+        if self._world is None:
+            Refresh.of(module.weights, *given).apply(module.weights)
+            return
         parts: list[Refresh] = []
 
         def check() -> None:
-            parts.append(Refresh.of(module.weights, w13, w2, experts, b13, b2, gate_up))
+            parts.append(Refresh.of(module.weights, *given))
             parts[0].check(module.weights)
 
-        if self._world is None:
-            check()
-        else:
-            self._world.rendezvous.gather("refresh", check)
+        self._world.rendezvous.gather("refresh", check)
         parts[0].write(module.weights)
 
     def reset(self) -> None:

@@ -41,7 +41,9 @@ INPUTS = {"input_scale": "multiply", "input_global_scale": "divide"}
 LEFT_OUT = ("weight_shape",)  # says nothing that the tensors do not
 # Where the experts of a layer are one tensor: values and scales of gate and up, and of down.
 FUSED = {"_blocks": "_scales", "": "_scale_inv", ".weight": ".weight_scale_inv"}
-COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
+COUNTS = (
+    "n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts",
+)  # fmt: skip
 TOP_KS = ("num_experts_per_tok", "moe_topk", "num_experts_per_token", "moe_k")
 
 
@@ -176,6 +178,9 @@ class Checkpoint:
         numbers = range(rank * per_rank, (rank + 1) * per_rank)
         where = torch.device(device)
         names = self._names[layer][picked.prefix]
+        x_global = None  # other recipes have no use for input scales, whatever they are
+        if recipe_named(picked.recipe).acts.has_global:
+            x_global = self._x_global(picked.prefix, names, picked.num_experts)
         out = _Made(picked, len(numbers), where)
         with _bar(progress, picked, len(numbers)) as advance:
             for slot, expert in enumerate(numbers):
@@ -184,8 +189,7 @@ class Checkpoint:
                     out.put_bias(slot, self._biases(picked.prefix, names, expert, picked.gate_up))
                 advance(slot + 1)
         extras: dict[str, Any] = out.biases
-        if recipe_named(picked.recipe).acts.has_global:
-            x_global = self._x_global(picked.prefix, names, picked.num_experts)
+        if x_global is not None:
             extras |= {"x_global": x_global.to(where), "acts_global": out.acts_global}
         return ExpertWeights(picked.recipe, **{**out.matrices(), **extras}, gate_up=picked.gate_up)
 
@@ -281,7 +285,7 @@ class Checkpoint:
         name, g = part(tuple(GLOBALS))
         one = stored.read(prefix + head[:-1], data, part(SCALES)[1], _factor(g, GLOBALS.get(name)))
         name, given = part(tuple(INPUTS))
-        return replace(one, input_scale=_acts_factor(given, INPUTS.get(name), prefix + head + name))
+        return replace(one, input_scale=_factor(given, INPUTS.get(name)))
 
     def _fused(self, prefix: str, names: list[str], expert: int, linear: str) -> Stored:
         """One expert out of a tensor of all of them."""
@@ -328,11 +332,9 @@ class Checkpoint:
                 for suffix, direction in INPUTS.items():
                     name = f"{expert}.{linear}.{suffix}"
                     if name in known:
-                        factor = self.shards.read(prefix + name)
-                        factors.append(_acts_factor(factor, direction, prefix + name))
-        return (
-            torch.stack([t for t in factors if t is not None]).amax() if factors else torch.ones(())
-        )
+                        factor = _factor(self.shards.read(prefix + name), direction)
+                        factors.append(_checked(factor, prefix + name))
+        return torch.stack(factors).amax() if factors else torch.ones(())
 
 
 class _Made:
@@ -351,6 +353,7 @@ class _Made:
             w = self.w13
             self.w13 = Quantized(w.data, w.scale, w.format, w.shape, ones)
         self.w2 = empty((num_held, hidden, wide), fmt, device)
+        self._has_acts_global = recipe_named(picked.recipe).acts.has_global
         self.acts_global = torch.ones(num, device=device)
         self.biases: dict[str, Tensor] = {}
         if picked.has_bias:
@@ -367,8 +370,8 @@ class _Made:
         down.put(self.w2[at : at + 1], "down", expert)
         if self._packing is not None:
             self._packing.put(slot, w13=self.w13, w2=self.w2)
-        if down.input_scale is not None:
-            self.acts_global[slot] = down.input_scale
+        if self._has_acts_global and down.input_scale is not None:
+            self.acts_global[slot] = _checked(down.input_scale, f"down of expert {expert}")
 
     def matrices(self) -> dict[str, Quantized]:
         """w13 and w2 of all experts."""
@@ -436,13 +439,13 @@ def _factor(value: Tensor | None, direction: str | None) -> Tensor | None:
     return value[0].reciprocal() if direction == "divide" else value[0]
 
 
-def _acts_factor(value: Tensor | None, direction: str | None, name: str) -> Tensor | None:
-    """A scalar that multiplies tokens or activations."""
-    factor = _factor(value, direction)
+def _checked(factor: Tensor | None, name: str) -> Tensor:
+    """A scalar that tokens or activations are multiplied by."""
+    assert factor is not None
     require(
-        factor is None or bool((factor > 0) & factor.isfinite()),
-        f"{name} must be positive and finite", got=None if value is None else value.tolist(),
-        fix="this expert may have seen no token when inputs were calibrated", kind=RangeError,
+        bool((factor > 0) & factor.isfinite()), f"input_scale must be positive and finite: {name}",
+        got=float(factor), fix="this expert may have seen no token when inputs were calibrated; "
+        'recipe="nvfp4a16" needs no input scales', kind=RangeError,
     )  # fmt: skip
     return factor
 

@@ -19,13 +19,16 @@ SOFTCAPS = ("mlp_gate_softcap", "mlp_up_softcap")
 GPT_OSS = ("gpt_oss",)  # model types with gpt-oss's gate, interleaved rows, transposed floats
 # Model types whose one tensor of gate and up has all rows of gate first; other types are refused.
 SPLIT = (
-    "afmoe", "axk1", "axk2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
-    "deepseek_v4", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4", "gemma4_text",
-    "glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "glm_moe_dsa", "hunyuan_v1_moe",
-    "jamba", "kimi_linear", "lfm2_moe", "llama4", "llama4_text", "longcat_flash", "mimo_v2_flash",
-    "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_5_moe",
-    "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe", "qwen3_omni_moe_text",
-    "qwen3_vl_moe", "qwen3_vl_moe_text", "solar_open",
+    "afmoe", "axk1", "axk2", "bailing_hybrid", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+    "deepseek_v32", "deepseek_v4", "diffusion_gemma", "diffusion_gemma_text", "dots1",
+    "ernie4_5_moe", "exaone_moe", "flex_olmo", "gemma4", "gemma4_text", "glm4_moe", "glm4_moe_lite",
+    "glm4v_moe", "glm4v_moe_text", "glm_moe_dsa", "hunyuan_v1_moe",
+    "hy_v3", "jamba", "kimi_linear", "laguna", "lfm2_moe", "llama4", "llama4_text",
+    "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "minimax_m2", "mistral4",
+    "mistral_large4", "mistral_large4_text", "mixtral", "olmoe", "phimoe", "qwen2_moe",
+    "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", "qwen3_omni_moe",
+    "qwen3_omni_moe_text", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen4_exp", "qwen4_exp_text",
+    "solar_open",
 )  # fmt: skip
 # The width of an expert; intermediate_size is that of dense layers, but in the models below.
 WIDTHS = ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size")
@@ -33,6 +36,8 @@ EXPERTS_ARE_INTERMEDIATE = (
     "gpt_oss", "llama4", "llama4_text", "minimax", "minimax_m2", "mixtral", "olmoe", "phimoe",
 )  # fmt: skip
 PADDED_TO = (32, 64, 128, 256)  # stored widths may be rounded up to a multiple of these
+# Where compressed-tensors rotates: in the weights as they are stored, and in attention.
+FUSED_ROTATIONS = {"weight_input", "weight_output", "q_attn", "k_cache"}
 LLAMA4 = ("llama4", "llama4_text")  # routing weights multiply tokens
 
 
@@ -82,7 +87,9 @@ def check_widths(config: dict[str, Any], prefix: str, hidden: int, intermediate:
 def refuse_rotations(config: dict[str, Any]) -> None:
     """Refuse quantised experts whose tokens or activations must be rotated first."""
     quant = config.get("quantization_config") or {}
-    found = [key for key in ("transform_config", "rotation_config") if quant.get(key)]
+    found = ["rotation_config"] if quant.get("rotation_config") else []
+    if _rotates_activations(quant.get("transform_config")):
+        found.append("transform_config")
     algorithms = quant.get("algo_config") or []
     for one in algorithms if isinstance(algorithms, list) else [algorithms]:
         if isinstance(one, dict) and (one.get("online_r1_rotation") or one.get("r4")):
@@ -92,6 +99,16 @@ def refuse_rotations(config: dict[str, Any]) -> None:
         got=f"quantization_config with {', '.join(found)}",
         fix="quantise without online rotations", kind=NotAvailable,
     )  # fmt: skip
+
+
+def _rotates_activations(transforms: Any) -> bool:
+    """Whether compressed-tensors' rotations are more than those that weights hold already."""
+    groups = transforms.get("config_groups") if isinstance(transforms, dict) else None
+    if not transforms or not isinstance(groups, dict):
+        return bool(transforms)
+    places = [{one.get("location") for one in scheme.get("apply") or []}
+              for scheme in groups.values()]  # fmt: skip
+    return not all(each and each <= FUSED_ROTATIONS for each in places)
 
 
 def refuse_layer_clamps(config: dict[str, Any], layer: int) -> None:
@@ -113,7 +130,8 @@ def refuse_layer_clamps(config: dict[str, Any], layer: int) -> None:
 def activation_of(config: dict[str, Any]) -> tuple[str, float | None]:
     """The activation in our words, and its clamp, None where config.json gives none."""
     name = config.get("hidden_act", config.get("hidden_activation"))
-    others = {key: config[key] for key in OTHER_ACTS if config.get(key) not in (None, name)}
+    others = {key: said for key in OTHER_ACTS if (said := config.get(key)) not in (None, name)
+              and ACTIVATIONS.get(str(said)) != ACTIVATIONS.get(str(name), name)}  # fmt: skip
     require(
         name in ACTIVATIONS and not others,
         f"config.json must name one of the activations {', '.join(ACTIVATIONS)}",

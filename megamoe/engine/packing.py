@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from megamoe.engine import device_guard
-from megamoe.engine.survey import Survey
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Format, Scale, format_named
 from megamoe.kernels.hopper.weights import pack
@@ -25,29 +23,49 @@ if TYPE_CHECKING:
     from megamoe.engine.packed import PackedMatrix
 
 MX, NV = Facts(), Facts(True, True, False)  # what is true of all NVFP4
-LOST = ("e4m3_image", "placed_image")  # kinds that lose the scales of groups of zeros
+NO_SPARE = Spare()  # no group of zeros has another scale than 1
 E4M3_NAN = 0x7F
-BAD = 1  # in a flag of `Survey`: NaN or Inf
 
 
 def facts_each(w: Quantized) -> list[Facts]:
     """Of each canonical expert, with one wait where a kernel can look."""
     if w.spec.element.bits == 4 and w.spec.scale is not Scale.E8M0:
         return [NV] * len(w)
-    if is_gpu(w.device) and w.spec.element.bits == 4:
-        survey = Survey(w.device)
-        if survey.experts(len(w), w, wants_facts=True) is not None:
-            return facts_by_flags(survey.found(), w.spec)
+    if is_gpu(w.device) and w.spec.element.bits == 4 and len(w):
+        from megamoe.engine.compile_only import launched
+        from megamoe.kernels.common.finite import new_flags
+        from megamoe.kernels.hopper.weights import facts_on_gpu
+
+        with device_guard.on(w.device), launched():
+            flags = new_flags(len(w), w.device)
+            pair, num = facts_on_gpu.pair_of(facts_on_gpu.by_gate(w), flags)
+            facts_on_gpu.launch(pair, num, flags, 0)
+            return _facts_by_flags(flags.tolist(), w)
     return [pack.facts_of(w[i : i + 1]) for i in range(len(w))]
 
 
 def facts_by_flags(flags: Sequence[int], fmt: Format) -> list[Facts]:
-    """Of experts that are finite, by what a `Survey` found."""
+    """Of experts that are finite, by what `facts_on_gpu` found."""
     if fmt.element.bits != 4 or fmt.scale is not Scale.E8M0:
         return [NV] * len(flags)
+    if not any(flags):
+        return [MX] * len(flags)
     from megamoe.kernels.hopper.weights.facts_on_gpu import facts_of_flag
 
     return [facts_of_flag(flag) if flag else MX for flag in flags]
+
+
+def _facts_by_flags(flags: Sequence[int], w: Quantized) -> list[Facts]:
+    """The same of one matrix's experts, by all flags; of those with NaN as `facts_of` has it."""
+    from megamoe.kernels.common.finite import BAD
+
+    first = 1 if len(w.shape) == 4 else 1 + len(w)
+    mine = flags[first : first + len(w)]
+    known = facts_by_flags(mine, w.spec)
+    return [
+        pack.facts_of(w[i : i + 1]) if flag & BAD else fact
+        for i, (flag, fact) in enumerate(zip(mine, known, strict=True))
+    ]
 
 
 def facts_by_scales(w: Quantized) -> list[Facts | None]:
@@ -65,80 +83,43 @@ def facts_by_scales(w: Quantized) -> list[Facts | None]:
     return [MX if ok else None for ok in fine.tolist()]
 
 
-class Job(NamedTuple):
-    """Experts that a kernel packs now; `finish` waits for it.
-
-    one  an expert, canonical [1, ...], by its number among those that are written
-    """
-
-    out: PackedMatrix
-    experts: Sequence[int]
-    one: Callable[[int], Quantized]
-    facts: Sequence[Facts | None]
-    counts: Tensor  # int32: groups of zeros of each
-
-
 def write(
     out: PackedMatrix,
     experts: Sequence[int],
     w: Quantized,
-    facts: Sequence[Facts | None] | None = None,
+    facts: Sequence[Facts] | None = None,
 ) -> None:
     """Experts `w` [n, ...], which lie where the image lies, at places of it.
 
-    facts  of each, as far as they are known
+    facts  of each, if they are known
     """
     if not is_packed_by_kernel(out):
         for i, expert in enumerate(experts):
             out.write(expert, w[i : i + 1])
         return
-    with device_guard.on(out.device):
-        job = start(out, experts, w, [])
-        known = facts_by_scales(w) if facts is None else facts
-        finish([job._replace(facts=known)])
+    if len(w) == 0:
+        return
+    from megamoe.engine.compile_only import launched
+    from megamoe.kernels.hopper.weights import pack_on_gpu
+
+    with device_guard.on(out.device), launched():  # also where a call is compiled alone
+        flags = pack_on_gpu.launch(out.packed, experts, w, wants_facts=facts is None)
+        if out.kind == "nv_image":
+            numbers, known = [0] * len(flags), [NV] * len(w)
+        else:
+            numbers = flags.tolist()
+            known = _facts_by_flags(numbers, w) if facts is None else list(facts)
+        first = 3 + (2 if out.packed.is_gated else 3) * len(w)
+        spares = [
+            pack.spare_of(w[i : i + 1]) if num else NO_SPARE
+            for i, num in enumerate(numbers[first : first + len(w)])
+        ]
+        out.aside.put_all(experts, spares, known)
 
 
 def is_packed_by_kernel(out: PackedMatrix) -> bool:
     """Whether a kernel writes such an image where it lies."""
     return is_gpu(out.device) and agrees(out.kind, out.packed.is_gated, out.device)
-
-
-def start(
-    out: PackedMatrix,
-    experts: Sequence[int],
-    given: Quantized | Callable[[int], Quantized],
-    facts: Sequence[Facts | None],
-) -> Job:
-    """Launch what packs experts of the image's device; nothing waits.
-
-    given  them, or what makes one of them [1, ...]: then there is one at a time
-    """
-    from megamoe.engine.compile_only import launched
-    from megamoe.kernels.hopper.weights import pack_on_gpu
-
-    with launched():  # also where a call is compiled alone
-        if isinstance(given, Quantized):
-            counts = pack_on_gpu.launch(out.packed, experts, given)
-            return Job(out, experts, functools.partial(_one_of, given), facts, counts)
-        counts = torch.zeros(len(experts), dtype=torch.int32, device=out.device)
-        for i, expert in enumerate(experts):
-            pack_on_gpu.launch(out.packed, [expert], given(i), counts[i : i + 1])
-    return Job(out, experts, given, facts, counts)
-
-
-def finish(jobs: Sequence[Job]) -> None:
-    """Keep what images lose, and what is known of each expert; waits once if some may lose it."""
-    counts = [job.counts for job in jobs if job.out.kind in LOST]
-    zeros = iter(torch.cat(counts).tolist() if counts else ())
-    for out, experts, one, facts, _ in jobs:
-        mine = [next(zeros) for _ in experts] if out.kind in LOST else [0] * len(experts)
-        spares = [pack.spare_of(one(i)) if num else Spare() for i, num in enumerate(mine)]
-        known = [pack.facts_of(one(i)) if fact is None else fact for i, fact in enumerate(facts)]
-        out.aside.put_all(experts, spares, known)
-
-
-def _one_of(w: Quantized, i: int) -> Quantized:
-    return w[i : i + 1]
 
 
 def is_gpu(device: torch.device) -> bool:

@@ -66,12 +66,12 @@ def traits_of(
     for one in (weights, shared):
         if one is not None and not_on("hopper", one.recipe):
             return Traits(not_hopper=not_on("hopper", one.recipe), shared=_shared_spec(shared))
-    fits = images.fits_e4m3(weights)
+    fits, why_not = images.traits(weights)
     if shared is None:
-        return Traits(fits, images.why_not(weights))
+        return Traits(fits, why_not)
     apart = images.why_apart(weights, shared) or images.lie_apart(weights, shared)
     spec = _shared_spec(shared, fits_e4m3=images.fits_e4m3(shared), apart=apart)
-    return Traits(fits, images.why_not(weights) or images.why_not(shared), spec)
+    return Traits(fits, why_not or images.why_not(shared), spec)
 
 
 def _shared_spec(

@@ -30,6 +30,7 @@ from megamoe.engine.functional import launch
 from megamoe.engine.graph_pool import MAX_TOKENS
 from megamoe.engine.layer import MoE
 from megamoe.engine.packed import Aside, PackedMatrix
+from megamoe.engine.refresh_on_gpu import OnGpu
 from megamoe.engine.row_counts import row_counts
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
@@ -306,17 +307,25 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
 def pack_experts(layer: LayerSpec) -> None:
     """What looks at FP4 experts that lie on a Hopper GPU and packs them, when the layer is built or
     refreshed."""
-    from megamoe.engine import survey
-    from megamoe.kernels.hopper.weights import pack_on_gpu
-
-    flags = torch.empty(1, dtype=torch.int32, device=META)
+    from megamoe.kernels.common.finite import new_flags
+    from megamoe.kernels.hopper.weights import facts_on_gpu, pack_on_gpu
 
     for experts in experts_of(layer):
-        for matrix in () if experts is None else (experts.w13, experts.w2):
-            if isinstance(matrix, PackedMatrix):
-                one = empty((1, *matrix.shape[1:]), matrix.spec, META)
-                survey.look(one, flags, first=0, wants_facts=True)
-                pack_on_gpu.launch(matrix.packed, [0], one)
+        if experts is None or not experts.is_packed:
+            continue
+        both = experts.w13, experts.w2
+        ones = [empty((1, *matrix.shape[1:]), matrix.spec, META) for matrix in both]
+        for matrix, one in zip(both, ones, strict=True):
+            assert isinstance(matrix, PackedMatrix)
+            if matrix.kind != "nv_image":
+                flags = new_flags(1, META)
+                pair, num = facts_on_gpu.pair_of(facts_on_gpu.by_gate(one), flags)
+                facts_on_gpu.launch(pair, num, flags, 0)
+            pack_on_gpu.launch(matrix.packed, [0], one)
+        for given in ((ones[0], ones[1]), (ones[0], None), (None, ones[1])):
+            gpu = OnGpu([0], given, both, (None, None), False, new_flags(1, META))
+            gpu.look()
+            gpu.write()
 
 
 def _captured(

@@ -1,15 +1,15 @@
 """New values for experts that are in use, in the same memory: graphs that hold it stay valid.
 
 All is checked before anything is written. Experts that lie elsewhere are brought one by one, so
-that beside the layer there is one expert; those on the layer's GPU are checked and written
-together. What would need another kernel is refused.
+that beside the layer there is one expert; kernels check and write those on the layer's GPU all
+together (`refresh_on_gpu`). What would need another kernel is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 
 import torch
@@ -18,12 +18,11 @@ from torch import Tensor
 from megamoe.engine import checkpoint, device_guard, packing
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import PackedMatrix
-from megamoe.engine.survey import Survey
+from megamoe.engine.refresh_on_gpu import OnGpu
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import quantize_into, weight_global_scale
 from megamoe.formats.quantized import Quantized, empty
-from megamoe.formats.spec import Scale
 from megamoe.kernels.hopper.weights.pack import Facts, facts_of
 
 # By kind of image: which fact it rests on, and what to say of values without it.
@@ -45,6 +44,7 @@ class Refresh:
     gate_up   order of rows of w13 and b13 in floats
     experts   n local experts
     facts     by matrix and expert, once they were checked
+    looked    kernels looked, and found nothing that is refused
     """
 
     w13: Tensor | Quantized | None
@@ -52,8 +52,9 @@ class Refresh:
     b13: Tensor | None
     b2: Tensor | None
     gate_up: str
-    experts: tuple[int, ...]
+    experts: Sequence[int]
     facts: dict[str, dict[int, Facts]] = field(default_factory=dict)
+    looked: list[OnGpu] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -67,13 +68,17 @@ class Refresh:
         gate_up: str,
     ) -> Refresh:
         """As a caller gives it; nothing is read yet."""
-        numbers = tuple(range(weights.num_experts) if experts is None else experts)
+        num = weights.num_experts
+        numbers = range(num) if experts is None else tuple(experts)
         one_of(gate_up, checkpoint.GATE_UP, "gate_up")
         require(
-            all(isinstance(e, int) and 0 <= e < weights.num_experts for e in numbers)
-            and len(set(numbers)) == len(numbers),
-            f"experts must be different local ones, 0 to {weights.num_experts - 1}",
-            got=list(numbers)[:16],
+            experts is None
+            or (
+                all(isinstance(e, int) and 0 <= e < num for e in numbers)
+                and len(set(numbers)) == len(numbers)
+            ),
+            f"experts must be different local ones, 0 to {num - 1}",
+            got=list(numbers[:16]),
             kind=RangeError,
         )
         require(
@@ -84,135 +89,117 @@ class Refresh:
         )
         return cls(w13, w2, b13, b2, gate_up, numbers)
 
+    def apply(self, weights: ExpertWeights) -> None:
+        """Check and write, on one rank: back to back where kernels do both."""
+        with torch.no_grad(), torch.inference_mode(False):
+            self._check_shapes(weights)
+            gpu = None if _rests_on_facts(weights) else self._on_gpu(weights)
+            if gpu is not None:
+                with _launching(weights):
+                    gpu.look()
+                    gpu.write()
+                    found = gpu.read()
+                if not found.is_refused:
+                    gpu.keep(found)
+                    self._write_biases(weights)
+                    return
+            self._check_each(weights)  # says what is refused
+        self.write(weights)
+
     def check(self, weights: ExpertWeights) -> None:
         """Refuse what cannot be written to these experts; reads every value, writes none."""
-        by_matrix: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
         with torch.no_grad(), torch.inference_mode(False):
-            for name in MATRICES:
-                if getattr(self, name) is not None:
-                    self._check_matrix(name, getattr(self, name), getattr(weights, name))
-            seen = self._seen(weights)
-            for name, facts in by_matrix.items():
-                if getattr(self, name) is not None:
-                    facts |= self._facts_of(name, getattr(weights, name), seen)
-            _check_arithmetic(weights, by_matrix)
-            for name in BIASES:
-                is_finite = name in seen
-                self._check_bias(name, getattr(self, name), getattr(weights, name), is_finite)
-        self.facts.update(by_matrix)
-
-    def _facts_of(
-        self, name: str, held: Quantized, seen: dict[str, list[Facts]]
-    ) -> dict[int, Facts]:
-        """Of each expert of a matrix, of whose values nothing is to be refused."""
-        given = getattr(self, name)
-        is_image = isinstance(held, PackedMatrix)
-        if name in seen:
-            known = dict(zip(self.experts, seen[name], strict=True))
-            fact = NEEDS[held.kind][0] if is_image and held.kind in NEEDS else ""  # type: ignore[attr-defined]
-            if not fact or all(getattr(one, fact) for one in known.values()):
-                return known
-        else:
-            _check_global(name, given, held)
-            known = self._known(given, held)
-        for expert, one in self._each(given, held, name):
-            if expert not in known:
-                checkpoint.refuse_nan(one, name, first_expert=expert)
-                if is_image:
-                    known[expert] = facts_of(one)
-            if is_image:
-                check_image(held.kind, known[expert], f"{name} of expert {expert}")  # type: ignore[attr-defined]
-        return known
-
-    def _seen(self, weights: ExpertWeights) -> dict[str, list[Facts]]:
-        """What kernels found of each expert, with one wait for all of it; [] of biases.
-
-        There is nothing of what lies elsewhere or holds a NaN: that is looked at, and named, later.
-        """
-        if not packing.is_gpu(weights.device):
-            return {}
-        survey, flags = Survey(weights.device), dict[str, range | None]()
-        for name in MATRICES:
-            given, held = self._there(name, getattr(weights, name))
-            if given is not None:
-                is_image = isinstance(held, PackedMatrix)
-                flags[name] = survey.experts(len(self.experts), given, wants_facts=is_image)
-        for name in BIASES:
-            bias = getattr(self, name)
-            if isinstance(bias, Tensor) and bias.device == weights.device:
-                flags[name] = survey.finite(bias)
-        found = survey.found() if any(flags.values()) else []
-        seen = {}
-        for name, at in flags.items():
-            mine = [] if at is None else found[at.start : at.stop]
-            if at is not None and not any(flag & packing.BAD for flag in mine):
-                held = getattr(weights, name)
-                seen[name] = packing.facts_by_flags(mine, held.spec) if name in MATRICES else []
-        return seen
+            self._check_shapes(weights)
+            gpu = self._on_gpu(weights)
+            if gpu is not None:
+                with _launching(weights):
+                    gpu.look()
+                    found = gpu.read()
+                if not found.is_refused:
+                    for name, facts in zip(MATRICES, found.facts, strict=True):
+                        if getattr(self, name) is not None:
+                            self.facts[name] = dict(zip(self.experts, facts, strict=True))
+                    _check_arithmetic(weights, self.facts)
+                    self.looked.append(gpu)
+                    return
+            self._check_each(weights)
 
     def write(self, weights: ExpertWeights) -> None:
         """Write all of it; `check` passed."""
         if not self.experts:
             return
-        jobs: list[packing.Job] = []
         with torch.no_grad(), torch.inference_mode(False), device_guard.on(weights.device):
-            for name in MATRICES:
-                if getattr(self, name) is not None:
-                    self._write_matrix(name, getattr(weights, name), jobs)
-            for name in BIASES:
-                self._write_bias(name, getattr(self, name), getattr(weights, name))
-            packing.finish(jobs)
+            if self.looked:
+                gpu = self.looked.pop()
+                with _launching(weights):
+                    gpu.write()
+                    gpu.keep(gpu.read())
+            else:
+                for name in MATRICES:
+                    if getattr(self, name) is not None:
+                        self._write_matrix(name, getattr(weights, name))
+            self._write_biases(weights)
 
-    def _write_matrix(self, name: str, held: Quantized, jobs: list[packing.Job]) -> None:
-        """Write it, or launch what does: then there is a job more."""
+    def _on_gpu(self, weights: ExpertWeights) -> OnGpu | None:
+        """What kernels do all of it by; biases that they do not read were looked at."""
+        gpu = OnGpu.of(
+            self.experts, (self.w13, self.w2), (weights.w13, weights.w2), (self.b13, self.b2),
+            is_interleaved=self.gate_up == "interleaved",
+        )  # fmt: skip
+        if gpu is not None:
+            for name, seen in zip(BIASES, gpu.biases, strict=True):
+                if seen is None:
+                    _check_finite(name, getattr(self, name))
+        return gpu
+
+    def _check_shapes(self, weights: ExpertWeights) -> None:
+        """All but values."""
+        for name in MATRICES:
+            if getattr(self, name) is not None:
+                self._check_matrix(name, getattr(self, name), getattr(weights, name))
+        for name in BIASES:
+            self._check_bias(name, getattr(self, name), getattr(weights, name))
+
+    def _check_each(self, weights: ExpertWeights) -> None:
+        """Look at values expert by expert, and name what is refused."""
+        by_matrix: dict[str, dict[int, Facts]] = {"w13": {}, "w2": {}}
+        for name, facts in by_matrix.items():
+            if getattr(self, name) is not None:
+                facts |= self._facts_of(name, getattr(weights, name))
+        _check_arithmetic(weights, by_matrix)
+        for name in BIASES:
+            _check_finite(name, getattr(self, name))
+        self.facts.update(by_matrix)
+
+    def _facts_of(self, name: str, held: Quantized) -> dict[int, Facts]:
+        """Of each expert of a matrix, of whose values nothing is to be refused."""
+        given = getattr(self, name)
+        _check_global(name, given, held)
+        known = self._known(given, held)
+        for expert, one in self._each(given, held, name):
+            if expert not in known:
+                checkpoint.refuse_nan(one, name, first_expert=expert)
+                if isinstance(held, PackedMatrix):
+                    known[expert] = facts_of(one)
+            if isinstance(held, PackedMatrix):
+                check_image(held.kind, known[expert], f"{name} of expert {expert}")
+        return known
+
+    def _write_matrix(self, name: str, held: Quantized) -> None:
         given, facts = getattr(self, name), self.facts.get(name, {})
-        is_image = isinstance(held, PackedMatrix)
-        known = [facts.get(expert) for expert in self.experts]
-        there = self._there(name, held)[0] if packing.is_gpu(held.device) else None
-        if is_image and there is not None and packing.is_packed_by_kernel(held):  # type: ignore[arg-type]
-            jobs.append(packing.start(held, self.experts, there, known))  # type: ignore[arg-type]
-        elif is_image and self._is_there(given, held):
-            packing.write(held, self.experts, given, known)  # type: ignore[arg-type]
-        elif not is_image and isinstance(there, Quantized):
-            _copy(held, self.experts, there)
+        if isinstance(held, PackedMatrix) and self._is_there(given, held):
+            packing.write(held, self.experts, given, [facts[expert] for expert in self.experts])
+        elif not isinstance(held, PackedMatrix) and _is_plain(given, held):
+            _copy(held, self.experts, given)
         else:
             for expert, one in self._each(given, held, name):
                 _put(held, expert, one)
-        if is_image:
+        if isinstance(held, PackedMatrix):
             object.__setattr__(held, "source", None)  # what it was packed from is no longer it
-
-    def _there(
-        self, name: str, held: Quantized
-    ) -> tuple[Quantized | Callable[[int], Quantized] | None, Quantized]:
-        """Experts that lie on the layer's GPU, in its format: all, or what makes one of them."""
-        given = getattr(self, name)
-        if given is None or isinstance(given, PackedMatrix) or given.device != held.device:
-            return None, held
-        if isinstance(given, Quantized):
-            return given, held
-        from megamoe.kernels.portable import quantise_weights
-
-        is_split = name == "w2" or self.gate_up == "split"
-        if held.spec.scale is Scale.NONE and given.dtype == torch.bfloat16 and is_split:
-            rows = given.detach()
-            rows = checkpoint.gate_then_up(rows, "split") if name == "w13" else rows
-            return Quantized(rows, None, held.format, tuple(rows.shape)), held
-        if not quantise_weights.can(held.spec):
-            return None, held
-        return partial(self._made, given, held, name), held
-
-    def _made(self, given: Tensor, held: Quantized, name: str, i: int) -> Quantized:
-        """One expert [1, ...] of floats, quantised by a kernel."""
-        from megamoe.kernels.portable import quantise_weights
-
-        return quantise_weights.quantised(self._in_order(given[i].detach(), name)[None], held.spec)
 
     def _is_there(self, given: Tensor | Quantized, held: Quantized) -> bool:
         """Whether experts can be packed as they lie, all at once."""
-        return (
-            isinstance(given, Quantized) and not isinstance(given, PackedMatrix)
-            and isinstance(held, PackedMatrix) and given.device == held.device
-        )  # fmt: skip
+        return isinstance(held, PackedMatrix) and _is_plain(given, held)
 
     def _known(self, given: Tensor | Quantized, held: Quantized) -> dict[int, Facts]:
         """What scales say of experts that need no look at their values: any image holds them."""
@@ -221,6 +208,10 @@ class Refresh:
         assert isinstance(given, Quantized)
         each = zip(self.experts, packing.facts_by_scales(given), strict=True)
         return {expert: facts for expert, facts in each if facts is not None}
+
+    def _write_biases(self, weights: ExpertWeights) -> None:
+        for name in BIASES:
+            self._write_bias(name, getattr(self, name), getattr(weights, name))
 
     def _write_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
         if given is None or held is None:
@@ -255,9 +246,7 @@ class Refresh:
         )
         _check_factors(name, given, held)
 
-    def _check_bias(
-        self, name: str, given: Tensor | None, held: Tensor | None, is_finite: bool
-    ) -> None:
+    def _check_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
         if given is None:
             return
         require(
@@ -273,10 +262,6 @@ class Refresh:
         require(
             tuple(given.shape) == wanted, f"{name} must be {wanted}", got=tuple(given.shape),
             kind=ShapeError,
-        )  # fmt: skip
-        require(
-            is_finite or bool(given.isfinite().all()), f"{name} must be finite", got="NaN or Inf",
-            kind=RangeError,
         )  # fmt: skip
 
     def _each(
@@ -299,17 +284,43 @@ class Refresh:
         return checkpoint.gate_then_up(source, self.gate_up) if name == "w13" else source
 
 
+@contextmanager
+def _launching(weights: ExpertWeights) -> Iterator[None]:
+    """Launches go to the experts' device, and are made: also where a call is compiled alone."""
+    from megamoe.engine.compile_only import launched
+
+    with device_guard.on(weights.device), launched():
+        yield
+
+
+def _is_plain(given: Tensor | Quantized, held: Quantized) -> bool:
+    """Whether experts are canonical ones on the layer's device."""
+    return (
+        isinstance(given, Quantized) and not isinstance(given, PackedMatrix)
+        and given.device == held.device
+    )  # fmt: skip
+
+
+def _check_finite(name: str, bias: Tensor | None) -> None:
+    require(
+        bias is None or bool(bias.isfinite().all()), f"{name} must be finite", got="NaN or Inf",
+        kind=RangeError,
+    )  # fmt: skip
+
+
 def _check_factors(name: str, given: object, held: Quantized) -> None:
     """NVFP4: one factor per expert, or as many as are held."""
     if not held.spec.has_global:
         return
     g = given.global_scale if isinstance(given, Quantized) else None
-    mine = held.global_scale
-    assert mine is not None
+    if isinstance(held, PackedMatrix):
+        ndim = held.global_ndim
+    else:
+        ndim = 0 if held.global_scale is None else held.global_scale.ndim
     require(
-        1 <= (1 if g is None else g.ndim) <= mine.ndim,
+        1 <= (1 if g is None else g.ndim) <= ndim,
         f"{name} must have one global scale per expert, and the layer as many or more",
-        got=f"{'one per expert' if g is None else tuple(g.shape)} for {tuple(mine.shape)}",
+        got=f"{'one per expert' if g is None else tuple(g.shape)} for {held.shape[:ndim]}",
         fix="build the layer anew",
         kind=ShapeError,
     )
@@ -336,14 +347,20 @@ def check_image(kind: str, facts: Facts, what: str) -> None:
     )
 
 
+def _rests_on_facts(weights: ExpertWeights) -> bool:
+    """Whether what may be written depends on what all experts are then."""
+    both = weights.w13, weights.w2
+    return weights.recipe == "w4a8_block" and all(
+        isinstance(w, PackedMatrix) and w.kind != "e4m3_image" for w in both
+    )
+
+
 def _check_arithmetic(weights: ExpertWeights, writes: dict[str, dict[int, Facts]]) -> None:
     """Refuse values that would let BF16's images be E4M3's: which it is depends on values alone, so
     the next call would pack others, and graphs would go on with these."""
-    both = [(getattr(weights, name), facts) for name, facts in writes.items()]
-    if weights.recipe != "w4a8_block" or not all(isinstance(w, PackedMatrix) for w, _ in both):
+    if not _rests_on_facts(weights):
         return
-    if any(w.kind == "e4m3_image" for w, _ in both):
-        return
+    both = [(getattr(weights, name), writes.get(name, {})) for name in MATRICES]
     require(
         not all(w.aside.facts_after(facts).fits_e4m3 for w, facts in both),
         "a layer that multiplies in BF16 must keep exponents that E4M3 does not hold",
@@ -354,6 +371,11 @@ def _check_arithmetic(weights: ExpertWeights, writes: dict[str, dict[int, Facts]
 
 
 def _quantized(source: Tensor, like: Quantized) -> Quantized:
+    if packing.is_gpu(like.device):
+        from megamoe.kernels.portable import quantise_weights
+
+        if quantise_weights.can(like.spec):
+            return quantise_weights.quantised(source, like.spec)
     out = empty(tuple(source.shape), like.spec, source.device)
     if out.global_scale is not None:
         out.global_scale.copy_(weight_global_scale(source))

@@ -203,15 +203,21 @@ class Implementation:
         """Let the layer of a module hold its experts alone."""
         taken = _taken(module, self)
         if taken is not None:
+            now, then = _largest(self.graphs), _largest(taken.key.graphs)
             require(
-                not self.graphs or bool(taken.key.graphs),
-                "experts that were taken run as they were taken", got="cuda_graphs now",
+                now in (0, then), "experts that were taken run as they were taken",
+                got=f"cuda_graphs now, of {now} tokens where they had {then or 'none'}",
                 fix="give_back(model) first", kind=NotAvailable,
             )  # fmt: skip
             return
         layer = make_layer(module, top_k, self.recipe, self.backend, cuda_graphs=self.graphs)
         form = Form(bool(getattr(module, "is_transposed", False)), gate_of(module).gate_up)
         one_copy.take(module, layer, self, form, PARAMETERS, masks=not _has_all(module, layer))
+
+
+def _largest(graphs: bool | GraphPool) -> int:
+    """Tokens of the largest call that is replayed; 0 if none is."""
+    return graphs.max_tokens if isinstance(graphs, GraphPool) else 0
 
 
 def _taken(module: nn.Module, mine: Implementation) -> Taken | None:

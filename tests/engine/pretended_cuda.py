@@ -25,6 +25,7 @@ class Cuda:
     def __init__(self):
         self.log, self.capturing, self.busy, self.now = [], None, False, "main"
         self.queue, self.streams = None, {}
+        self.spoils_capture, self._recording = False, set()  # pools whose capture did not end
 
     def stream(self, name):
         def wait(other):
@@ -42,10 +43,15 @@ class Cuda:
 
     @contextmanager
     def capture(self, graph, pool, stream, capture_error_mode):
+        if pool in self._recording:
+            raise RuntimeError(f"already recording to {pool}")
         self.log.append(f"capture on {stream.name} in {pool}")
         self.capturing = graph
         yield
         self.capturing = None
+        if self.spoils_capture:
+            self._recording.add(pool)
+            raise RuntimeError("the capture was invalidated")
 
     def catch_up(self, until=None):
         while self.queue:
@@ -159,6 +165,7 @@ def install(monkeypatch):
         "Stream": lambda device: fake.stream("side"),
         "Event": lambda: Event(fake),
         "current_stream": fake.current_stream,
+        "set_stream": lambda stream: fake.log.append(f"back on {stream.name}"),
         "stream": fake.on_stream,
         "graph": fake.capture,
         "CUDAGraph": lambda: Graph(fake),

@@ -181,6 +181,24 @@ def test_hopper_takes_the_recipe_that_it_multiplies_fast(name, tmp_path, monkeyp
     assert found.experts(3).recipe == fast
 
 
+@pytest.mark.parametrize("places", [(), ("weight_output", "weight_input"), ("q_attn", "k_cache")])
+def test_rotations_that_weights_hold_or_attention_has_are_no_hindrance(places, tmp_path):
+    """SpinQuant's R1 and R2 are in the weights as they are stored, its R3 is in attention."""
+    folder = write(tmp_path, bf16(), rotated(*places))
+    assert same(mm.ExpertWeights.from_checkpoint(folder, 3), made("bf16"))
+
+
+def test_an_activation_may_be_said_twice_by_two_of_its_names(tmp_path):
+    folder = write(tmp_path, bf16(), {"hidden_act": "swish", "moe_hidden_act": "silu"})
+    assert mm.Checkpoint(folder).picked(3).activation == "swiglu"
+
+
+@pytest.mark.parametrize("key", ["num_local_experts", "moe_num_experts", "num_routed_experts"])
+def test_the_count_of_experts_has_several_names(key, tmp_path):
+    folder = write(tmp_path, bf16(), {"num_experts": None, key: E})
+    assert mm.Checkpoint(folder).picked(3).num_experts == E
+
+
 @pytest.mark.parametrize("blocks", [True, False])
 def test_gpt_oss_is_read_with_its_gate_and_biases(blocks, tmp_path):
     folder = write(tmp_path, gpt_oss(blocks), OSS)
@@ -207,6 +225,24 @@ def test_a_scale_per_matrix_is_a_scale_of_every_block(tmp_path):
     w = mm.ExpertWeights.from_checkpoint(write(tmp_path, tensors), 3)
     assert w.recipe == "w8a8" and torch.equal(w.w2.data.float(), made("w8a8").w2.data.float())
     assert (w.w2.scale == made("w8a8").w2.scale.flatten(1).amax(1).view(E, 1, 1)).all()
+
+
+@pytest.mark.parametrize("value", [0.0, torch.inf])
+def test_input_scales_that_no_recipe_reads_may_be_anything(value, tmp_path):
+    """Experts that saw no token when inputs were calibrated have none that mean something."""
+    tensors = fp8("weight_scale_inv")
+    for name in [n for n in tensors if n.endswith("scale_inv")]:
+        tensors[name.removesuffix("_inv")] = tensors.pop(name).amax()
+        tensors[name.removesuffix("weight_scale_inv") + "input_scale"] = torch.tensor(value)
+    static, four = tmp_path / "static", tmp_path / "four"
+    for folder in (static, four):
+        folder.mkdir()
+    assert mm.ExpertWeights.from_checkpoint(write(static, tensors), 3).recipe == "w8a8"
+    bad = first(first(nvfp4(), "1.up_proj.input_scale", value), "2.down_proj.input_scale", value)
+    w = mm.ExpertWeights.from_checkpoint(write(four, bad), 3, recipe="nvfp4a16")
+    assert torch.equal(w.w13.data, made("nvfp4").w13.data)
+    with pytest.raises(RangeError, match=r'must be positive.*up_proj.*recipe="nvfp4a16"'):
+        mm.ExpertWeights.from_checkpoint(four, 3)
 
 
 LIBRARIES = {
@@ -392,6 +428,15 @@ TWO = {
 ROTATED = {
     "quantization_config": {"transform_config": {"config_groups": {"R4": {"type": "hadamard"}}}}
 }
+
+
+def rotated(*places):
+    """compressed-tensors' rotations of so many places of linears."""
+    groups = {f"R{n}": {"type": "hadamard", "apply": [{"targets": ["re:.*down_proj$"], "location": p}]}
+              for n, p in enumerate(places)}  # fmt: skip
+    return {"quantization_config": {"transform_config": {"config_groups": groups}}}
+
+
 QUARK_R4 = {"quantization_config": {"algo_config": [{"name": "rotation", "r1": True, "r4": True}]}}
 NO_COUNT = {"num_experts": None}
 SIZES = {"hidden_size": H, "moe_intermediate_size": 2 * I}
@@ -422,6 +467,8 @@ REFUSED = [
     ("two scales", lambda: fp8("weight_scale_inv") | {n: t for n, t in TWO.items() if n.endswith("scale")}, {}, NotAvailable, "one of these; got .*weight_scale_inv and .*weight_scale", 3),
     ("two names of gate", lambda: bf16() | {"model.layers.3.mlp.experts.0.w1.weight": torch.ones(I, H)}, {}, NotAvailable, "gate_proj and .*w1", 3),
     ("an online rotation", lambda: bf16(), ROTATED, NotAvailable, "no rotation.*transform_config", 3),
+    ("a rotation of activations beside others", lambda: bf16(), rotated("weight_output", "input"), NotAvailable, "no rotation.*transform_config", 3),
+    ("a rotation of an unknown place", lambda: bf16(), rotated("elsewhere"), NotAvailable, "no rotation.*transform_config", 3),
     ("Quark's rotation of activations", lambda: bf16(), QUARK_R4, NotAvailable, "no rotation.*algo_config", 3),
     ("a clamp per layer", lambda: bf16(), {"swiglu_limits": [0, None, 0.0, 7.0]}, NotAvailable, "swiglu_limits 7.0 in layer 3", 3),
     ("clamps of fewer layers", lambda: bf16(), {"swiglu_limits": [0, 0]}, FileError, "swiglu_limits must have every layer", 3),
@@ -511,9 +558,11 @@ def test_llama4_says_that_its_weights_multiply_tokens(tmp_path):
     assert mm.Checkpoint(write(tmp_path / "qwen", bf16())).picked(3).weights_multiply == "outputs"
 
 
-def test_one_tensor_of_split_gate_and_up_is_read(tmp_path):
+@pytest.mark.parametrize("model", ["qwen3_moe", "qwen3_5_moe_text", "mistral4"])
+def test_one_tensor_of_split_gate_and_up_is_read(model, tmp_path):
     w13, w2 = (w.bfloat16() for w in source())
-    w = mm.ExpertWeights.from_checkpoint(write(tmp_path, fused()), 3)
+    folder = write(tmp_path, fused(), {"model_type": model})
+    w = mm.ExpertWeights.from_checkpoint(folder, 3)
     assert torch.equal(w.w13.data.flatten(1, 2), w13) and torch.equal(w.w2.data, w2)
 
 

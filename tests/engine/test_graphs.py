@@ -4,6 +4,7 @@ import copy
 import gc
 import pickle
 import types
+import weakref
 
 import pytest
 import torch
@@ -348,6 +349,54 @@ def test_a_pool_that_every_graph_left_is_not_taken_again(cuda):
     gc.collect()
     one(*tokens(4))
     assert len(set(captures(cuda))) == 2
+
+
+def test_a_failed_capture_does_not_spoil_the_pool(cuda):
+    """torch takes its memory to be recorded to for ever, and may leave its stream current."""
+    pool = mm.GraphPool()
+    one, other = (mm.MoE(weights(), E, K, cuda_graphs=pool) for _ in range(2))
+    inputs = tokens(4)
+    one(*inputs)
+    cuda.spoils_capture = True
+    with pytest.raises(RuntimeError, match="invalidated"):
+        other(*inputs)
+    assert cuda.log[-1] == "back on main"
+    cuda.spoils_capture = False
+    for layer_ in (other, one):
+        assert torch.equal(layer_(*inputs), wanted(inputs, layer_))
+    one(*tokens(9))
+    first, failed, second, third = captures(cuda)
+    assert first == failed != second == third
+
+
+def test_graphs_that_are_garbage_hold_a_pool_until_the_next_is_captured(cuda, monkeypatch):
+    one = mm.MoE(weights(), E, K, cuda_graphs=mm.GraphPool())
+    lane = one._graphs.pool._lane(one.weights.device)
+    gc.disable()
+    garbage = graph_in_a_cycle(lane)
+    real = torch.cuda.graph
+
+    def collecting(*args, **options):
+        gc.collect()
+        assert garbage() is not None
+        return real(*args, **options)
+
+    monkeypatch.setattr(torch.cuda, "graph", collecting)
+    try:
+        one(*tokens(4))
+    finally:
+        gc.enable()
+    gc.collect()
+    assert garbage() is None
+
+
+def graph_in_a_cycle(lane):
+    """A weak reference to a captured graph that only the collector frees."""
+    graph = torch.cuda.CUDAGraph()
+    graph.itself = graph
+    with lane.capture(graph):
+        pass
+    return weakref.ref(graph)
 
 
 def test_one_layers_failed_replay_leaves_the_others(cuda):

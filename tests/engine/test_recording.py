@@ -8,14 +8,16 @@ import torch
 import triton
 
 import megamoe as mm
-from megamoe.engine import precompile, survey
+from megamoe.engine import precompile
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
 from megamoe.engine.recording import LayerSpec, cubins_of, recorded, target_of
+from megamoe.engine.refresh_on_gpu import OnGpu
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.symm_buffer import symm_buffer_in
 from megamoe.errors import NotAvailable
-from megamoe.kernels.hopper.weights import pack_on_gpu
+from megamoe.kernels.common import finite
+from megamoe.kernels.hopper.weights import facts_on_gpu, pack_on_gpu
 from megamoe.kernels.portable.put import put
 from tests.kernels.support import INTERPRETED
 
@@ -30,7 +32,7 @@ def spec(recipe="w4a8_block", mode="auto", **more):
     return LayerSpec(recipe, H, I, E, K, MACHINE, overrides=overrides, **more)
 
 
-PACKING = ("_pack_experts_kernel", "_row_powers_kernel", "_facts_kernel", "_bad_words_kernel")
+PACKING = ("_pack_experts_kernel", "_facts_kernel", "_bad_words_kernel")
 
 
 def experts(recipe):
@@ -56,11 +58,19 @@ def test_a_launch_on_real_memory_asks_for_the_keys_that_are_found_without(recipe
             launch(Call(x, ids, torch.ones(num, K), *rest), layer.plan(num))
         asked |= set(seen)
     with recorded(target_of(layer.hardware)) as seen:
-        for matrix in (w.w13, w.w2):
-            if w.is_packed:
-                flags = torch.zeros(E + 5, dtype=torch.int32)
-                survey.look(matrix.plain(), flags, first=5, wants_facts=True)
-                pack_on_gpu.launch(matrix.packed, [3], matrix.plain()[3:4])
+        if w.is_packed:
+            plain = w.w13.plain(), w.w2.plain()
+            for matrix, one in zip((w.w13, w.w2), plain, strict=True):
+                flags = finite.new_flags(E, torch.device("cpu"))
+                if recipe != "nvfp4":
+                    pair, _ = facts_on_gpu.pair_of(facts_on_gpu.by_gate(one), flags)
+                    facts_on_gpu.launch(pair, E, flags, 0)
+                pack_on_gpu.launch(matrix.packed, [3], one[4:5])
+            for given in (plain, (plain[0], None), (None, plain[1])):
+                flags = finite.new_flags(E, torch.device("cpu"))
+                gpu = OnGpu(range(E), given, (w.w13, w.w2), (None, None), False, flags)
+                gpu.look()
+                gpu.write()
     assert asked | set(seen) == found and asked and bool(seen) == (recipe != "w8a8")
 
 

@@ -225,6 +225,29 @@ def test_on_a_gpu_a_captured_graph_gives_the_new_bits(recipe):
     layer.check()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("given", ["format", "floats"])
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16", "nvfp4", "w8a8", "bf16"])
+def test_on_a_gpu_what_is_refused_leaves_every_bit(recipe, given):
+    """What writes is queued before the host knows: a NaN anywhere in w2 keeps w13 too."""
+    w = mm.ExpertWeights.quantize(*(t.cuda() for t in floats()), recipe)
+    layer = mm.MoE(w, E, K)
+    before = bits(layer.weights)
+    parts = [t.cuda() for t in floats(seed=9)]
+    if given == "format":
+        new = mm.ExpertWeights.quantize(*parts, recipe)
+        parts = [new.w13, new.w2]
+        last = new.w2.data if new.w2.scale is None else new.w2.scale
+        last[-1].view(torch.uint8).fill_(0xFF)  # NaN in every format
+    else:
+        parts[1][-1, -1, -1] = torch.nan
+    with pytest.raises(RangeError, match=f"w2 must be finite; got NaN or Inf in expert {E - 1}"):
+        layer.refresh(*parts)
+    assert bits(layer.weights) == before
+    layer.refresh(*(t.cuda() for t in floats(seed=10)))
+    assert bits(layer.weights) == bits(mm.ExpertWeights.quantize(*floats(seed=10), recipe))
+
+
 def test_a_quantised_matrix_may_be_a_part_of_another(gpu):
     layer, new = layer_of("w4a16"), mm.ExpertWeights.quantize(*floats(), "w4a16")
     part = new.w2[2:4]

@@ -268,8 +268,13 @@ def test_graphs_are_refused_where_nothing_would_replay_them(cuda):
     with pytest.raises(NotAvailable, match="take=True, cuda_graphs=True"):
         ours.use(made, cuda_graphs=True)
     ours.use(made, take=True)
-    with pytest.raises(NotAvailable, match=r"cuda_graphs now; give_back"):
+    with pytest.raises(NotAvailable, match=r"cuda_graphs now, .* they had none; give_back"):
         ours.use(made, take=True, cuda_graphs=True)
+    ours.give_back(made)
+    for _ in range(2):
+        ours.use(made, take=True, cuda_graphs=True)
+    with pytest.raises(NotAvailable, match=r"of 16 tokens where they had 128; give_back"):
+        ours.use(made, take=True, cuda_graphs=mm.GraphPool(16))
 
 
 def test_ids_are_masked_only_where_they_may_be_of_other_ranks():

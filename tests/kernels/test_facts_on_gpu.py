@@ -9,6 +9,7 @@ import megamoe as mm
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common import finite
 from megamoe.kernels.hopper.weights import facts_on_gpu, pack
+from megamoe.kernels.portable.acts import CODES
 from tests.kernels.compiling import Stand, compile_kernel, resources
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
 
@@ -42,10 +43,14 @@ def test_bad_values_of_every_kind_are_seen_wherever_they_stand_and_no_others(_, 
     at = [0, 1, len(fine) // 2 + 2, len(fine) - 1]
     for i, place in enumerate(at):
         runs[1 + i, place] = wrong[i % 2]
-    flags = torch.zeros(10, dtype=torch.int32, device=DEV)
+    flags, runs = finite.new_flags(8, DEV), runs.to(DEV)
     assert finite.is_readable(runs, 8)
-    finite.launch(runs.to(DEV), 8, rule, flags, 1)
-    assert flags.tolist() == [0, 0, 1, 1, 1, 1, 0, 0, 0, 0]
+    bad = [runs[i : i + 1] for i in (1, 5)]  # as biases
+    finite.launch([finite.Look(runs, rule, 1), finite.Look(bad[0], rule, 2)], 8, flags)
+    assert flags[:19].tolist() == [1] + 8 * [0] + [0, 1, 1, 1, 1, 0, 0, 0] + [1, 0]
+    flags.zero_()
+    finite.launch([finite.Look(runs[5:], rule, 0), finite.Look(bad[1], rule, 3)], 3, flags)
+    assert not flags.any()
 
 
 def experts():
@@ -80,11 +85,15 @@ def test_facts_of_experts_are_those_of_torch(_):
     each = experts()
     data, scale = (torch.cat([getattr(w, n) for w in each]) for n in ("data", "scale"))
     both = Quantized(data, scale, "mxfp4", (len(each), *each[0].shape[1:])).to(DEV)
-    flags = torch.zeros(len(each) + 2, dtype=torch.int32, device=DEV)
-    facts_on_gpu.launch(both, flags, 1)
-    found = flags.tolist()
-    assert found[0] == found[-1] == 0 and not found[1]
-    for w, flag in zip(each, found[1:-1], strict=True):
+    found = []
+    for forbidden in (0, finite.BAD):
+        flags = finite.new_flags(len(each), DEV)
+        pair, num = facts_on_gpu.pair_of(facts_on_gpu.by_gate(both), flags)
+        facts_on_gpu.launch(pair, num, flags, forbidden)
+        assert bool(flags[0]) == bool(forbidden) and not flags[1 + num :].any()
+        found = flags[1 : 1 + num].tolist()
+    assert not found[0]
+    for w, flag in zip(each, found, strict=True):
         is_nan = bool((w.scale == 255).any())
         assert bool(flag & finite.BAD) == is_nan
         assert is_nan or facts_on_gpu.facts_of_flag(flag) == pack.facts_of(w)
@@ -93,18 +102,27 @@ def test_facts_of_experts_are_those_of_torch(_):
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_they_compile_for_hopper_and_read_16_bytes_at_a_time():
-    u8, i32 = map(Stand, (torch.uint8, torch.int32))
-    for rule in (finite.NAN_E8M0, finite.NAN_E4M3, finite.NAN_FP32):
+    u8, i32, bf16 = map(Stand, (torch.uint8, torch.int32, torch.bfloat16))
+    words = tuple(finite.Words(i32, num) for num in (1 << 22, 1 << 10))
+    rules = tuple(map(tuple, (finite.NAN_E4M3, finite.NAN_FP32)))
+    made = compile_kernel(
+        finite._bad_words_kernel, (words, i32, 32), 90, RULES=rules, OWNERS=(0, 0),
+        WORDS=finite.WORDS, num_warps=finite.WARPS,
+    )  # fmt: skip
+    ptx = made.asm["ptx"]
+    assert resources(made)["stack"] == 0 and "ld.global.b32" not in ptx
+    assert ptx.count("ld.global.v4.b32") == 2 * finite.WORDS // finite.WARPS // 32 // 4
+    for source, acts in ((i32, None), (bf16, CODES["mxfp4"])):
+        pair = tuple(
+            facts_on_gpu.Matrix(source, u8, i32, 4096, *sizes)
+            for sizes in ((2048, 512, 128), (4096, 256, 64))
+        )
+        rows = facts_on_gpu.ROWS if acts is None else facts_on_gpu.FLOAT_ROWS
+        cols = facts_on_gpu.GROUPS if acts is None else facts_on_gpu.FLOAT_COLS
         made = compile_kernel(
-            finite._bad_words_kernel, (i32, i32, 0, 1 << 22), 90, BITS=rule.bits, ONE=rule.one,
-            CARRY=rule.carry, OWN=rule.is_own, WORDS=finite.WORDS, num_warps=finite.WARPS,
+            facts_on_gpu._facts_kernel, (pair, i32, 32, 3), 90, GATED=(True, False),
+            INTERLEAVED=False, POWERS=True, ACTS=acts, ROWS=rows, COLS=cols,
+            num_warps=facts_on_gpu.WARPS,
         )  # fmt: skip
-        ptx = made.asm["ptx"]
-        assert resources(made)["stack"] == 0 and "ld.global.b32" not in ptx
-        assert ptx.count("ld.global.v4.b32") == finite.WORDS // finite.WARPS // 32 // 4
-    for groups in (128, 64):
-        made = compile_kernel(
-            facts_on_gpu._facts_kernel, (i32, u8, i32, 0, 4096, groups), 90,
-            ROWS=facts_on_gpu.ROWS, GROUPS=facts_on_gpu.GROUPS, num_warps=facts_on_gpu.WARPS,
-        )  # fmt: skip
-        assert resources(made)["stack"] == 0
+        assert resources(made)["stack"] == 0 and resources(made)["registers"] <= 64
+        assert made.asm["ptx"].count("ld.global.v4.b32") >= 4

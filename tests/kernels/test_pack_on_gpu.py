@@ -1,6 +1,7 @@
 """Images of FP4 written by a kernel have the bytes of `pack.write`."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -8,8 +9,10 @@ import torch
 import megamoe as mm
 from megamoe.engine import images, packing
 from megamoe.engine.refresh import Refresh
-from megamoe.kernels.hopper.weights import pack, pack_on_gpu
-from megamoe.planner.tables.hopper import PACK_WARPS
+from megamoe.kernels.common import finite
+from megamoe.kernels.hopper.weights import facts_on_gpu, pack, pack_on_gpu
+from megamoe.kernels.portable import quantise_weights
+from megamoe.kernels.portable.acts import CODES
 from tests.kernels.compiling import Stand, compile_kernel, resources
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
 
@@ -61,26 +64,30 @@ def test_a_launch_writes_what_pack_writes_and_counts_groups_of_zeros(_, kind, in
                     t.view(torch.int32).fill_(0x1234567)
         for i, place in enumerate(PLACES):
             pack.write(wanted, place, part[i : i + 1])
-        counts = pack_on_gpu.launch(found, PLACES, part.to(DEV))
+        flags = pack_on_gpu.launch(found, PLACES, part.to(DEV)).tolist()
+        counts = flags[3 + (2 if found.is_gated else 3) * NUM :][:NUM]
+        assert not any(flags[: 3 + 2 * NUM])
         for name in ("data", "scale", "factor"):
             a, b = getattr(wanted, name), getattr(found, name)
             assert (a is None) == (b is None)
             assert a is None or torch.equal(a.view(torch.int32), b.cpu().view(torch.int32)), name
-        zeros = [int((~pack._nonzero_groups(part.data[i])).sum()) for i in range(NUM)]
-        assert counts.tolist() == (zeros if kind in ("e4m3_image", "placed_image") else [0] * NUM)
-        assert kind not in ("e4m3_image", "placed_image") or min(zeros) == 0 < max(zeros)
+        if kind not in ("e4m3_image", "placed_image"):
+            assert not any(counts)
+            continue
+        odd = ~pack._nonzero_groups(part.data) & (part.scale != 127)
+        assert counts == odd.flatten(1).sum(1).tolist() and min(counts) == 0 < max(counts)
 
 
 @pytest.fixture
 def as_a_gpu(monkeypatch):
     """Packing on the CPU goes through the kernel, which the interpreter runs; its launches."""
-    launched, real = [], pack_on_gpu.launch
+    launched, real = [], pack_on_gpu.launch_both
 
-    def launch(out, places, w):
-        launched.append((out.kind, list(places)))
-        return real(out, places, w)
+    def launch(images, places, *rest, **options):
+        launched.extend((out.kind, list(places)) for out in images if out is not None)
+        return real(images, places, *rest, **options)
 
-    monkeypatch.setattr(pack_on_gpu, "launch", launch)
+    monkeypatch.setattr(pack_on_gpu, "launch_both", launch)
     monkeypatch.setattr(packing, "is_gpu", lambda device: True)
     packing.agrees.cache_clear()
     yield launched
@@ -122,23 +129,86 @@ def test_a_kernel_that_is_wrong_is_not_used(as_a_gpu, monkeypatch, caplog):
     assert "packs e4m3_image is wrong on cpu" in caplog.text
 
 
+def floats(intermediate, hidden, dtype):
+    rng = torch.Generator().manual_seed(2)
+    w13 = torch.randn(NUM, 2 * intermediate, hidden, generator=rng)
+    w2 = torch.randn(NUM, hidden, intermediate, generator=rng)
+    for t in (w13, w2):
+        t[0, 5], t[0, 7, :32], t[1, 9, 32:64] = 0, -0.0, 2.0**-130  # codes of zero, and code 0
+        t[1, 11] *= 2.0**-9
+    return w13.to(dtype), w2.to(dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "gate_up", "dtype"),
+    [
+        ("e4m3_image", "interleaved", torch.bfloat16),
+        ("nv_image", "split", torch.float32),
+        *(
+            pytest.param(*one, marks=pytest.mark.every)
+            for one in product(KINDS, ("split", "interleaved"), (torch.bfloat16, torch.float32))
+        ),
+    ],
+)
+@pytest.mark.parametrize("_", [pytest.param(None, marks=MARKS)])
+def test_floats_are_quantised_into_the_image_as_torch_does(_, kind, gate_up, dtype):
+    given = floats(64, 96, dtype)
+    new = mm.ExpertWeights.quantize(*given, KINDS[kind], gate_up=gate_up)
+    parts = new.w13, new.w2
+    both = [[pack.empty_image(kind, (5, *p.shape[1:]), where) for p in parts]
+            for where in (torch.device("cpu"), DEV)]  # fmt: skip
+    for image in (*both[0], *both[1]):
+        for t in (image.data, image.scale, image.factor):
+            if t is not None:
+                t.view(torch.int32).fill_(0x1234567)
+    for image, part in zip(both[0], parts, strict=True):
+        for i, place in enumerate(PLACES):
+            pack.write(image, place, part[i : i + 1])
+    given = tuple(t.to(DEV) for t in given)
+    flags = finite.new_flags(NUM, DEV)
+    pair, num = facts_on_gpu.pair_of(given, flags)
+    how = {"is_interleaved": gate_up == "interleaved"}
+    largest = (None, None)
+    if kind == "nv_image":
+        largest = quantise_weights.look(given, flags, parts[0].spec)
+    else:
+        pair = facts_on_gpu.with_powers(pair, num, DEV)
+        facts_on_gpu.launch(pair, num, flags, 0, has_powers=kind == "e4m3_image", **how)
+        said = [facts_on_gpu.facts_of_flag(flag) for flag in flags[1 : 1 + 2 * NUM].tolist()]
+        assert said == [pack.facts_of(part[i : i + 1]) for part in parts for i in range(NUM)]
+    pack_on_gpu.launch_both(both[1], PLACES, pair, flags, largest, **how)
+    for a, b in zip(*both, strict=True):
+        for name in ("data", "scale", "factor"):
+            one, other = getattr(a, name), getattr(b, name)
+            assert one is None or torch.equal(one.view(torch.int32), other.cpu().view(torch.int32))
+    flags[0] = 1
+    before = [b.data.clone() for b in both[1]]
+    pack_on_gpu.launch_both(both[1], PLACES[::-1], pair, flags, largest, **how)
+    assert all(torch.equal(b.data, t) for b, t in zip(both[1], before, strict=True))
+
+
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("is_float", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_compiles_for_hopper_without_a_stack(kind, gated):
-    u8, i32, i64, f32 = map(Stand, (torch.uint8, torch.int32, torch.int64, torch.float32))
+def test_it_compiles_for_hopper_without_a_stack(kind, is_float):
+    """Words and floats are read, and words written, 16 bytes at a time."""
+    dtypes = torch.uint8, torch.int32, torch.float32, torch.bfloat16
+    u8, i32, f32, bf16 = map(Stand, dtypes)
+    is_nv = kind == "nv_image"
+    sizes = (4096, 2048, 512, 128), (4096, 4096, 256, 64)
+    source, factors = bf16 if is_float else i32, i32 if is_float else f32
     made = compile_kernel(
         pack_on_gpu._pack_experts_kernel,
-        (i32, u8, i32, i32, u8, i32, i64, 0, 4096, 2048, 512), 90, GATED=gated,
-        E4M3=kind == "e4m3_image", PLACED=kind == "placed_image",
-        PER_BLOCK=8 if kind == "nv_image" else 4, MOVES=pack_on_gpu.moves(kind), LISTED=False,
-        num_warps=PACK_WARPS,
+        (
+            tuple(pack_on_gpu.Source(source, u8, i32, *size, factors) for size in sizes),
+            2 * (pack_on_gpu.Image(i32, u8, f32),), i32, i32, 0, 32,
+        ), 90, KIND=kind, GATED=(True, False), INTERLEAVED=False, GLOBALS=2 * (int(is_nv),),
+        MOVES=pack_on_gpu.moves(kind), LISTED=False,
+        ACTS=CODES["nvfp4" if is_nv else "mxfp4"] if is_float else None,
+        num_warps=pack_on_gpu.warps(kind, is_float=is_float),
     )  # fmt: skip
-    assert resources(made)["stack"] == 0 and resources(made)["registers"] <= 64
-    assert made.asm["ptx"].count("ld.global.v4") == made.asm["ptx"].count("st.global.v4") == 4
-    made = compile_kernel(
-        pack_on_gpu._row_powers_kernel, (i32, u8, i32, f32, i64, 0, 4096, 2048, 512), 90,
-        GATED=gated, LISTED=False, ROWS=pack_on_gpu.POWER_ROWS,
-        GROUPS=pack_on_gpu.POWER_GROUPS, num_warps=PACK_WARPS,
-    )  # fmt: skip
-    assert resources(made)["stack"] == 0
+    registers = (98 if is_nv else 72) if is_float else 64
+    assert resources(made)["stack"] == 0 and resources(made)["registers"] <= registers
+    num = 8 if not is_float or is_nv else 16
+    assert made.asm["ptx"].count("ld.global.v4") == num
+    assert made.asm["ptx"].count("st.global.v4") == (8 if not is_float else num // 4)

@@ -6,6 +6,7 @@ import torch
 from megamoe.formats.quantize import quantize_into, weight_global_scale
 from megamoe.formats.quantized import empty
 from megamoe.formats.spec import format_named
+from megamoe.kernels.common import copies
 from megamoe.kernels.portable import quantise_weights
 from tests.kernels.compiling import Stand, compile_kernel, resources
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
@@ -50,16 +51,29 @@ def test_bytes_are_those_of_torch(_, name, dtype, shape):
 def test_they_compile_without_a_stack(arch):
     bf16, u8, f32, i32 = map(Stand, (torch.bfloat16, torch.uint8, torch.float32, torch.int32))
     q = quantise_weights
+    place = {"HALVES": 2, "INTERLEAVED": True, "LISTED": False}
     for name in ("mxfp4", "nvfp4"):
         made = compile_kernel(
-            q._quantise_rows_kernel, (bf16, u8, u8, f32, 8192, 4096), arch, ACTS=q.CODES[name],
-            HAS_FACTOR=name == "nvfp4", ROWS=q.ROWS, COLS=q.COLS, num_warps=q.WARPS,
+            q._quantise_rows_kernel, (bf16, u8, u8, f32, i32, i32, i32, 0, 2048, 4096), arch,
+            **place, ACTS=q.CODES[name], FACTORS=2 if name == "nvfp4" else 0, ROWS=q.ROWS,
+            COLS=q.COLS, num_warps=q.WARPS,
         )  # fmt: skip
         assert resources(made)["stack"] == 0
     made = compile_kernel(
-        q._quantise_blocks_kernel, (bf16, u8, f32, 2048, 4096), arch, BLOCK=q.BLOCK,
-        num_warps=q.BLOCK_WARPS,
+        q._quantise_blocks_kernel, (bf16, u8, f32, i32, i32, 0, 2048, 4096), arch, **place,
+        BLOCK=q.BLOCK, num_warps=q.BLOCK_WARPS,
     )  # fmt: skip
     assert resources(made)["stack"] == 0
-    made = compile_kernel(q._largest_kernel, (bf16, i32, 1 << 23), arch, VALUES=q.VALUES)
+    both = tuple(q.Floats(bf16, i32, num) for num in (1 << 24, 1 << 23))
+    made = compile_kernel(
+        q._look_kernel, (both, i32, 32), arch, LARGEST=True, VALUES=q.VALUES
+    )  # fmt: skip
     assert resources(made)["stack"] == 0
+    words = tuple(copies.Words(i32, i32, num) for num in (1 << 22, 1 << 10))
+    made = compile_kernel(
+        copies._copy_experts_kernel, (words, i32, i32, 0), arch, NUM=2, LISTED=False,
+        WORDS=copies.WORDS, num_warps=copies.WARPS,
+    )  # fmt: skip
+    assert resources(made)["stack"] == 0
+    for name in ("ld.global.v4", "st.global.v4"):
+        assert made.asm["ptx"].count(name) == 2 * copies.WORDS // copies.WARPS // 32 // 4

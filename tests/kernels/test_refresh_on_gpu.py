@@ -1,14 +1,19 @@
 """A refresh whose experts lie on the layer's GPU: the interpreter runs its kernels on the CPU."""
 
+import functools
+import re
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.interpreter import InterpretedFunction
 
 import megamoe as mm
 from megamoe.engine import images, packing
+from megamoe.engine.fingerprint import Seal
 from megamoe.engine.refresh import Refresh
 from megamoe.errors import NotAvailable, RangeError
 from tests.kernels.support import INTERPRETED
@@ -16,6 +21,7 @@ from tests.kernels.support import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1")
 E, I, H = 3, 64, 96
 RECIPES = ("w4a8_block", "w4a16", "nvfp4", "w8a8", "bf16")
+VIEWS = r"view|slice|select|detach|unflatten|alias"
 WAITS = ("tolist", "item", "__bool__", "__int__", "__float__", "nonzero")
 
 
@@ -48,10 +54,13 @@ def bits(w):
     return {n: t.reshape(-1).view(torch.uint8).tolist() for n, t in w.state_dict().items()}
 
 
-def change(w, w13=None, w2=None, order=None, gate_up="split", b13=None, b2=None):
+def change(w, w13=None, w2=None, order=None, gate_up="split", b13=None, b2=None, is_group=False):
     one = Refresh.of(w, w13, w2, order, b13, b2, gate_up)
-    one.check(w)
-    one.write(w)
+    if is_group:  # all ranks check before one writes
+        one.check(w)
+        one.write(w)
+    else:
+        one.apply(w)
 
 
 class Waits(TorchFunctionMode):
@@ -67,9 +76,17 @@ class Waits(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("is_packed", [True, False])
-@pytest.mark.parametrize("order", [None, [2, 0]])
-@pytest.mark.parametrize("given", ["format", "floats", "interleaved"])
+WAYS = [("format", None, True), ("floats", [2, 0], True), ("interleaved", None, True),
+        ("format", [2, 0], False), ("floats", None, False)]  # fmt: skip
+OTHERS = [("format", [2, 0], True), ("floats", None, True), ("interleaved", [2, 0], True),
+          ("format", None, False), ("floats", [2, 0], False),
+          ("interleaved", None, False)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "order", "is_packed"),
+    [*WAYS, *(pytest.param(*one, marks=pytest.mark.every) for one in OTHERS)],
+)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_bit_is_that_of_quantize(recipe, given, order, is_packed):
     w = held(recipe, is_packed)
@@ -86,21 +103,55 @@ def test_every_bit_is_that_of_quantize(recipe, given, order, is_packed):
     assert [t.data_ptr() for t in w.held().values()] == addresses
 
 
+class Ops(TorchDispatchMode):
+    """Counts torch's own operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
 @pytest.mark.parametrize("given", ["format", "floats"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_host_waits_once_before_it_writes_and_once_after(recipe, given):
+def test_a_rank_waits_once_and_launches_little(recipe, given, monkeypatch):
+    """Whatever the number of experts: from floats too, and beside biases."""
     b13, b2 = torch.randn(E, 2 * I), torch.randn(E, H)
-    w = held(recipe, b13=b13, b2=b2)
-    new = experts(recipe, 1)
+    w, new = experts(recipe, b13=b13, b2=b2), experts(recipe, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(packing, "is_gpu", lambda device: False)
+        if images.is_image(w):
+            images.hold(w)
     parts = (new.w13, new.w2) if given == "format" else floats(1)
-    change(w, *parts)  # the kernel is looked at on its first use
+    launched = []
+
+    def seen(kernel, grid):  # nothing is found, and nothing written
+        launched.append(kernel.fn.__name__)
+        return lambda **args: None
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", seen)
+    monkeypatch.setattr(packing, "agrees", functools.cache(lambda *how: True))
+    one = Refresh.of(w, *parts, None, None, None, "split")
+    with Waits() as waits, Ops() as ops:
+        one.apply(w)
+    assert waits.seen == {"tolist": 1}
+    assert len(launched) == (3 if (recipe, given) == ("w8a8", "floats") else 2), launched
+    made = {name: num for name, num in ops.seen.items() if not re.search(VIEWS, name)}
+    assert set(made) <= {"aten.zeros.default", "aten.empty.memory_format"}, made
+    assert sum(made.values()) <= 2, "flags, and room for what is found"
+    launched.clear()
     one = Refresh.of(w, *parts, None, b13, b2, "split")
     with Waits() as waits:
-        one.check(w)
-    assert waits.seen == {"tolist": 1}
-    with Waits() as waits:
-        one.write(w)
-    assert waits.seen == ({"tolist": 1} if recipe in ("w4a8_block", "w4a16") else {})
+        one.apply(w)
+    assert waits.seen == {"tolist": 1} and len(launched) <= 4
+    one = Refresh.of(w, *parts, None, b13, b2, "split")
+    for step in (one.check, one.write):  # over a group
+        with Waits() as waits:
+            step(w)
+        assert waits.seen == {"tolist": 1}
 
 
 def with_scale(w, name, code):
@@ -108,6 +159,11 @@ def with_scale(w, name, code):
     scale = part.scale.clone()
     scale[1, ..., -1, 0] = code
     return replace(part, scale=scale)
+
+
+def wide(t):
+    t[1, 5, :32] *= 2.0**-20
+    return t
 
 
 NAN, LAST = float("nan"), torch.tensor(E - 1)
@@ -126,6 +182,21 @@ REFUSED = {
         lambda w: {"w13": floats(1)[0].index_fill(0, torch.tensor(1), NAN)},
         "NaN or Inf in expert 1",
     ),
+    "floats of fp8": (
+        "w8a8",
+        lambda w: {"w2": floats(1)[1].index_fill(0, torch.tensor(1), NAN), "w13": floats(1)[0]},
+        "NaN or Inf in expert 1",
+    ),
+    "floats of nvfp4": (
+        "nvfp4",
+        lambda w: {"w13": floats(1)[0].index_fill(2, LAST, float("inf"))},
+        "NaN or Inf in expert 0",
+    ),
+    "octaves of floats": (
+        "w4a8_block",
+        lambda w: {"w2": wide(floats(1)[1]), "w13": floats(1)[0]},
+        "w2 of expert 1 must have exponents of a row within 12 octaves",
+    ),
     "global": (
         "nvfp4",
         lambda w: {"w13": replace(w.w13, global_scale=torch.tensor([1, NAN, 1]))},
@@ -137,14 +208,29 @@ REFUSED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused_leaves_all_as_it_was(case):
+@pytest.mark.parametrize(
+    ("case", "is_group"),
+    [*((case, False) for case in REFUSED), ("e4m3", True), ("octaves of floats", True)],
+)
+def test_what_is_refused_leaves_all_as_it_was(case, is_group):
     recipe, given, why = REFUSED[case]
     w = held(recipe, b13=torch.zeros(E, 2 * I))
-    before = bits(w)
+    before, versions = bits(w), [t._version for t in w.held().values()]
     with pytest.raises((NotAvailable, RangeError), match=why):
-        change(w, **({"w13": experts(recipe, 1).w13} | given(experts(recipe, 1))))
-    assert bits(w) == before
+        change(
+            w, **({"w13": experts(recipe, 1).w13} | given(experts(recipe, 1))), is_group=is_group
+        )
+    assert bits(w) == before and versions == [t._version for t in w.held().values()]
+
+
+@pytest.mark.parametrize("given", ["format", "floats"])
+def test_writes_to_canonical_experts_are_counted(given):
+    w, new = held("w8a8"), experts("w8a8", 1)
+    seals = [Seal(list(part.tensors().values())) for part in (w.w13, w.w2)]
+    change(w, w2=new.w2 if given == "format" else floats(1)[1])
+    both = [list(part.tensors().values()) for part in (w.w13, w.w2)]
+    assert [seal.holds(t) for seal, t in zip(seals, both, strict=True)] == [True, False]
+    assert all(t._version > 0 for t in both[1])
 
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w4a16"])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,7 @@ class Arithmetic:
         return self.dtype == torch.float8_e4m3fn
 
 
+@functools.cache
 def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
     """The row of `planner.numerics` as the kernels take it."""
     row, how = recipe_named(recipe), numerics("hopper", recipe, fits_e4m3=fits_e4m3)
@@ -183,11 +185,11 @@ def _gemm(x: Pool, w: Packed, step: Launch, tile: Gemm, rest: dict[str, Any]) ->
     if tile.decode_ahead:
         assert w.scale is not None and tile.decode_ahead % 4 == 0
         chunk = tile.decode_chunk
-        fp4 = _tma(w.data.flatten(0, 1), [1, 4 * chunk, 256], 0)
-        fp4_scale = _tma(w.scale.flatten(0, 1), [1, chunk * PAIR_WORDS.value], 0)
+        fp4 = _tma(w.data.flatten(0, 1), (1, 4 * chunk, 256), 0)
+        fp4_scale = _tma(w.scale.flatten(0, 1), (1, chunk * PAIR_WORDS.value), 0)
         num_rows = step.num_ctas * tile.decode_ahead * 256
         ring = w.data.new_empty(num_rows, 128, dtype=torch.float8_e4m3fn)
-        data = scale = _tma(ring, [256, 128], 128)
+        data = scale = _tma(ring, (256, 128), 128)
     else:
         data, scale = weight_descriptors(w, 1, 256)
     rest = {name: value for name, value in rest.items() if name != "ACTS"}
@@ -218,25 +220,64 @@ def weight_descriptors(
     """TMA over the weights, `rows` at a time, and over the scales of an image, slab by slab."""
     if w.scale is not None:
         words = w.scale.shape[2] // (w.data.shape[2] // 4) * depth
-        data = _tma(w.data, [1, rows // 64, 4 * depth, 256], 0)
-        return data, _tma(w.scale, [1, rows // 64, words], 0)
+        data = _tma(w.data, (1, rows // 64, 4 * depth, 256), 0)
+        return data, _tma(w.scale, (1, rows // 64, words), 0)
     if w.is_gated:
         experts, _, outputs, width = w.data.shape
-        eights = w.data.view(experts, 2, outputs // 8, 8, width).transpose(1, 2)
-        data = _tma(eights, [1, rows // 16, 2, 8, 128], 128)
+        by_expert, by_half, by_row, one = w.data.stride()
+        shape = experts, outputs // 8, 2, 8, width  # eight of gate, eight of up
+        strides = by_expert, 8 * by_row, by_half, by_row, one
+        data = _described(w.data, shape, strides, (1, rows // 16, 2, 8, 128), 128)
     else:
-        data = _tma(w.data, [1, rows, 128], 128)
+        data = _tma(w.data, (1, rows, 128), 128)
     return data, data
 
 
 def token_descriptor(data: Tensor, tokens: int) -> TensorDescriptor:
-    return _tma(data, [tokens, 128], 128)
+    """TMA over tokens, so many at a time."""
+    return _tma(data, (tokens, 128), 128)
 
 
 def scale_descriptor(scale: Tensor, tokens: int) -> TensorDescriptor:
-    return _tma(scale.view(-1), [max(tokens, 32)], 0)
+    """TMA over their scales."""
+    assert scale.is_contiguous()
+    return _described(scale, (scale.numel(),), (1,), (max(tokens, 32),), 0)
 
 
-def _tma(t: Tensor, block: list[int], swizzle: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(swizzle, 8 * t.element_size(), rank=len(block))
-    return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
+def _tma(t: Tensor, block: tuple[int, ...], swizzle: int) -> TensorDescriptor:
+    return _described(t, tuple(t.shape), t.stride(), block, swizzle)
+
+
+def _described(
+    t: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...],
+    swizzle: int,
+) -> TensorDescriptor:  # fmt: skip
+    """Of a tensor as it lies now: only what does not depend on the memory is remembered, so that
+    weights may move, and none that were freed are kept."""
+    form = _form(t.dtype, shape, strides, block, swizzle)
+    assert t.data_ptr() % 16 == 0, "TMA reads from multiples of 16 bytes"
+    made = object.__new__(TensorDescriptor)
+    made.__dict__.update(form.__dict__)
+    made.base = t
+    return made
+
+
+class _Base(NamedTuple):
+    """Stands for the tensor of a form."""
+
+    dtype: torch.dtype
+
+    @staticmethod
+    def data_ptr() -> int:
+        return 0
+
+
+@functools.lru_cache(4096)
+def _form(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...],
+    block: tuple[int, ...], swizzle: int,
+) -> TensorDescriptor:  # fmt: skip
+    """A descriptor of any tensor of a form, checked once: making one takes longer than many a
+    kernel."""
+    layout = gl.NVMMASharedLayout(swizzle, 8 * dtype.itemsize, rank=len(block))
+    return TensorDescriptor(_Base(dtype), list(shape), list(strides), list(block), layout)

@@ -60,7 +60,7 @@ class Facts(NamedTuple):
     can_be_placed: bool = True
 
     def __and__(self, other: Facts) -> Facts:
-        return Facts(*(a and b for a, b in zip(self, other, strict=True)))
+        return Facts(self[0] and other[0], self[1] and other[1], self[2] and other[2])
 
 
 class Spare(NamedTuple):

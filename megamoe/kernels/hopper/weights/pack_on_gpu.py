@@ -9,12 +9,13 @@ order in which its words are stored: [upper, warp, g], row = warp * 16 + upper *
 | scales      | [64 rows, groups], bytes        | as they are, + 126 (placed), or two rows a byte  |
 | zero groups | counted: images lose the scales | out of the words: 4 a group                      |
 
-Images that decode to E4M3 need the largest scale of a row first. A launch before finds it: of the
-words it looks at one group a row, and at the others only where that one is zero.
+Images that decode to E4M3 need the largest scale of a row first: the launch that finds what forbids
+an image finds it too (`facts_on_gpu`). Floats are quantised on the way, straight into the image.
 """
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,24 +23,39 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.formats.quantized import Quantized
-from megamoe.kernels.hopper.weights.pack import MAX_RELATIVE, MIN_RELATIVE, PLACED_BY, Packed
-from megamoe.layout.regions import align_up
+from megamoe.kernels.common.compat import to_fp32
+from megamoe.kernels.common.finite import cdiv, is_a_run, new_flags
+from megamoe.kernels.hopper.weights import facts_on_gpu
+from megamoe.kernels.hopper.weights.facts_on_gpu import Matrix, pair_of, source_row, with_powers
+from megamoe.kernels.hopper.weights.pack import MIN_RELATIVE, PLACED_BY, Packed
+from megamoe.kernels.portable.acts import CODES, quantise_blocks
+from megamoe.kernels.portable.quantise_weights import global_scale
 from megamoe.layout.tiles import word_bit
-from megamoe.planner.tables.hopper import PACK_WARPS, WIDTH
+from megamoe.planner.tables.hopper import PACK_WARPS
 
-LOWEST, TOP = tl.constexpr(MIN_RELATIVE), tl.constexpr(MAX_RELATIVE)
-PLACED_CODE = tl.constexpr(PLACED_BY)
-POWER_ROWS, POWER_GROUPS = 32, 64  # of scales that are looked at together for powers of rows
+LOWEST, PLACED_CODE = tl.constexpr(MIN_RELATIVE), tl.constexpr(PLACED_BY)
+FLOAT_WARPS, FLOAT_NV_WARPS = 8, 16  # of a program that quantises what it packs
 
 
-@triton.jit
-def _source_row(row, num_outputs, GATED: tl.constexpr):
-    """The canonical row of a row of the image, and whether there is one."""
-    if GATED:  # eight of gate, eight of up
-        within = row // 16 * 8 + row % 8
-        return (row // 8 % 2) * num_outputs + within, within < num_outputs
-    else:
-        return row, row < num_outputs
+class Source(NamedTuple):
+    """A `Matrix`, and NVFP4's factors, or the bits of largest values that they are made of."""
+
+    source: Tensor
+    scales: Tensor
+    powers: Tensor
+    num_rows: int
+    num_outputs: int
+    row_words: int
+    num_groups: int
+    globals: Tensor
+
+
+class Image(NamedTuple):
+    """An image as the kernel writes it; factors are FP32."""
+
+    image: Tensor
+    scales: Tensor
+    factors: Tensor
 
 
 @triton.jit
@@ -101,111 +117,162 @@ def _image_words(values, E4M3: tl.constexpr, PLACED: tl.constexpr, MOVES: tl.con
         return _moved(tl.reshape(words, (64, 8, 4)), MOVES)
 
 
-@triton.jit(do_not_specialize=["first_expert"])
-def _pack_experts_kernel(
-    codes, scales, powers, image, image_scales, zero_groups, experts, first_expert,
-    num_rows, num_outputs, row_words,
-    GATED: tl.constexpr, E4M3: tl.constexpr, PLACED: tl.constexpr, PER_BLOCK: tl.constexpr,
-    MOVES: tl.constexpr, LISTED: tl.constexpr,
+@triton.jit
+def _read_codes(
+    m, pair, which, row, is_row, GATED: tl.constexpr, PER_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Two K blocks of a slab of one expert: words, scales, and how many groups are zero."""
-    pair, slab, which = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    expert = first_expert + which
-    if LISTED:
-        expert = tl.load(experts + which)
-    halves: tl.constexpr = 2 if GATED else 1
-    num_groups = row_words // (16 // PER_BLOCK)
-    codes += which * halves * num_outputs * row_words
-    scales += which * halves * num_outputs * num_groups
-    num_slabs = num_rows // 64
-    first = (expert * num_slabs + slab) * (2 * tl.num_programs(0)) + 2 * pair  # int64
-    at = tl.arange(0, 64)
-    stored = slab * 64 + (at // 8 % 4) * 16 + (at // 32) * 8 + at % 8
-    row, is_row = _source_row(stored, num_outputs, GATED)
-
+    """[64, 8, 4] words of two K blocks of a slab, and the codes of their scales."""
+    num_groups = m.row_words // (16 // PER_BLOCK)
+    first = which * (2 if GATED else 1) * m.num_outputs
     four, eight = tl.arange(0, 4)[None, None, :], tl.arange(0, 8)[None, :, None]
     word = pair * 32 + 4 * eight + four
-    there = is_row[:, None, None] & (word < row_words)
-    values = tl.load(codes + row[:, None, None] * row_words + word, mask=there, other=0)
-    values = values.to(tl.uint32, bitcast=True)
-    column = tl.arange(0, 2 * PER_BLOCK)[None, :]
-    group = pair * 2 * PER_BLOCK + column
+    there = is_row[:, None, None] & (word < m.row_words)
+    source = m.source + first * m.row_words
+    values = tl.load(source + row[:, None, None] * m.row_words + word, mask=there, other=0)
+    group = pair * 2 * PER_BLOCK + tl.arange(0, 2 * PER_BLOCK)[None, :]
     is_group = is_row[:, None] & (group < num_groups)
+    scales = m.scales + first * num_groups
     code = tl.load(scales + row[:, None] * num_groups + group, mask=is_group, other=0)
-    code = code.to(tl.int32)
-    if E4M3:  # all is asked for before anything is written: loads do not pass stores
-        power = tl.load(powers + which * num_rows + stored)
-    words = _image_words(values, E4M3, PLACED, MOVES).to(tl.int32, bitcast=True)
-    to = (eight // 4) * 1024 + 16 * at[:, None, None] + 4 * (eight % 4) + four
-    tl.store(image + first * 1024 + to, words)
+    return values.to(tl.uint32, bitcast=True), code.to(tl.int32)
 
+
+@triton.jit
+def _read_floats(
+    m, pair, which, row, is_row, g, GATED: tl.constexpr, PER_BLOCK: tl.constexpr,
+    ACTS: tl.constexpr,
+):  # fmt: skip
+    """The same of floats, which are quantised."""
+    width = m.row_words * 8
+    col = pair * 256 + tl.arange(0, 256)[None, :]
+    source = m.source + which * (2 if GATED else 1) * m.num_outputs * width
+    there = is_row[:, None] & (col < width)
+    x = to_fp32(tl.load(source + row[:, None] * width + col, mask=there, other=0.0))
+    groups: tl.constexpr = 2 * PER_BLOCK
+    ratio, code, _ = quantise_blocks(tl.reshape(x, (64, groups, 256 // groups)), g, ACTS)
+    values = tl.reshape(ACTS.code(ratio).to(tl.int32), (64, 32, 8))
+    values = tl.sum(values << (4 * tl.arange(0, 8)[None, None, :]), 2)
+    group = pair * groups + tl.arange(0, groups)[None, :]
+    code = tl.where(is_row[:, None] & (group < width // (256 // groups)), code.to(tl.int32), 0)
+    return tl.reshape(values, (64, 8, 4)).to(tl.uint32, bitcast=True), code
+
+
+@triton.jit
+def _write_scales(
+    image, code, zero, power, first, group, num_groups, is_allowed,
+    E4M3: tl.constexpr, PLACED: tl.constexpr, PER_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Scales [64, groups] of two K blocks, the first of which has this number."""
+    at = tl.arange(0, 64)
+    column = tl.arange(0, 2 * PER_BLOCK)[None, :]
     block, within = column // PER_BLOCK, column % PER_BLOCK
-    if PLACED or E4M3:
-        zero = tl.max((values & 0x77777777).to(tl.int32, bitcast=True), 2) == 0
-        count = tl.sum(tl.sum((is_group & zero).to(tl.int32), 1), 0)
-        if count > 0:
-            tl.atomic_add(zero_groups + which, count)
     if E4M3:  # rows g and g + 8 in a byte
         code = tl.where(zero, 0, code - power[:, None]) - LOWEST
         upper = tl.arange(0, 2)[:, None, None]
         both = tl.sum(tl.reshape(code, (2, 32, 2 * PER_BLOCK)) << (4 * upper), 0)
         to = block * 128 + tl.arange(0, 32)[:, None] * PER_BLOCK + within
-        tl.store(image_scales + first * 128 + to, both.to(tl.uint8))
+        tl.store(image + first * 128 + to, both.to(tl.uint8), mask=is_allowed)
     else:
         if PLACED:
             code = tl.where(zero, 1, code) + PLACED_CODE
         elif PER_BLOCK == 4:
             code = tl.where(group < num_groups, code, 127)
         to = block * (64 * PER_BLOCK) + at[:, None] * PER_BLOCK + within
-        tl.store(image_scales + first * (64 * PER_BLOCK) + to, code.to(tl.uint8))
+        tl.store(image + first * (64 * PER_BLOCK) + to, code.to(tl.uint8), mask=is_allowed)
 
 
-@triton.jit(do_not_specialize=["first_expert"])
-def _row_powers_kernel(
-    codes, scales, powers, factors, experts, first_expert, num_rows, num_outputs, row_words,
-    GATED: tl.constexpr, LISTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
+@triton.jit
+def _factor_of(m, which, half, GLOBALS: tl.constexpr, FROM_LARGEST: tl.constexpr):
+    """NVFP4: the factor of an expert's half, given or from the bits of its largest value."""
+    if FROM_LARGEST:
+        return global_scale(tl.load(m.globals + which))
+    else:
+        return tl.load(m.globals + which * GLOBALS + tl.minimum(half, GLOBALS - 1))
+
+
+@triton.jit
+def _pack_pair(
+    m, into, at, which, expert, is_allowed, KIND: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr, GLOBALS: tl.constexpr, MOVES: tl.constexpr, ACTS: tl.constexpr,
 ):  # fmt: skip
-    """Of rows of an image that decodes to E4M3: the power of two that factors are, as E8M0 codes
-    (int32, below 1 of subnormals) and in FP32."""
-    which = tl.program_id(1).to(tl.int64)
+    """Two K blocks of a slab -> how many groups are zero and have another scale than 1."""
+    E4M3: tl.constexpr = KIND == "e4m3_image"
+    PLACED: tl.constexpr = KIND == "placed_image"
+    PER_BLOCK: tl.constexpr = 8 if KIND == "nv_image" else 4
+    pairs = tl.cdiv(m.row_words, 32)
+    pair, slab = at % pairs, at // pairs
+    num_groups = m.row_words // (16 // PER_BLOCK)
+    first = (expert * (m.num_rows // 64) + slab) * (2 * pairs) + 2 * pair  # int64
+    lane = tl.arange(0, 64)
+    stored = slab * 64 + (lane // 8 % 4) * 16 + (lane // 32) * 8 + lane % 8
+    row, is_row = source_row(stored, m.num_outputs, GATED, INTERLEAVED)
+
+    g, power = 1.0, lane
+    if KIND == "nv_image" and ACTS is not None:
+        g = _factor_of(m, which, 0, 1, True)
+    if ACTS is None:
+        values, code = _read_codes(m, pair, which, row, is_row, GATED, PER_BLOCK)
+    else:
+        values, code = _read_floats(m, pair, which, row, is_row, g, GATED, PER_BLOCK, ACTS)
+    if E4M3:  # all is asked for before anything is written: loads do not pass stores
+        power = tl.load(m.powers + which * m.num_rows + stored)
+    words = _image_words(values, E4M3, PLACED, MOVES).to(tl.int32, bitcast=True)
+    four, eight = tl.arange(0, 4)[None, None, :], tl.arange(0, 8)[None, :, None]
+    to = (eight // 4) * 1024 + 16 * lane[:, None, None] + 4 * (eight % 4) + four
+    tl.store(into.image + first * 1024 + to, words, mask=is_allowed)
+
+    group = pair * 2 * PER_BLOCK + tl.arange(0, 2 * PER_BLOCK)[None, :]
+    zero, count = group < 0, 0
+    if PLACED or E4M3:
+        zero = tl.max((values & 0x77777777).to(tl.int32, bitcast=True), 2) == 0
+        is_lost = is_row[:, None] & (group < num_groups) & zero & (code != 127)
+        count = tl.sum(tl.sum(is_lost.to(tl.int32), 1), 0)
+    _write_scales(
+        into.scales, code, zero, power, first, group, num_groups, is_allowed, E4M3, PLACED,
+        PER_BLOCK,
+    )  # fmt: skip
+    if E4M3:  # noqa: SIM102  known at compile time
+        if pair == 0:
+            bits = tl.where(power > 0, power << 23, 0x400000 >> -tl.minimum(power, 0))
+            factor = bits.to(tl.float32, bitcast=True)
+            tl.store(into.factors + expert * m.num_rows + stored, factor, mask=is_allowed)
+    if KIND == "nv_image" and GLOBALS > 0:  # noqa: SIM102  known at compile time
+        if at == 0:
+            halves: tl.constexpr = 2 if GATED else 1
+            half = tl.arange(0, halves)
+            factor = _factor_of(m, which, half, GLOBALS, ACTS is not None)
+            factor += tl.zeros((halves,), tl.float32)
+            tl.store(into.factors + expert * halves + half, factor, mask=is_allowed)
+    return count
+
+
+@triton.jit(do_not_specialize=["first_expert", "num_experts"])
+def _pack_experts_kernel(
+    matrices, images, flags, experts, first_expert, num_experts,
+    KIND: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, GLOBALS: tl.constexpr,
+    MOVES: tl.constexpr, LISTED: tl.constexpr, ACTS: tl.constexpr,
+):  # fmt: skip
+    """Two K blocks of a slab of one expert: words, scales, factors, and how many groups of zeros
+    lose their scale. Nothing but that is written where the first flag is not 0.
+
+    experts  where they stand, where they do not follow `first_expert`
+    ACTS     of floats, what they are quantised to; None: codes and scales
+    """
+    at, which = tl.program_id(0), tl.program_id(1).to(tl.int64)
     expert = first_expert + which
     if LISTED:
         expert = tl.load(experts + which)
-    halves: tl.constexpr = 2 if GATED else 1
-    num_groups = row_words // 4
-    codes += which * halves * num_outputs * row_words
-    scales += which * halves * num_outputs * num_groups
-    stored = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row, is_row = _source_row(stored, num_outputs, GATED)
-    best = tl.zeros((ROWS, GROUPS), tl.int32)  # the largest, and where it is
-    for first in range(0, num_groups, GROUPS):
-        group = first + tl.arange(0, GROUPS)[None, :]
-        there = is_row[:, None] & (group < num_groups)
-        scale = tl.load(scales + row[:, None] * num_groups + group, mask=there, other=0)
-        best = tl.maximum(best, tl.where(there, scale.to(tl.int32) << 16 | group, 0))
-    at_best = tl.max(best, 1)
-    top, word = at_best >> 16, row * row_words + 4 * (at_best & 0xFFFF)
-    of_best = tl.load(
-        codes + word[:, None] + tl.arange(0, 4)[None, :], mask=is_row[:, None], other=0
-    )
-    is_zero = tl.max(of_best & 0x77777777, 1) == 0
-    if tl.max((is_zero & is_row).to(tl.int32), 0) > 0:
-        top = tl.full((ROWS,), -1, tl.int32)
-        for first in range(0, num_groups, GROUPS):
-            group = first + tl.arange(0, GROUPS)[None, :]
-            there = is_row[:, None] & (group < num_groups)
-            scale = tl.load(scales + row[:, None] * num_groups + group, mask=there, other=0)
-            some = tl.zeros((ROWS, GROUPS), tl.int32)
-            for j in tl.static_range(4):
-                at = row[:, None] * row_words + 4 * group + j
-                some |= tl.load(codes + at, mask=there, other=0) & 0x77777777
-            top = tl.maximum(top, tl.max(tl.where(some != 0, scale.to(tl.int32), -1), 1))
-    power = tl.where(is_row & (top >= 0), top - TOP, 127)
-    bits = tl.where(power > 0, power << 23, 0x400000 >> -tl.minimum(power, 0))
-    is_there = stored < num_rows
-    tl.store(powers + which * num_rows + stored, power, mask=is_there)
-    value = bits.to(tl.float32, bitcast=True)
-    tl.store(factors + expert * num_rows + stored, value, mask=is_there)
+    is_allowed = tl.load(flags) == 0
+    for i in tl.static_range(len(GATED)):
+        m = matrices[i]
+        num = tl.cdiv(m.row_words, 32) * (m.num_rows // 64)
+        if (at >= 0) & (at < num):
+            count = _pack_pair(
+                m, images[i], at, which, expert, is_allowed, KIND, GATED[i], INTERLEAVED,
+                GLOBALS[i], MOVES, ACTS,
+            )  # fmt: skip
+            if count > 0:
+                tl.atomic_add(flags + 3 + (2 + i) * num_experts + which, count)
+        at -= num
 
 
 @functools.cache
@@ -241,56 +308,83 @@ def _moves(places: tuple[int, ...], is_placed: bool) -> tuple[int, ...]:
 
 
 def launch(
-    out: Packed, experts: Sequence[int], w: Quantized, counts: Tensor | None = None
-) -> Tensor:
-    """Write experts `w` [n, ...] at places of an image; int32 [n]: how many groups are zero.
+    out: Packed, experts: Sequence[int], w: Quantized, *, wants_facts: bool = False
+) -> Tensor:  # fmt: skip
+    """Write experts `w` [n, ...] at places of an image; the flags of what was launched
+    (`common.finite`).
 
-    counts  zeros to be counted in, or None
-    Counts are of kinds that lose the scales of such groups, else 0.
+    wants_facts  of MXFP4: find what forbids images too
     """
-    kind, device, num = out.kind, out.data.device, len(w)
-    assert w.scale is not None and out.scale is not None
-    num_rows = align_up(out.num_outputs, WIDTH) * (2 if out.is_gated else 1)
-    if counts is None:
-        counts = torch.zeros(num, dtype=torch.int32, device=device)
-    is_run = all(e == experts[0] + i for i, e in enumerate(experts))
-    places = counts if is_run else torch.tensor(list(experts), dtype=torch.int64, device=device)
-    codes, scales = _words(w.data), w.scale.view(torch.uint8).contiguous()
-    rest: dict[str, object] = {
-        "experts": places, "first_expert": experts[0], "num_rows": num_rows,
-        "num_outputs": out.num_outputs, "row_words": out.width // 8, "GATED": out.is_gated,
-        "LISTED": not is_run, "num_warps": PACK_WARPS,
-    }  # fmt: skip
-    powers = counts
-    if kind == "e4m3_image":
-        powers = torch.empty(num, num_rows, dtype=torch.int32, device=device)
-        _row_powers_kernel[(triton.cdiv(num_rows, POWER_ROWS), num)](
-            codes=codes,
-            scales=scales,
-            powers=powers,
-            factors=out.factor,
-            ROWS=POWER_ROWS,
-            GROUPS=POWER_GROUPS,
-            **rest,
-        )
-    _pack_experts_kernel[(align_up(out.width, WIDTH) // WIDTH, num_rows // 64, num)](
-        codes=codes, scales=scales, powers=powers, image=out.data,
-        image_scales=out.scale.view(torch.uint8), zero_groups=counts,
-        E4M3=kind == "e4m3_image", PLACED=kind == "placed_image",
-        PER_BLOCK=8 if kind == "nv_image" else 4, MOVES=moves(kind), **rest,
+    flags = new_flags(len(w), w.device)
+    gated = out.is_gated
+    given, images = ((w, None), (out, None)) if gated else ((None, w), (None, out))
+    pair, num = pair_of(given, flags)
+    has_powers = out.kind == "e4m3_image"
+    if has_powers:
+        pair = with_powers(pair, num, w.device)
+    if has_powers or (wants_facts and out.kind != "nv_image"):
+        facts_on_gpu.launch(pair, num, flags, 0, has_powers=has_powers)
+    launch_both(images, experts, pair, flags, factors_of(given))
+    return flags
+
+
+def factors_of(given: Sequence[Quantized | Tensor | None]) -> list[Tensor | None]:
+    """Global scales of NVFP4's experts, one or two for each of them."""
+    found: list[Tensor | None] = []
+    for w in given:
+        g = w.global_scale if isinstance(w, Quantized) else None
+        is_one = g is not None and g.ndim == 0
+        found.append(g.expand(len(w)).contiguous() if is_one and g is not None else g)  # type: ignore[arg-type]
+    return found
+
+
+def launch_both(
+    images: Sequence[Packed | None], experts: Sequence[int], pair: tuple[Matrix, Matrix],
+    flags: Tensor, factors: Sequence[Tensor | None] = (None, None), *,
+    is_interleaved: bool = False,
+) -> None:  # fmt: skip
+    """Write experts of one or two matrices at places of images of one kind, if the first flag is 0.
+
+    pair     them, with the powers of rows where the kind has them
+    factors  NVFP4: of each, its global scales, or of floats the bits of its largest value
+    """
+    outs = [one for one in images if one is not None]
+    kind, num = outs[0].kind, len(experts)
+    assert all(one.kind == kind for one in outs)
+    is_float = pair[0].source.is_floating_point()
+    is_run = is_a_run(experts)
+    places = flags if is_run else _listed(experts, flags.device)
+    into, counts = [], []
+    sources = []
+    for m, one, g in zip(pair, images, factors, strict=True):
+        image = outs[0] if one is None else one
+        assert image.scale is not None
+        into.append(Image(image.data, image.scale.view(torch.uint8), or_of(image.factor, flags)))
+        has_factor = g is not None and one is not None and one.factor is not None
+        counts.append(g.numel() // num if has_factor and g is not None else 0)
+        known = next((f for f in factors if f is not None), flags) if g is None else g
+        sources.append(Source(*m, known))
+    acts = CODES["nvfp4" if kind == "nv_image" else "mxfp4"] if is_float else None
+    blocks = [cdiv(m.row_words, 32) * (m.num_rows // 64) for m in pair]
+    _pack_experts_kernel[(sum(blocks), num)](
+        matrices=tuple(sources), images=tuple(into), flags=flags, experts=places,
+        first_expert=experts[0], num_experts=num, KIND=kind, GATED=(True, False),
+        INTERLEAVED=is_interleaved, GLOBALS=tuple(counts), MOVES=moves(kind), LISTED=not is_run,
+        ACTS=acts, num_warps=warps(kind, is_float=is_float),
     )  # fmt: skip
-    if kind == "nv_image" and out.factor is not None and w.global_scale is not None:
-        g = w.global_scale
-        g = g.reshape(num, -1).expand(num, out.factor[0].numel())
-        g = g.reshape(num, *out.factor.shape[1:])
-        if is_run:
-            out.factor[experts[0] : experts[0] + num].copy_(g)
-        else:
-            out.factor[places] = g
-    return counts
 
 
-def _words(codes: Tensor) -> Tensor:
-    """Bytes as int32; those that begin inside a word of their memory are copied."""
-    codes = codes.contiguous()
-    return (codes.clone() if codes.storage_offset() % 4 else codes).view(torch.int32)
+def warps(kind: str, *, is_float: bool) -> int:
+    """Of a program. NVFP4's division takes registers: more threads have fewer values each."""
+    if not is_float:
+        return PACK_WARPS
+    return FLOAT_NV_WARPS if kind == "nv_image" else FLOAT_WARPS
+
+
+def or_of(t: Tensor | None, other: Tensor) -> Tensor:
+    """`t`, or any tensor where the kernel does not look."""
+    return other if t is None else t
+
+
+def _listed(experts: Sequence[int], device: torch.device) -> Tensor:
+    return torch.tensor(list(experts), dtype=torch.int64, device=device)
