@@ -20,8 +20,8 @@ from megamoe.errors import FileError
 from megamoe.files import write_atomic
 
 KIND, VERSION = "megamoe.certificate", 1
-# Rooms whose bytes decide what a call computes, beside the files at the root (problem.py has limits
-# and clamps): a change in one of them ends a certificate.
+# Packages whose bytes decide what a call computes, beside the files at the root (problem.py has
+# limits and clamps): a change in one of them ends a certificate.
 PACKAGES = ("formats", "routing", "layout", "planner", "kernels", "engine")
 ANEW = "run `megamoe certify` again"
 

@@ -1,4 +1,4 @@
-"""Hardware: the machine as a value. `detect()` is the only place that asks a real one.
+"""Hardware: the machine as a value. `engine.planning.hardware_of` asks a real one.
 
 Every figure carries its source in words. "Paper" is what the vendor prints; "reached" is what a
 plain kernel was seen to reach, and floors are computed from it. Tensor peaks are dense.
@@ -41,7 +41,7 @@ class Rate:
         return Rate(paper, reached)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Hardware:
     """One GPU and its links. Integers in bytes and SMs, speeds in GB/s and TFLOP/s."""
 
@@ -111,6 +111,11 @@ class Hardware:
             nvlink_gbs=self.nvlink_gbs.times(1 / num),
         )
 
+    @property
+    def is_blackwell(self) -> bool:
+        """Whether it is a B200, GB200 or B300: nothing was measured there by us."""
+        return self.arch.startswith("sm_10")
+
     def figures(self) -> tuple[tuple[str, float, str, str], ...]:
         """Every number as (name, value, unit, source), for printing."""
         counts = (
@@ -130,6 +135,9 @@ class Hardware:
             rows.append((f"{name}, reached", rate.reached.value, unit, rate.reached.source))
         rows.append(("launch", self.launch_us.value, "us", self.launch_us.source))
         return tuple(rows)
+
+    def __repr__(self) -> str:
+        return f"Hardware({self.name}, {self.arch}, {self.num_sms} SMs)"
 
     def __str__(self) -> str:
         rows = [f"{self.label} ({self.name}, {self.arch})"]
@@ -325,20 +333,3 @@ def of_gpu(device_name: str, num_sms: int, arch: str, hbm_bytes: int) -> Hardwar
             ),
             counts_source="as CUDA reports them; speeds are not known",
         )
-
-
-def detect(device: int = 0) -> Hardware:
-    """The machine this process runs on: the library's one probe of a GPU."""
-    try:
-        import torch
-    except ImportError as error:
-        raise NotAvailable("detect() needs torch; got none; name the hardware instead") from error
-    require(
-        torch.cuda.is_available(),
-        "detect() needs a CUDA GPU",
-        got="none",
-        fix="name one of " + ", ".join(MACHINES),
-        kind=NotAvailable,
-    )
-    properties = torch.cuda.get_device_properties(device)
-    return match(properties.name, properties.multi_processor_count)

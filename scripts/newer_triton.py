@@ -101,7 +101,7 @@ def pairs() -> Iterator[tuple[str, int, Compile]]:
 
         def made(patch, recipe=recipe, tile=tile, gated=gated, arch=arch):  # type: ignore[no-untyped-def]
             kernel = compiled(recipe, tile, gated, arch=arch)
-            test_blackwell_compile.assert_is_of_pairs(recipe, tile, kernel)
+            test_blackwell_compile.assert_is_as_planned(recipe, tile, kernel)
             return [kernel]
 
         linear = "l1" if gated else "l2"

@@ -15,10 +15,11 @@ import triton
 import megamoe as mm
 from megamoe.engine import portable, status
 from megamoe.engine.call import Call
+from megamoe.engine.grouped import grouped_gemm
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Traits, plan_for
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.portable import grouped_gemm, launch
+from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.decode_tokens import decode_tokens
 from megamoe.kernels.portable.dispatch import Routing, dispatch, quantize
@@ -30,6 +31,7 @@ from megamoe.kernels.portable.graph_io import (
     read_args,
 )
 from megamoe.kernels.portable.sort import Order, sort_slots
+from megamoe.planner import copies
 from megamoe.planner import portable as portable_plan
 from megamoe.planner.launches import Pass
 from megamoe.problem import RECIPES, Options
@@ -71,8 +73,8 @@ def alone(recipe: str) -> None:
     x, w = mm.quantize(normal(29, H), row.acts.name), mm.quantize(normal(4, I, H), row.weights.name)
     for counts in ([17, 0, 3, 9], [40, 40, 0, 1]):  # the second is wrong, and must stay inside
         given = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
-        grouped_gemm(x, w, given, sort_by_m=True)
-        grouped_gemm(x, w, given, schedule="dynamic")
+        grouped_gemm(x, w, given, backend="portable", sort_by_m=True)
+        grouped_gemm(x, w, given, backend="portable", schedule="dynamic")
     if recipe == "w4a16":
         how, tile = launch.arithmetic_on(DEVICE, recipe), portable_plan.pick(recipe, 1)[1]
         idx = torch.randint(-1, 4, (29, 1), generator=torch.Generator().manual_seed(0)).int()
@@ -80,7 +82,7 @@ def alone(recipe: str) -> None:
         steps = Pass("routed", 29, 4, tuple(portable_plan.sort(29, 4, tile.block_m)))
         sort_slots(idx.to(DEVICE), order, steps)
         rows = order.permuted_idx_to_expanded_idx.numel()
-        held = decode_tokens(mm.quantize(normal(rows, H), "bf16"), how)
+        held = decode_tokens(mm.quantize(normal(rows, H), "bf16"), how, copies.decode(rows, H))
         total = torch.zeros(29, I, device=DEVICE)
         step = portable_plan.grouped(tile, 29, 4, I, None)
         launch.linear(held, w, order, total, step, how, to=launch.Destination("atomic"))
@@ -117,9 +119,10 @@ def graphs() -> None:
         to = 0 if step == 2 else y.data_ptr()
         note = x.data_ptr(), ids.data_ptr(), weight.data_ptr(), to, H + step, num, not step % 2, 0
         args.slots[step % 2] = torch.tensor(note)
-        read_args(args)
-        copy_inputs(args.now, held)
-        copy_output(args.now, held.x)
+        steps = copies.around(8, H, K)
+        read_args(args, steps.read_args)
+        copy_inputs(args.now, held, steps.copy_inputs)
+        copy_output(args.now, held.x, steps.copy_output)
         assert to == 0 or torch.equal(y, x)
 
 

@@ -26,6 +26,18 @@ def test_files_named_as_done_exist():
         assert (ROOT / "megamoe" / name).is_file(), name
 
 
+NOT_RUN = "emulated and compiled, not yet run on the hardware"
+BLACKWELL = re.compile(r"blackwell|\bG?B200\b|\bB300\b", re.IGNORECASE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_who_names_blackwell_says_that_it_has_not_run_or_links_to_what_is_known(page):
+    text = " ".join(page.read_text().split())
+    if BLACKWELL.search(text):
+        is_linked = re.search(r"\]\([^)]*blackwell\.md[^)]*\)", text)
+        assert is_linked or NOT_RUN in text.replace("Emulated", "emulated"), page
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 
 import megamoe as mm
 from megamoe.errors import NotAvailable, RangeError
-from megamoe.hardware import H200, MACHINES, detect, match
+from megamoe.hardware import H200, MACHINES, match
 
 ALL = list(MACHINES.values())
 
@@ -72,28 +70,3 @@ def test_match_finds_the_row_of_a_device(name, sms, expected):
 def test_match_refuses_a_device_with_other_figures(name, sms):
     with pytest.raises(NotAvailable, match=rf"h200 \(132 SMs\).*got '{name}' with {sms} SMs"):
         match(name, sms)
-
-
-def test_detect_refuses_without_a_gpu(monkeypatch):
-    torch = pytest.importorskip("torch")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(NotAvailable, match="needs a CUDA GPU; got none; name one of h100"):
-        detect()
-
-
-def test_detect_refuses_without_torch(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(NotAvailable, match="needs torch"):
-        detect()
-
-
-def test_detect_asks_cuda_for_name_and_sms(monkeypatch):
-    torch = pytest.importorskip("torch")
-
-    class Found:
-        name = "NVIDIA H200"
-        multi_processor_count = 132
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Found())
-    assert detect() is H200

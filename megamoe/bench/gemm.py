@@ -46,12 +46,13 @@ def portable(
 ) -> GemmEntry:
     """Our grouped GEMM; rows come quantised, and their counts lie on the device."""
     backends.resolve("portable", "auto", inputs.device)
-    from megamoe.kernels.portable import grouped_gemm
+    from megamoe.engine.grouped import grouped_gemm
 
     row = recipe_named(recipe)
     x, w = inputs.rows_as(row.acts.name), inputs.weights_as(row.weights.name)
+    how: dict[str, Any] = {"backend": "portable", "schedule": schedule, "sort_by_m": sort_by_m}
     return GemmEntry(
-        run=lambda: grouped_gemm(x, w, inputs.counts, schedule=schedule, sort_by_m=sort_by_m),
+        run=lambda: grouped_gemm(x, w, inputs.counts, **how),
         check=inputs.check(recipe, row.tolerance),
         weight_bytes=w.nbytes,
         row_bytes=x.nbytes,

@@ -3,7 +3,7 @@
 A kernel of its own, of one CTA whose warps do one thing after the other, so that what fails here is
 the hardware's behaviour or our reading of it, and not a pipeline: copies of FP4 that widen to bytes
 (`expect` counts the packed ones), scales by tcgen05.cp in blocks of 128 rows whatever N is, and
-tcgen05.mma with block scales. Compiled for sm_100a, not yet run on the hardware.
+tcgen05.mma with block scales. Emulated and compiled, not yet run on the hardware.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"

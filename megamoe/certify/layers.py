@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import one_of
 from megamoe.formats.spec import recipe_named
 from megamoe.routing.samplers import sample_routing
 
@@ -130,6 +131,7 @@ def random_inputs(
     num_tokens: int, num_experts: int, top_k: int, hidden: int, routing: str, seed: int = 0
 ) -> Inputs:
     """Gaussian tokens and a routing of ROUTINGS, on the CPU."""
+    one_of(routing, tuple(ROUTINGS), "routing")
     rng = torch.Generator().manual_seed(seed)
     x = torch.randn(num_tokens, hidden, generator=rng).bfloat16()
     skew = "zipf" if routing in ("zipf", "masked") else "uniform"

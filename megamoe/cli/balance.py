@@ -92,6 +92,8 @@ def _as_dict(
             "rank_rows": p.rank_loads(statistics.logical),
             "imbalance": p.imbalance(statistics.logical),
             "predicted_us": predicted.time_us,
+            "source": "simulated",
+            "note": predicted.note,
             "floor_us": predicted.floor.time_us,
             "backend": predicted.schedule.backend,
             "mode": predicted.schedule.mode,
@@ -141,6 +143,8 @@ def _print(
     rows = [
         (name, one, two, meaning) for (name, meaning), one, two in zip(names, *each, strict=True)
     ]
+    if both[0].note:
+        out.print(both[0].note, highlight=False, soft_wrap=True)
     reason_table(out, title, ("", "before", "after", "what it means"), rows, right=(1, 2))
     if after == before:
         out.print("the placement in use is as even as any that was found; nothing to change")

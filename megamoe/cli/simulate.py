@@ -127,6 +127,7 @@ def as_dict(prediction: Prediction) -> dict[str, Any]:
     """The prediction as plain values."""
     how, s, u = prediction.schedule, prediction.summary, prediction.usage
     return {
+        "source": "simulated",
         "study": how.label,
         "note": prediction.note,
         "hardware": how.hardware.name,
@@ -208,7 +209,7 @@ def _write(
     }
     if swept:
         label = f"{what} on {how.hardware.label}"
-        texts["exposed.svg"] = lambda: exposed_plot(swept, label, how.label or "simulated")
+        texts["exposed.svg"] = lambda: exposed_plot(swept, label, _source(how))
     written = []
     for done, (file, make) in enumerate(texts.items()):
         bars("write", done, len(texts))
@@ -216,6 +217,12 @@ def _write(
         written.append(str(folder / file))
     bars("write", len(texts), len(texts))
     return written
+
+
+def _source(how: Schedule) -> str:
+    """Where a picture's figures come from, in a line."""
+    unknown = "nothing measured on Blackwell" if how.note else ""
+    return ", ".join(filter(None, ("simulated", how.label or unknown)))
 
 
 def _print(name: str, prediction: Prediction, written: list[str]) -> None:
@@ -226,7 +233,7 @@ def _print(name: str, prediction: Prediction, written: list[str]) -> None:
     if prediction.schedule.study:
         out.print(f"[bold red]{prediction.schedule.label}[/]", highlight=False, soft_wrap=True)
     if prediction.note:
-        out.print(prediction.note, highlight=False, soft_wrap=True)
+        out.print(f"[bold]{prediction.note}[/]", highlight=False, soft_wrap=True)
     rows = (
         ("predicted time", f"{prediction.time_us:,.1f} us", ratio),
         ("floor", f"{floor.time_us:,.1f} us", f"set by {floor.bound}"),

@@ -25,7 +25,7 @@ from megamoe.errors import (
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.choice import Value
-from megamoe.planner.overrides import CHOICES, checked
+from megamoe.planner.overrides import CHOICES, check_pairs, checked
 from megamoe.planner.plan import Plan, choose_backend
 from megamoe.planner.tables.blackwell import ACTIVATIONS as BLACKWELL_ACTIVATIONS
 from megamoe.problem import Options, check_top_k
@@ -124,8 +124,10 @@ def _moe(
 ) -> Tensor:
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
+    asked = checked(overrides or {}, legal=CHOICES)
+    check_pairs(backend, asked)
     name, traits, _ = choose(backend, mode, weights, shared, options.activation)
-    given = checked({"backend": name, "mode": mode}) + checked(overrides or {}, legal=CHOICES)
+    given = checked({"backend": name, "mode": mode}) + asked
     is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
     plan = plan_for(
         weights, options, traits, num_tokens=x.shape[0], top_k=topk_idx.shape[1],

@@ -28,6 +28,7 @@ from megamoe.engine.status import REPLAYS, DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.buckets import bucket_of
+from megamoe.planner.copies import around
 from megamoe.planner.overrides import Overrides
 from megamoe.problem import Options
 
@@ -64,8 +65,8 @@ class Parts(NamedTuple):
         """The call on a graph's inputs."""
         call = Call(
             inputs.x, inputs.topk_idx, inputs.topk_weights, self.weights, self.options,
-            self.shared, self.status, self.stats, inputs.count, self.launch_options.timeout_s,
-            self.launch_options.is_poisoned,
+            self.shared, status=self.status, stats=self.stats, num_valid=inputs.count,
+            timeout_s=self.launch_options.timeout_s, is_poisoned=self.launch_options.is_poisoned,
         )  # fmt: skip
         traits = traits_of(self.backend, self.weights, self.shared, self.options.activation)
         plan = plan_for(
@@ -282,8 +283,9 @@ def _launch_all(parts: Any, bucket: Any, inputs: Inputs, args: ReplayArgs) -> Te
     """One call of a graph: its inputs in, the layer's launches, its output out."""
     from megamoe.kernels.portable.graph_io import copy_inputs, copy_output, read_args
 
-    read_args(args)
-    copy_inputs(args.now, inputs)
+    steps = around(*inputs.x.shape, inputs.topk_idx.shape[1])
+    read_args(args, steps.read_args)
+    copy_inputs(args.now, inputs, steps.copy_inputs)
     y: Tensor = parts.launch(bucket, inputs)
-    copy_output(args.now, y)
+    copy_output(args.now, y, steps.copy_output)
     return y

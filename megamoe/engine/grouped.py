@@ -20,7 +20,7 @@ from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable.grouped import check_operands
 from megamoe.planner.choice import Value
 from megamoe.planner.grouped import GATED, GroupedPlan, GroupedSpec, plan_grouped
-from megamoe.planner.launches import Launch, PortableGemm
+from megamoe.planner.launches import Launch
 from megamoe.planner.overrides import TILE, checked
 from megamoe.problem import Options
 
@@ -54,10 +54,9 @@ def grouped_gemm(
     if plan.backend == "portable":
         from megamoe.kernels.portable.grouped import grouped_gemm as portable
 
-        config = plan.gemm.config
-        assert isinstance(config, PortableGemm)
-        how = str(plan["schedule"])
-        return portable(x, w, counts, schedule=how, sort_by_m=sort_by_m, tile=config)
+        is_dynamic = plan["schedule"] == "dynamic"
+        with device_guard.on(w.device):
+            return portable(x, w, counts, steps=_both(plan), is_dynamic=is_dynamic)
     from megamoe.kernels.blackwell import grouped
 
     y = torch.empty(len(x), w.shape[-2], dtype=torch.bfloat16, device=w.device)

@@ -43,7 +43,7 @@ from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, 
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.buckets import UpTo, group_modes, quantized_mode
 from megamoe.planner.choice import Value
-from megamoe.planner.overrides import CHOICES, Overrides, checked
+from megamoe.planner.overrides import CHOICES, Overrides, check_pairs, checked
 from megamoe.planner.plan import Plan
 from megamoe.problem import Options, check_top_k
 
@@ -84,7 +84,8 @@ class MoE(nn.Module):
                          with the reason where no kernel can (docs/change-a-tile.md)
     stats                int64 [E_local], added to by every call: tokens each local expert received
     shared               experts that see every token with weight 1, in any recipe; None: none
-    backend              "auto", "reference", "portable", "hopper" or "blackwell" (`mm.doctor()`)
+    backend              "auto", "reference", "portable", "hopper" or "blackwell" (`mm.doctor()`;
+                         the last is emulated and compiled, not yet run on the hardware)
 
     activation, clamp, weight_at, combine and fast_math are those of `Options`.
 
@@ -133,6 +134,7 @@ class MoE(nn.Module):
                 "overlap_launches": overlap_launches,
             }
         ) + checked(overrides or {}, legal=CHOICES)
+        check_pairs(backend, self._given)
         self._launch = LaunchOptions(timeout_s, debug_poison)
         require(
             isinstance(cuda_graphs, (bool, GraphPool)), "cuda_graphs must be a bool or a GraphPool",
@@ -400,8 +402,9 @@ class MoE(nn.Module):
     def _call(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> Call:
         weights, shared = self._parts()
         return Call(
-            x, topk_idx, topk_weights, weights, self.options, shared, self._status, self.stats,
-            None, self._launch.timeout_s, self._launch.is_poisoned,
+            x, topk_idx, topk_weights, weights, self.options, shared,
+            status=self._status, stats=self.stats, timeout_s=self._launch.timeout_s,
+            is_poisoned=self._launch.is_poisoned,
         )  # fmt: skip
 
     def _check_once(

@@ -47,7 +47,7 @@ class LocalRanks:
     links_gbs  chain: GB/s at which a rank pulls others' tokens, and at which its rows for others go
                home, at most; None: as fast as it can
     latency_us  chain: from asking others for tokens until they are there, at least
-    backend    "hopper" or "blackwell"
+    backend    "hopper", or "blackwell" (emulated and compiled, not yet run on the hardware)
     timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
     """
 

@@ -72,8 +72,9 @@ class LocalChain:
         def launches(rank: int) -> Iterator[Tensor | None]:
             one = x[rank]
             call = Call(
-                one, topk_idx[rank], topk_weights[rank], self._weights[rank], self.options, None,
-                self._status[rank], parts[rank], None, self._launch.timeout_s,
+                one, topk_idx[rank], topk_weights[rank], self._weights[rank], self.options,
+                shared=None, status=self._status[rank], stats=parts[rank],
+                timeout_s=self._launch.timeout_s,
             )  # fmt: skip
             plan = self.plan(len(one), top_k, is_quantized=not isinstance(one, Tensor))
             return chain.stretches(self._members[rank], call, plan, self.links)

@@ -67,8 +67,9 @@ def moe_op(
         weights, options, traits, num_tokens=len(x), top_k=topk_idx.shape[1], overrides=overrides
     )
     call = Call(
-        x, topk_idx, topk_weights, weights, options, shared, DeviceStatus.around(error), stats,
-        None, launch_options.timeout_s, launch_options.is_poisoned,
+        x, topk_idx, topk_weights, weights, options, shared,
+        status=DeviceStatus.around(error), stats=stats, timeout_s=launch_options.timeout_s,
+        is_poisoned=launch_options.is_poisoned,
     )  # fmt: skip
     return run(call, plan)
 

@@ -48,6 +48,7 @@ class Traits(NamedTuple):
     fits_e4m3: bool = True
     not_hopper: str = ""
     shared: SharedSpec | None = None
+    has_bias: bool = False
 
 
 def traits_of(
@@ -67,11 +68,12 @@ def traits_of(
         if one is not None and not_on("hopper", one.recipe):
             return Traits(not_hopper=not_on("hopper", one.recipe), shared=_shared_spec(shared))
     fits, why_not = images.traits(weights)
+    has_bias = weights.b13 is not None or weights.b2 is not None
     if shared is None:
-        return Traits(fits, why_not)
+        return Traits(fits, why_not, has_bias=has_bias)
     apart = images.why_apart(weights, shared) or images.lie_apart(weights, shared)
     spec = _shared_spec(shared, fits_e4m3=images.fits_e4m3(shared), apart=apart)
-    return Traits(fits, why_not or images.why_not(shared), spec)
+    return Traits(fits, why_not or images.why_not(shared), spec, has_bias)
 
 
 def _shared_spec(
@@ -153,5 +155,6 @@ def _planned(
         max_tokens=ranks.max_tokens,
         shared_tokens=ranks.shared_tokens,
         is_certified=is_certified(device, hw.arch, recipe),
+        has_bias=traits.has_bias,
     )
     return plan_call(call, hw, overrides)

@@ -109,7 +109,7 @@ class ExpertPass:
         x, w, how = self.x, self.weights, self.how
         step = steps.find("dispatch")
         if isinstance(x, Quantized):
-            held, g = decode_tokens(x, how), x.global_scale
+            held, g = decode_tokens(x, how, steps.find("decode")), x.global_scale
             if routing is not None:
                 assert step is not None
                 dispatch(

@@ -45,6 +45,7 @@ from megamoe.planner import chain as chain_plan
 from megamoe.planner.buckets import bucket_of, planned_bound
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
+from megamoe.planner.copies import around
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS
@@ -133,7 +134,7 @@ class LayerSpec:
         call = CallSpec(
             problem, combine=self.options.combine, fits_e4m3=self.fits_e4m3,
             shared=self.shared, local_ranks=self.local_ranks,
-            max_tokens=self.max_tokens if self.num_ranks > 1 else None,
+            max_tokens=self.max_tokens if self.num_ranks > 1 else None, has_bias=self.has_bias,
         )  # fmt: skip
         given = checked(dict(self.overrides))
         has_buckets = self.hardware.arch == "sm_90a" or dict(given).get("mode") == "chain"
@@ -343,13 +344,14 @@ def _captured(
 
     replay_args = ReplayArgs.empty(1, META)
     inputs = Inputs.empty(bucket, layer.hidden, layer.top_k, META)
-    read_args(replay_args)
-    copy_inputs(replay_args.now, inputs)
+    steps = around(bucket, layer.hidden, layer.top_k)
+    read_args(replay_args, steps.read_args)
+    copy_inputs(replay_args.now, inputs, steps.copy_inputs)
     call = Call(
-        inputs.x, inputs.topk_idx, inputs.topk_weights, weights, layer.options, shared, _status(),
-        stats, inputs.count,
+        inputs.x, inputs.topk_idx, inputs.topk_weights, weights, layer.options, shared,
+        status=_status(), stats=stats, num_valid=inputs.count,
     )  # fmt: skip
-    copy_output(replay_args.now, launch(call, layer.plan(bucket)))
+    copy_output(replay_args.now, launch(call, layer.plan(bucket)), steps.copy_output)
 
 
 def _around_graph(
@@ -359,9 +361,11 @@ def _around_graph(
     from megamoe.kernels.portable import graph_io
 
     args = graph_io.ReplayArgs.empty(1, META)
-    graph_io.read_args(args)
-    graph_io.copy_inputs(args.now, graph_io.Inputs(x, topk_idx, topk_weights, count))
-    graph_io.copy_output(args.now, torch.empty_like(x))
+    steps = around(*x.shape, layer.top_k)
+    inputs = graph_io.Inputs(x, topk_idx, topk_weights, count)
+    graph_io.read_args(args, steps.read_args)
+    graph_io.copy_inputs(args.now, inputs, steps.copy_inputs)
+    graph_io.copy_output(args.now, torch.empty_like(x), steps.copy_output)
 
 
 def _in_one_launch(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.layout.regions import Workspace
+from megamoe.planner.copies import put as planned_put
 
 if TYPE_CHECKING:
     from megamoe.kernels.gluon.mega.arguments import Inbox
@@ -51,7 +52,8 @@ class SymmBuffer(NamedTuple):
             from megamoe.kernels.portable.put import put
 
             into = self.tokens, self.topk_idx, self.topk_weights
-            put(x, topk_idx, topk_weights, into, self.num_valid)
+            step = planned_put(num, x.shape[1], topk_idx.shape[1], len(self.num_valid))
+            put(x, topk_idx, topk_weights, into, self.num_valid, step=step)
             return
         self.tokens[:num].copy_(x)
         self.topk_idx[:num].copy_(topk_idx)

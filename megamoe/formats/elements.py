@@ -66,11 +66,6 @@ def e2m1_from_float(x: Tensor) -> Tensor:
     return code
 
 
-def e2m1_to_float(code: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The value of each E2M1 code (uint8 0..15)."""
-    return _e2m1_grid(code.device, dtype)[code.int()]
-
-
 def pack_e2m1(code: Tensor) -> Tensor:
     """[..., k] codes -> [..., k / 2] bytes, the even column in the low half."""
     require(code.dtype == torch.uint8, "E2M1 codes must be uint8", got=code.dtype, kind=DTypeError)
@@ -81,14 +76,6 @@ def pack_e2m1(code: Tensor) -> Tensor:
         kind=ShapeError,
     )
     return code[..., 0::2] | (code[..., 1::2] << 4)
-
-
-def unpack_e2m1(packed: Tensor) -> Tensor:
-    """[..., k / 2] bytes -> [..., k] codes: the inverse of `pack_e2m1`."""
-    require(
-        packed.dtype == torch.uint8, "packed E2M1 must be uint8", got=packed.dtype, kind=DTypeError
-    )
-    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
 def packed_e2m1_to_float(packed: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

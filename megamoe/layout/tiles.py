@@ -1,7 +1,7 @@
 """Orders in which weights and scales are stored for a kernel, as integer maps with inverses.
 
 An `IndexMap` says where element i of the plain order is stored (`forward`) and which element is
-stored at place j (`inverse`). `order` is the plain permutation that `formats.swizzle` applies.
+stored at place j (`inverse`). `order` is the plain permutation of a dimension.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class IndexMap:
         return self._inverse(place)
 
     def order(self) -> list[int]:
-        """stored[j] = plain[order[j]]: what `formats.swizzle.swizzle` takes."""
+        """stored[j] = plain[order[j]]: an `index_select` by it stores."""
         return [self._inverse(place) for place in range(self.size)]
 
     def _check(self, index: int) -> None:

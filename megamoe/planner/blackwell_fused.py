@@ -56,9 +56,26 @@ def as_fused(recipe: str, tile: GemmTmem, routing: int = 0) -> tuple[GemmTmem | 
     while stages and blackwell.tmem_columns(recipe, replace(made, num_stages=stages)) > 512:
         stages -= 1
     if stages < 2:
-        return None, "fewer than two stages fit"
-    asked = tile.num_stages if tile.num_stages >= 2 else stages
-    return replace(made, num_stages=min(stages, asked)), ""
+        return None, fused.why_stages(2, stages, routing)
+    table = tile.num_stages if tile.num_stages >= 2 else stages
+    return replace(made, num_stages=min(stages, table)), ""
+
+
+def fused_tile(
+    call: CallSpec, each: int, given: Mapping[str, Value]
+) -> tuple[GemmTmem | None, str]:
+    """(the tile of a launch with `each` tokens of a rank, why), or (None, why there is none)."""
+    p = call.problem
+    slots, experts = fused.num_slots(call, each), fused.num_local_experts(call)
+    load, routing = slots / p.num_experts, fused.routing_bytes(slots, experts, p.num_ranks)
+    wide, why = tile_for(call, load, given)
+    tile, refusal = as_fused(p.recipe, wide, routing)
+    if tile is None:
+        rows = f"{load:.1f} rows an expert want {wide}"
+        return None, f"a fused launch of {p.recipe} takes {refusal}; {rows}"
+    if given.get("num_stages") not in (None, tile.num_stages):
+        return None, fused.why_stages(wide.num_stages, tile.num_stages, routing)
+    return tile, why
 
 
 def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:
@@ -88,7 +105,6 @@ def max_fused_tokens(call: CallSpec) -> int:
 
 def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal | None:
     """Why no fused launch takes this call on Blackwell; None where one does."""
-    p = call.problem
     refusal = fused.why_never(call)
     if refusal is not None:
         return refusal
@@ -105,13 +121,8 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal |
     refusal = fused.why_too_many(call, slots)
     if refusal is not None:
         return refusal
-    load = slots / p.num_experts
-    tile, _ = tile_for(call, load, given)
-    made, why = as_fused(p.recipe, tile)
-    if made is None:
-        why = f"a fused launch of {p.recipe} takes {why}; {load:.1f} rows an expert want {tile}"
-        return fused.Refusal(why, CapacityError)
-    return None
+    tile, why = fused_tile(call, each, given)
+    return fused.Refusal(why, CapacityError) if tile is None else None
 
 
 def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str, str]:
@@ -160,11 +171,9 @@ def exchange_of(call: CallSpec) -> Workspace:
 
 def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:
     """The launch of a fused call, or of each of its passes over a group."""
-    p = call.problem
     _, each = passes_of(call)
     slots, experts = fused.num_slots(call, each), fused.num_local_experts(call)
-    wide, why = tile_for(call, slots / p.num_experts, given)
-    tile, _ = as_fused(p.recipe, wide, fused.routing_bytes(slots, experts, p.num_ranks))
+    tile, why = fused_tile(call, each, given)
     assert tile is not None, "why_not_fused would have refused it"
     rows, align = blackwell.num_rows(slots, experts, tile.block_m), tile.block_m
     return fused.launch("mega_tmem_kernel", call, each, tile, why, rows, num_sms, given, align)

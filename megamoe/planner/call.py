@@ -32,6 +32,7 @@ class CallSpec:
     is_placed     experts lie in another order than by rank, or more than once
     max_tokens    over a process group: tokens per rank that all ranks plan the call for
     shared_tokens  over a process group: those that memory is shared for; None: max_tokens
+    has_bias      the routed experts have biases
     is_certified  the machine has a certificate for the backend that `auto` needs one for
     """
 
@@ -47,6 +48,7 @@ class CallSpec:
     max_tokens: int | None = None
     shared_tokens: int | None = None
     is_certified: bool = False
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         one_of(self.combine, ("bf16", "fp8"), "combine")

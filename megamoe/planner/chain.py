@@ -322,9 +322,10 @@ def tile_for(
     if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in given:
         l1 = hopper.decodes_per_wave(p.hidden, on.l1)
         if not (l1 and hopper.decodes_per_wave(p.intermediate, on.l2)):
-            tile, _ = hopper.pick(p.recipe, tables.PER_TILE_ROWS)
+            tile, asked = hopper.tile_for(call, tables.PER_TILE_ROWS, given)
             sms = f"{on.l1} and {on.l2}" if on.is_split else f"{on.l2}"
-            why = f"{sms} SMs of a rank are too few to decode weights once per wave"
+            few = f"{sms} SMs of a rank are too few to decode weights once per wave"
+            why = f"{few}; {asked}"
     return tile, why
 
 

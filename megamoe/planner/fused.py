@@ -76,6 +76,13 @@ def why_too_many(call: CallSpec, slots: int) -> Refusal | None:
     return Refusal(f"a fused launch takes {limit} slots at most; got {slots}", CapacityError)
 
 
+def why_stages(asked: int, fitting: int, routing: int) -> str:
+    """Why no fused launch has so many stages beside its routing."""
+    if fitting < 2:
+        return f"fewer than two stages fit beside {routing} bytes of routing"
+    return f"from 2 to {fitting} stages fit beside {routing} bytes of routing; got {asked}"
+
+
 def tokens_of_a_launch(fits: Fits, num_tokens: int, slots_per_token: int, num_experts: int) -> int:
     """Tokens of a rank, up to `num_tokens`, that one launch takes; arguments as `passes`."""
 

@@ -13,7 +13,7 @@ from megamoe.errors import NotAvailable, one_of, require
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import ceil_div
-from megamoe.planner import blackwell, portable
+from megamoe.planner import blackwell, copies, portable
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.hopper import max_tiles
 from megamoe.planner.launches import GemmTmem, Launch, PlaceGroups, next_power_of_2
@@ -58,7 +58,7 @@ class GroupedPlan:
     spec: GroupedSpec
     hardware: Hardware
     backend: str
-    launches: tuple[Launch, ...]  # Blackwell: places, then the product
+    launches: tuple[Launch, ...]  # what places rows or makes their maps, then the product
     choices: tuple[Choice, ...]
 
     @property
@@ -112,6 +112,13 @@ def plan_grouped(
     hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
     one_of(schedule, ("auto", "static", "dynamic"), "schedule")
     given = dict(checked(overrides))
+    require(
+        not given.get("cta_pair"),
+        "a grouped GEMM alone has one CTA a tile",
+        got="cta_pair",
+        fix="leave it out: pairs are of layers",
+        kind=NotAvailable,
+    )
     reasons = {n: why for n, why in reasons_on(hw.arch).items() if n in ("blackwell", "portable")}
     asked = str(given.pop("backend", "auto"))
     if hw.arch == "cpu":
@@ -133,20 +140,25 @@ def plan_grouped(
     name, passed = choose_backend(asked, "auto", reasons, not_certified=not_certified)
     why = Choice("backend", name, passed or f"{hw.label} is {hw.arch}")
     if name == "portable":
-        return _portable(spec, hw, why, schedule, given)
+        return _portable(spec, hw, why, schedule, sort_by_m, given)
     return _blackwell(spec, hw, why, schedule, sort_by_m, given)
 
 
 def _portable(
-    spec: GroupedSpec, hw: Hardware, backend: Choice, schedule: str, given: Mapping[str, Value]
-) -> GroupedPlan:
+    spec: GroupedSpec, hw: Hardware, backend: Choice, schedule: str, sort_by_m: bool,
+    given: Mapping[str, Value],
+) -> GroupedPlan:  # fmt: skip
     how = numerics("portable", spec.recipe, arch=hw.arch)
     _, tile, why = portable.tiles_for(spec.recipe, how, spec.num_rows / spec.num_groups, given)
     schedule = "static" if schedule == "auto" else schedule
     sms = hw.num_sms if schedule == "dynamic" else None
     step = portable.grouped(tile, spec.num_rows, spec.num_groups, spec.n, sms)
     choices = (backend, Choice("tile", str(tile), why), Choice("schedule", schedule, step.why))
-    return GroupedPlan(spec, hw, "portable", (step,), choices)
+    maps = copies.prepare(
+        spec.num_rows, spec.k, spec.num_groups, tile.block_m,
+        decodes=portable.is_ordered(spec.recipe, how), is_sorted=sort_by_m,
+    )  # fmt: skip
+    return GroupedPlan(spec, hw, "portable", (maps, step), choices)
 
 
 def tile_of(spec: GroupedSpec, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:

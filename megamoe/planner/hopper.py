@@ -229,18 +229,60 @@ def _stages(overrides: Mapping[str, Value], max_stages: int) -> int:
 # -- which calls are fused ------------------------------------------------------------------------
 
 
-def as_fused(tile: Tile, routing_bytes: int = 0) -> GemmSwapAb | None:
-    """The tile of a fused launch; None where only launches of their own hold it.
+def as_fused(tile: Tile) -> GemmSwapAb | None:
+    """The tile as fused launches have it; None where only launches of their own hold it.
 
-    A stage makes room for a routing of more than ROUTING_BYTES. Tiles of 64 tokens would spill
-    beside what a fused launch holds, and gain nothing: 322 us, 323 in launches of their own.
+    Tiles of 64 tokens would spill beside what a fused launch holds, and gain nothing: 322 us, 323
+    in launches of their own.
     """
     if not isinstance(tile, GemmSwapAb) or tile.slabs != 2 or tile.group_m != 1:
         return None
     if tile.block_m >= 64:
         return None
-    stages = tile.num_stages - (routing_bytes > tables.ROUTING_BYTES)
-    return replace(tile, num_stages=stages, math_regs=tables.MATH_REGS, load_regs=tables.LOAD_REGS)
+    return replace(tile, math_regs=tables.MATH_REGS, load_regs=tables.LOAD_REGS)
+
+
+def fused_stages(recipe: str, how: Numerics, tile: GemmSwapAb, beside: smem.Beside) -> int:
+    """Stages that the table wants of a fused launch: no more than staged ones have, or than fit.
+
+    One fewer with a routing of more than ROUTING_BYTES, even where all would fit.
+    """
+    fitting = max_stages(smem.fused(recipe, how, tile, beside))
+    return min(fitting, tile.num_stages - (beside.routing > tables.ROUTING_BYTES))
+
+
+def fused_tile(
+    call: CallSpec, each: int, given: Mapping[str, Value]
+) -> tuple[GemmSwapAb | None, str]:
+    """(the tile of a launch with `each` tokens of a rank, why), or (None, why there is none)."""
+    p = call.problem
+    load = each * p.num_ranks * p.top_k / p.num_experts
+    wide, why = tile_for(call, load, given)
+    tile = as_fused(wide)
+    if tile is None:
+        rows = f"{load:.1f} rows an expert need the tile {wide}"
+        return None, f"{rows}, which a fused launch cannot hold"
+    how, beside = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3), _beside(call, each)
+    if "num_stages" not in given:
+        tile = replace(tile, num_stages=fused_stages(p.recipe, how, tile, beside))
+    fitting = max_stages(smem.fused(p.recipe, how, tile, beside))
+    if not 2 <= tile.num_stages <= fitting:
+        return None, fused.why_stages(tile.num_stages, fitting, beside.routing)
+    return tile, why
+
+
+def _beside(call: CallSpec, each: int) -> smem.Beside:
+    """What a CTA of a launch with `each` tokens of a rank holds beside its stages."""
+    ranks, experts = call.problem.num_ranks, fused.num_local_experts(call)
+    routing = fused.routing_bytes(fused.num_slots(call, each), experts, ranks)
+    return smem.Beside(routing, next_power_of_2(experts, 32), ranks, call.has_bias)
+
+
+def fused_shared_memory(call: CallSpec, tile: GemmSwapAb) -> SharedMemory:
+    """The sum of a CTA of the fused launch."""
+    how = numerics("hopper", call.problem.recipe, fits_e4m3=call.fits_e4m3)
+    _, each = passes_of(call)
+    return smem.fused(call.problem.recipe, how, tile, _beside(call, each))
 
 
 def _fits(recipe: str, fits_e4m3: bool) -> fused.Fits:
@@ -283,12 +325,8 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal |
     refusal = fused.why_too_many(call, fused.num_slots(call, each))
     if refusal is not None:
         return refusal
-    load = each * p.num_ranks * p.top_k / p.num_experts
-    tile, _ = tile_for(call, load, given)
-    if as_fused(tile) is None:
-        why = f"{load:.1f} rows an expert need the tile {tile}, which a fused launch cannot hold"
-        return fused.Refusal(why, CapacityError)
-    return None
+    tile, why = fused_tile(call, each, given)
+    return fused.Refusal(why, CapacityError) if tile is None else None
 
 
 def max_fused_tokens(call: CallSpec) -> int:
@@ -382,14 +420,10 @@ def exchange_of(call: CallSpec) -> Workspace:
 
 def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:
     """The launch of a fused call, or of each of its passes over a group."""
-    p = call.problem
     _, each = passes_of(call)
-    load = each * p.num_ranks * p.top_k / p.num_experts
-    slots, experts = fused.num_slots(call, each), fused.num_local_experts(call)
-    wide, why = tile_for(call, load, given)
-    tile = as_fused(wide, fused.routing_bytes(slots, experts, p.num_ranks))
+    tile, why = fused_tile(call, each, given)
     assert tile is not None, "why_not_fused would have refused it"
-    rows = num_rows(slots, experts)
+    rows = num_rows(fused.num_slots(call, each), fused.num_local_experts(call))
     return fused.launch("mega_kernel", call, each, tile, why, rows, num_sms, given)
 
 

@@ -435,10 +435,82 @@ class Combine:
 
 
 @dataclass(frozen=True, slots=True)
+class Copy:
+    """Rows from where a call has them to where launches read them, or back."""
+
+    cols: int  # of a program
+    num_warps: int
+    max_slots: int = 0  # of a token, to a power of two; 0: rows alone
+    max_passes: int = 0  # launches whose tokens are counted, likewise; 0: none
+
+    def constants(self) -> Constants:
+        """Of `_put_kernel`, `_copy_inputs_kernel` and `_copy_output_kernel`."""
+        constants: Constants = {"COLS": self.cols, "num_warps": self.num_warps}
+        slots: Constants = {"SLOTS": self.max_slots} if self.max_slots else {}
+        passes: Constants = {"PASSES": self.max_passes} if self.max_passes else {}
+        return constants | slots | passes
+
+    def __str__(self) -> str:
+        return f"{self.cols} columns a program, {self.num_warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class ReadArgs:
+    """The arguments of a replay."""
+
+    num_warps: int
+
+    def constants(self) -> Constants:
+        """Of `_read_args_kernel`."""
+        return {"num_warps": self.num_warps}
+
+    def __str__(self) -> str:
+        return "one slot of host memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Rows that come quantised, as BF16."""
+
+    values: int  # of a program
+    num_warps: int
+
+    def constants(self) -> Constants:
+        """Of `_decode_kernel`."""
+        return {"VALUES": self.values, "num_warps": self.num_warps}
+
+    def __str__(self) -> str:
+        return f"{self.values} values a program, {self.num_warps} warps"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepare:
+    """Portable's grouped GEMM alone: tile maps of the groups, rows decoded."""
+
+    block_m: int
+    max_groups: int  # a power of two
+    chunk: int  # rows or tiles of a group at a time
+    values: int  # that a program decodes
+    is_sorted: bool  # large groups come first
+    num_warps: int
+
+    def constants(self) -> Constants:
+        """Of `_prepare_kernel`."""
+        return {
+            "TILE_M": self.block_m, "GROUPS": self.max_groups, "CHUNK": self.chunk,
+            "VALUES": self.values, "SORTED": self.is_sorted, "num_warps": self.num_warps,
+        }  # fmt: skip
+
+    def __str__(self) -> str:
+        order = "large groups first" if self.is_sorted else "in order of groups"
+        return f"a group a program, {order}"
+
+
+@dataclass(frozen=True, slots=True)
 class Launch:
     """One kernel launch of a call."""
 
-    name: str  # "mega"; or "count", "scan", "place", "permute", "l1", "l2", "combine", ...
+    name: str  # "put", "mega"; or "count", "scan", "place", "permute", "l1", "l2", "combine", ...
     kernel: str  # the function that is launched
     grid: tuple[int, ...]
     config: Config

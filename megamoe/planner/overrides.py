@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-from megamoe.errors import DTypeError, RangeError, one_of, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, one_of, require
 from megamoe.planner.choice import Value
 
 # fmt: off
@@ -75,6 +75,21 @@ def checked(given: Mapping[str, Value], *, legal: tuple[str, ...] | None = None)
                 kind=RangeError,
             )
     return tuple(sorted((n, v) for n, v in given.items() if v is not None))
+
+
+def check_pairs(backend: str, given: Overrides) -> None:
+    """Refuse pairs of CTAs unless Blackwell's backend is asked for by name, as `backend` is.
+
+    `auto` may come to it by a certificate, which is not of pairs: `megamoe certify` runs none.
+    """
+    require(
+        backend == "blackwell" or not dict(given).get("cta_pair"),
+        "cta_pair must be asked for with backend='blackwell': other backends have no pairs, and no "
+        "certificate is of them",
+        got=f"backend {backend}",
+        fix="name the backend, or leave out cta_pair",
+        kind=NotAvailable,
+    )
 
 
 def word(given: Mapping[str, Value], name: str, legal: tuple[str, ...]) -> str | None:

@@ -17,7 +17,16 @@ from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.layout.rows import stored_bytes
-from megamoe.planner import blackwell, blackwell_fused, chain, fused, hopper, portable, split
+from megamoe.planner import (
+    blackwell,
+    blackwell_fused,
+    chain,
+    copies,
+    fused,
+    hopper,
+    portable,
+    split,
+)
 from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
@@ -34,7 +43,7 @@ from megamoe.planner.launches import (
     Window,
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
-from megamoe.planner.overrides import Overrides, checked, word
+from megamoe.planner.overrides import Overrides, check_pairs, checked, word
 from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
@@ -44,6 +53,7 @@ from megamoe.problem import Problem
 BACKENDS = ("hopper", "blackwell", "portable", "reference")  # best first
 # Never yet run on hardware by us: `auto` takes one only where the machine has a certificate.
 OPT_IN = ("blackwell",)
+PORTABLE_NOT_RUN = "portable is compiled for Blackwell, not yet run there"
 NO_CERTIFICATE = "no certificate, which `megamoe certify` makes on the machine"
 MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
@@ -92,17 +102,34 @@ class Plan:
     def launches(self) -> tuple[Launch, ...]:
         """Every launch on this rank, in order; over a group all-to-alls lie between them."""
         if self.mega is not None:
-            return (self.mega,) * self.num_passes
+            return self.before + (self.mega,) * self.num_passes
         return (*self.before, *(one for each in self.passes for one in each.launches), *self.rest)
 
     @property
+    def captured(self) -> tuple[Launch, ...]:
+        """Every launch of the call in a CUDA graph of its own; its inputs are copied in and out."""
+        p = self.problem
+        first, inputs, output = copies.around(p.num_tokens, p.hidden, p.top_k)
+        launches = self.launches if self.mega is None else (self.mega,) * self.num_passes
+        return (first, inputs, *launches, output)
+
+    @property
     def before(self) -> tuple[Launch, ...]:
-        """Staged over a group: the launch that quantises tokens before they are sent."""
+        """Over ranks, what comes before tokens are sent.
+
+        fused   each rank of the GPU puts its tokens where the launches of all ranks read them
+        staged  tokens are quantised
+        """
+        p = self.problem
+        if self.mega is not None:
+            if p.num_ranks == 1:
+                return ()
+            put = copies.put(p.num_tokens, p.hidden, p.top_k, self.num_passes)
+            return (put,) * self.call.local_ranks
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
         if self.is_chained:
             return ()
-        p = self.problem
         acts = recipe_named(p.recipe).acts.name
         if acts == "bf16" or p.num_tokens == 0:
             return ()
@@ -164,6 +191,8 @@ class Plan:
         recipe = self.problem.recipe
         if isinstance(self.tile, GemmTmem) and self.mega is not None:
             return blackwell_fused.shared_memory(recipe, self.tile, self._routing_bytes)
+        if isinstance(self.tile, GemmSwapAb) and self.mega is not None:
+            return hopper.fused_shared_memory(self.call, self.tile)
         if isinstance(self.tile, GemmTmem):
             return blackwell.shared_memory(recipe, self.tile)
         if isinstance(self.tile, GemmSwapAb | Gemm):
@@ -262,6 +291,12 @@ class Plan:
         return []
 
     def _why_backend(self) -> str:
+        why = self._why_this_backend()
+        if self.backend == "portable" and self.hardware.is_blackwell:
+            why += f"; {PORTABLE_NOT_RUN}"
+        return why
+
+    def _why_this_backend(self) -> str:
         reasons = reasons_on(self.hardware.arch)
         best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
@@ -401,6 +436,7 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     """`plan` of checked overrides; made once for each call, machine and overrides."""
     given = dict(overrides)
     asked = str(given.get("backend", "auto"))
+    check_pairs(asked, overrides)
     wanted = word(given, "mode", MODES) or "auto"
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
@@ -410,12 +446,6 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
         reasons[name] = next(filter(None, (reasons[name], *(not_on(name, r) for r in recipes))), "")
     not_certified = "" if call.is_certified else NO_CERTIFICATE
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
-    require(
-        backend == "blackwell" or not given.get("cta_pair"),
-        "cta_pair is of the blackwell backend",
-        got=backend,
-        kind=NotAvailable,
-    )
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
     mode, why = _mode(call, backend, given, wanted)
     require(

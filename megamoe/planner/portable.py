@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.layout.regions import ceil_div
+from megamoe.planner import copies
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.launches import (
@@ -181,13 +182,14 @@ def staged_pass(
     slots = num_tokens * top_k
     l1, l2, why = tiles_for(recipe, how, slots / num_experts, given)
     launches = []
+    if not quantizes and is_ordered(recipe, how):
+        launches.append(copies.decode(num_tokens, hidden))
     if quantizes or has_routing:
         width = hidden if quantizes else 1
         launches.append(quantize_rows("dispatch", num_tokens, width, acts_kind(recipe, how)))
     launches += sort(slots, num_experts, l1.block_m)
     tiles = max(max_tiles(slots, num_experts, l1.block_m), 1)
-    is_ordered = recipe.startswith(("w4", "nvfp4")) and how.mma == "bf16"
-    cols = ceil_div(intermediate, 128) * 128 if is_ordered else intermediate
+    cols = ceil_div(intermediate, 128) * 128 if is_ordered(recipe, how) else intermediate
     for name, kernel, tile, width in (
         ("l1", "_gated_kernel", l1, cols),
         ("l2", "_linear_kernel", l2, hidden),
@@ -195,6 +197,11 @@ def staged_pass(
         grid = (tiles * ceil_div(width, tile.block_n),)
         launches.append(Launch(name, kernel, grid, tile, why))
     return Pass(experts, slots, num_experts, tuple(launches))
+
+
+def is_ordered(recipe: str, how: Numerics) -> bool:
+    """Whether activations are BF16 in the order of K that FP4 weights want, however they come."""
+    return recipe.startswith(("w4", "nvfp4")) and how.mma == "bf16"
 
 
 def acts_kind(recipe: str, how: Numerics) -> str:

@@ -5,6 +5,9 @@ Stages fill what is left. The compile tests hold every shipped kernel to its sum
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import NamedTuple
+
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.layout.regions import align_up
@@ -18,15 +21,33 @@ DECODE_JOBS = 6144  # what decoding ahead keeps beside its images
 TMA_ROWS = 32  # a TMA destination is 128 bytes: FP32 scales of so many tokens
 TRANSPOSE_FROM = 64  # tokens of a tile from which rows are transposed in shared memory
 
+# The compiler's scratch of a fused launch, with barriers and work items, as Triton 3.6 lays it out
+# for sm_90a: on one rank 3.75 bytes an expert and up to 860 more; over ranks what turns tokens and
+# rows on their way is larger, 2420 bytes in tiles of 8 tokens and up to 4276 in wider ones.
+SCRATCH, SCRATCH_OF_AN_EXPERT = 1024, 4
+RANKS_SCRATCH = {8: 2560, 16: 4352, 32: 4352}
+PROMOTED_TOKEN = 72  # bytes more for each token of a tile whose sums are promoted
+
+
+class Beside(NamedTuple):
+    """What a CTA of a fused launch holds beside its stages."""
+
+    routing: int  # bytes of `fused.routing_bytes`
+    max_experts: int  # of one rank, a power of two
+    num_ranks: int = 1
+    has_bias: bool = False
+
 
 def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
-    """Of `gemm_swap_ab_kernel`, and of the fused kernel beside its routing."""
+    """Of `gemm_swap_ab_kernel`."""
     m, k = tile.block_m, tile.k_blocks
     slabs = WARPGROUPS * tile.slabs
     weights = recipe_named(recipe).weights
     bits = weights.bits_per_value
     if weights.block[0] > 1:
         bits = weights.element.bits  # scales of 128x128 do not pass through the ring
+    if weights.element.bits == 4 and how.mma == "fp8":
+        bits = 4.125  # exponents of four bits, one for 32 values
     element = 1 if how.mma == "fp8" else 2
     has_scales = how.promotion > 0
     transpose = WARPGROUPS * m * 64 if m >= TRANSPOSE_FROM else 0
@@ -48,6 +69,26 @@ def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
     )
     rest = Term("reserve", RESERVE + padding, "epilogue operands, compiler's scratch")
     return SharedMemory((*fixed, rest), stage, tile.num_stages, SMEM_PER_CTA)
+
+
+def fused(recipe: str, how: Numerics, tile: GemmSwapAb, beside: Beside) -> SharedMemory:
+    """Of Hopper's `mega_kernel`: the stages of `gemm_swap_ab`, and what a fused launch holds."""
+    m, outputs = tile.block_m, 4 * tile.block_n
+    has_global = recipe_named(recipe).weights.has_global
+    has_factor = has_global or (recipe == "w4a8_block" and how.mma == "fp8")
+    scratch = SCRATCH + SCRATCH_OF_AN_EXPERT * beside.max_experts
+    if beside.num_ranks > 1:
+        scratch = max(scratch, RANKS_SCRATCH[m])
+    fixed = (
+        Term("amax", 2 * WARPGROUPS * m * 4, "one FP32 a token and warpgroup, twice"),
+        Term("routing", beside.routing, "experts of all slots, first rows of all experts"),
+        Term("rows", (12 + 4 * has_global) * m, "weight, destination and factor of each token"),
+        Term("factors", outputs if has_factor else 0, "one FP32 a weight row"),
+        Term("bias", outputs if beside.has_bias else 0, "one FP32 a weight row"),
+        Term("promotion", PROMOTED_TOKEN * m if how.promotion else 0, "sums in other layouts"),
+        Term("reserve", scratch, "work items, barriers, compiler's scratch"),
+    )
+    return replace(gemm_swap_ab(recipe, how, tile), fixed=fixed)
 
 
 def gemm(recipe: str, tile: Gemm) -> SharedMemory:

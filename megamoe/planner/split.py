@@ -99,8 +99,9 @@ def tile_for(call: CallSpec, on: Parts, given: Mapping[str, Value]) -> tuple[Til
     if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in given:
         l1 = hopper.decodes_per_wave(p.hidden, on.l1)
         if not (l1 and hopper.decodes_per_wave(p.intermediate, on.l2)):
-            tile, _ = hopper.pick(p.recipe, tables.PER_TILE_ROWS)
-            why = f"{on.l1} and {on.l2} SMs are too few to decode weights once per wave"
+            tile, asked = hopper.tile_for(call, tables.PER_TILE_ROWS, given)
+            few = f"{on.l1} and {on.l2} SMs are too few to decode weights once per wave"
+            why = f"{few}; {asked}"
     return tile, why
 
 

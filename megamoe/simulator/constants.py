@@ -4,7 +4,7 @@ Five of them are fitted (`fit.py`), on the five flash-ep8 cells of one peer alon
 2026-11-15, staged FP8 grouped GEMM peer. One is set on this library's own launches on one rank, four
 on ranks that share a GPU. The others are figures of the hardware or of single experiments, and are
 never tuned to a total. BLACKWELL has rows
-of its own: nothing was measured there by us.
+of its own, for all that is played on such a machine: nothing was measured there by us.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from megamoe.errors import RangeError, require
+from megamoe.hardware import Hardware
 
 
 class Constant(NamedTuple):
@@ -157,6 +158,6 @@ DEFAULT = Constants.of(TABLE)
 B200 = Constants.of({**TABLE, **BLACKWELL})
 
 
-def constants_for(backend: str) -> Constants:
-    """The constants of a schedule's backend: Blackwell's launches have their own."""
-    return B200 if backend == "blackwell" else DEFAULT
+def constants_for(hardware: Hardware) -> Constants:
+    """The constants of a machine, whose launches and whichever backend: Blackwell has its own."""
+    return B200 if hardware.is_blackwell else DEFAULT

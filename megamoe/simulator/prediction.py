@@ -9,11 +9,6 @@ from megamoe.simulator.sample import Counts
 from megamoe.simulator.schedule import Schedule
 from megamoe.simulator.timeline import Summary, Timeline
 
-UNMEASURED = (
-    "simulated: Blackwell's constants are fitted to times that others published, which come out "
-    "within 15%; nothing was measured there by us"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Usage:
@@ -24,7 +19,7 @@ class Usage:
     nvlink: float  # inbound
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Prediction:
     """One simulated call."""
 
@@ -54,11 +49,15 @@ class Prediction:
     @property
     def note(self) -> str:
         """What must be said beside the time; "" where the model was held against own launches."""
-        return UNMEASURED if self.schedule.backend == "blackwell" else ""
+        return self.schedule.note
 
     def step(self, name: str) -> float:
         """Time of one part of the call; 0 if it has none of that name."""
         return sum(us for step, us in self.steps if step == name)
+
+    def __repr__(self) -> str:
+        label = f", {self.schedule.label}" if self.schedule.study else ""
+        return f"Prediction({self.schedule.name}: {self.time_us:,.1f} us, simulated{label})"
 
     def __str__(self) -> str:
         s, u = self.summary, self.usage
@@ -69,7 +68,7 @@ class Prediction:
         how = self.schedule
         rows = [text for text in (how.label, self.note) if text]
         rows += [
-            f"predicted  {self.time_us:>11,.1f} us  {how.mode} on {how.hardware.label}",
+            f"predicted  {self.time_us:>11,.1f} us  simulated: {how.mode} on {how.hardware.label}",
             f"floor      {self.floor.time_us:>11,.1f} us  set by {self.floor.bound}; "
             f"the call takes {self.time_us / self.floor.time_us:.2f} times that"
             if self.floor.time_us

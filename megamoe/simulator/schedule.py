@@ -36,6 +36,16 @@ from megamoe.simulator.blocks import L1, L2, Block, token_tiles
 
 NOT_OURS = "study: not a launch of this library"
 
+# What must be said beside a time on Blackwell: of the published kernel's schedule, and of ours.
+OF_PUBLISHED = (
+    "simulated: Blackwell's constants are fitted to times that others published of this kernel on "
+    "B200: 75 cells come out within 15%; nothing was measured there by us"
+)
+OF_OURS = (
+    "simulated: Blackwell's constants are fitted to published times of another kernel than this; "
+    "no launch of this library was timed there, so how far the figures are off is not known"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Linear:
@@ -188,6 +198,13 @@ class Schedule:
         """What must be said of a study; empty for launches of this library."""
         return f"{NOT_OURS} ({self.study})" if self.study else ""
 
+    @property
+    def note(self) -> str:
+        """What must be said beside every figure; "" where own launches were measured."""
+        if not self.hardware.is_blackwell:
+            return ""
+        return OF_PUBLISHED if self.study else OF_OURS
+
     def over_links(self, gbs: float) -> Schedule:
         """The same call over links of so many GB/s a rank and direction."""
         speed = Rate(*(Figure(gbs, "given"),) * 2)
@@ -246,8 +263,9 @@ def fused_schedule(
         order=Phases(wave_rows),
         num_joined=num_joined,
         num_passes=num_passes,
-        is_own_stream=True,
+        is_own_stream=not isinstance(tile, GemmTmem),
         pools_at_once=True,
+        **_of_tmem(problem.recipe, tile),
     )
 
 
@@ -353,7 +371,27 @@ def _staged(plan: Plan) -> Schedule:
         assignment="ticket" if is_drawn else "static",
         is_own_stream=plan.backend == "hopper",
         **_halves(tile),
+        **_of_tmem(plan.problem.recipe, tile),
     )
+
+
+class _OfTmem(TypedDict):
+    has_epilogue_warps: bool
+    copy_bytes: int
+
+
+def _of_tmem(recipe: str, tile: object) -> _OfTmem:
+    """Blackwell: epilogues beside the next tile's products where sums stand twice, and its copies.
+
+    A fused launch has two warpgroups, each with sums of its own.
+    """
+    if not isinstance(tile, GemmTmem):
+        return {"has_epilogue_warps": False, "copy_bytes": 0}
+    bits = recipe_named(recipe).weights.element.bits
+    return {
+        "has_epilogue_warps": tile.num_sums > 1 or tile.math_regs > 0,
+        "copy_bytes": tile.block_k * bits // 8,
+    }
 
 
 class _Computed(TypedDict):
@@ -417,8 +455,9 @@ def _chain(plan: Plan) -> Schedule:
         shared=None if shared is None else _experts(plan, shared),
         num_passes=len(owner),
         assignment="ticket" if is_dynamic else "static",
-        is_own_stream=True,
+        is_own_stream=plan.backend == "hopper",
         **_halves(tile),
+        **_of_tmem(plan.problem.recipe, tile),
         pull_sms=owner[0]["pull"].num_ctas,
         pullers_draw=is_dynamic,
         shares_gpu=plan.call.local_ranks > 1,

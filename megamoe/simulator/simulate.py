@@ -44,11 +44,11 @@ def simulate(
               they are sampled with `skew` and `seed`
     skew      how routing is sampled: "even", "uniform", "zipf", "dirichlet", "hot_expert",
               "hot_rank" or "masked"
-    constants  of the model; None: those of the backend
+    constants  of the model; None: those of the hardware
     progress  called with the blocks that were played and their number
     """
     how = plan if isinstance(plan, Schedule) else Schedule.of_plan(plan)
-    constants = constants_for(how.backend) if constants is None else constants
+    constants = constants_for(how.hardware) if constants is None else constants
     if counts is None:
         if skew != "masked":  # before sampling, which takes its time too
             _check_size(how, _least_blocks(how))
@@ -172,7 +172,7 @@ def _launch(
 def _prediction(how: Schedule, counts: Counts, stages: Stages) -> Prediction:
     p, hw = how.problem, how.hardware
     spans: tuple[Span, ...] = tuple(sorted(stages.spans, key=lambda s: (s.rank, s.sm, s.start_us)))
-    timeline = Timeline(how.name, p.num_ranks, how.num_sms, spans, study=how.label)
+    timeline = Timeline(how.name, p.num_ranks, how.num_sms, spans, study=how.label, note=how.note)
     summary = timeline.summary()
     total, ranks = summary.total_us, p.num_ranks
     flops = 6 * sum(map(sum, counts)) * p.hidden * p.intermediate / ranks

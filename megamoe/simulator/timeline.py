@@ -74,7 +74,7 @@ class Summary(NamedTuple):
     imbalance: float  # the busiest rank's matrix time over the mean, 1 is even
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
     """All spans of one call on all ranks."""
 
@@ -84,6 +84,7 @@ class Timeline:
     spans: tuple[Span, ...]
     source: str = "simulated"
     study: str = ""  # what must be said where this is no launch of this library
+    note: str = ""  # what must be said beside every figure
 
     def __post_init__(self) -> None:
         require(
@@ -143,6 +144,15 @@ class Timeline:
             imbalance=max(math) / mean if mean else 1.0,
         )
 
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What every picture and file says of it beside its source."""
+        return tuple(text for text in (self.study, self.note) if text)
+
+    def __repr__(self) -> str:
+        places = f"{self.num_ranks} x {self.num_sms} SMs, {len(self.spans)} spans"
+        return f"Timeline({self.name}: {places}, {self.source})"
+
     def __str__(self) -> str:
         s = self.summary()
         busy = ", ".join(f"{role} {share:.1%}" for role, share in s.busy if share >= 0.0005)
@@ -150,7 +160,7 @@ class Timeline:
             (
                 f"{self.name} ({self.source}): {self.num_ranks} x {self.num_sms} SMs, "
                 f"{len(self.spans)} spans",
-                *((self.study,) if self.study else ()),
+                *self.remarks,
                 f"  total      {s.total_us:>11,.1f} us",
                 f"  exposed    {s.exposed_us:>11,.1f} us  of communication, mean over SMs",
                 f"  tail       {s.tail_us:>11,.1f} us  of the worst rank",

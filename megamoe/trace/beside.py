@@ -200,6 +200,7 @@ def timelines_json(lines: Sequence[Timeline]) -> str:
         {
             "name": line.name,
             "source": line.source,
+            **({"note": line.note} if line.note else {}),
             "num_ranks": line.num_ranks,
             "num_sms": line.num_sms,
             "fields": Span._fields,

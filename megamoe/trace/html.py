@@ -44,7 +44,7 @@ def page(
     parts = {
         "TITLE": html.escape(title),
         "NAME": html.escape(f"{timeline.name} · {' and '.join(line.source for line in lines)}"),
-        "BADGE": "\n".join(_badge(line.study) for line in lines if line.study),
+        "BADGE": "\n".join(_badge(text) for line in lines for text in line.remarks),
         "FACTS": "\n".join(_fact(*fact) for fact in facts),
         "NOTE": html.escape(note),
         "CHARTS": "\n".join(_chart(line, is_named=len(lines) > 1) for line in lines),

@@ -28,6 +28,8 @@ def perfetto(timeline: Timeline, *others: Timeline) -> str:
     }
     if studies := [line.study for line in lines if line.study]:
         document["otherData"]["study"] = ", ".join(studies)
+    if notes := [line.note for line in lines if line.note]:
+        document["otherData"]["note"] = ", ".join(notes)
     return json.dumps(document, separators=(",", ":"))
 
 

@@ -53,7 +53,7 @@ def gantt(timeline: Timeline, *, rank: int = 0, width: int = 72) -> str:
     require(width >= 10, "width must be at least 10 columns", got=width, kind=RangeError)
     by_rank = [shares(timeline, r, width) for r in range(timeline.num_ranks)]
     end = f"{timeline.total_us:,.0f} us"
-    lines = [timeline.study] if timeline.study else []
+    lines = list(timeline.remarks)
     lines.append(f"{'rank ' + str(rank):<{MARGIN}}0{end:>{width - 1}}")
     for kind in (*LANE_KINDS[:1], *SM_KINDS, *LOAD_KINDS, *LANE_KINDS[1:]):
         row = by_rank[rank][kind]

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 from megamoe.compat.deep_gemm import utils
 from megamoe.errors import DTypeError, RangeError, ShapeError
-from megamoe.formats.elements import unpack_e2m1
+from tests.formats.e2m1 import unpack_e2m1
 
 GOLDEN = load_file(Path(__file__).parent.parent / "data" / "deep_gemm_casts.safetensors")
 CASTS = {

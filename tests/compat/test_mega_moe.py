@@ -17,9 +17,9 @@ from megamoe.errors import (
     ShapeError,
 )
 from megamoe.formats.spec import recipe_named
-from megamoe.formats.swizzle import swizzle
 from megamoe.layout import tiles
 from tests.compat.support import Case, E, H, I, K, cast_weights
+from tests.formats.swizzle import swizzle
 
 RECIPES = {"fp8xfp4": "w4a8", "bf16xbf16": "bf16", "mxf4xmxf4": "w4a4"}
 CASES = {

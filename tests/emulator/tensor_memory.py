@@ -188,7 +188,8 @@ def allocate(kind, shape, layout, value=None):
     cells = TensorCells(data, LANES * width * kind.size, f"{device._named(2)} of {role.cta}")
     if role.cluster is not None:
         role.cluster.made(role, cells)
-    return Tensor(cells, data.view(kind.stored).reshape(shape), kind)
+    place = 0 if len(shape) == 2 else None  # one of its own, which needs no index
+    return Tensor(cells, data.view(kind.stored).reshape(shape), kind, place)
 
 
 # -- operations ------------------------------------------------------------------------------------

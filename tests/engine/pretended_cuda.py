@@ -89,7 +89,7 @@ class Cuda:
 
     # -- the kernels around a call, on real addresses ------------------------------------------
 
-    def read_args(self, args):
+    def read_args(self, args, step):
         def call():
             at = int(args.next_slot)
             args.now.copy_(args.slots[at])
@@ -97,7 +97,7 @@ class Cuda:
 
         self.do(call)
 
-    def copy_inputs(self, now, into):
+    def copy_inputs(self, now, into, step):
         def call():
             x, idx, weights, _, stride, num, is_long, _ = now.tolist()
             into.count.fill_(num)
@@ -110,7 +110,7 @@ class Cuda:
 
         self.do(call)
 
-    def copy_output(self, now, y):
+    def copy_output(self, now, y, step):
         def call():
             _, _, _, to, _, num, _, _ = now.tolist()
             if to:

@@ -255,7 +255,7 @@ def test_a_capture_that_fails_leaves_the_others_in_turn(cuda, monkeypatch):
     one = make()
     one(*tokens(4))
     with monkeypatch.context() as patch:
-        patch.setattr(graph_io, "copy_output", lambda now, y: 1 / 0)
+        patch.setattr(graph_io, "copy_output", lambda now, y, step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             one(*tokens(9))
         cuda.capturing = None

@@ -19,6 +19,7 @@ from megamoe.errors import NotAvailable
 from megamoe.kernels.common import finite
 from megamoe.kernels.hopper.weights import facts_on_gpu, pack_on_gpu
 from megamoe.kernels.portable.put import put
+from megamoe.planner import copies
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -86,7 +87,8 @@ def test_inputs_of_a_fused_call_over_ranks_are_put_by_a_launch_that_is_found(num
         x, idx = torch.zeros(num, H).bfloat16(), torch.zeros(num, K, dtype=dtype)
         into = buffer.tokens, buffer.topk_idx, buffer.topk_weights
         with recorded(target_of(layer.hardware)) as seen:
-            put(x, idx, torch.ones(num, K), into, buffer.num_valid)
+            step = copies.put(num, H, K, len(buffer.num_valid))
+            put(x, idx, torch.ones(num, K), into, buffer.num_valid, step=step)
         asked |= set(seen)
     assert asked == found and len(asked) == 2
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megamoe.errors import ShapeError
-from megamoe.formats.swizzle import swizzle, unswizzle
 from megamoe.layout.tiles import RegisterImage, gate_up, utccp
+from tests.formats.swizzle import swizzle, unswizzle
 
 
 @pytest.mark.parametrize("index", [gate_up(192, 64, "up"), utccp(384)], ids=lambda m: m.name)

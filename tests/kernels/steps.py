@@ -1,7 +1,9 @@
 """Launches for tests of single kernels, made by the planner's own functions."""
 
+from megamoe.engine.planning import hardware_of
+from megamoe.kernels.portable import graph_io, grouped, launch
 from megamoe.layout.regions import ceil_div
-from megamoe.planner import hopper, portable
+from megamoe.planner import copies, hopper, portable
 from megamoe.planner.launches import Launch, Pass
 from megamoe.routing.spec import max_tiles
 
@@ -26,6 +28,37 @@ def rows_step(num_rows, width, acts):
 
 def combine_step(num_tokens, hidden):
     return portable.combine(num_tokens, hidden)
+
+
+def decode_step(x, how):
+    """Rows that come quantised, where the GEMM takes BF16 in its own order."""
+    return copies.decode(*x.shape) if how.is_ordered else None
+
+
+def read_args(args):
+    graph_io.read_args(args, copies.around(1, 1, 1).read_args)
+
+
+def copy_inputs(now, into):
+    steps = copies.around(*into.x.shape, into.topk_idx.shape[1])
+    graph_io.copy_inputs(now, into, steps.copy_inputs)
+
+
+def copy_output(now, y):
+    graph_io.copy_output(now, y, copies.around(*y.shape, 1).copy_output)
+
+
+def grouped_gemm(x, w, counts, *, schedule="static", sort_by_m=False, tile=None):
+    """Portable's grouped GEMM alone, in any tile that its kernel takes."""
+    recipe, (rows, width), (groups, n, _) = grouped.check_operands(x, w, counts), x.shape, w.shape
+    how = launch.arithmetic_on(w.device, recipe)
+    tile = tile or portable.pick(recipe, rows / groups, is_native=how.is_native)[1]
+    sms = hardware_of(w.device).num_sms if schedule == "dynamic" else None
+    maps = copies.prepare(
+        rows, width, groups, tile.block_m, decodes=how.is_ordered, is_sorted=sort_by_m
+    )
+    steps = maps, portable.grouped(tile, rows, groups, n, sms)
+    return grouped.grouped_gemm(x, w, counts, steps=steps, is_dynamic=schedule == "dynamic")
 
 
 def hopper_steps(x, idx, tile, num_experts, *, num_shared=0, num_sms=132, intermediate=64):

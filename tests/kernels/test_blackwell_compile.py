@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.errors import NotAvailable
 from megamoe.hardware import SMEM_PER_CTA
-from megamoe.kernels.blackwell.formats import FORMATS, SCALED_MMAS, check_tile, operand_layout
+from megamoe.kernels.blackwell.formats import FORMATS, check_tile, operand_layout
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon import compat
-from megamoe.kernels.gluon.compat import HAS_PAIRS, VERSION
+from megamoe.kernels.gluon.compat import HAS_PAIRS
 from megamoe.planner.blackwell import (
     narrowed,
     overridden,
@@ -34,6 +34,7 @@ from megamoe.problem import Options
 from tests.kernels.blackwell import compiled, compiled_grouped, launched, tile_name
 from tests.kernels.compiling import resources
 from tests.kernels.descriptors import decoded, faults
+from tests.kernels.instructions import Asked, wrong_instructions
 from tests.kernels.support import INTERPRETED
 from tests.proof.compiled import (
     assert_arrivals_follow_barriers,
@@ -61,80 +62,20 @@ PAIRS = [
     for m in (64, 16, 128)
     for gated in (True, False)
 ]
-PLAIN = {"bf16": "f16", "w4a16": "f16", "w8a8": "f8f6f4"}
 
 
-# Later PTX names the values under a scale, earlier how many scales four lanes of K have.
-BLOCK = {"scale_vec::1X": "block32", "scale_vec::2X": "block32", "scale_vec::4X": "block16"}
-
-
-def mma_of(recipe):
-    """The MMA of a recipe as PTX names it."""
-    kind = FORMATS[recipe]
-    if not kind.SCALED.value:
-        return PLAIN[recipe]
-    name = SCALED_MMAS[kind.W.value, kind.X.value, kind.VEC.value]
-    if VERSION >= (3, 8):
-        name, vector = name.rsplit(".", 1)
-        name += f".{BLOCK[vector]}"
-    return name
-
-
-def assert_is_as_planned(recipe, tile, kernel):
+def assert_is_as_planned(recipe, tile, kernel, *, gathers=False):
     """Instructions, descriptors, tensor memory and shared memory; nothing spills."""
-    ptx, kind, ctas = kernel.asm["ptx"], FORMATS[recipe], tile.num_ctas
-    found = re.findall(r"tcgen05\.mma\.cta_group::(\d)\.kind::(\S+)", ptx)
-    assert set(found) == {(str(ctas), mma_of(recipe))}
-    assert (f"tcgen05.cp.cta_group::{ctas}.warpx4.32x128b" in ptx) == kind.SCALED.value
-    assert "cp.async.bulk.tensor.2d" in ptx and "tcgen05.commit" in ptx
+    ptx = kernel.asm["ptx"]
+    assert wrong_instructions(ptx, Asked.of_tile(recipe, tile, gathers=gathers)) == []
     assert_arrivals_follow_barriers(ptx, least=1)
     assert_tensor_memory_is_fenced(ptx)
     assert_is_alone_on_an_sm(ptx)
-    rows = decoded(ptx)
-    depth = {"e2m1": 64, "e4m3": 32, "bf16": 16}[kind.X.value]
-    # The first stage may be peeled.
-    num = tile.num_halves * (tile.block_k // depth)
-    # Packed FP4 may take 96 of K at a time on sm_103a.
-    is_deep = bool(
-        len(rows) % num and ".target sm_103a" in ptx and kind.X.value == "e2m1"
-        and VERSION >= (3, 9)
-    )  # fmt: skip
-    if is_deep:
-        num = tile.num_halves * -(-tile.block_k // 96)
-    assert rows and len(rows) % num == 0
-    assert not [fault for row in rows for fault in faults(row, is_deep=is_deep)]
-    assert {(row["m"], row["n"]) for row in rows} == {(128 * ctas, tile.block_m)}
-    assert {(row["a_type"], row["b_type"]) for row in rows} == {(kind.W.value, kind.X.value)}
     columns = tmem_columns(recipe, tile)
     assert columns <= TMEM_COLUMNS and kernel.metadata.tmem_size == next_power_of_2(columns, 32)
     assert kernel.metadata.shared <= shared_memory(recipe, tile).num_bytes <= SMEM_PER_CTA
     if ".target sm_100a" in ptx:
         assert resources(kernel)["stack"] == 0
-
-
-def assert_is_of_pairs(recipe, tile, kernel):
-    """What Triton 3.8 and newer make of a launch by pairs of CTAs, instruction by instruction."""
-    assert_is_as_planned(recipe, tile, kernel)
-    ptx = kernel.asm["ptx"]
-    assert ptx.count("tcgen05.commit.cta_group::2") == 2 == ptx.count("multicast::cluster.b64")
-    tokens = re.findall(r"cp\.async\.bulk\.tensor\.5d\.cta_group::2\S*\.multicast::cluster", ptx)
-    assert len(tokens) == 1  # the scales of tokens, to both
-    counts = re.findall(r"mbarrier\.init\S* \[[^\]]*\], (\d+);", ptx)
-    stages, sums = tile.num_stages, tile.num_sums
-    # full: two loaders of both CTAs; empty, summed: a commit; taken: both epilogues
-    assert counts == ["4"] * stages + ["1"] * (stages + sums) + ["2"] * sums
-    kind, words = FORMATS[recipe], tile.block_k // FORMATS[recipe].VEC.value // 4
-    weights = 2 * (128 * tile.block_k * kind.W_BITS.value // 8 + 512 * words)
-    halves = tile.block_m * tile.block_k * kind.X_BITS.value // 16 + 512 * words
-    expected = re.findall(
-        r"mbarrier\.arrive\.expect_tx\.shared::cluster\.b64 _, \[[^\]]*\], (\d+)", ptx
-    )
-    assert sorted(map(int, expected)) == sorted((weights, halves))
-    # CTAs meet once mbarriers are initialised, and before one of them gives its memory back.
-    begin = ptx.rindex("mbarrier.init")
-    assert "barrier.cluster.wait" in ptx[begin : ptx.index("mbarrier.try_wait", begin)]
-    for end in re.finditer(r"tcgen05\.dealloc\.cta_group::2", ptx):
-        assert "barrier.cluster.wait" in ptx[end.start() - 600 : end.start()]
 
 
 @pytest.mark.parametrize(
@@ -184,8 +125,7 @@ GROUPED = [
 def test_grouped_gemms_alone_are_as_planned(recipe, variant, rows):
     plan, (place, gemm) = compiled_grouped(recipe, variant, rows)
     assert resources(place)["stack"] == 0
-    assert_is_as_planned(recipe, plan.gemm.config, gemm)
-    assert ("tile::gather4" in gemm.asm["ptx"]) == (variant == "gather")
+    assert_is_as_planned(recipe, plan.gemm.config, gemm, gathers=variant == "gather")
     assert ("relaxed.add.v4.f32" in gemm.asm["ptx"]) == (variant == "finalize")
 
 
@@ -205,7 +145,7 @@ def test_biases_and_the_other_activation_do_not_spill():
 @pytest.mark.parametrize(("recipe", "tile", "gated"), PAIRS[:3])
 def test_pairs_of_ctas_have_their_instructions_counts_and_bytes(recipe, tile, gated):
     kernel = compiled(recipe, tile, gated)
-    assert_is_of_pairs(recipe, tile, kernel)
+    assert_is_as_planned(recipe, tile, kernel)
     assert resources(kernel)["stack"] == 0
 
 

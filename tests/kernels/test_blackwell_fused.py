@@ -36,15 +36,11 @@ def fused_tiles(recipe):
     return [tile for tile in shipped(recipe) if as_fused(recipe, tile)[0] is not None]
 
 
-def tiled():
-    """Every tile; by default the narrowest of each recipe, and the widest of FP4 x FP4."""
-    for recipe in BLACKWELL_RECIPES:
-        first, *others = fused_tiles(recipe)
-        yield pytest.param(recipe, first, id=f"{recipe}-{tile_name(first)}")
-        for tile in others:
-            is_run = recipe == "w4a4" and tile == others[-1]
-            marks = () if is_run else (pytest.mark.every,)
-            yield pytest.param(recipe, tile, id=f"{recipe}-{tile_name(tile)}", marks=marks)
+TILED = [
+    pytest.param(recipe, tile, id=f"{recipe}-{tile_name(tile)}")
+    for recipe in BLACKWELL_RECIPES
+    for tile in fused_tiles(recipe)
+]
 
 
 @pytest.fixture
@@ -59,7 +55,7 @@ def both(monkeypatch):
     return install
 
 
-@pytest.mark.parametrize(("recipe", "tile"), list(tiled()))
+@pytest.mark.parametrize(("recipe", "tile"), TILED)
 def test_every_tile_takes_experts_with_no_one_almost_a_tile_a_tile_and_more_rows(
     recipe, tile, both
 ):
@@ -101,8 +97,13 @@ def test_no_interleaving_and_no_slow_role_changes_a_bit(recipe, both):
     assert_agrees(found[0], inputs, w)
 
 
-@pytest.mark.parametrize(("recipe", "widths"), [("w4a8", (480, 352)), ("nvfp4", (256, 736))])
-def test_widths_that_are_no_blocks(recipe, widths, both):
+@pytest.mark.parametrize(
+    ("recipe", "widths"),
+    [("w4a8", (480, 352)), ("nvfp4", (256, 736)), ("w4a8", (2880, 288)),
+     pytest.param("nvfp4", (2880, 288), marks=pytest.mark.every),
+     pytest.param("w8a8", (2880, 288), marks=pytest.mark.every)],
+)  # fmt: skip
+def test_widths_that_are_no_blocks_and_gpt_oss_own(recipe, widths, both):
     both()
     w, inputs = weights_of(recipe, 3, *widths), tokens(12, 3, widths[0])
     options = Options(clamp=1.0, weight_at="combine")
@@ -150,8 +151,9 @@ def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(recipe, part, both):
 @pytest.mark.parametrize(
     ("recipe", "counts"),
     [("w4a8", (2, 0, 1, 3)), ("w4a4", (0, 6)), ("nvfp4", (5, 2)), ("w8a8", (3, 1)),
-     pytest.param("nvfp4", (2, 0, 1, 3), marks=LEFT), pytest.param("bf16", (3, 1), marks=LEFT),
-     pytest.param("w4a16", (3, 1), marks=LEFT), pytest.param("w8a8", (2, 0, 1, 3), marks=LEFT)],
+     ("bf16", (3, 1)), ("w4a16", (3, 1)), ("w4a8_block", (1, 3)),
+     pytest.param("nvfp4", (2, 0, 1, 3), marks=LEFT),
+     pytest.param("w8a8", (2, 0, 1, 3), marks=LEFT)],
 )  # fmt: skip
 def test_ranks_of_one_launch_have_the_bits_of_one_rank(recipe, counts, both):
     kernel = both(4)

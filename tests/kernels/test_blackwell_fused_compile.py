@@ -20,8 +20,8 @@ from megamoe.problem import Options
 from tests.kernels.blackwell import compiled_fused, fused_config, tile_name
 from tests.kernels.compiling import code_bytes, resources
 from tests.kernels.descriptors import decoded, faults
+from tests.kernels.instructions import mma_of
 from tests.kernels.support import INTERPRETED
-from tests.kernels.test_blackwell_compile import mma_of
 from tests.proof.compiled import (
     assert_arrivals_follow_barriers,
     assert_is_alone_on_an_sm,

@@ -1,4 +1,5 @@
-"""Blackwell's grouped GEMMs alone, emulated: the four variants, schedules, shapes A to D.
+"""Blackwell's grouped GEMMs alone, emulated: the four variants, schedules, shapes A to D with fewer
+outputs under their own tiles.
 
 Wanted values are those of `formats` in float64, rounded where the contract rounds.
 """
@@ -285,6 +286,22 @@ def test_shapes_a_to_d_take_the_tiles_of_the_document():
         is_many = shape.name != "C"  # 144 tiles for 148 SMs
         assert plan["schedule"] == ("dynamic" if is_many else "static")
         assert "weight rows" in str(plan) and plan.gemm.why
+
+
+@pytest.mark.parametrize("name", [pytest.param("A", marks=pytest.mark.every), "B", "C", "D"])
+def test_shapes_a_to_d_are_computed(name, gemm):
+    """Their own K, rows and tiles (6 stages of 128 x 128, 4 of 128 x 256); of n three tiles."""
+    shape = UNEVEN_GEMMS[name]
+    spec = GroupedSpec("nvfp4", sum(shape.rows), shape.num_groups, shape.n, shape.k)
+    tile = plan_grouped(spec, "b200", backend="blackwell").gemm.config
+    x, w, counts = operands("nvfp4", list(shape.rows), n=2 * tile.block_n + 32, k=shape.k)
+    gemm.seed = 1
+    y = grouped_gemm(x, w, counts, backend="blackwell", schedule="dynamic", block_n=tile.block_n)
+    constants = gemm.launches[-1][1]
+    wanted = tile.constants() | {"DYNAMIC": True}
+    assert constants.items() >= wanted.items()
+    exact = product(dequantize(x, torch.float64), dequantize(w, torch.float64), counts)
+    assert error(y, exact) <= tolerance("bf16")
 
 
 @pytest.mark.parametrize(

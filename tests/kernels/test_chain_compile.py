@@ -17,6 +17,7 @@ from megamoe.kernels.hopper.gemm import fp8_rows
 from megamoe.kernels.hopper.weights import pack
 from megamoe.kernels.portable import combine, sort
 from megamoe.planner import chain as planned
+from megamoe.planner.hopper import shared_memory
 from megamoe.planner.overrides import checked
 from megamoe.problem import Options
 from tests.kernels.compiling import resources
@@ -44,7 +45,10 @@ class Ignored:
 
 
 def compiled(monkeypatch, recipe, num, wanted, links=None, **given):
-    """The kernels `wanted` of a call, compiled as `chain.run` launches them: by name, in order."""
+    """The kernels `wanted` of a call, compiled as `chain.run` launches them: by name, in order.
+
+    Under "sums": the plan's sum of shared memory of each linear, in passes one after the other.
+    """
     pretend_h200(monkeypatch)
     found = {}
     for module, name in HOST:
@@ -79,7 +83,15 @@ def compiled(monkeypatch, recipe, num, wanted, links=None, **given):
     stats = torch.empty(LOCAL, dtype=torch.int64, device=META)
     call = Call(x, idx, torch.empty(num, K, device=META), w, options, None, status, stats)
     chain.run(me, call, plan, links)
+    found["sums"] = sums_of(plan)
     return found
+
+
+def sums_of(plan):
+    """The plan's sum of shared memory of every launch of a routed linear, L1s first."""
+    names = ("l1", "l2")
+    gemms = [one for name in names for one in plan.launches if one.name == name]
+    return [shared_memory(plan.call, one.config) for one in gemms]
 
 
 def accesses(kernel, what):
@@ -157,9 +169,9 @@ def test_gemms_that_follow_tiles_compile_without_spills_and_write_rows_home_wide
     recipe, num, given = GEMMS[case]
     found = compiled(monkeypatch, recipe, num, ("gemm_kernel", "gemm_swap_ab_kernel"), **given)
     l1, l2 = found["gemm_kernel"] + found["gemm_swap_ab_kernel"]
-    for made in (l1, l2):
+    for made, sums in zip((l1, l2), found["sums"], strict=True):
         used = resources(made)
-        assert used["stack"] == 0 and used["shared"] <= SHARED_LIMIT
+        assert used["stack"] == 0 and used["shared"] <= sums.num_bytes <= SHARED_LIMIT
     narrow = [size for size in accesses(l2, "st") if size < 16]
     if "fp8-rows" in case:  # scales, which stay here until `scales_kernel` sends them
         assert narrow.count(1) >= 2

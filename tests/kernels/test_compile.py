@@ -7,12 +7,13 @@ import torch
 
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, PLAIN
-from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS, VALUES
+from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS
 from megamoe.kernels.portable.dispatch import _dispatch_kernel
 from megamoe.kernels.portable.grouped import _prepare_kernel
 from megamoe.kernels.portable.launch import arithmetic
 from megamoe.kernels.portable.pack import _pack_kernel
 from megamoe.planner.portable import pick as tiles
+from megamoe.planner.tables.copies import DECODE_VALUES, PREPARE_CHUNK
 from megamoe.problem import OWN_CLAMP, RECIPES
 from tests.kernels.compiling import Stand, advice, compile_kernel, main_loop, resources
 from tests.kernels.support import INTERPRETED
@@ -151,8 +152,9 @@ def preparation(name):
         _prepare_kernel,
         (ints, Stand(F32), Stand(F32), ints, ints, ints, ints, ints, data, some, Stand(BF16),
          1024, 8, 24, 4096, 4096),
-        {"FORMAT": None if name is None else TOKEN_FORMATS[name], "VALUES": VALUES,
-         "HAS_GLOBAL": name == "nvfp4", "SORTED": True, "TILE_M": 64, "GROUPS": 8, "CHUNK": 256},
+        {"FORMAT": None if name is None else TOKEN_FORMATS[name], "VALUES": DECODE_VALUES,
+         "HAS_GLOBAL": name == "nvfp4", "SORTED": True, "TILE_M": 64, "GROUPS": 8,
+         "CHUNK": PREPARE_CHUNK},
     )  # fmt: skip
 
 

@@ -1,7 +1,11 @@
 """`scripts/compile_blackwell.py` leaves out nothing that a plan takes, and sees what is wrong."""
 
+import os
 import random
+import re
+import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +124,66 @@ def test_a_wrong_descriptor_and_a_wrong_target_are_seen(one, change, word):
     _, found, first = one
     changed = replace_ptx(first, change(first.asm["ptx"]))
     assert any(word in text for text in script.wrong_with(found, changed, 100))
+
+
+def test_no_launch_reduces_fp32_in_a_warp_of_which_triton_3_6_dies_for_sm_103a():
+    """LLVM ERROR: Cannot select redux.sync.fmax, which ends the process: NVFP4's division did."""
+    found = script.configurations(only=r"^staged nvfp4 deepseek-v4-flash, 8 tokens")
+    pool = next(one for one in found.values() if one.kernel == "_pool_kernel")
+    made = script.compiled(pool, 100)
+    assert "redux.sync.max.s32" in made.asm["ptx"] and not script.wrong_with(pool, made, 100)
+    other = replace_ptx(made, made.asm["ptx"].replace("redux.sync.max.s32", "redux.sync.max.f32"))
+    wrong = script.wrong_with(pool, other, 100)
+    assert ["a warp's reduction of FP32" in text for text in wrong] == [True]
+    assert ".target sm_103a" in script.compiled(pool, 103).asm["ptx"]
+
+
+def test_the_page_has_the_number_of_configurations_by_kernel():
+    found = Counter(one.kernel for one in script.configurations().values())
+    page = (Path(__file__).parents[2] / "docs" / "blackwell.md").read_text()
+    gemm, fused = found["gemm_tmem_kernel"], found["mega_tmem_kernel"]
+    rest = found.total() - gemm - fused
+    for text in (f"{found.total()} of them at 3.6", f"grouped GEMM | {gemm} |",
+                 f"fused launch | {fused} |", f"combine | {rest} |"):  # fmt: skip
+        assert text in page, text
+
+
+# (a configuration, what is changed of its PTX, what is said of it)
+OTHER_FORMATS = (
+    ("w4a8 gather", r"\.kind::\S+", ".kind::f16", "MMAs"),
+    ("w4a8 gather", r"tcgen05\.cp\.", "tcgen05.x.", "no copies of scales"),
+    ("w4a8 gather", r"cp\.async\.bulk\.tensor\.2d", "cp.async.bulk.2d", "no cp.async.bulk.tensor"),
+    ("w4a8 gather", "tile::gather4", "tile", "gather4 missing"),
+    ("w8a8 gemm", r"\Z", "// tile::gather4", "gather4"),
+    ("w8a8 gemm", r"\A", "// tcgen05.cp.cta_group::1.warpx4.32x128b\n", "copies of scales"),
+)  # fmt: skip
+
+
+def test_instructions_of_another_format_are_seen():
+    """Each configuration has its own: the kind of MMA, copies of scales, TMA, gather4."""
+    made = {}
+    for name in dict.fromkeys(row[0] for row in OTHER_FORMATS):
+        found = script.configurations(only=rf"^grouped {name} \d+ 256 static")
+        one = next(one for one in found.values() if one.kernel == "gemm_tmem_kernel")
+        made[name] = one, script.compiled(one, 100)
+        assert not script.wrong_with(*made[name], 100)
+    for name, old, new, word in OTHER_FORMATS:
+        one, right = made[name]
+        other = replace_ptx(right, re.sub(old, new, right.asm["ptx"]))
+        assert any(word in text for text in script.wrong_with(one, other, 100)), (name, word)
+
+
+@pytest.mark.parametrize(("env", "code"), [
+    pytest.param({}, 0, id="here", marks=pytest.mark.every),
+    pytest.param({"CI": "true"}, 1, id="ci"),
+])  # fmt: skip
+def test_a_newer_triton_that_is_not_there_fails_in_ci_alone(env, code):
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        ["bash", "scripts/newer_triton.sh", "0.0.1"], cwd=root, capture_output=True, text=True,
+        env={"PATH": os.environ["PATH"], "PYTHON": sys.executable, "PIP_NO_INDEX": "1", **env},
+    )  # fmt: skip
+    assert "NOTHING was compiled" in done.stderr and done.returncode == code
 
 
 def test_stack_and_memory_beyond_a_cta_are_seen(one, monkeypatch):

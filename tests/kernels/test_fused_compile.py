@@ -9,11 +9,13 @@ import torch
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.mega import launch as mega_launch
 from megamoe.kernels.hopper.weights.pack import pack
+from megamoe.planner import smem
 from megamoe.planner.fused import routing_bytes, slot_size, weights_ahead
-from megamoe.planner.hopper import as_fused, pick
+from megamoe.planner.hopper import as_fused, fused_stages, pick
 from megamoe.planner.launches import Launch, Mega, next_power_of_2
 from megamoe.planner.numerics import HOPPER_RECIPES as RECIPES
-from megamoe.planner.tables.hopper import COUNTERS, ROUTING_BYTES
+from megamoe.planner.numerics import numerics
+from megamoe.planner.tables.hopper import COUNTERS
 from megamoe.problem import Options
 from tests.kernels.compiling import FUNCTION, addresses, code_bytes, resources, sass
 from tests.kernels.hopper import shipped, shipped_fused, tile_name
@@ -31,6 +33,7 @@ TABLE = {**DECODE, "table": True}  # scales above 2
 BUSY = {"slots": 384, "experts": 32, "bias": True, "count": True, "options": Options("gpt_oss")}
 RANKS = {"slots": 384, "experts": 4, "ranks": 8, "count": True}
 APART = {"slots": 384, "experts": 4, "ranks": 8, "local": 1, "count": True, "ids": torch.int64}
+MANY = {**RANKS, "experts": 48, "bias": True}  # of nvfp4: a stage fewer than beside 32 experts
 RING = {
     "slots": 384, "experts": 32, "wave_rows": 64, "options": Options(combine="fp8"),
 }  # fmt: skip
@@ -53,9 +56,11 @@ def cases():
     for recipe, more in (
         ("w4a16", BUSY), ("w4a8_block", RANKS), ("w4a8_block", APART), ("w4a8_block", LATE),
         ("w4a8_block", SHARED), ("w4a8_block", SHARED_RING), ("w4a8_block", TRACED),
-        ("w8a8", LARGEST), ("w4a8_block", RING), ("w4a8_block", MIDDLE),
+        ("w8a8", LARGEST), ("w8a8", RANKS), ("w4a8_block", RING), ("w4a8_block", MIDDLE),
     ):  # fmt: skip
         yield recipe, True, shipped_fused(recipe)[-1], more
+    many = shipped_fused("nvfp4")
+    yield "nvfp4", True, many[1], MANY
     middle = pick("nvfp4", 2048 / 256)[0]
     yield "nvfp4", True, middle, {"slots": 2048, "experts": 256}
 
@@ -65,7 +70,7 @@ def name(case):
     what = {
         id(BUSY): "busy", id(RANKS): "ranks", id(APART): "apart", id(LATE): "late", id(DECODE): "",
         id(RING): "ring", id(SHARED): "shared", id(TABLE): "table",
-        id(SHARED_RING): "shared-ring", id(TRACED): "traced",
+        id(MANY): "many", id(SHARED_RING): "shared-ring", id(TRACED): "traced",
     }  # fmt: skip
     size = f"{more['slots']}slots" if id(more) not in what else what[id(more)]
     wide = "" if fits else "wide"
@@ -86,13 +91,23 @@ def param(case):
     return pytest.param(case, id=name(case), marks=marks)
 
 
+def planned(recipe, fits, tile, more):
+    """(the tile as the plan has it, the plan's sum of shared memory)."""
+    slots, experts, ranks = more["slots"], more["experts"], more.get("ranks", 1)
+    how, tile = numerics("hopper", recipe, fits_e4m3=fits), as_fused(tile)
+    routing = routing_bytes(slots, experts, ranks)
+    beside = smem.Beside(routing, next_power_of_2(experts, 32), ranks, "bias" in more)
+    tile = replace(tile, num_stages=fused_stages(recipe, how, tile, beside))
+    return tile, smem.fused(recipe, how, tile, beside)
+
+
 def compiled(monkeypatch, recipe, fits, tile, more):
     """What `mega_launch` would run."""
     compiler = Compiler(mega_launch.mega_kernel)
     monkeypatch.setattr(mega_launch, "mega_kernel", compiler)
     slots, experts, ranks = more["slots"], more["experts"], more.get("ranks", 1)
     local = more.get("local", ranks)
-    tile = as_fused(tile, routing_bytes(slots, experts, ranks))
+    tile = planned(recipe, fits, tile, more)[0]
     config = Mega(
         tile, slot_size(slots) if ranks == 1 else 0, next_power_of_2(experts, 32),
         next_power_of_2(K + more.get("shared", 0)), weights_ahead(tile), slots,
@@ -141,7 +156,7 @@ def compiled(monkeypatch, recipe, fits, tile, more):
 
 @pytest.mark.parametrize("case", list(map(param, cases())))
 def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeypatch):
-    recipe, fits, tile, _ = case
+    recipe, fits, tile, more = case
     kernel = compiled(monkeypatch, *case)
     is_fp8 = launch.arithmetic(recipe, fits_e4m3=fits).is_fp8
     element, depth = ("e4m3", 32) if is_fp8 else ("bf16", 16)
@@ -153,10 +168,10 @@ def test_a_fused_launch_fits_an_sm_and_keeps_its_sums_in_registers(case, monkeyp
     assert_arrivals_follow_barriers(ptx)
     assert list(addresses(kernel)) == [(FUNCTION, 0)]  # the launch fetches its own code
     used = resources(kernel)
-    routing = routing_bytes(case[3]["slots"], case[3]["experts"], case[3].get("ranks", 1))
-    assert used["shared"] + max(ROUTING_BYTES - routing, 0) <= SHARED_LIMIT
+    sums = planned(*case)[1]
+    assert used["shared"] <= sums.num_bytes <= sums.limit == SHARED_LIMIT
     assert used["stack"] == 0
-    if case[3]["slots"] <= 1024 and "wave_rows" not in case[3]:  # decode
+    if more["slots"] <= 1024 and "wave_rows" not in more:  # decode
         assert code_bytes(kernel) <= CODE
 
 
@@ -175,10 +190,19 @@ def test_ranks_exchange_by_wide_stores_one_fence_a_site_and_no_atomics(more, mon
 
 def test_a_large_routing_costs_a_stage():
     tile = shipped("w8a8")[0]
-    assert (
-        as_fused(tile).num_stages
-        == as_fused(tile, routing_bytes(1024, 256)).num_stages
-        == tile.num_stages
-    )
-    assert as_fused(tile, routing_bytes(2048, 256)).num_stages == tile.num_stages - 1
+    sizes = ((384, 32), (1024, 256), (2048, 256))
+    stages = [
+        planned("w8a8", True, tile, {"slots": slots, "experts": experts})[0].num_stages
+        for slots, experts in sizes
+    ]
+    assert stages == [tile.num_stages, tile.num_stages, tile.num_stages - 1]
     assert as_fused(replace(tile, slabs=1)) is None
+
+
+def test_as_many_stages_as_fit_beside_the_routing_of_many_experts():
+    """What a stage more would take is more than an SM has: compiled, 233,220 and 233,092 bytes."""
+    for recipe, block_m, experts in (("nvfp4", 16, 48), ("w8a8", 32, 128)):
+        (tile,) = (one for one in shipped_fused(recipe) if one.block_m == block_m)
+        less, sums = planned(recipe, True, tile, {**RANKS, "experts": experts})
+        assert less.num_stages == tile.num_stages - 1
+        assert sums.num_bytes + sums.stage_bytes > SHARED_LIMIT

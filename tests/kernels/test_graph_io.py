@@ -13,11 +13,9 @@ from megamoe.kernels.portable.graph_io import (
     _copy_inputs_kernel,
     _copy_output_kernel,
     _read_args_kernel,
-    copy_inputs,
-    copy_output,
-    read_args,
 )
 from tests.kernels.compiling import Stand, compile_kernel
+from tests.kernels.steps import copy_inputs, copy_output, read_args
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
 
 DEV = torch.device(DEVICE)

@@ -12,6 +12,7 @@ from megamoe.engine.call import Call
 from megamoe.kernels.portable import graph_io
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.dispatch import dispatch
+from megamoe.planner import copies
 from megamoe.planner.call import CallSpec
 from megamoe.problem import Options, Problem
 from tests.kernels.steps import rows_step
@@ -75,6 +76,7 @@ def test_rows_on_their_way_to_an_fp8_combine_may_be_many(grids):
 def test_the_inputs_and_the_output_of_a_graph_may_be_many(grids):
     held = graph_io.Inputs.empty(T, H, TOP_K, META)
     now = empty(graph_io.WORDS, dtype=torch.int64)
-    graph_io.copy_inputs(now, held)
-    graph_io.copy_output(now, empty(T, H))
+    steps = copies.around(T, H, TOP_K)
+    graph_io.copy_inputs(now, held, steps.copy_inputs)
+    graph_io.copy_output(now, empty(T, H), steps.copy_output)
     assert grids == {"_copy_inputs_kernel": (T, 7), "_copy_output_kernel": (T, 7)} and fits(grids)

@@ -9,9 +9,9 @@ import triton
 
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
-from megamoe.formats.swizzle import swizzle
 from megamoe.kernels.hopper.weights import decode, pack
 from megamoe.layout.tiles import RegisterImage
+from tests.formats.swizzle import swizzle
 
 ASM = {  # by kind: the program, and what else it is given
     "e4m3_image": (triton.language.constexpr(decode._to_e4m3(1)), {}),

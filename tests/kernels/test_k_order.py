@@ -11,7 +11,7 @@ import megamoe as mm
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import to_fp32
 from megamoe.kernels.common.numbers import DECODE_ASM, e2m1_words, e4m3_twice, e8m0_twice
-from megamoe.kernels.portable import grouped_gemm, launch
+from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.acts import ORDERED
 from megamoe.kernels.portable.dispatch import dispatch
 from megamoe.kernels.portable.k_order import (
@@ -21,7 +21,7 @@ from megamoe.kernels.portable.k_order import (
     tile_in_order,
     tile_positions,
 )
-from tests.kernels.steps import rows_step
+from tests.kernels.steps import grouped_gemm, rows_step
 from tests.kernels.support import DEVICE, MARKS, error, tolerance
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -17,7 +17,7 @@ from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner.launches import PortableGemm
 from megamoe.planner.portable import pick
 from megamoe.problem import RECIPES, Options
-from tests.kernels.steps import combine_step, gemm_step, rows_step, sort_steps
+from tests.kernels.steps import combine_step, decode_step, gemm_step, rows_step, sort_steps
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, experts, tokens, tolerance
 
 pytestmark = MARKS
@@ -157,7 +157,8 @@ def test_the_plain_grouped_gemm_and_the_atomic_finalise(recipe):
     rows = order.permuted_idx_to_expanded_idx[:live].long().clamp(0, idx.numel() - 1)
     acts = torch.randn(T, I, generator=torch.Generator().manual_seed(1)).to(DEVICE).bfloat16()
     q = mm.quantize(acts, recipe_named(recipe).acts.name, **_globals(recipe))
-    held = launch.Activations(*(None if t is None else t[rows // K] for t in decode_tokens(q, how)))
+    all_rows = decode_tokens(q, how, decode_step(q, how))
+    held = launch.Activations(*(None if t is None else t[rows // K] for t in all_rows))
     out = torch.full((live, H), float("nan"), dtype=torch.bfloat16, device=DEVICE)
     ones = torch.ones(E, device=DEVICE) if recipe == "nvfp4" else None
     factors = launch.Factors(x_global=ones)

@@ -1,5 +1,6 @@
 """A kernel finds its own code: the loader is asked for its address."""
 
+import logging
 from struct import unpack_from
 
 import pytest
@@ -57,6 +58,24 @@ def test_what_a_driver_refuses_stays_as_the_compiler_made_it(loads, want, monkey
     monkeypatch.setattr(prefetch_code, "_exchanged", lambda cubin: b"changed")
     monkeypatch.setattr(prefetch_code, "_loads", loads.__getitem__)
     assert prefetch_code.located(b"plain") == want
+
+
+def test_a_refusal_is_logged_once(monkeypatch, caplog):
+    """Several kernels are compiled; a cubin that no driver here would load is no refusal."""
+    monkeypatch.setattr(prefetch_code, "_exchanged", lambda cubin: b"changed")
+    prefetch_code._log_refusal.cache_clear()
+    with caplog.at_level(logging.WARNING, "megamoe"):
+        for refused in (None, False):
+            loads = {b"changed": refused, b"plain": refused}
+            monkeypatch.setattr(prefetch_code, "_loads", loads.__getitem__)
+            prefetch_code.located(b"plain")
+        assert not caplog.records
+        monkeypatch.setattr(prefetch_code, "_loads", {b"changed": False, b"plain": True}.get)
+        for _ in range(3):
+            assert prefetch_code.located(b"plain") == b"plain"
+    (record,) = caplog.records
+    assert record.name == "megamoe" and "do not prefetch it" in record.getMessage()
+    prefetch_code._log_refusal.cache_clear()
 
 
 def test_without_a_driver_nobody_knows_what_loads(monkeypatch):

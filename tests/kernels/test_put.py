@@ -6,6 +6,7 @@ import torch
 from megamoe.engine.symm_buffer import symm_buffer_in
 from megamoe.kernels.portable.put import _put_kernel, put
 from megamoe.layout.exchange import InboxSizes, exchange
+from megamoe.planner import copies
 from tests.kernels.compiling import Stand, compile_kernel
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS
 
@@ -36,7 +37,8 @@ def test_it_leaves_what_copies_leave(_, hidden, top_k, passes, dtype):
         wide = torch.zeros(num, hidden + 3, dtype=torch.bfloat16, device=DEVICE)[:, 3:]
         wide.copy_(x)
         places = into.tokens, into.topk_idx, into.topk_weights
-        put(wide, idx.to(DEVICE), gates.to(DEVICE), places, into.num_valid)
+        step = copies.put(num, hidden, top_k, passes)
+        put(wide, idx.to(DEVICE), gates.to(DEVICE), places, into.num_valid, step=step)
         assert torch.equal(memory.cpu(), copied)
 
 

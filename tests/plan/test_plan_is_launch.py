@@ -4,14 +4,19 @@ On a pretended GPU: tensors without memory, and Triton's own entry (`JITFunction
 launch, so nothing between the plan and the compiler can decide again without being seen here.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
 from megamoe.engine import (
+    backends,
     blackwell,
     chain,
+    graphs,
+    grouped,
     images,
     packed,
     parallel,
@@ -21,14 +26,17 @@ from megamoe.engine import (
 )
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
-from megamoe.engine.fused import over
+from megamoe.engine.fused_group import FusedGroup
+from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.planning import Ranks, Traits, plan_for
 from megamoe.engine.status import DeviceStatus
 from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
 from megamoe.formats.spec import format_named, recipe_named
 from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
+from megamoe.kernels.portable.graph_io import ReplayArgs
 from megamoe.planner import chain as planned
+from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import Launch
 from megamoe.planner.numerics import BLACKWELL_RECIPES, HOPPER_RECIPES, TABLE
 from megamoe.planner.overrides import checked
@@ -90,14 +98,14 @@ def status():
     """Words without memory."""
     made = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
     made.order_after_last = made.raise_if_seen = lambda: None
+    made.copy_to_host_async = lambda top_k: None
     return made
 
 
 def assert_planned(launched, steps):
-    """Every launch is the planned one, in order; `decode` of quantised tokens aside."""
-    ran = [one for one in launched if one[0] != "_decode_kernel"]
-    assert [kernel for kernel, _, _ in ran] == [step.kernel for step in steps]
-    for (kernel, grid, constants), step in zip(ran, steps, strict=True):
+    """Every launch is the planned one, in order."""
+    assert [kernel for kernel, _, _ in launched] == [step.kernel for step in steps]
+    for (kernel, grid, constants), step in zip(launched, steps, strict=True):
         assert isinstance(step, Launch)
         wanted = step.config.constants()
         assert grid == step.grid, (kernel, step.name)
@@ -153,11 +161,64 @@ def test_eight_ranks(launched, machine, backend, recipe, num):
     public = mm.plan(mm.Problem(num, H, I, 8 * E, K, 8, recipe), machine, backend=backend)
     assert plan.launches == public.launches and plan.mode == public.mode
     if plan.mode == "fused":
-        fused_over_ranks(plan, w, options)
+        fused_over_ranks(plan, w, options, num)
     elif plan.mode == "chain":
         chain_over_ranks(plan, w, options, num)
     else:
         staged_over_ranks(plan, w, options, num)
+    assert_planned(launched, plan.launches)
+
+
+QUANTIZED = [(b, r) for b, r in TABLE if b in MACHINE]
+
+
+@pytest.mark.parametrize(("backend", "recipe"), QUANTIZED)
+def test_tokens_that_come_quantised(launched, machine, backend, recipe):
+    """On one rank; portable decodes where its GEMM takes BF16. Shared experts too."""
+    w, options, num = experts(recipe), Options(), 512
+    for shared in (None, experts("w4a16", 1) if backend == "portable" else None):
+        launched.clear()
+        spec = None if shared is None else planning._shared_spec(shared, apart="w4a16")
+        plan = plan_for(
+            w, options, Traits(shared=spec), num_tokens=num, top_k=K,
+            overrides=(("backend", backend),), is_quantized=True,
+        )  # fmt: skip
+        ready = inputs(num, is_quantized=True, recipe=recipe)
+        launch(Call(*ready, w, options, shared, status()), plan)
+        assert_planned(launched, plan.launches)
+
+
+CAPTURED = [("hopper", "w4a8_block", 8), ("hopper", "nvfp4", 512), ("portable", "w4a4", 128)]
+CAPTURED += [("blackwell", "w4a8", 64)]
+
+
+@pytest.mark.parametrize(("backend", "recipe", "num"), CAPTURED)
+def test_a_captured_call(launched, machine, backend, recipe, num):
+    """All that a graph holds: its arguments and inputs, the call, its output."""
+    w, options, overrides = experts(recipe), Options(), (("backend", backend),)
+    stats = torch.empty(E, dtype=torch.int64, device=META)
+    parts = graphs.Parts(
+        backend, w, options, None, status(), stats, K, LaunchOptions(), overrides
+    )  # fmt: skip
+    graphs._launch_all(parts, num, parts.inputs(num), ReplayArgs.empty(1, META))
+    plan = plan_for(w, options, Traits(), num_tokens=num, top_k=K, overrides=overrides)
+    assert_planned(launched, plan.captured)
+    names = [one.name for one in plan.captured]
+    assert names[:2] == ["read_args", "copy_inputs"] and names[-1] == "copy_output"
+
+
+@pytest.mark.parametrize("schedule", ["static", "dynamic"])
+@pytest.mark.parametrize("recipe", [r for b, r in TABLE if b == "portable"])
+def test_a_grouped_gemm_of_portable(launched, monkeypatch, recipe, schedule):
+    monkeypatch.setattr(backends, "resolve", lambda *asked: None)
+    row, num, groups = recipe_named(recipe), 300, 8
+    x, w = inputs(num, is_quantized=True, recipe=recipe)[0], quantized(row.weights.name, 8, I, H)
+    if x.global_scale is not None:
+        x = quantized(row.acts.name, num, H)
+    counts = torch.empty(groups, dtype=torch.int32, device=META)
+    spec = GroupedSpec(recipe, num, groups, I, H)
+    plan = plan_grouped(spec, "h200", backend="portable", schedule=schedule, sort_by_m=True)
+    grouped.grouped_gemm(x, w, counts, backend="portable", schedule=schedule, sort_by_m=True)
     assert_planned(launched, plan.launches)
 
 
@@ -178,7 +239,7 @@ def test_fused_on_blackwell(launched, monkeypatch, recipe):
         if ranks == 1:
             launch(Call(*inputs(num), w, options, None, status()), plan)
         else:
-            fused_over_ranks(plan, w, options)
+            fused_over_ranks(plan, w, options, num)
         assert_planned(launched, plan.launches)
 
 
@@ -282,20 +343,21 @@ def test_split_over_eight_ranks(launched, monkeypatch, given):
     assert [one.partition for one in plan.launches if one.partition] == sides
 
 
-def fused_over_ranks(plan, w, options):
-    """What `FusedGroup` launches on this rank."""
-    passes, each, where = plan.num_passes, plan.fused_tokens, plan.exchange
-    buffer = symm_buffer.symm_buffer_in(
-        torch.empty(where.num_bytes, dtype=torch.uint8, device=META), where
-    )
+def fused_over_ranks(plan, w, options, num):
+    """A call of `FusedGroup` on this rank, in memory that no rank shares."""
+    group = object.__new__(FusedGroup)
+    where = plan.exchange
+    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
+    group.buffer = symm_buffer.symm_buffer_in(memory, where)
     peers = torch.empty(8, dtype=torch.int64, device=META)
-    world = World(8, 1, 0, peers, buffer.signals, buffer.inbox)
-    stats = torch.empty(E, dtype=torch.int64, device=META)
-    for number in range(passes):
-        over(
-            buffer, each, w, options, world, stats, step=plan.mega, status=status(), timeout_s=1.0,
-            number=number,
-        )  # fmt: skip
+    group._world = World(8, 1, 0, peers, group.buffer.signals, group.buffer.inbox)
+    group.plan, group.num_tokens = plan, num
+    group.num_passes, group._each = plan.num_passes, plan.fused_tokens
+    layer = SimpleNamespace(
+        _status=status(), weights=w, options=options, top_k=K,
+        _launch=SimpleNamespace(timeout_s=1.0, is_poisoned=False),
+    )  # fmt: skip
+    group(layer, *inputs(num), torch.empty(E, dtype=torch.int64, device=META), lambda: None)
 
 
 def chain_over_ranks(plan, w, options, num, shared=None):

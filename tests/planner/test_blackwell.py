@@ -7,11 +7,12 @@ import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import SMEM_PER_CTA
-from megamoe.kernels.blackwell.weights import place_scales, taken_back
+from megamoe.kernels.blackwell.weights import BLOCK, place_scales
 from megamoe.layout.tiles import placed_scales
 from megamoe.planner import chain
 from megamoe.planner.blackwell import num_rows, pick
 from megamoe.planner.call import CallSpec, SharedSpec
+from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import GemmTmem
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.plan import choose_backend
@@ -21,6 +22,8 @@ PROBLEM = mm.Problem(512, 4096, 2048, 32, 6, 1, "w4a8")
 
 def test_auto_takes_it_only_where_the_machine_has_proven_it():
     assert mm.plan(PROBLEM, "b200").backend == "portable"
+    assert "portable is compiled for Blackwell, not yet run there" in str(mm.plan(PROBLEM, "b200"))
+    assert "not yet run" not in str(mm.plan(PROBLEM, "h200", backend="portable"))
     assert mm.plan(CallSpec(PROBLEM, is_certified=True), "b200").backend == "blackwell"
     assert mm.plan(CallSpec(PROBLEM, is_certified=True), "h200").backend == "hopper"
     there = dict.fromkeys(("blackwell", "portable", "reference"), "")
@@ -160,13 +163,39 @@ def test_a_pair_of_ctas_is_planned_only_where_it_is_asked_for():
         ("w4a8", "b200", {"backend": "blackwell", "block_m": 8}, "16 tokens or more; got w4a8"),
         ("w4a8", "b200", {"backend": "portable"}, "cta_pair"),
         ("w4a8", "h200", {"backend": "hopper"}, "cta_pair"),
-        ("w8a8", "b200", {}, "cta_pair is of the blackwell backend; got portable"),
+        (
+            "w8a8",
+            "b200",
+            {},
+            "asked for with backend=.blackwell.*got backend auto",
+        ),
     ],
 )
 def test_a_pair_of_ctas_is_refused_by_name_elsewhere(recipe, hardware, given, match):
     problem = mm.Problem(512, 4096, 2048, 32, 6, 1, recipe)
     with pytest.raises(NotAvailable, match=match):
         mm.plan(problem, hardware, cta_pair=True, **given)
+
+
+def test_no_certificate_lets_auto_take_pairs_which_certify_never_ran():
+    call = CallSpec(PROBLEM, max_tokens=PROBLEM.num_tokens, is_certified=True)
+    assert mm.plan(call, "b200").backend == "blackwell"
+    with pytest.raises(NotAvailable, match="no certificate is of them; got backend auto"):
+        mm.plan(call, "b200", cta_pair=True)
+    pair = mm.plan(call, "b200", backend="blackwell", cta_pair=True)
+    assert pair.tile.num_ctas == 2
+    rng = torch.Generator().manual_seed(0)
+    w13, w2 = torch.randn(2, 64, 32, generator=rng), torch.randn(2, 32, 32, generator=rng)
+    w = mm.ExpertWeights.quantize(w13.bfloat16(), w2.bfloat16(), "w4a8")
+    inputs = torch.zeros(1, 32).bfloat16(), torch.zeros(1, 1).int(), torch.ones(1, 1)
+    with pytest.raises(NotAvailable, match="no certificate is of them; got backend auto"):
+        mm.moe(*inputs, w, overrides={"cta_pair": True})
+    with pytest.raises(NotAvailable, match="no certificate is of them; got backend auto"):
+        mm.MoE(w, 2, 1, overrides={"cta_pair": True})
+    with pytest.raises(NotAvailable, match="a grouped GEMM alone has one CTA a tile"):
+        plan_grouped(
+            GroupedSpec("w4a8", 512, 4, 4096, 512), "b200", backend="blackwell", cta_pair=True
+        )
 
 
 @pytest.mark.parametrize("tokens", [64, 2048, 32768])
@@ -182,6 +211,13 @@ def test_schedules_reach_every_launch_with_a_reason(tokens):
         (choice,) = [one for one in plan.choices if one.name == "schedule"]
         assert choice.why.startswith("given; d")
     assert mm.plan(problem, "b200", backend="blackwell")["schedule"] == "strided"
+
+
+def taken_back(placed, groups):
+    """The inverse of `place_scales`: bytes [blocks, 128, groups]."""
+    _, blocks, wide, _, _ = placed.shape
+    parts = placed.view(blocks, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
+    return parts.reshape(blocks, BLOCK, wide * 4)[:, :, :groups]
 
 
 def test_placed_scales_are_the_map_and_go_back():

@@ -7,6 +7,7 @@ import pytest
 import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.planner.launches import Gemm, GemmSwapAb
+from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.overrides import OVERRIDES, ROUTES, TILE, checked
 from megamoe.planner.plan import plan
 
@@ -49,6 +50,53 @@ def test_fused_launches_take_overrides_too():
     config = found.mega.config
     assert (config.tile.block_m, config.tile.num_stages) == (32, 3)
     assert found.mega.num_ctas == 120 and config.is_ring and config.pool_rows <= 160
+
+
+MANY = mm.Problem(340, 4096, 2048, 256, 6, 1, "w8a8")  # its routing has more than 4096 bytes
+RANKS = mm.Problem(64, 4096, 2048, 384, 8, 8, "nvfp4")
+
+
+@pytest.mark.parametrize("hardware", ["h200", "b200"])
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
+def test_stages_of_a_fused_launch_are_exact_or_refused(hardware, recipe):
+    """Beside a small routing, a large one and that of 48 experts of each of eight ranks."""
+    backend = {"h200": "hopper", "b200": "blackwell"}[hardware]
+    for one in (replace(MANY, num_tokens=64), MANY, RANKS):
+        problem, fitting = replace(one, recipe=recipe), []
+        given = {"backend": backend, "mode": "fused"}
+        for stages in range(1, 14):
+            try:
+                found = plan(problem, hardware, num_stages=stages, **given)
+            except CapacityError as error:
+                assert f"got {stages}" in str(error) and "fit" in str(error)
+                continue
+            fitting.append(found.tile.num_stages)
+            assert found.tile.num_stages == stages and f"num_stages {stages}" in found.mega.why
+            sums = found.shared_memory
+            assert sums.num_stages == stages and sums.num_bytes <= sums.limit
+        assert fitting == list(range(2, fitting[-1] + 1))
+        assert plan(problem, hardware, **given).tile.num_stages in fitting
+
+
+def test_stages_that_fit_beside_no_routing_say_what_the_routing_leaves():
+    with pytest.raises(CapacityError, match=r"from 2 to 4 stages fit beside 2048 bytes.*got 5"):
+        plan(RANKS, "h200", mode="fused", num_stages=5)
+    found = plan(RANKS, "h200", mode="auto", num_stages=5)
+    assert found.mode == "chain" and "from 2 to 4 stages" in found.why
+
+
+@pytest.mark.parametrize(("mode", "ranks"), [("split", 1), ("chain", 8)])
+def test_overrides_are_kept_where_few_sms_change_the_tile(mode, ranks):
+    """Too few SMs to decode once per wave: weights are decoded per tile, as wide as was given."""
+    problem = replace(PREFILL, hidden=8192, num_ranks=ranks, num_experts=32 * ranks)
+    given = {"mode": mode, **({"l1_sms": 16} if ranks == 1 else {"reserve_sms": 114})}
+    plain = plan(problem, "h200", **given).launch("l1")
+    assert "too few to decode" in plain.why and plain.config.decode_ahead == 0
+    asked = plan(problem, "h200", group_m=4, num_stages=2, **given).launch("l1")
+    assert (asked.config.group_m, asked.config.num_stages) == (4, 2) != (
+        plain.config.group_m, plain.config.num_stages
+    )  # fmt: skip
+    assert "num_stages 2" in asked.why and "group_m 4" in asked.why
 
 
 def test_portable_tiles_take_overrides():

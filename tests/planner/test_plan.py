@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.formats.spec import RECIPES
-from megamoe.hardware import MACHINES
+from megamoe.hardware import MACHINES, SMEM_PER_CTA
 from megamoe.planner import chain
 from megamoe.planner.buckets import group_modes
 from megamoe.planner.call import CallSpec, SharedSpec
@@ -58,7 +58,11 @@ def test_every_plan_can_be_launched(problem, name):
         assert all(n <= GRID_AXIS for n in one.grid[1:]) and one.grid[0] < 2**31
         assert one.config.constants()
     if found.shared_memory is not None:
-        assert found.shared_memory.num_bytes <= found.hardware.smem_per_sm
+        sums = found.shared_memory
+        assert sums.num_bytes <= sums.limit <= SMEM_PER_CTA
+        assert sums.num_stages == found.tile.num_stages
+        has_routing = "routing" in {term.name for term in sums.fixed}
+        assert has_routing == (found.mode == "fused")
     assert all(buffer.num_bytes >= 0 for buffer in found.buffers)
     text = str(found)
     for choice in found.choices:
@@ -118,7 +122,7 @@ def names(found):
         (replace(PUBLIC, num_tokens=129), "staged", ["place", "permute", "l1", "l2", "combine"]),
         (replace(ONE, num_tokens=8192, recipe="w8a8"), "staged",
          ["count", "scan", "place", "permute", "l1", "l2", "combine"]),
-        (replace(FLASH, num_tokens=120), "fused", ["mega"]),  # 22.5 rows an expert
+        (replace(FLASH, num_tokens=120), "fused", ["put", "mega"]),  # 22.5 rows an expert
         (replace(FLASH, num_tokens=121), "chain", CHAIN),
         (replace(PRO, num_ranks=16, num_tokens=8), "staged",
          ["quantize", "permute", "l1", "l2", "combine"]),
@@ -214,7 +218,7 @@ def test_shared_experts_join_the_launches_or_have_their_own():
 def test_a_layer_over_a_group_is_planned_for_its_largest_call():
     big = CallSpec(replace(FLASH, num_tokens=8), max_tokens=512)
     found = plan(big, "h200", mode="fused")
-    assert found.num_passes == 5 and names(found) == ["mega"] * 5
+    assert found.num_passes == 5 and names(found) == ["put", *["mega"] * 5]
     assert plan(big, "h200").mode == "chain"
     assert "5 fused launches" in plan(big, "h200").why
 

@@ -48,12 +48,19 @@ def test_depth_by_band(mma, wanted):
     assert tcgen05.padded_block_m("fp4", 16) == 32 and tcgen05.padded_block_m("fp8", 16) == 16
 
 
-def test_a_stage_of_256_takes_31_kb_packed_and_57_with_fp8_tokens():
-    """D005, with 192 tokens: 6 to 10 stages fit packed, three with FP8."""
+def test_a_stage_of_256_takes_31_kib_packed_and_57_thousand_bytes_with_fp8_tokens():
+    """D005, with 192 tokens: 6 to 10 stages fit packed, three with FP8.
+
+    The two published figures have no unit in common: 31 is KiB with scales (28.7 thousand bytes
+    without), 57 is thousand bytes without (59 KiB with).
+    """
     packed = stage_bytes(Operand(192, 4, 32, num_ctas=2), Operand(128, 4, 32), 256)
     assert round(packed / KIB) == 31
+    bare = sum(o.num_bytes(256) for o in (Operand(192, 4, 32, num_ctas=2), Operand(128, 4, 32)))
+    assert bare == 28_672
     operands = (Operand(192, 8, 32, num_ctas=2), Operand(128, 8, 32))
     assert round(sum(o.num_bytes(256) for o in operands) / 1000) == 57
+    assert round(stage_bytes(*operands, 256) / KIB) == 59
     fixed = 40_000  # about: pulled rows of 2 KiB, the output tile, amax, counts
     assert 6 <= num_stages(fixed, packed) <= 10
     assert num_stages(fixed, stage_bytes(*operands, 256)) == 3

@@ -45,13 +45,6 @@ def place_scales(scale: Tensor) -> Tensor:
     return parts.reshape(1, blocks, -1, 2, 256).contiguous()
 
 
-def taken_back(placed: Tensor, groups: int) -> Tensor:
-    """The inverse of `place_scales`: bytes [blocks, 128, groups]."""
-    _, blocks, wide, _, _ = placed.shape
-    parts = placed.view(blocks, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return parts.reshape(blocks, BLOCK, wide * 4)[:, :, :groups]
-
-
 def _blocks(t: Tensor, rows: int, columns: int) -> Tensor:
     """[matrices, rows, columns], padded with zeros, as [matrices * blocks, 128, columns]."""
     extra = align_up(rows, BLOCK) - rows, columns - t.shape[-1]

@@ -32,6 +32,14 @@ def HAS_PDL():
     return is_cuda and target.arch >= 90
 
 
+@constexpr_function
+def HAS_FP32_REDUX():
+    """Whether a warp's reduction of FP32 becomes one instruction, which Triton 3.6 makes for
+    sm_100a, and for sm_103a dies of (LLVM cannot select it)."""
+    target = current_target()
+    return not INTERPRETED.value and target is not None and target.arch >= 100
+
+
 @triton.jit
 def after_previous():
     """First line of a kernel that may be launched with `overlap`: nothing is read before it.
@@ -100,7 +108,13 @@ def div_rn(x, y):
     else:
         wide = tl.broadcast_to(y, x.shape)
         flat = tl.reshape(y, (y.numel,))
-        if (tl.min(flat) > 1e-20) & (tl.max(flat) < 1e20):
+        is_plain = False
+        if HAS_FP32_REDUX():  # by their bits, which have the same order: NaN is above
+            bits = flat.to(tl.int32, bitcast=True)
+            is_plain = (tl.min(bits) > 0x1E3CE508) & (tl.max(bits) < 0x60AD78EC)
+        else:
+            is_plain = (tl.min(flat) > 1e-20) & (tl.max(flat) < 1e20)
+        if is_plain:
             reciprocal = tl.broadcast_to(tl.div_rn(tl.full(y.shape, 1.0, tl.float32), y), x.shape)
             first = x * reciprocal
             result = tl.fma(tl.fma(first, -wide, x), reciprocal, first)

@@ -13,9 +13,7 @@ from megamoe.kernels.common.compat import to_bf16
 from megamoe.kernels.common.numbers import Kind, e2m1_to_bf16, e4m3_value, e8m0_value
 from megamoe.kernels.portable.k_order import position_of, stored_cols, stored_width
 from megamoe.kernels.portable.launch import Activations, Arithmetic, as_bytes
-from megamoe.planner.tables.portable import DECODE_VALUES
-
-VALUES = DECODE_VALUES
+from megamoe.planner.launches import Launch
 
 
 @triton.jit
@@ -86,11 +84,6 @@ class Decoding(NamedTuple):
     out: Tensor
     num_blocks: int
 
-    @property
-    def num_programs(self) -> int:
-        group = 0 if self.format is None else self.format.GROUP.value
-        return triton.cdiv(self.num_blocks * group, VALUES)
-
 
 def decoding(x: Quantized, how: Arithmetic) -> Decoding:
     """Room for rows [T, k], and what must be decoded into it."""
@@ -107,12 +100,16 @@ def decoding(x: Quantized, how: Arithmetic) -> Decoding:
     )  # fmt: skip
 
 
-def decode_tokens(x: Quantized, how: Arithmetic) -> Activations:
-    """Rows [T, k] as the GEMM loads them; NVFP4's global scale is left to the sums."""
+def decode_tokens(x: Quantized, how: Arithmetic, step: Launch | None) -> Activations:
+    """Rows [T, k] as the GEMM loads them; NVFP4's global scale is left to the sums.
+
+    step  the planned launch; None where the GEMM takes the format itself
+    """
     todo = decoding(x, how)
-    if todo.num_programs:
-        _decode_kernel[(todo.num_programs,)](
+    assert (step is None) == (todo.format is None), "the plan decodes what the GEMM cannot take"
+    if step is not None and todo.num_blocks:
+        _decode_kernel[step.grid](
             data=todo.data, scale=todo.scale, out=todo.out, num_blocks=todo.num_blocks,
-            width=x.shape[1], FORMAT=todo.format, VALUES=VALUES, num_warps=4,
+            width=x.shape[1], FORMAT=todo.format, **step.config.constants(),
         )  # fmt: skip
     return todo.activations

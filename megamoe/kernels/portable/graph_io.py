@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COPY_COLS = 1024  # columns of a program
+from megamoe.planner.launches import Launch
+
 WORDS = 8  # of a slot: those below, and one that is free
 
 # Addresses of the inputs and of the result (0: it stays where it is), elements from row to row of
@@ -114,30 +115,24 @@ def _copy_output_kernel(now, y, hidden, COLS: tl.constexpr):
         tl.store(to + at, tl.load(y + at, mask=inside), mask=inside)
 
 
-def read_args(args: ReplayArgs) -> None:
+def read_args(args: ReplayArgs, step: Launch) -> None:
     """Copy the next slot to `now`; the one after it is then the next."""
     address, num = args.slots.data_ptr(), len(args.slots)
-    _read_args_kernel[(1,)](
-        slots=address, next_slot=args.next_slot, now=args.now, SLOTS=num, WORDS=WORDS, num_warps=1,
+    _read_args_kernel[step.grid](
+        slots=address, next_slot=args.next_slot, now=args.now, SLOTS=num, WORDS=WORDS,
+        **step.config.constants(),
     )  # fmt: skip
 
 
-def copy_inputs(now: Tensor, into: Inputs) -> None:
+def copy_inputs(now: Tensor, into: Inputs, step: Launch) -> None:
     """Copy T tokens, int32 or int64 ids and weights to the first T rows, and T to the count."""
-    num_tokens, hidden = into.x.shape
-    top_k = into.topk_idx.shape[1]
-    cols = min(triton.next_power_of_2(hidden), COPY_COLS)
-    _copy_inputs_kernel[(num_tokens, triton.cdiv(hidden, cols))](
+    _copy_inputs_kernel[step.grid](
         now=now, x_out=into.x, idx_out=into.topk_idx, weights_out=into.topk_weights,
-        count=into.count, hidden=hidden, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k),
-        COLS=cols, num_warps=4,
+        count=into.count, hidden=into.x.shape[1], TOP_K=into.topk_idx.shape[1],
+        **step.config.constants(),
     )  # fmt: skip
 
 
-def copy_output(now: Tensor, y: Tensor) -> None:
+def copy_output(now: Tensor, y: Tensor, step: Launch) -> None:
     """Copy the first T rows of the graph's output to where the call wants them, if it does."""
-    num_tokens, hidden = y.shape
-    cols = min(triton.next_power_of_2(hidden), COPY_COLS)
-    _copy_output_kernel[(num_tokens, triton.cdiv(hidden, cols))](
-        now=now, y=y, hidden=hidden, COLS=cols, num_warps=4,
-    )  # fmt: skip
+    _copy_output_kernel[step.grid](now=now, y=y, hidden=y.shape[1], **step.config.constants())

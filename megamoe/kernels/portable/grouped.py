@@ -13,17 +13,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, one_of, require
+from megamoe.errors import DeviceError, DTypeError, RangeError, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
-from megamoe.kernels.portable.decode_tokens import VALUES, decode_blocks, decoding
+from megamoe.kernels.portable.decode_tokens import decode_blocks, decoding
 from megamoe.kernels.portable.sort import Order
-from megamoe.planner.launches import PortableGemm
-from megamoe.planner.portable import grouped, pick
+from megamoe.planner.launches import Launch, PortableGemm
 from megamoe.problem import RECIPES, check_width
-
-SCHEDULES = ("static", "dynamic")
 
 
 @triton.jit
@@ -71,55 +68,43 @@ def _prepare_kernel(
 
 
 def grouped_gemm(
-    x: Quantized,
-    w: Quantized,
-    counts: Tensor,
-    *,
-    schedule: str = "static",
-    sort_by_m: bool = False,
-    tile: PortableGemm | None = None,
+    x: Quantized, w: Quantized, counts: Tensor, *, steps: tuple[Launch, Launch], is_dynamic: bool
 ) -> Tensor:
     """y[r] = w[g] @ x[r] for the rows r of each group g, in the formats of any recipe.
 
-    x          [M, k], sorted by group; NVFP4 with one global scale
-    w          [G, n, k]; NVFP4 with one global scale, or one per group
-    counts     int32 [G] on the device: rows of each group, M in all (not checked: never read back)
-    schedule   "static": one program a tile; "dynamic": programs take tiles until none is left
-    sort_by_m  large groups first, so that the last tiles to run are short ones
-    tile       the planner's unless given
-    returns    bf16 [M, n]; every schedule, order and tile gives the same bits
+    x           [M, k], sorted by group; NVFP4 with one global scale
+    w           [G, n, k]; NVFP4 with one global scale, or one per group
+    counts      int32 [G] on the device: rows of each group, M in all (not checked: never read back)
+    steps       the planned launches, that of the maps and that of the product
+    is_dynamic  programs take tiles until none is left
+    returns     bf16 [M, n]; every schedule, order and tile gives the same bits
     """
-    recipe = check_operands(x, w, counts)
-    one_of(schedule, SCHEDULES, "schedule")
     (num_rows, _), (num_groups, n, _) = x.shape, w.shape
-    device = w.device
+    device, (prepare, gemm) = w.device, steps
     y = torch.empty(num_rows, n, dtype=torch.bfloat16, device=device)
     if num_rows == 0:
         return y
-    how = launch.arithmetic_on(device, recipe)
-    tile = tile or pick(recipe, num_rows / num_groups, is_native=how.is_native)[1]
-    order = Order.empty(num_rows, num_groups, tile.block_m, device)
+    how = launch.arithmetic_on(device, check_operands(x, w, counts))
+    assert isinstance(gemm.config, PortableGemm)
+    order = Order.empty(num_rows, num_groups, gemm.config.block_m, device)
     ticket = torch.empty(1, dtype=torch.int32, device=device)
     todo = decoding(x, how)
     g = x.global_scale
     spread = counts if g is None else torch.empty(num_groups, device=device)
-    _prepare_kernel[(num_groups + todo.num_programs,)](
+    _prepare_kernel[prepare.grid](
         counts=counts, globals_in=counts if g is None else g, globals_out=spread,
         to_row=order.permuted_idx_to_expanded_idx, tile_group=order.tile_idx_to_group_idx,
         tile_limit=order.tile_idx_to_mn_limit, num_tiles=order.num_non_exiting_tiles,
         ticket=ticket, data=todo.data, scale=todo.scale, out=todo.out, num_rows=num_rows,
         num_groups=num_groups, max_tiles=order.tile_idx_to_group_idx.numel(),
-        num_blocks=todo.num_blocks, width=x.shape[1], FORMAT=todo.format, VALUES=VALUES,
-        HAS_GLOBAL=g is not None, SORTED=sort_by_m, TILE_M=tile.block_m,
-        GROUPS=max(triton.next_power_of_2(num_groups), 2), CHUNK=256, num_warps=4,
+        num_blocks=todo.num_blocks, width=x.shape[1], FORMAT=todo.format,
+        HAS_GLOBAL=g is not None, **prepare.config.constants(),
     )  # fmt: skip
-    dynamic = schedule == "dynamic"
-    step = grouped(tile, num_rows, num_groups, n, _num_sms(device) if dynamic else None)
     launch.linear(
-        todo.activations, _per_group(w), order, y.view(num_rows, 1, n), step, how,
+        todo.activations, _per_group(w), order, y.view(num_rows, 1, n), gemm, how,
         to=launch.Destination("slots"),
         factors=launch.Factors(x_global=None if g is None else spread), gather=True,
-        ticket=ticket if dynamic else None,
+        ticket=ticket if is_dynamic else None,
     )  # fmt: skip
     return y
 
@@ -190,10 +175,3 @@ def _per_group(w: Quantized) -> Quantized:
     if g is None or g.ndim == 1:
         return w
     return Quantized(w.data, w.scale, w.format, w.shape, g.expand(w.shape[0]).contiguous())
-
-
-@functools.cache
-def _num_sms(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-COPY_COLS = 1024  # columns of a program
+from megamoe.planner.launches import Launch
 
 
 @triton.jit(do_not_specialize=["num_tokens", "each", "passes"])
@@ -35,20 +35,19 @@ def _put_kernel(
 
 def put(
     x: Tensor, topk_idx: Tensor, topk_weights: Tensor, into: tuple[Tensor, Tensor, Tensor],
-    num_valid: Tensor,
+    num_valid: Tensor, *, step: Launch,
 ) -> None:  # fmt: skip
     """T tokens, ids and weights to the first T rows of `into`; each launch's share to num_valid.
 
     x          bf16 [T, H], rows at any stride; ids int32 or int64, and FP32 weights: contiguous
     num_valid  int32 [launches], each of which takes an equal part of the memory
+    step       the planned launch: `planner.copies.put`
     """
     num, hidden = x.shape
     capacity, top_k, passes = len(into[0]), topk_idx.shape[1], len(num_valid)
-    cols = min(triton.next_power_of_2(hidden), COPY_COLS)
-    _put_kernel[(max(num, 1), triton.cdiv(hidden, cols))](
+    _put_kernel[step.grid](
         x=x, idx=topk_idx, weights=topk_weights, x_out=into[0], idx_out=into[1],
         weights_out=into[2], num_valid=num_valid, num_tokens=num, each=capacity // passes,
         passes=passes, x_stride=x.stride(0), hidden=hidden, TOP_K=top_k,
-        SLOTS=triton.next_power_of_2(top_k), PASSES=triton.next_power_of_2(passes), COLS=cols,
-        num_warps=4,
+        **step.config.constants(),
     )  # fmt: skip

@@ -28,7 +28,9 @@ MAX_RANKS = 8  # of one call
 COUNTERS = 192 + MAX_SLOTS  # words of a rank: six lines, and one for each tile of tokens
 MAX_WAVES = 32  # of a pool that is a ring
 MATH_REGS, LOAD_REGS = 216, 72  # roles that wait and draw work need more than loaders alone
-ROUTING_BYTES = 4096  # of routing that fit into shared memory beside all stages of any tile
+ROUTING_BYTES = (
+    4096  # of routing up to which a launch has as many stages as staged ones, if they fit
+)
 # Stages of weights that a fused launch has in flight once what others left in L2 is written back,
 # 9 MB of all CTAs. w4a8_block, after a memset and after a read: flash at 8 tokens 95.6 and 88.2 us,
 # 97.4 and 90.0 with a whole ring of six; 48 experts at 32 tokens, 23 of them touched, 126.2 and

@@ -3,11 +3,13 @@
 After other kernels none of it is in a cache, and every role waits for instructions from memory,
 which queue after the weights. A kernel's address is no value in PTX: its symbol is 0. So code asks
 for the address of a variable, and a stage of the compiler (`located`) has the loader write that of
-the kernel there. Without it, and where the driver does not load what the stage wrote, what follows
-the variable is fetched, and nothing is gained.
+the kernel there. Without it, and where the driver does not load what the stage wrote (which is
+logged once), what follows the variable is fetched, and nothing is gained.
 """
 
 import ctypes
+import functools
+import logging
 from struct import pack_into, unpack_from
 
 from triton.experimental import gluon
@@ -15,6 +17,7 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.gluon.compiler_hooks import change
 
+LOG = logging.getLogger("megamoe")
 LINE = gl.constexpr(128)
 PARTS = gl.constexpr(6)  # CTAs that fetch 128 lines each: 96 KB; decode has 75 to 98
 LONG_PARTS = gl.constexpr(8)  # 128 KB: over several ranks
@@ -48,7 +51,18 @@ def located(cubin: bytes) -> bytes:
     """The cubin, in which the variable stands for its kernel if the driver here loads it so."""
     changed = _exchanged(cubin)
     is_refused = changed != cubin and _loads(changed) is False and _loads(cubin) is True
+    if is_refused:
+        _log_refusal()
     return cubin if is_refused else changed
+
+
+@functools.cache
+def _log_refusal() -> None:
+    """Once in a process: results are the same, and launches are slower."""
+    LOG.warning(
+        "this driver does not load kernels that hold the address of their own code: fused launches "
+        "do not prefetch it and begin later"
+    )
 
 
 def _loads(cubin: bytes) -> bool | None:
