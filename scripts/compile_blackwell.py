@@ -67,6 +67,7 @@ from tests.proof.compiled import (
 ARCHS = {100: "sm_100a", 103: "sm_103a"}
 MACHINE = (B200.label, B200.num_sms, B200.arch, B200.hbm_bytes)
 TOKENS = tuple(2**i for i in range(14))
+CHAIN_TOKENS = (8, 16, 64, 112, 256, 512, 2048)  # of each of 8 ranks
 FEW_TOKENS = (8, 512, 8192)  # of options, whose code is the same in every tile
 EIGHTH = 8  # one in so many is compiled in full for sm_103a too
 SHAPES = ("deepseek-v4-flash", "gpt-oss-120b")  # models that are tried in every recipe
@@ -121,6 +122,8 @@ def layers() -> Iterator[tuple[str, LayerSpec, tuple[int, ...]]]:
         yield f"{mode} {recipe}, int32 ids", short, FEW_TOKENS
         ranks = {"num_ranks": 8, "max_tokens": 64}
         yield f"{mode} {recipe}, 8 processes", layer(recipe, flash, mode, **ranks), (64,)
+        if mode == "staged":
+            yield from chains(recipe)
         if mode == "staged" and recipe in PAIRED and HAS_PAIRS:  # offered, no default
             for rows in (m for m in BLOCK_MS if m >= LEAST_PAIRED):
                 pair = layer(recipe, flash, mode, given=(("cta_pair", True), ("block_m", rows)))
@@ -135,6 +138,19 @@ def layers() -> Iterator[tuple[str, LayerSpec, tuple[int, ...]]]:
                 wide = layer(recipe, flash, mode, num_ranks=2, max_tokens=most)
                 wide = replace(wide, num_experts=experts)
                 yield f"fused {recipe}, {experts} experts, up to {most} tokens", wide, (most,)
+
+
+def chains(recipe: str) -> Iterator[tuple[str, LayerSpec, tuple[int, ...]]]:
+    """A rank of eight, for the tokens of each tile; passes, rows in FP8, other experts."""
+    flash = SHAPES[0]
+    for most in CHAIN_TOKENS:
+        one = layer(recipe, flash, "chain", num_ranks=8, max_tokens=most)
+        yield f"chain {recipe}, up to {most} tokens", one, (most,)
+    for what, more in (MORE | {"passes": {"given": (("pool_rows", 4096),)}}).items():
+        one = layer(recipe, flash, "chain", num_ranks=8, max_tokens=512, **more)
+        yield f"chain {recipe}, {what}", one, (512,)
+    biased = layer(recipe, SHAPES[1], "chain", num_ranks=8, max_tokens=512)
+    yield f"chain {recipe} {SHAPES[1]}", biased, (512,)
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object]]]:

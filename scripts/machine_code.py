@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from megamoe.kernels.portable import combine, sort
-from tests.kernels import test_compile, test_fused_compile, test_hopper_compile
+from tests.kernels import test_chain_compile, test_compile, test_fused_compile, test_hopper_compile
 from tests.kernels.compiling import compile_kernel
 from tests.kernels.steps import combine_step, sort_steps
 
@@ -110,6 +110,18 @@ def fused() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"fused/{name}", compiled
 
 
+def chained() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """What a rank of a chain launches: GEMMs that follow tiles, and what goes before and after."""
+    names = [name for _, name in test_chain_compile.HOST]
+    for case, (recipe, num, given) in test_chain_compile.GEMMS.items():
+
+        def compiled(patch, recipe=recipe, num=num, given=given):
+            made = test_chain_compile.compiled(patch, recipe, num, names, **given)
+            return [kernel for name in names for kernel in made[name]]
+
+        yield f"chain/{case}", compiled
+
+
 def dispatched() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Permutation and dispatch of the staged launches."""
     for tile, slots, experts, shared in test_hopper_compile.ROUTED:
@@ -164,7 +176,7 @@ def portable() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 def configurations() -> dict[str, Callable[..., Any]]:
     found: dict[str, Callable[..., Any]] = {}
-    for part in (fused, staged, dispatched, portable):
+    for part in (fused, staged, chained, dispatched, portable):
         for name, compiled in part():
             number = sum(1 for other in found if other.split("#")[0] == name)
             found[f"{name}#{number}" if number else name] = compiled

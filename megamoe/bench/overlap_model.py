@@ -41,7 +41,7 @@ def wire_us(row: Overlap) -> float:
     call = call_of(row)
     p = call.problem
     num_far = p.num_tokens * p.top_k * (p.num_ranks - 1) / p.num_ranks
-    num_bytes = 4 * chain.words_of(call).pitch + chain.row_bytes(call)
+    num_bytes = 4 * chain.words_of(call, "hopper").pitch + chain.row_bytes(call, "hopper")
     return num_far * num_bytes / (1e3 * row.links_gbs) + row.latency_us
 
 

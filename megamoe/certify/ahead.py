@@ -8,6 +8,7 @@ launches it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megamoe.certify.checks import CASES, SOAK_TOKENS, num_of_bits
@@ -86,6 +87,10 @@ def _calls(target: Target) -> Iterator[tuple[LayerSpec, int]]:
             tokens = [tokens_of_rank(rank) for rank in range(num)]
             yield staged, sum(tokens)
             yield _layer(target, recipe, *whole, mode="fused", ranks=num), max(tokens)
+        if target.backend == "blackwell":
+            tokens = [tokens_of_rank(rank) for rank in range(RANKS[0])]
+            chain = _layer(target, recipe, *whole, mode="chain", ranks=RANKS[0])
+            yield from ((replace(chain, max_tokens=max(tokens)), num) for num in tokens)
 
 
 def _layer(

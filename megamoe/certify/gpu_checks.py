@@ -35,6 +35,10 @@ def all_checks(target: Target) -> Iterator[Check]:
         if recipe in target.recipes:
             for num in RANKS:
                 yield Check("ranks", f"{recipe}, {num} ranks", partial(_ranks, target, recipe, num))
+    if target.backend == "blackwell":  # `auto` takes its chains where these hold
+        for recipe in target.recipes:
+            run = partial(_ranks, target, recipe, RANKS[0], mode="chain")
+            yield Check("ranks", f"{recipe}, a chain of {RANKS[0]} ranks", run)
     if "w4a8_block" in target.recipes:
         yield Check("waits", "an absent rank", partial(_waits, target, "w4a8_block"))
 
@@ -66,7 +70,7 @@ def _graphs(target: Target, recipe: str) -> str:
     return f"{num} replays"
 
 
-def _ranks(target: Target, recipe: str, num_ranks: int) -> str:
+def _ranks(target: Target, recipe: str, num_ranks: int, mode: str = "fused") -> str:
     """Ranks that share the GPU: the bits of one rank over all tokens."""
     from megamoe.engine.local import LocalRanks
 
@@ -74,7 +78,7 @@ def _ranks(target: Target, recipe: str, num_ranks: int) -> str:
     weights = random_experts(
         recipe, sizes.num_experts, sizes.hidden, sizes.intermediate, seed=9
     ).to(target.device)
-    ranks = LocalRanks(weights, num_ranks, backend=target.backend)
+    ranks = LocalRanks(weights, num_ranks, backend=target.backend, mode=mode)
     parts = [_there(target, tokens_of_rank(rank), rank) for rank in range(num_ranks)]
     whole = [torch.cat(each) for each in zip(*parts, strict=True)]
     wanted = target.call(*whole, weights, backend=target.backend, mode="staged")

@@ -109,6 +109,12 @@ def staged(call: Call, plan: Plan) -> Tensor:
     return y
 
 
+def ready(x: Quantized, how: Arithmetic) -> Tokens:
+    """Tokens that come quantised, which is the pool's format."""
+    scale, g = (None if t is None else t.contiguous() for t in (x.scale, x.global_scale))
+    return Tokens(x.data, scale, g, is_ready=True, hidden=x.shape[1])
+
+
 def shared_rows(
     x: Tensor | Quantized,
     shared: ExpertWeights,
@@ -145,8 +151,7 @@ def rows(
     block_m = l1.config.block_m
     pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
     if isinstance(x, Quantized):
-        scale, g = (None if t is None else t.contiguous() for t in (x.scale, x.global_scale))
-        tokens = Tokens(x.data, scale, g, is_ready=True, hidden=weights.hidden)
+        tokens = ready(x, how)
     else:
         tokens = Tokens(x, g=weights.x_global, hidden=weights.hidden)
     route(

@@ -7,30 +7,30 @@ again, is in `kernels/gluon/exchange.py`; who follows whom is in `kernels/gluon/
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megamoe.engine import chain_home, hopper, images
+from megamoe.engine import chain_home
 from megamoe.engine.call import Call
+from megamoe.engine.chain_backend import ChainBackend, chain_backend
 from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import overlap
 from megamoe.kernels.gluon import exchange, pull
 from megamoe.kernels.gluon.dispatch import Tokens
+from megamoe.kernels.gluon.follow import Chain
 from megamoe.kernels.gluon.permute import place
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
-from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.gemm import fp8_rows
-from megamoe.kernels.hopper.launch import Chain
 from megamoe.kernels.portable.routing import Routing
 from megamoe.layout.pushed import TokenWords
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.planner import chain as planned
 from megamoe.planner.hopper import max_tiles, num_rows
-from megamoe.planner.launches import Gemm, Launch, Pass
+from megamoe.planner.launches import Gemm, GemmSwapAb, GemmTmem, Launch, Pass
 from megamoe.planner.plan import Plan
 from megamoe.planner.tables.hopper import WIDTH
 
@@ -91,7 +91,8 @@ class _Ranked(NamedTuple):
     me: Member
     call: Call
     words: TokenWords
-    made: images.Prepared
+    backend: ChainBackend
+    made: Any  # the weights as its kernels read them
     pdl: bool
     num_slots: int  # rows of a token: routed, then shared
     limit: int  # tokens of a rank that all ranks plan for
@@ -124,14 +125,16 @@ def stretches(
     stretch for all ranks before the next do not wait for what the host has still to compile, load
     or issue, in however few queues the driver puts their streams.
     """
-    hopper.check_activation(call.options)
-    extra = hopper.num_of(call.shared)
+    backend = chain_backend(plan.backend)
+    backend.check_activation(call.options)
+    extra = 0 if call.shared is None else call.shared.num_experts
     begun = None
     if links is not None:
         begun = torch.zeros(1, dtype=torch.int64, device=call.weights.device)
     here = _Ranked(
-        me, call, planned.words_of(plan.call), images.prepared(call.weights), plan.overlaps,
-        call.top_k + extra, planned.bound(plan.call), links, begun,
+        me, call, planned.words_of(plan.call, plan.backend), backend,
+        backend.prepared(call.weights), plan.overlaps, call.top_k + extra,
+        planned.bound(plan.call), links, begun,
     )  # fmt: skip
     num, hidden = call.num_tokens, call.weights.hidden
     source, *owner = plan.passes
@@ -152,7 +155,7 @@ def stretches(
     exchange.finish_kernel[finish.grid](
         done=me.buffer.done, error=call.status.bad_slot, **here.control,
         counts_in=me.buffer.counts_in, pitch=me.buffer.counts_in.shape[1], l2_begun=begun,
-        ns_per_row=0 if links is None else links.ns_of(planned.row_bytes(plan.call)),
+        ns_per_row=0 if links is None else links.ns_of(planned.row_bytes(plan.call, plan.backend)),
         **finish.config.constants(), **overlap(here.pdl and not is_split),
     )  # fmt: skip
     yield None
@@ -209,13 +212,13 @@ def _quantize(here: _Ranked, step: Launch) -> None:
     """Tokens into this rank's records."""
     call, how = here.call, here.made.how
     x, g = call.x, call.weights.x_global
-    given = hopper._ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=g)
+    given = here.backend.ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=g)
     tokens = here.me.buffer.tokens
-    element = torch.uint8 if how.is_fp8 else torch.bfloat16
+    element = torch.bfloat16 if how.dtype == torch.bfloat16 else torch.uint8
     exchange.quantize_tokens(
         given.x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
         x_scale=given.scale, g=given.g, is_ready=given.is_ready, by_group=how.to_e4m3,
-        pdl=here.pdl,
+        hidden=given.hidden, pdl=here.pdl,
     )  # fmt: skip
 
 
@@ -250,7 +253,7 @@ def _compute(here: _Ranked, steps: Pass) -> None:
     _pull(here, steps["pull"], window, pdl=here.pdl)
     if here.links is not None and here.links.is_alone:
         return
-    follows = planned.following(hopper.tile_in(steps["l1"]))
+    follows = planned.following(tile_in(steps))
     _l1(here, steps, window, follows)
     _l2(here, steps, window, follows, pdl=here.pdl)
 
@@ -260,14 +263,15 @@ def _window(here: _Ranked, steps: Pass, first: _Window | None = None) -> _Window
     weights, how = here.call.weights, here.made.how
     own = steps["rows"].config
     assert isinstance(own, planned.Rows)
-    block_m = hopper.tile_in(steps["l1"]).block_m
+    block_m = tile_in(steps).block_m
     sizes = steps.num_slots, steps.num_experts, block_m, weights.device
 
     def pool_of(width: int, tiles: Pool | None = None) -> Pool:
         slots, experts, block, device = sizes
-        return launch.pool(
+        made: Pool = here.backend.launch.pool(
             how, slots, width, experts, block, device, tiles, is_far=True, rows=own.pool_rows
         )
+        return made
 
     pool = pool_of(weights.hidden if first is None else 1)
     if first is not None:
@@ -281,9 +285,9 @@ def _window(here: _Ranked, steps: Pass, first: _Window | None = None) -> _Window
 def _l1(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following) -> None:
     """Rows of the pool to activations, tile by tile after the pull."""
     call, work, pulled = here.call, window.work, window.pulled
-    launch.gated(
+    here.backend.launch.gated(
         window.pool, here.made.w13, window.acts, steps["l1"], here.made.how, call.options,
-        items=None if work is None else work[0].items, bias=call.weights.b13,
+        bias=call.weights.b13, **_taken(work, 0),
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=here.pdl,
         chain=Chain(
             pulled.arrived, pulled.l1_done if follows.publishes else None,
@@ -302,12 +306,12 @@ def _l2(
         blocks, num_rows = align_up(call.weights.hidden, WIDTH) // 128, len(pool.dest)
         row_scale = torch.empty(blocks, num_rows, dtype=torch.uint8, device=rows.device)
         rows = rows.view(torch.float8_e4m3fn)
-    launch.linear(
+    here.backend.launch.linear(
         window.acts, here.made.w2, rows, steps["l2"], here.made.how, call.options,
-        items=None if work is None else work[1].items, bias=call.weights.b2,
+        bias=call.weights.b2, **_taken(work, 1),
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=pdl,
         chain=Chain(
-            window.pulled.l1_done if follows.l2 else None, dest_unit=pull.DEST_UNIT,
+            window.pulled.l1_done if follows.l2 else None, dest_unit=here.backend.dest_unit,
             after=here.made.w13, begun=here.l2_begun, row_scale=row_scale,
             bound_s=bound_s(call.timeout_s),
         ),
@@ -318,6 +322,18 @@ def _l2(
             num_tiles=pool.num_tiles, pool_rows=len(pool.dest), hidden=call.weights.hidden,
             **send.config.constants(), **overlap(pdl),
         )  # fmt: skip
+
+
+def tile_in(steps: Pass) -> Gemm | GemmSwapAb | GemmTmem:
+    """The tile of both linears of a pass."""
+    tile = steps["l1"].config
+    assert isinstance(tile, Gemm | GemmSwapAb | GemmTmem)
+    return tile
+
+
+def _taken(work: tuple[WorkItems, WorkItems] | None, which: int) -> dict[str, Tensor]:
+    """The items of a linear, where its tile has any."""
+    return {} if work is None else {"items": work[which].items}
 
 
 def _items(here: _Ranked, steps: Pass, pool: Pool) -> tuple[WorkItems, WorkItems] | None:
@@ -364,7 +380,8 @@ def _rows(here: _Ranked, steps: Pass, window: _Window, *, pdl: bool | None = Non
         record_bytes=4 * here.words.pitch,
         pitch=buffer.counts_in.shape[1], capacity=buffer.list_in.shape[1], chunks=own.chunks,
         first_row=own.first_row, pool_rows=own.pool_rows, **items,
-        HAS_STATS=call.stats is not None, DEST_BYTES=pull.DEST_UNIT * buffer.rows.element_size(),
+        HAS_STATS=call.stats is not None,
+        DEST_BYTES=here.backend.dest_unit * buffer.rows.element_size(),
         **step.config.constants(), **overlap(here.pdl if pdl is None else pdl),
     )  # fmt: skip
 
@@ -373,12 +390,13 @@ def _pull(here: _Ranked, step: Launch, window: _Window, *, pdl: bool) -> None:
     """Tokens of a window into the pool."""
     pool, _, pulled, _ = window
     words, tokens, links = here.words, here.me.buffer.tokens, here.links
+    scale = pool.scale if pool.scale.element_size() == 4 else pool.scale.view(torch.float32)
     ns_per_row, latency_ns = 0, 0
     if links is not None:  # every CTA is one of the link's lanes
         ns_per_row = links.ns_of(4 * words.pitch * step.num_ctas)
         latency_ns = round(1e9 * links.latency_s)
     pull.pull_kernel[step.grid](
-        tokens=tokens, data=pool.data.view(torch.int32), scale=pool.scale, factor=pool.factor,
+        tokens=tokens, data=pool.data.view(torch.int32), scale=scale, factor=pool.factor,
         origin=pulled.origin, tiles=pool.tiles, num_tiles=pool.num_tiles, arrived=pulled.arrived,
         rank=here.me.rank, pool_rows=pool.data.shape[0], pitch=words.pitch, data_words=words.data,
         scale_words=words.scales, own_units=tokens.numel() // pull.ORIGIN_UNIT,

@@ -40,13 +40,13 @@ def describe(plan: Plan) -> dict[str, Any]:
     """What more the ranks of a chain must have alike."""
     return {
         "fits_e4m3": plan.call.fits_e4m3,
-        "symmetric bytes": planned.memory(plan.call).num_bytes,
+        "symmetric bytes": planned.memory(plan.call, plan.backend).num_bytes,
     }
 
 
 def regions(plan: Plan) -> Workspace:
     """What a rank shares with its peers."""
-    return planned.memory(plan.call)
+    return planned.memory(plan.call, plan.backend)
 
 
 class ChainGroup:
@@ -197,8 +197,9 @@ class ChainGroup:
     ) -> Tensor:
         from megamoe.engine import chain, images
 
+        is_alike = layer.backend != "hopper" or images.fits_e4m3(layer.weights) == self._fits
         require(
-            images.fits_e4m3(layer.weights) == self._fits,
+            is_alike,
             "weights of a chain over a group must keep the range that it was built for",
             got="scales that changed what E4M3 can hold",
             fix="build the layer anew on all ranks",

@@ -27,7 +27,7 @@ def combine_rows(
         _combine_fp8(here, plan, rest, routing, rows, y)
         return
     if call.shared is not None:
-        hopper.shared_rows(
+        here.backend.shared_rows(
             call.x, call.shared, call.options, call.status.bad_slot, rows, shared_plan(plan),
             call.top_k, here.pdl,
         )  # fmt: skip
@@ -50,7 +50,7 @@ def _combine_fp8(
     if call.shared is not None:
         extra = call.shared.num_experts
         own = torch.empty(num, extra, hidden, dtype=torch.bfloat16, device=y.device)
-        hopper.shared_rows(
+        here.backend.shared_rows(
             call.x, call.shared, call.options, call.status.bad_slot, own, shared_plan(plan), 0,
             here.pdl,
         )  # fmt: skip

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from megamoe.engine import hopper, partition
-from megamoe.engine.chain import _l1, _l2, _pull, _Ranked, _rows, _window
+from megamoe.engine import partition
+from megamoe.engine.chain import _l1, _l2, _pull, _Ranked, _rows, _window, tile_in
 from megamoe.planner import chain as planned
 from megamoe.planner.launches import Pass
 from megamoe.planner.plan import Plan
@@ -24,7 +24,7 @@ def compute(here: _Ranked, passes: Sequence[Pass], plan: Plan) -> None:
     if len(passes) > 1:
         halves.append(_window(here, passes[0], halves[0]))
     _rows(here, passes[0], halves[0])
-    follows = planned.following(hopper.tile_in(passes[0]["l1"]), is_split=True)
+    follows = planned.following(tile_in(passes[0]), is_split=True)
     device, l1_sms = here.call.weights.device, plan["l1_sms"]
     assert isinstance(l1_sms, int)
     sides = partition.fork(device, l1_sms, plan.hardware.num_sms)

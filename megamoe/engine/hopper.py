@@ -20,6 +20,7 @@ from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.gluon.dispatch import Tokens, route
+from megamoe.kernels.gluon.follow import Chain
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.portable.acts import CODES
@@ -130,7 +131,7 @@ def run_pass(
     block_m = tile_in(l1).block_m
     pool = launch.pool(how, num_slots, weights.hidden, experts, block_m, weights.device)
     work = launch.work_items(pool, (packed.w13, packed.w2), l1)
-    tokens = _ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
+    tokens = ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
     route(
         tokens, routing, how.acts, pool, steps, work=work, stats=stats, first_slot=first_slot,
         num_dest=rows.shape[1], num_shared=num_of(shared), by_group=how.to_e4m3, pdl=pdl,
@@ -144,7 +145,7 @@ def run_pass(
     launch.linear(
         acts, packed.w2, rows, l2, how, options, items=second, bias=weights.b2,
         acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
-        chain=launch.Chain(after=packed.w13),
+        chain=Chain(after=packed.w13),
     )  # fmt: skip
 
 
@@ -154,7 +155,7 @@ def tile_in(step: Launch) -> GemmSwapAb | Gemm:
     return step.config
 
 
-def _ready(x: Quantized, how: Arithmetic) -> Tokens:
+def ready(x: Quantized, how: Arithmetic) -> Tokens:
     """Tokens that come quantised, in the pool's format."""
     g = x.global_scale
     if how.is_promoted:

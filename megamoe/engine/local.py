@@ -33,7 +33,7 @@ MAX_LATENCY_US = 1000.0  # of a link that ranks on one GPU pretend
 
 
 class LocalRanks:
-    """Several ranks of a layer on one Hopper GPU: expert parallelism, tried without several GPUs.
+    """Several ranks of a layer on one GPU: expert parallelism, tried without several GPUs.
 
     Calls take and return a list, one tensor a rank. Bit for bit the result of one rank over all
     tokens. `stats`, int64 [E], counts the tokens that each expert received. Calls can be captured
@@ -47,8 +47,7 @@ class LocalRanks:
     links_gbs  chain: GB/s at which a rank pulls others' tokens, and at which its rows for others go
                home, at most; None: as fast as it can
     latency_us  chain: from asking others for tokens until they are there, at least
-    backend  "hopper", or "blackwell" for fused calls (emulated and compiled, not yet run on the
-             hardware)
+    backend    "hopper", or "blackwell" (emulated and compiled, not yet run on the hardware)
     timeout_s, reserve_sms, debug_poison, pool_rows, overrides   as in `MoE`
     """
 
@@ -77,7 +76,7 @@ class LocalRanks:
             "pool_rows": pool_rows,
         }
         tile = dict(checked(overrides or {}, legal=TILE))
-        one_of(backend, ("hopper", "blackwell") if mode == "fused" else ("hopper",), "backend")
+        one_of(backend, ("hopper", "blackwell"), "backend")
         self._backend = backend
         self._given = checked({"backend": backend, **routes, **tile})
         require(
@@ -109,7 +108,7 @@ class LocalRanks:
                 speed = float("inf") if links_gbs is None else links_gbs * 1e9
                 links = Links(speed, latency_s=latency_us / 1e6)
             self._chain = LocalChain(
-                weights, num_ranks, self.options, self._launch, self._given, links
+                weights, num_ranks, self.options, self._launch, self._given, links, backend
             )
 
     def __call__(

@@ -38,7 +38,9 @@ class LocalChain:
         launch: LaunchOptions,
         overrides: Overrides,
         links: chain.Links | None = None,
+        backend: str = "hopper",
     ) -> None:
+        self._backend = backend
         self.num_ranks, self.options, self._launch = num_ranks, options, launch
         self._overrides, self.links = overrides, links
         each, device = weights.num_experts // num_ranks, weights.device
@@ -88,7 +90,7 @@ class LocalChain:
         w = self._all
         most = max(num_tokens, self._most[0])
         return plan_for(
-            w, self.options, traits_of("hopper", w, None), num_tokens=num_tokens, top_k=top_k,
+            w, self.options, traits_of(self._backend, w, None), num_tokens=num_tokens, top_k=top_k,
             overrides=self._overrides, is_quantized=is_quantized,
             ranks=Ranks(self.num_ranks, w.num_experts, self.num_ranks, max_tokens=most),
         )  # fmt: skip
@@ -140,7 +142,7 @@ class LocalChain:
         self._captured.replace(self._members)
         self._most = max(num_tokens, had, 1), top_k
         device = self._all.device
-        where = planned.memory(self.plan(self._most[0], top_k).call)
+        where = planned.memory(self.plan(self._most[0], top_k).call, self._backend)
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)

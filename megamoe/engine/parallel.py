@@ -335,7 +335,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
         what = {**describe(layer, placement), "timeout_s": timeout_s, "mode": mode}
         if mode == "fused":
             what |= fused_group.describe(layer._plan_in(mode))
-        if mode in ("chain", "split") and layer.backend == "hopper":
+        if mode in ("chain", "split") and layer.backend in ("hopper", "blackwell"):
             plan = layer._plan_in(mode)
             partition.prepare(plan, layer.weights.device)  # what one rank refuses, all do
             what |= chain_group.describe(plan)

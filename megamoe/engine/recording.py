@@ -137,7 +137,8 @@ class LayerSpec:
             max_tokens=self.max_tokens if self.num_ranks > 1 else None, has_bias=self.has_bias,
         )  # fmt: skip
         given = checked(dict(self.overrides))
-        if call.is_group and call.max_tokens and self.hardware.arch == "sm_90a":
+        has_buckets = self.hardware.arch == "sm_90a" or dict(given).get("mode") == "chain"
+        if call.is_group and call.max_tokens and has_buckets:
             call = replace(call, max_tokens=planned_bound(call, dict(given), num_tokens))
         return plan_call(call, self.hardware, given)
 
@@ -287,6 +288,10 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
     plan = layer.plan(num_tokens)
     weights, shared = experts_of(layer)
     stats = torch.empty(layer.num_local, dtype=torch.int64, device=META)
+    if layer.local_ranks > 1 and plan.is_chained:
+        own = layer.num_experts // layer.num_ranks
+        _chained(layer, plan, weights[:own], None, stats[:own], num_tokens)
+        return
     if layer.local_ranks > 1:
         _in_one_launch(layer, plan, weights, stats, num_tokens)
         return
@@ -431,7 +436,7 @@ def _chained(
     stats: Tensor, num_tokens: int,
 ) -> None:  # fmt: skip
     """One rank's launches of a chain."""
-    where = chain_plan.memory(replace(plan.call, max_tokens=layer.max_tokens))
+    where = chain_plan.memory(replace(plan.call, max_tokens=layer.max_tokens), plan.backend)
     memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
     peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 0, layer.num_ranks)

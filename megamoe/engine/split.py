@@ -22,12 +22,12 @@ from megamoe.engine.images import Prepared, prepared, with_shared
 from megamoe.engine.launch_options import bound_s
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.gluon.dispatch import Tokens, permute, stride_of
+from megamoe.kernels.gluon.follow import Chain
 from megamoe.kernels.gluon.permute import place
 from megamoe.kernels.gluon.pool import ROW_ALIGN, Pool
 from megamoe.kernels.gluon.tile_scheduler import LinearTiles, WorkItems
 from megamoe.kernels.gluon.window import Slots, window
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.launch import Chain
 from megamoe.kernels.portable.combine import combine
 from megamoe.kernels.portable.routing import Routing
 from megamoe.planner.hopper import max_tiles
@@ -96,7 +96,7 @@ def _layer(call: Call, routing: Routing, rows: Tensor, plan: Plan, joined: int) 
         made = prepared(weights)
     x = call.x
     tokens = (
-        hopper._ready(x, made.how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
+        hopper.ready(x, made.how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
     )
     return _Layer(call, tokens, made, routing, rows, joined, plan.overlaps)
 

@@ -21,13 +21,13 @@ class TokenWords(NamedTuple):
     pitch: int
 
 
-def token_words(width: int, element_bytes: int, has_scales: bool, has_factor: bool) -> TokenWords:
+def token_words(data_bytes: int, scale_bytes: int, has_factor: bool) -> TokenWords:
     """Where a token's values, scales and factor lie in its record, in words of 4 bytes.
 
-    >>> token_words(7168, 1, True, False)
+    >>> token_words(7168, 4 * 56, False)
     TokenWords(data=1792, scales=56, factor=0, pitch=1856)
     """
-    data, scales = width * element_bytes // 4, width // 128 if has_scales else 0
+    data, scales = data_bytes // 4, scale_bytes // 4
     factor = int(has_factor)
     return TokenWords(data, scales, factor, align_up(data + scales + factor, RECORD_WORDS))
 

@@ -30,6 +30,20 @@ SCHEDULES = tuple(tables.SCHEDULES)
 TMA_ROWS = 32  # FP32 scales of so many tokens at least: TMA alignment
 
 
+# -- tokens between ranks -------------------------------------------------------------------------
+
+
+def token_bytes(recipe: str, width: int) -> tuple[int, int]:
+    """Bytes of a quantised token of `width` values, and of its scales, as ranks send it.
+
+    >>> token_bytes("w4a8", 7168), token_bytes("nvfp4", 7168), token_bytes("w8a8", 7168)
+    ((7168, 224), (3584, 448), (7168, 224))
+    """
+    acts, how = recipe_named(recipe).acts, numerics("blackwell", recipe)
+    scales = {"placed": width // acts.block[1], "codes": 4 * width // 128, "plain": 0}[how.acts]
+    return width * acts.element.bits // 8, scales
+
+
 # -- memory of a CTA -----------------------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megamoe.errors import CapacityError
-from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import Workspace, align_up
 from megamoe.planner import blackwell, fused
 from megamoe.planner.call import CallSpec
@@ -135,10 +134,28 @@ def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str
     if asked == "fused":
         fused.require_mode("fused", refusal)
         return "fused", "asked for; emulated and compiled, not yet run on the hardware"
+    if asked == "chain" or call.is_group:
+        return _over_group(call, asked)
     if refusal is not None:
         return "staged", refusal.why
     slots = p.num_tokens * p.top_k * p.num_ranks
     return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
+
+
+def _over_group(call: CallSpec, asked: str) -> tuple[str, str]:
+    """The chain, asked for or, for `auto`, where the machine has proven it; else staged."""
+    from megamoe.planner import chain
+
+    refusal = chain.why_not(call)
+    if asked == "chain":
+        fused.require_mode("chain", refusal)
+        return "chain", "asked for; emulated and compiled, not yet run on the hardware"
+    if refusal is not None:
+        return "staged", refusal.why
+    if not call.is_certified:
+        why = "the machine has no certificate, and it was emulated and compiled, not yet run"
+        return "staged", f"mode='chain' takes it, but is opt-in: {why}"
+    return "chain", "no host between ranks; emulated, compiled, and in the machine's certificate"
 
 
 # -- launches --------------------------------------------------------------------------------------
@@ -148,11 +165,8 @@ def exchange_of(call: CallSpec) -> Workspace:
     """The memory that a rank shares with its peers in fused calls."""
     p = call.problem
     num_passes, each = passes_of(call)
-    acts, how = recipe_named(p.recipe).acts, numerics("blackwell", p.recipe)
-    width = align_up(p.hidden, tables.WIDTH)
-    scales = {"placed": width // acts.block[1], "codes": 4 * width // 128, "plain": 0}[how.acts]
-    token_bytes = width * acts.element.bits // 8
-    return fused.workspace(call, num_passes, each, token_bytes, align_up(scales, 16))
+    token, scales = blackwell.token_bytes(p.recipe, align_up(p.hidden, tables.WIDTH))
+    return fused.workspace(call, num_passes, each, token, align_up(scales, 16))
 
 
 def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from megamoe.errors import CapacityError, require
+from megamoe.errors import CapacityError, NotAvailable, require
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.pushed import (
     TokenWords,
@@ -26,12 +26,13 @@ from megamoe.layout.pushed import (
     token_words,
 )
 from megamoe.layout.regions import Workspace, align_up, ceil_div
-from megamoe.planner import fused, hopper, split
+from megamoe.planner import blackwell, fused, hopper, split
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.launches import (
     Constants,
     Gemm,
+    GemmTmem,
     Launch,
     Pass,
     Place,
@@ -40,12 +41,14 @@ from megamoe.planner.launches import (
 )
 from megamoe.planner.numerics import numerics
 from megamoe.planner.portable import combine, quantize_rows
+from megamoe.planner.tables import blackwell as tmem_tables
 from megamoe.planner.tables import hopper as tables
 from megamoe.problem import MAX_TOP_K
 
 EXCHANGE_WARPS, ROWS_WARPS, PULL_WARPS = 8, 4, 16
 PULL_COLS = 4096  # words of a row that a CTA has in registers: a group of 8 rows is loaded together
 LIST_CHUNK = 512  # entries of a pushed list that a program takes
+WIDTHS = {"hopper": tables.WIDTH, "blackwell": tmem_tables.WIDTH}  # rows are padded to
 LEAST_LOAD = 22.6  # rows an expert from which on tiles have 64 tokens: rows of 16-byte stores
 
 
@@ -90,6 +93,7 @@ class Rows:
     num_ranks: int
     max_experts: int  # of one rank, a power of two
     block_m: int
+    row_align: int  # rows at whose multiples experts begin
     chunks: int  # of each source's list
     first_row: int  # of the call's rows that the pool holds in this pass
     pool_rows: int
@@ -101,8 +105,8 @@ class Rows:
         """Of `_rows_kernel`."""
         return {
             "RANKS": self.num_ranks, "R": next_power_of_2(self.num_ranks), "E": self.max_experts,
-            "CHUNK": LIST_CHUNK, "BLOCK": self.block_m, "CTAS": self.max_ctas,
-            "IS_DYNAMIC": self.is_dynamic, "IS_FIRST": self.first_row == 0,
+            "CHUNK": LIST_CHUNK, "BLOCK": self.block_m, "ALIGN": self.row_align,
+            "CTAS": self.max_ctas, "IS_DYNAMIC": self.is_dynamic, "IS_FIRST": self.first_row == 0,
             "num_warps": ROWS_WARPS,
         }  # fmt: skip
 
@@ -118,12 +122,13 @@ class Pull:
     block_m: int
     cols: int  # words of a row at a time
     max_scales: int  # words after the data, to a power of two
+    is_placed: bool = False  # the pool's scales, by tile as an MMA's copies find them
 
     def constants(self) -> Constants:
         """Of `pull_kernel`."""
         return {
             "RANKS": self.num_ranks, "BLOCK": self.block_m, "COLS": self.cols,
-            "SCALES": self.max_scales, "num_warps": PULL_WARPS,
+            "SCALES": self.max_scales, "PLACED": self.is_placed, "num_warps": PULL_WARPS,
         }  # fmt: skip
 
     def __str__(self) -> str:
@@ -169,7 +174,7 @@ class Following(NamedTuple):
     publishes: bool  # L1 counts its tiles for L2
 
 
-def following(tile: Tile, *, is_split: bool = False) -> Following:
+def following(tile: Tile | GemmTmem, *, is_split: bool = False) -> Following:
     """How the GEMMs of a tile follow."""
     if isinstance(tile, Gemm) and tile.schedule == "dynamic":
         return Following(True, False, False)  # L2 follows by the tile list, as on one rank
@@ -198,59 +203,75 @@ def bound(call: CallSpec) -> int:
     return max(call.problem.num_tokens, call.max_tokens or 0, 1)
 
 
-def words_of(call: CallSpec) -> TokenWords:
+def words_of(call: CallSpec, backend: str) -> TokenWords:
     """A token's record."""
     p = call.problem
+    has_factor = recipe_named(p.recipe).acts.has_global
+    if backend == "blackwell":
+        width = align_up(p.hidden, tmem_tables.WIDTH)
+        return token_words(*blackwell.token_bytes(p.recipe, width), has_factor)
     how = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3)
     width = align_up(p.hidden, tables.WIDTH)
-    has_factor = recipe_named(p.recipe).acts.has_global
-    return token_words(width, 1 if how.mma == "fp8" else 2, how.promotion > 0, has_factor)
+    data = width if how.mma == "fp8" else 2 * width
+    return token_words(data, 4 * width // 128 if how.promotion else 0, has_factor)
 
 
-def has_fp8_rows(call: CallSpec) -> bool:
+def has_fp8_rows(call: CallSpec, backend: str) -> bool:
     """Whether rows cross as FP8: where a warpgroup has all 128 columns that share a scale.
 
-    So they do where sums are promoted every 128 columns (w8a8, w4a8_block). Tiles of the others may
-    have 64 columns a warpgroup, and such rows are rounded at home.
+    So they do on Hopper where sums are promoted every 128 columns (w8a8, w4a8_block). Tiles of the
+    others may have 64 columns a warpgroup, and Blackwell's epilogue stores BF16: such rows are
+    rounded at home.
     """
+    if backend == "blackwell":
+        return False
     how = numerics("hopper", call.problem.recipe, fits_e4m3=call.fits_e4m3)
     return call.combine == "fp8" and how.promotion > 0
 
 
-def row_bytes(call: CallSpec) -> int:
+def row_bytes(call: CallSpec, backend: str) -> int:
     """Bytes of a row on its way home."""
     hidden = call.problem.hidden
-    return fp8_row_bytes(hidden) if has_fp8_rows(call) else 2 * hidden
+    return fp8_row_bytes(hidden) if has_fp8_rows(call, backend) else 2 * hidden
 
 
-def memory(call: CallSpec) -> Workspace:
+def memory(call: CallSpec, backend: str) -> Workspace:
     """What a rank shares with its peers."""
     p = call.problem
+    fp8_row = row_bytes(call, backend) if has_fp8_rows(call, backend) else None
     return pushed_exchange(
         bound(call), p.top_k + call.num_shared, p.top_k, p.hidden, p.num_ranks,
-        p.num_local_experts, words_of(call), row_bytes(call) if has_fp8_rows(call) else None,
+        p.num_local_experts, words_of(call, backend), fp8_row,
     )  # fmt: skip
 
 
-def max_rows(call: CallSpec) -> int:
+def row_align(tile: Tile | GemmTmem) -> int:
+    """Rows at whose multiples experts begin, and windows of the pool."""
+    return tile.block_m if isinstance(tile, GemmTmem) else tables.ROW_ALIGN
+
+
+def max_rows(call: CallSpec, tile: Tile | GemmTmem) -> int:
     """Rows that a rank may receive."""
     p = call.problem
-    return hopper.num_rows(bound(call) * p.num_ranks * p.top_k, p.num_local_experts)
+    slots = bound(call) * p.num_ranks * p.top_k
+    if isinstance(tile, GemmTmem):
+        return blackwell.num_rows(slots, p.num_local_experts, tile.block_m)
+    return hopper.num_rows(slots, p.num_local_experts)
 
 
-def windows(call: CallSpec, given: Mapping[str, Value]) -> tuple[int, int]:
+def windows(call: CallSpec, tile: Tile | GemmTmem, given: Mapping[str, Value]) -> tuple[int, int]:
     """(rows of the pool, passes): `pool_rows` bounds the pool, and more rows run in passes."""
-    most, wanted = max_rows(call), given.get("pool_rows")
+    most, wanted, align = max_rows(call, tile), given.get("pool_rows"), row_align(tile)
     if wanted is None:
         return most, 1
     assert isinstance(wanted, int)
-    rows = min(wanted // tables.ROW_ALIGN * tables.ROW_ALIGN, most)
+    rows = min(wanted // align * align, most)
     passes = ceil_div(most, max(rows, 1))
     require(
         rows > 0 and passes <= tables.MAX_WAVES,
         f"a call of up to {most} rows must go through its pool in {tables.MAX_WAVES} passes",
         got=f"pool_rows {wanted}",
-        fix=f"give at least {align_up(ceil_div(most, tables.MAX_WAVES), tables.ROW_ALIGN)}",
+        fix=f"give at least {align_up(ceil_div(most, tables.MAX_WAVES), align)}",
         kind=CapacityError,
     )
     return rows, passes
@@ -289,10 +310,14 @@ def sms_for(call: CallSpec, num_sms: int, given: Mapping[str, Value], *, is_spli
     return Sms(pull, sms - pull, sms, is_split)
 
 
-def tile_for(call: CallSpec, on: Sms, given: Mapping[str, Value]) -> tuple[Tile, str]:
-    """The tile of both linears on so many SMs: of 64 tokens at least."""
+def tile_for(
+    call: CallSpec, backend: str, on: Sms, given: Mapping[str, Value]
+) -> tuple[Tile | GemmTmem, str]:
+    """The tile of both linears on so many SMs: on Hopper of 64 tokens at least."""
     p = call.problem
     load = bound(call) * p.num_ranks * p.top_k / p.num_experts
+    if backend == "blackwell":
+        return _tmem_tile(call, load, given)
     tile, why = hopper.tile_for(call, max(load, LEAST_LOAD), given)
     if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in given:
         l1 = hopper.decodes_per_wave(p.hidden, on.l1)
@@ -304,14 +329,48 @@ def tile_for(call: CallSpec, on: Sms, given: Mapping[str, Value]) -> tuple[Tile,
     return tile, why
 
 
-def source_pass(call: CallSpec) -> Pass:
+def _tmem_tile(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:
+    """The staged tile, whose rows are stored 16 bytes a thread whatever its width."""
+    recipe = call.problem.recipe
+    tile, why = blackwell.pick(recipe, load)
+    made, asked = blackwell.overridden(recipe, tile, given)
+    require(
+        made.num_ctas == 1,
+        "tiles of a chain are computed by one CTA: pairs wait for launches, not for tiles",
+        got="cta_pair",
+        fix="leave it out, or use mode='staged'",
+        kind=NotAvailable,
+    )
+    require(
+        made.schedule != "sorted",
+        "tiles of a chain come in the order in which their rows are pulled",
+        got="schedule sorted",
+        fix="use strided or dynamic",
+        kind=NotAvailable,
+    )
+    return made, asked or why
+
+
+def is_drawn(tile: Tile | GemmTmem) -> bool:
+    """Whether CTAs draw their tiles: those that begin late cost nothing."""
+    return isinstance(tile, Gemm | GemmTmem) and tile.schedule == "dynamic"
+
+
+def gemm_launch(name: str, tile: Tile | GemmTmem, depth: int, num_sms: int, why: str) -> Launch:
+    """One linear of the chain over K of `depth` columns."""
+    if isinstance(tile, GemmTmem):
+        return Launch(name, "gemm_tmem_kernel", (num_sms,), tile, why)
+    return hopper.gemm_launch(name, tile, depth, num_sms, why)
+
+
+def source_pass(call: CallSpec, backend: str) -> Pass:
     """This rank's tokens and slots, for their owners."""
     p = call.problem
     slots, experts = p.num_tokens * p.top_k, p.num_experts
     found: list[Launch] = []
     if slots:
         cols, warps = tables.PERMUTE_COLS[False]
-        width = align_up(p.hidden, tables.WIDTH)
+        width = align_up(p.hidden, WIDTHS[backend])
         grid = (p.num_tokens, ceil_div(width, cols))
         why = "by the source, once: owners pull tokens in the recipe's format"
         found.append(Launch("quantize", "_quantize_kernel", grid, Records(cols, warps), why))
@@ -332,50 +391,61 @@ def source_pass(call: CallSpec) -> Pass:
 
 
 def owner_passes(
-    call: CallSpec, num_sms: int, given: Mapping[str, Value], *, is_split: bool = False
+    call: CallSpec,
+    backend: str,
+    num_sms: int,
+    given: Mapping[str, Value],
+    *,
+    is_split: bool = False,
 ) -> tuple[Pass, ...]:
     """Rows, pull, L1 and L2 of what this rank receives, window after window."""
     p = call.problem
-    rows, passes = split.windows(max_rows(call), given) if is_split else windows(call, given)
     on = sms_for(call, num_sms, given, is_split=is_split)
-    tile, why = tile_for(call, on, given)
-    is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
+    tile, why = tile_for(call, backend, on, given)
+    if is_split:
+        rows, passes = split.windows(max_rows(call, tile), given)
+    else:
+        rows, passes = windows(call, tile, given)
+    is_dynamic = is_drawn(tile)
     l1_sms = on.l1 + on.pull if is_dynamic else on.l1
     has_items = isinstance(tile, Gemm) and tile.has_items
     slots, local = bound(call) * p.num_ranks * p.top_k, p.num_local_experts
     sizes = hopper.Sizes(min(slots, rows), 1, local, 0, p.hidden, p.intermediate)
     waves = (0, 0)
     if has_items:
+        assert isinstance(tile, Gemm)
         waves = hopper.waves_of(sizes, tile, l1_sms)[0], hopper.waves_of(sizes, tile, on.l2)[1]
-    words = words_of(call)
+    words = words_of(call, backend)
     chunks = ceil_div(list_capacity(bound(call) * p.top_k, local), LIST_CHUNK)
     config = Rows(
-        p.num_ranks, next_power_of_2(local, 2), tile.block_m, chunks, 0, rows, waves,
-        next_power_of_2(max(l1_sms, on.l2)) if has_items else 0, is_dynamic,
+        p.num_ranks, next_power_of_2(local, 2), tile.block_m, row_align(tile), chunks, 0, rows,
+        waves, next_power_of_2(max(l1_sms, on.l2)) if has_items else 0, has_items and is_dynamic,
     )  # fmt: skip
     pull = Pull(
         p.num_ranks, tile.block_m, min(next_power_of_2(words.data, 256), PULL_COLS),
         next_power_of_2(words.pitch - words.data, 256) if words.pitch > words.data else 0,
+        numerics(backend, p.recipe, fits_e4m3=call.fits_e4m3).acts == "placed",
     )  # fmt: skip
     grid = (p.num_ranks * chunks + 1 + sum(waves),)
     l1, l2 = ("l1", "l2") if is_split else ("", "")
     how_l2 = _how_l2(tile, is_split=is_split)
     gemms = [
-        _on(l1, hopper.gemm_launch("l1", tile, p.hidden, l1_sms, f"{why}; {_how_l1(tile)}")),
-        _on(l2, hopper.gemm_launch("l2", tile, p.intermediate, on.l2, f"{why}; {how_l2}")),
+        _on(l1, gemm_launch("l1", tile, p.hidden, l1_sms, f"{why}; {_how_l1(tile)}")),
+        _on(l2, gemm_launch("l2", tile, p.intermediate, on.l2, f"{why}; {how_l2}")),
     ]
-    if has_fp8_rows(call):
+    if has_fp8_rows(call, backend):
         pitch = fp8_row_bytes(p.hidden) - p.hidden
         send = Scales(tile.block_m, next_power_of_2(pitch, 16), pitch)
         why = "a byte a row and block: together, after the codes that L2 sends"
         gemms.append(Launch("scales", "scales_kernel", (on.l2,), send, why, l2))
+    why_pull = (tmem_tables if backend == "blackwell" else tables).WHY_PULL_SMS
     found = []
     for number in range(passes):
         own = Launch(
             "rows", "_rows_kernel", grid, replace(config, first_row=number * rows),
             "rows in the order of one rank: by source, token and slot", l1 if number else "",
         )  # fmt: skip
-        bring = Launch("pull", "pull_kernel", (on.pull,), pull, tables.WHY_PULL_SMS, l1)
+        bring = Launch("pull", "pull_kernel", (on.pull,), pull, why_pull, l1)
         found.append(Pass("routed", min(slots, rows), local, (own, bring, *gemms)))
     return tuple(found)
 
@@ -384,19 +454,18 @@ def _on(partition: str, one: Launch) -> Launch:
     return replace(one, partition=partition)
 
 
-def _how_l1(tile: Tile) -> str:
-    is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
-    sms = "as they become free" if is_dynamic else "that do not pull"
+def _how_l1(tile: Tile | GemmTmem) -> str:
+    sms = "as they become free" if is_drawn(tile) else "that do not pull"
     return f"follows the pull tile by tile, on the SMs {sms}"
 
 
-def _how_l2(tile: Tile, *, is_split: bool) -> str:
+def _how_l2(tile: Tile | GemmTmem, *, is_split: bool) -> str:
     if isinstance(tile, Gemm) and tile.decode_ahead and not is_split:
         return "waits for all of L1, since its CTAs must all be resident"
     return "follows L1 tile by tile"
 
 
-def rest(call: CallSpec, num_sms: int) -> tuple[Launch, ...]:
+def rest(call: CallSpec, backend: str, num_sms: int) -> tuple[Launch, ...]:
     """What follows the passes."""
     p = call.problem
     config = Finish(p.num_ranks, next_power_of_2(p.num_local_experts, 128))
@@ -405,8 +474,9 @@ def rest(call: CallSpec, num_sms: int) -> tuple[Launch, ...]:
         return tuple(found)
     slots = p.top_k + call.num_shared
     if call.shared is not None:
-        found += hopper.shared_pass(call, num_sms).launches
-    at_home = call.num_shared if has_fp8_rows(call) else slots
+        own = blackwell if backend == "blackwell" else hopper
+        found += own.shared_pass(call, num_sms).launches
+    at_home = call.num_shared if has_fp8_rows(call, backend) else slots
     if call.combine == "fp8" and at_home:
         kind = "codes-fp8_combine"
         found.append(quantize_rows("rows_to_fp8", p.num_tokens * at_home, p.hidden, kind))

@@ -59,7 +59,7 @@ MODES = ("auto", "staged", "fused", "chain", "split")
 # backend -> modes that it has; the oracle computes what any mode would
 BACKEND_MODES = {
     "hopper": ("staged", "fused", "chain", "split"),
-    "blackwell": ("staged", "fused"),
+    "blackwell": ("staged", "fused", "chain"),
     "portable": ("staged",),
     "reference": ("staged", "fused", "chain", "split"),
 }
@@ -170,14 +170,15 @@ class Plan:
 
     @property
     def overlaps(self) -> bool:
-        """Whether staged launches are placed while the one before ends; by default on Hopper.
+        """Whether launches are placed while the one before ends; usual on Hopper and in a chain.
 
         Over a group other launches and all-to-alls lie between them.
         """
         given = dict(self.overrides).get("overlap_launches")
         if self.call.is_group and not self.is_chained:
             return False
-        return self.backend == "hopper" if given is None else bool(given)
+        is_usual = self.backend == "hopper" or self.is_chained
+        return is_usual if given is None else bool(given)
 
     @property
     def num_sms(self) -> int:
@@ -461,8 +462,9 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     if backend == "reference" or (call.problem.num_tokens == 0 and not _is_chained(call, mode)):
         pass
     elif _is_chained(call, mode):
-        owner = chain.owner_passes(call, hw.num_sms, given, is_split=mode == "split")
-        passes, rest = (chain.source_pass(call), *owner), chain.rest(call, hw.num_sms)
+        owner = chain.owner_passes(call, backend, hw.num_sms, given, is_split=mode == "split")
+        passes = chain.source_pass(call, backend), *owner
+        rest = chain.rest(call, backend, hw.num_sms)
     elif mode == "split":
         passes = split.passes(call, hw.num_sms, given)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
@@ -571,7 +573,7 @@ def _buffers(made: Plan) -> list[Buffer]:
         tokens, acts = _pools(made, config.pool_rows)
         buffers += [tokens, _pools(made, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
         if not call.is_group:
-            buffers.append(_exchange(call, "chain"))
+            buffers.append(_exchange(call, made.backend, "chain"))
     elif made.mode == "split" and made.routed is not None:
         config = made.routed["window"].config
         assert isinstance(config, Window)
@@ -599,28 +601,34 @@ def _exchanges(made: Plan) -> list[Buffer]:
         about = f"tokens, inbox and combine rows, {made.num_passes} x {made.fused_tokens}"
         about = f"fused: {about} tokens a rank"
         return [Buffer("exchange", made.exchange.num_bytes, "symmetric", about)]
-    if made.backend != "hopper" or given.get("mode") == "staged":
+    if given.get("mode") == "staged" or not (made.backend == "hopper" or made.is_chained):
         return []
     small = replace(call.problem, num_tokens=min(call.problem.num_tokens, 1))
     most = max(call.shared_tokens or 0, call.max_tokens or 0, call.problem.num_tokens)
     whole = replace(call, problem=small, max_tokens=most)
     modes: tuple[tuple[int, str], ...] = ((most, made.mode),)
-    if given.get("mode", "auto") == "auto":
+    if made.backend == "hopper" and given.get("mode", "auto") == "auto":
         ready = quantized_mode(whole, given)
         sizes = [*group_modes(whole, given), *(() if ready is None else (ready,))]
         modes = tuple({one.mode: (one.tokens, one.mode) for one in sizes}.values())
     return [
-        _exchange(replace(whole, max_tokens=tokens), mode, "exchange" if mode == made.mode else "")
+        _exchange(
+            replace(whole, max_tokens=tokens),
+            made.backend,
+            mode,
+            "exchange" if mode == made.mode else "",
+        )
         for tokens, mode in modes
         if mode in ("fused", "chain")
     ]
 
 
-def _exchange(call: CallSpec, mode: str, name: str = "exchange") -> Buffer:
+def _exchange(call: CallSpec, backend: str, mode: str, name: str = "exchange") -> Buffer:
     """The memory of one mode."""
     tokens = chain.bound(call)
     if mode == "chain":
-        num, about = chain.memory(call).num_bytes, f"tokens, lists and combine rows, {tokens}"
+        num = chain.memory(call, backend).num_bytes
+        about = f"tokens, lists and combine rows, {tokens}"
     else:
         launches, each = hopper.passes_of(call)
         num = hopper.exchange_of(call).num_bytes

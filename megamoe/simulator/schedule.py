@@ -438,15 +438,15 @@ def _chain(plan: Plan) -> Schedule:
         assert isinstance(given, int)
         l1_sms, num_sms = given, num_sms + given
     shared, tile = _shared_pass(plan), owner[0]["l1"].config
-    assert isinstance(tile, GemmSwapAb | Gemm)
-    is_dynamic = isinstance(tile, Gemm) and tile.schedule == "dynamic"
+    assert isinstance(tile, GemmSwapAb | Gemm | GemmTmem)
+    is_dynamic = chain.is_drawn(tile)
     ranks = plan.call.local_ranks
     return Schedule(
         problem=plan.problem,
         hardware=plan.hardware if ranks == 1 else plan.hardware.part(ranks, num_sms),
         backend=plan.backend,
         mode=plan.mode,
-        combine="fp8" if chain.has_fp8_rows(plan.call) else "bf16",  # which are rounded at home
+        combine="fp8" if chain.has_fp8_rows(plan.call, plan.backend) else "bf16",  # rounded at home
         experts=_experts(plan, owner[0]),
         num_sms=num_sms,
         l1_sms=l1_sms,

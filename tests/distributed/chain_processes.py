@@ -49,21 +49,21 @@ class Mapped:
             file = (self.folder / f"{self.num_shared}-{rank}").open("r+b")
             self.kept.append(mmap.mmap(file.fileno(), num_bytes))
             parts.append(torch.frombuffer(self.kept[-1], dtype=torch.uint8))
-        for name in (*REMOTE, "mega_kernel"):
+        for name in {*REMOTE, "mega_kernel", "gemm_tmem_kernel"} & self.kernels.keys():
             self.kernels[name].hold = [*self.kernels[name].hold, *parts]
         own = parts[rendezvous.rank]
         offsets = tuple(p.data_ptr() - own.data_ptr() for p in parts)
         return symmetric.Shared(own, offsets, 1, None)
 
 
-def _layer(rank, patch, folder, recipe, **options):
-    kernels = pretend(patch)
+def _layer(rank, patch, folder, recipe, backend="hopper", **options):
+    kernels = pretend(patch, backend)
     patch.setattr(symmetric, "share", Mapped(folder, kernels).share)
     w = experts(recipe)
     placement = options.get("placement")
     mine = w.for_rank(rank, 2) if placement is None else w.take(placement.slots[rank])
     return w, mm.MoE(
-        mine, E, K, group=dist.group.WORLD, backend="hopper",
+        mine, E, K, group=dist.group.WORLD, backend=backend,
         **{"timeout_s": 60.0, "mode": "chain", "max_tokens_per_rank": MOST, **options},
     )  # fmt: skip
 
@@ -80,13 +80,13 @@ def tokens(counts, seed):
     return x, *sample_routing(num, E, K, masked_ratio=0.2, seed=seed)
 
 
-def calls_have_the_bits_of_one_rank(rank, folder, recipe, has_replicas):
+def calls_have_the_bits_of_one_rank(rank, folder, recipe, has_replicas, backend="hopper"):
     """Calls of several sizes, one refused by this rank alone, in the layer as users build it."""
     options = {}
     if has_replicas:
         options["placement"] = Placement(E, ((0, 1, 3), (1, 2, 3)))
     with pytest.MonkeyPatch.context() as patch:
-        w, layer = _layer(rank, patch, folder, recipe, **options)
+        w, layer = _layer(rank, patch, folder, recipe, backend, **options)
         assert layer.mode == "chain" and "no host between ranks" in layer.why
         layer._fused_group.chain.compile(layer)  # as `mm.warmup` does: alone, then together
         layer._fused_group.chain.warm(layer)
@@ -103,7 +103,7 @@ def calls_have_the_bits_of_one_rank(rank, folder, recipe, has_replicas):
             else:
                 y = layer(*mine)
             layer.check()
-            same &= torch.equal(y, mm.moe(*mine, w, backend="hopper", mode="staged"))
+            same &= torch.equal(y, mm.moe(*mine, w, backend=backend, mode="staged"))
         assert int(layer.stats.sum()) > 0 and len(layer.sent) == E
     return bool(same)
 

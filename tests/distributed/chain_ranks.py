@@ -20,33 +20,41 @@ REMOTE = ("exchange_kernel", "finish_kernel", "pull_kernel", "gemm_kernel", "gem
           "scales_kernel")  # fmt: skip
 
 
+def let_reach(kernels, tensors):
+    """Kernels that go to other ranks reach these by address alone."""
+    for name in (*REMOTE, "gemm_tmem_kernel"):
+        if name in kernels:
+            kernels[name].hold = tensors
+
+
 class ChainRanks:
     """Calls of ranks as processes make them, `most` tokens at most each."""
 
     def __init__(self, kernels, w, num_ranks, most, top_k, options=None, timeout_s=30.0,
-                 shared=None, mode="chain", **given):  # fmt: skip
+                 shared=None, mode="chain", backend="hopper", **given):  # fmt: skip
         self.options, self.num, self.most, self.top_k = options or Options(), num_ranks, most, top_k
         self.timeout_s, self.shared, self.given = timeout_s, shared, given
-        if shared is not None:
+        self.backend = backend
+        if shared is not None and backend == "hopper":
             images.prepared(shared)  # once: all ranks have the same here, which no process has
         self.mode = mode
         each = w.num_experts // num_ranks
         self.weights = [w[r * each : (r + 1) * each] for r in range(num_ranks)]
         self.total = w.num_experts
-        where = planned.memory(self.plan(0, 1).call)
+        where = planned.memory(self.plan(0, 1).call, backend)
         self.memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(num_ranks)]
         self.buffers = [chain.buffer_in(m, where) for m in self.memory]
         self.status = [DeviceStatus(CPU) for _ in range(num_ranks)]
         self.stats = [torch.zeros(each, dtype=torch.int64) for _ in range(num_ranks)]
-        for name in REMOTE:
-            kernels[name].hold = self.memory
+        let_reach(kernels, self.memory)
         self.bounds = [most] * num_ranks  # that each rank plans a call for
 
     def plan(self, rank, num, is_quantized=False, bound=None):
         w = self.weights[rank]
         return plan_for(
-            w, self.options, traits_of("hopper", w, self.shared), num_tokens=num, top_k=self.top_k,
-            overrides=checked({"backend": "hopper", "mode": self.mode, **self.given}),
+            w, self.options, traits_of(self.backend, w, self.shared), num_tokens=num,
+            top_k=self.top_k,
+            overrides=checked({"backend": self.backend, "mode": self.mode, **self.given}),
             ranks=Ranks(self.num, self.total, max_tokens=bound or self.most),
             is_quantized=is_quantized,
         )  # fmt: skip
@@ -80,7 +88,7 @@ class Counted:
 
     def __init__(self, ranks, monkeypatch):
         self.num_bytes, self.read, self.written = 0, set(), set()
-        self.regions = planned.memory(ranks.plan(0, 1).call).regions
+        self.regions = planned.memory(ranks.plan(0, 1).call, ranks.backend).regions
         self.begins, self.size = [m.data_ptr() for m in ranks.memory], len(ranks.memory[0])
         self.lock = threading.Lock()
         init, load, store = Memory.__init__, Memory.load, Memory.store

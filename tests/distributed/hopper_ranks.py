@@ -11,6 +11,7 @@ from megamoe.engine import backends
 from megamoe.kernels.portable import dispatch
 from megamoe.routing.samplers import sample_routing
 from tests import emulator
+from tests.emulator import blackwell
 
 H, I, E, K = 96, 64, 4, 2
 COUNTS = (5, 3)
@@ -23,14 +24,15 @@ def experts(recipe, num=E, seed=0):
     return mm.ExpertWeights.quantize(w13, w2, recipe)
 
 
-def pretend(patch):
-    """A CPU that the Hopper backend takes for its own, with two SMs."""
+def pretend(patch, backend="hopper"):
+    """A CPU that a backend of Gluon kernels takes for its own, with two SMs."""
     there = tuple(
-        replace(b, why_not=lambda device: "") if b.name == "hopper" else b
-        for b in backends.BACKENDS
+        replace(b, why_not=lambda device: "") if b.name == backend else b for b in backends.BACKENDS
     )
     patch.setattr(backends, "BACKENDS", there)
     patch.setattr(dispatch, "can_pack", lambda x, acts: False)  # words are packed in PTX
+    if backend == "blackwell":
+        return blackwell.install_chain(patch, 2)
     return emulator.install(patch, 2)
 
 

@@ -22,11 +22,12 @@ from tests import emulator, pretending
 from tests.distributed import bits
 from tests.distributed.bits import RANKS
 from tests.distributed.chain_ranks import ChainRanks
+from tests.emulator import blackwell
 from tests.kernels.support import INTERPRETED
 
 NOT_INTERPRETED = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 REFUSED = (NotAvailable, CapacityError)  # by the plan: the case is no case of that mode
-FEW = 12
+FEW, FEW_TMEM, ALL_TMEM = 12, 7, 84
 GPU_CASES = 300
 
 
@@ -104,6 +105,34 @@ class Emulation:
         return y
 
 
+class TmemEmulation:
+    """One process's ranks of a chain on Blackwell, on the emulator."""
+
+    def __init__(self, monkeypatch):
+        monkeypatch.setattr(backends, "resolve", lambda *wanted: None)
+        self.kernels = blackwell.install_chain(monkeypatch, 2)
+
+    def wanted(self, case):
+        """One staged call of one rank."""
+        x, idx, gates = case.inputs()
+        inputs = case.ready(x), idx, gates
+        options = bits.options_of(case)
+        return blackwell.layer(inputs, case.weights(), options, case.shared(), mode="staged")
+
+    def run(self, case, mode, num):
+        """The call on its ranks; tiles are the plan's."""
+        w = case.weights(case.placement(num))
+        rows = {name: max(value, 128) for name, value in passes(case, num, w).items()}
+        ranks = ChainRanks(
+            self.kernels, w, num, max(case.counts(num)) or 1, case.top_k, bits.options_of(case),
+            shared=case.shared(), backend="blackwell", **rows,
+        )  # fmt: skip
+        y = torch.cat(ranks(case.parts(num, case.inputs())))
+        for status in ranks.status:
+            status.check(case.top_k)
+        return y
+
+
 def configurations(case):
     """Mode and ranks, all that take the case."""
     return [(mode, num) for num in RANKS for mode in case.modes(num)]
@@ -130,6 +159,21 @@ def test_a_call_over_ranks_has_the_bits_of_one_rank(case, monkeypatch):
     """On one number of ranks in one mode, in turn; `every` and the script run all of them."""
     it, known = Emulation(monkeypatch), configurations(case)
     assert_bits_of_one_rank(it, case, [known[case.seed * 3 % len(known)]], Counter())
+
+
+@NOT_INTERPRETED
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.seed < FEW_TMEM else pytest.mark.every)
+        for case in bits.cases(ALL_TMEM)
+    ],
+    ids=lambda case: f"seed-{case.seed}",
+)
+def test_a_chain_on_blackwell_has_the_bits_of_one_rank(case, monkeypatch):
+    """Each case on one number of ranks, in turn; all recipes."""
+    num = RANKS[case.seed % len(RANKS)]
+    assert_bits_of_one_rank(TmemEmulation(monkeypatch), case, [("chain", num)], Counter())
 
 
 @NOT_INTERPRETED

@@ -20,7 +20,7 @@ from megamoe.planner import chain as planned
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from tests import emulator, pretending
-from tests.distributed.chain_ranks import REMOTE, ChainRanks, Counted
+from tests.distributed.chain_ranks import ChainRanks, Counted, let_reach
 from tests.emulator import running
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_emulated import tokens, weights_of
@@ -77,7 +77,7 @@ def test_rows_wider_than_the_registers_of_a_pull_come_in_parts(recipe, kernels, 
     monkeypatch.setattr(planned, "PULL_COLS", 256)
     w = weights_of(recipe, hidden=1024)
     ranks = ChainRanks(kernels, w, 2, 8, K)
-    assert planned.words_of(ranks.plan(0, 1).call).data == 2 * 256
+    assert planned.words_of(ranks.plan(0, 1).call, "hopper").data == 2 * 256
     assert_like_one_rank(ranks, tokens(11, hidden=1024, masked_ratio=0.2), (8, 3), w)
 
 
@@ -311,8 +311,7 @@ def test_local_ranks_run_chains_side_by_side(links, kernels, monkeypatch):
 
     monkeypatch.setitem(pulls, "wait_until", noted)
     ranks._chain._make(8, K)
-    for name in REMOTE:
-        kernels[name].hold = [m.buffer.tokens for m in ranks._chain._members]
+    let_reach(kernels, [m.buffer.tokens for m in ranks._chain._members])
     for step, counts in enumerate([(8, 3), (0, 5)]):
         inputs = tokens(sum(counts), seed=step, masked_ratio=0.2)
         got = ranks(*(t.split(counts) for t in inputs))

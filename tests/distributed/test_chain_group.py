@@ -22,11 +22,16 @@ SLACK_S = 15.0  # emulated launches on a busy machine
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
 
-@pytest.mark.parametrize(
-    ("recipe", "has_replicas"), [("w8a8", True), ("w4a8_block", False)], ids=["replicas", "fp4"]
-)
-def test_calls_have_the_bits_of_one_rank(recipe, has_replicas, tmp_path):
-    how = str(tmp_path), recipe, has_replicas
+CALLS = {
+    "replicas": ("w8a8", True, "hopper"),
+    "fp4": ("w4a8_block", False, "hopper"),
+    "blackwell": ("nvfp4", True, "blackwell"),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_calls_have_the_bits_of_one_rank(case, tmp_path):
+    how = str(tmp_path), *CALLS[case]
     ends = launch(2, calls_have_the_bits_of_one_rank, *how, limit_s=300.0)
     assert [(end.result, end.error) for end in ends] == [(True, "")] * 2
 

@@ -1,5 +1,7 @@
 """Layers of the Blackwell backend on a CPU: the GEMM under a scheduler, other kernels freely."""
 
+import threading
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from megamoe.kernels.portable import combine, sort
 from megamoe.kernels.portable import dispatch as portable_dispatch
 from megamoe.planner.overrides import checked
 from megamoe.problem import Options
+from tests import emulator
 from tests.emulator import device, policies, tensor_memory
 from tests.emulator.running import Emulated
 from tests.emulator.scheduler import Scheduler
@@ -71,6 +74,37 @@ def install(monkeypatch, num_sms=3):
         monkeypatch.setattr(module, name, Emulated(getattr(module, name)))
     pretend_b200(monkeypatch, num_sms)
     return made
+
+
+class Shared(Step):
+    """The GEMM of ranks that are threads: one at a time, for it waits for no other rank's.
+
+    hold  tensors that it reaches by address alone
+    """
+
+    lock = threading.RLock()
+
+    def __getitem__(self, grid):
+        run = super().__getitem__(grid)
+
+        def locked(**given):
+            with self.lock:
+                self.kernel.hold = self.hold
+                run(**given)
+
+        return locked
+
+
+def install_chain(monkeypatch, num_sms=4):
+    """Let chains of the Blackwell backend launch here; -> their kernels by name."""
+    if "chain" not in _MADE:
+        _MADE["chain"] = Shared(gemm_tmem_kernel)
+    made = _MADE["chain"]
+    made.seed, made.launches, made.hold = None, [], []
+    found = emulator.install(monkeypatch, num_sms)
+    monkeypatch.setattr(launch, "gemm_tmem_kernel", made)
+    pretend_b200(monkeypatch, num_sms)
+    return found | {"gemm_tmem_kernel": made}
 
 
 def install_grouped(monkeypatch, num_sms=3):

@@ -73,7 +73,7 @@ def compiled(monkeypatch, recipe, num, wanted, links=None, **given):
         overrides=checked({"backend": "hopper", "mode": "chain", **given}),
         ranks=Ranks(R, R * LOCAL, max_tokens=num),
     )  # fmt: skip
-    where = planned.memory(plan.call)
+    where = planned.memory(plan.call, plan.backend)
     memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
     peers = torch.empty(R, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 3, R)

@@ -30,10 +30,11 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows 
 
 
 def tiles_of(found):
-    """(launch, tile) of a plan."""
+    """(launch, tile) of a plan; in a chain GEMMs follow tiles and are other kernels."""
+    is_chained = found.is_chained
     for launch in found.launches:
         if isinstance(launch.config, GemmTmem):
-            yield launch.name, launch.config
+            yield f"chain {launch.name}" if is_chained else launch.name, launch.config
         elif isinstance(launch.config, Mega):
             yield launch.name, launch.config.tile
 
@@ -68,7 +69,7 @@ def test_plans_of_random_layers_take_no_other_tile(compiled):
         widths = (32 * rng.randint(1, 250) for _ in range(2))
         tokens, recipe = int(2 ** rng.uniform(0, 14)), rng.choice(BLACKWELL_RECIPES)
         problem = Problem(tokens, *widths, num_experts, top_k, ranks, recipe)
-        mode = rng.choice(("staged", "fused"))
+        mode = rng.choice(("staged", "fused", "chain"))
         try:
             made = plan(problem, "b200", backend="blackwell", mode=mode)
         except MegaMoEError:

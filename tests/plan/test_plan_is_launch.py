@@ -243,6 +243,25 @@ def test_fused_on_blackwell(launched, monkeypatch, recipe):
         assert_planned(launched, plan.launches)
 
 
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
+def test_a_chain_on_blackwell(launched, monkeypatch, recipe):
+    """A rank of eight: mode chain must be asked for there; passes, drawn tiles, no tokens."""
+    pretend_b200(monkeypatch)
+    monkeypatch.setattr(blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w))
+    w, options = experts(recipe), Options(combine="fp8")
+    for num, more in ((8, {}), (300, {"pool_rows": 4096}), (0, {}), (64, {"schedule": "dynamic"})):
+        launched.clear()
+        given = {"backend": "blackwell", "mode": "chain", **more}
+        plan = plan_for(
+            w, options, Traits(), num_tokens=num, top_k=K, overrides=checked(given),
+            ranks=Ranks(8, 8 * E, max_tokens=512),
+        )  # fmt: skip
+        assert plan.backend == "blackwell" and plan.mode == "chain"
+        assert len(plan.passes) > 2 or "pool_rows" not in more
+        chain_over_ranks(plan, w, options, num)
+        assert_planned(launched, plan.launches)
+
+
 SPLIT = [(r, 512, {}) for r in HOPPER_RECIPES]
 SPLIT += [(r, t, {}) for r in ("w8a8", "w4a8_block") for t in (1, 2048)]
 SPLIT += [("w8a8", 2048, {"l1_sms": 80, "pool_rows": 6000}), ("w4a8_block", 2048, {"l1_sms": 16})]
@@ -343,7 +362,7 @@ def fused_over_ranks(plan, w, options, num):
 
 def chain_over_ranks(plan, w, options, num, shared=None):
     """What `ChainGroup` launches on this rank."""
-    where = planned.memory(plan.call)
+    where = planned.memory(plan.call, plan.backend)
     memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
     peers = torch.empty(8, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)

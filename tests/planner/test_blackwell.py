@@ -5,9 +5,11 @@ import torch
 
 import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
+from megamoe.formats.spec import recipe_named
 from megamoe.hardware import SMEM_PER_CTA
 from megamoe.kernels.blackwell.weights import BLOCK, place_scales
 from megamoe.layout.tiles import placed_scales
+from megamoe.planner import chain
 from megamoe.planner.blackwell import num_rows, pick
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
@@ -38,10 +40,58 @@ def test_it_is_refused_by_name_where_it_cannot_run():
     x, idx = torch.zeros(1, 64).bfloat16(), torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(NotAvailable, match="needs a B200, B300 or GB200"):
         mm.moe(x, idx, torch.ones(1, 1), w, backend="blackwell")
-    with pytest.raises(NotAvailable, match="has mode auto or staged or fused;"):
-        mm.plan(PROBLEM, "b200", backend="blackwell", mode="chain")
+    with pytest.raises(NotAvailable, match="has mode auto or staged or fused or chain;"):
+        mm.plan(PROBLEM, "b200", backend="blackwell", mode="split")
     with pytest.raises(mm.CapacityError, match=r"mode fused must fit the call; .* 96\.0 rows an"):
         mm.plan(PROBLEM, "b200", backend="blackwell", mode="fused")
+
+
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
+@pytest.mark.parametrize("given", [{}, {"pool_rows": 5000}, {"schedule": "dynamic"}])
+def test_a_chain_over_ranks_is_planned(recipe, given):
+    """Experts and windows begin at whole tiles; rows come as the recipe says, go home in BF16."""
+    p = mm.Problem(512, 4096, 2048, 256, 6, 8, recipe)
+    call = CallSpec(p, combine="fp8", max_tokens=512)
+    plan = mm.plan(call, "b200", backend="blackwell", mode="chain", **given)
+    assert "not yet run on the hardware" in plan.why and plan.overlaps
+    source, *owner = plan.passes
+    assert [one.name for one in source.launches][-1] == "exchange"
+    for one in owner:
+        assert [step.name for step in one.launches] == ["rows", "pull", "l1", "l2"]
+        rows, m = one["rows"].config, plan.tile.block_m
+        assert rows.row_align == m and rows.pool_rows % m == 0 == rows.first_row % m
+        l1_sms = 148 if given.get("schedule") == "dynamic" else 132
+        assert one["l1"].num_ctas == l1_sms and one["l2"].num_ctas == 148
+    assert (len(owner) > 1) == ("pool_rows" in given)
+    assert [one.name for one in plan.rest] == ["finish", "rows_to_fp8", "combine"]
+    fmt = recipe_named(recipe).acts
+    words = chain.words_of(call, "blackwell")
+    assert words.data == 4096 * fmt.element.bits // 32
+    exchange = next(b for b in plan.buffers if b.kind == "symmetric")
+    assert exchange.num_bytes == chain.memory(call, "blackwell").num_bytes
+
+
+def test_auto_takes_the_chain_on_blackwell_only_with_a_certificate():
+    p = mm.Problem(512, 4096, 2048, 256, 6, 8, "w4a8")
+    plain = mm.plan(CallSpec(p, max_tokens=512), "b200", backend="blackwell")
+    assert plain.mode == "staged" and "no certificate" in plain.why
+    assert "mode='chain' takes it" in plain.why
+    proven = mm.plan(CallSpec(p, max_tokens=512, is_certified=True), "b200")
+    assert (proven.backend, proven.mode) == ("blackwell", "chain")
+    assert "certificate" in proven.why
+    many = mm.plan(mm.Problem(512, 4096, 2048, 256, 6, 16, "w4a8"), "b200", backend="blackwell")
+    assert many.mode == "staged" and "8 ranks at most" in many.why
+
+
+def test_a_chain_on_blackwell_is_simulated_with_its_own_constants():
+    p = mm.Problem(2048, 4096, 2048, 256, 6, 8, "w4a8")
+    chained, staged = (
+        mm.simulate(mm.plan(p, "b200", backend="blackwell", mode=mode))
+        for mode in ("chain", "staged")
+    )
+    assert chained.note and chained.schedule.backend == "blackwell"
+    assert 0 < chained.time_us < staged.time_us
+    assert chained.exposed_us < 0.5 * staged.exposed_us
 
 
 @pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)

@@ -15,7 +15,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.kernels.blackwell import decode, epilogue, gemm, grouped, memory
 from megamoe.kernels.blackwell.mega import kernel, smem
 from megamoe.kernels.blackwell.weights import place
-from megamoe.kernels.gluon import compat
+from megamoe.kernels.gluon import compat, follow, pull
 from megamoe.kernels.gluon.mega import dispatch, inbox, push, quantise
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import GemmTmem
@@ -24,7 +24,7 @@ from megamoe.problem import Options
 from tests.emulator import mutate, policies
 from tests.emulator.exploring import is_found
 from tests.pretending import pretend_b200, with_tmem_tile
-from tests.proof import targets
+from tests.proof import blackwell_chains, targets
 
 MODULES = (gemm, memory, epilogue, decode)
 
@@ -91,6 +91,16 @@ CASES = {
         "w4a8", GemmTmem(16, 128, 2, 2, 16, num_ctas=2), (17, 3), num_sms=4, intermediate=384
     ),
     "chunks": lambda: case_of("nvfp4", GemmTmem(16, 128, 2, 1, 8), (17, 3), has_bias=True),
+    "chain": lambda: blackwell_chains.part_case("w4a8", GemmTmem(8, 128, 2, 2, 8)),
+    "chain-nvfp4": lambda: blackwell_chains.part_case("nvfp4", GemmTmem(16, 128, 2, 1, 8), (17, 3)),
+    "chain-drawn": lambda: blackwell_chains.part_case(
+        "w8a8", GemmTmem(16, 128, 2, 2, 16, schedule="dynamic"), (17, 3)
+    ),
+}
+# Whole calls of ranks, and waits that run out: of a chain too, and not asked for every planted bug.
+CALLS = {
+    "chain-whole": lambda: blackwell_chains.whole_case("w4a4", GemmTmem(8, 256, 2, 2, 8)),
+    "chain-late": lambda: blackwell_chains.late_case("w4a8", GemmTmem(8, 128, 2, 2, 8)),
 }
 
 
@@ -149,7 +159,7 @@ FUSED = {
 
 @functools.cache
 def case(name):
-    made = (CASES | FUSED)[name]()
+    made = (CASES | CALLS | FUSED)[name]()
     made.name = name
     made.learn()
     return made
@@ -233,6 +243,18 @@ BY_HAND = (
      "OUTPUTS: gl.constexpr = 128"),
     (epilogue, "finish_linear", "(128 * gemm.CTAS)", "128"),
     (decode, "_decode_part", "byte >> 4 & 15", "byte & 15"),
+    # Of chains.
+    (gemm, "store", "publish_count(tile_word(gemm.publishes, tile.row_begin), 1)",
+     "publish_count(gemm.publishes, 1)"),
+    (gemm, "gemm_tmem_kernel", "IS_FAR=IS_FAR", "IS_FAR=False"),
+    (gemm, "gemm_tmem_kernel", "l1_n_tiles=l1_n_tiles if FOLLOWS else steps", "l1_n_tiles=1"),
+    (gemm, "gemm_tmem_kernel", "(GATED or SOURCE != 'pool') and (not FOLLOWS)",
+     "GATED or SOURCE != 'pool'"),
+    (pull, "_scale_at", "row % BLOCK", "row"),
+    (pull, "_scale_at", "row // BLOCK", "0 * row"),
+    (pull, "_scale_at", "word * WORDS", "word"),
+    (follow, "wait_for_tile", "want = gemm.l1_n_tiles", "want = gemm.l1_n_tiles - 1"),
+    (follow, "wait_for_tile", "want = tile.row_end - tile.row_begin", "want = 1"),
 )  # fmt: skip
 
 # {mutant: why no run can tell it from the kernel}
@@ -246,6 +268,10 @@ EXCUSED = {
     "blackwell.gemm.gemm_tmem_kernel: no allow_next_launch()": "speed alone",
     "blackwell.gemm.store: no wait_for_launch()":
         "its first sums come from tokens that load_tokens loaded, which has waited",
+    "blackwell.gemm.store: no wait_for_tile(gemm, tile, gemm.error)":
+        "the same of each tile: it waits since PTX does not say that a commit brings it",
+    "blackwell.gemm.gemm_tmem_kernel: \"GATED or SOURCE != 'pool'\" for "
+    "\"(GATED or SOURCE != 'pool') and (not FOLLOWS)\"": "speed alone: L1 after the whole pull",
 }  # fmt: skip
 
 

@@ -36,6 +36,11 @@ class Members:
         each = w.num_experts // ranks
         self.weights = [w[r * each : (r + 1) * each] for r in range(ranks)]
 
+    @staticmethod
+    def installed(num_sms, given):
+        """Their machine, on which the engine launches `given` kernels."""
+        return installed(num_sms, given)
+
     def plan(self, inputs, rank):
         """With the tile of a proof in both linears, of few stages; launches overlap."""
         given = {"overlap_launches": True}
@@ -63,9 +68,11 @@ class Members:
 
         return replace(one, launches=tuple(few(step) for step in one.launches))
 
+    backend = "hopper"
+
     def make(self, call):
         """(memory of each rank, its member)."""
-        where = planned.memory(call)
+        where = planned.memory(call, self.backend)
         memory = [torch.zeros(where.num_bytes, dtype=torch.uint8) for _ in range(self.num)]
         made = []
         for rank, own in enumerate(memory):
@@ -153,10 +160,10 @@ class Recorded(Live):
         self.kept, self.results = [[] for _ in first], []
         self.status = [DeviceStatus(CPU) for _ in first]
         self.stats = [torch.zeros(w.num_experts, dtype=torch.int64) for w in ranks.weights]
-        with installed(num_sms, {}):
+        with ranks.installed(num_sms, {}):
             self.memory, members = ranks.make(ranks.plan(first[0], 0).call)
         for rank, me in enumerate(members):
-            with installed(num_sms, {n: Recorder(n, self.kept[rank]) for n in CHAIN}):
+            with ranks.installed(num_sms, {n: Recorder(n, self.kept[rank]) for n in CHAIN}):
                 call = ranks.call(first[rank], rank, self.status[rank], self.stats[rank])
                 self.results.append(chain.run(me, call, ranks.plan(first[rank], rank)))
         kept = [given for rank in self.kept for _, _, given in rank]

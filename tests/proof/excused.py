@@ -43,9 +43,9 @@ EXCUSED = {
     "mega.sync._see_ranks: ge is eq in bounded_wait(words, call + 0 * number, args.report, "
     "bound_ns, _scope(args), 'ge')":
         "no peer is a call ahead; one that gave up is then seen when the bound has come",
-    "gemm.follow.wait_for_tile: ge is eq in bounded_wait(word, want, given_up, bound_ns, 'gpu', "
+    "gluon.follow.wait_for_tile: ge is eq in bounded_wait(word, want, given_up, bound_ns, 'gpu', "
     "'ge')": "a tile's count ends at what is wanted",
-    "gluon.pull._no_items: no tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)":
+    "gluon.tile_scheduler.no_items: no tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)":
         "no CTA has a tile, so nobody decodes and nobody waits",
     "portable.sort._count_kernel: no after_previous()": _PORTABLE,
     "portable.sort._place_kernel: no after_previous()": _PORTABLE,

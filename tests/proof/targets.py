@@ -27,6 +27,7 @@ from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import (
     dispatch,
     exchange,
+    follow,
     l2_policy,
     operands,
     permute,
@@ -42,7 +43,6 @@ from megamoe.kernels.hopper.gemm import (
     decode_per_tile,
     decode_per_wave,
     epilogue,
-    follow,
     fp8_rows,
     plain,
     swap_ab,
@@ -100,7 +100,7 @@ _PLAIN = {"pool": (dispatch, "_pool_kernel"), "count": (permute, "_count_kernel"
 GLUON = {name: getattr(*at) for name, at in _AT.items()}
 TRITON = {name: getattr(*at) for name, at in _PLAIN.items()}
 CHAIN = ("quantize", "count", "scan", "place", "exchange", "rows", "pull", "swap_ab", "plain",
-         "scales", "finish", "pool", "rows_to_fp8", "combine")  # fmt: skip
+         "tmem", "scales", "finish", "pool", "rows_to_fp8", "combine")  # fmt: skip
 STAGED = ("count", "scan", "place", "pool", "schedule", "swap_ab", "plain", "combine")
 # Arguments of staged launches that others fill before them, and again after them.
 OTHERS = ("x", "x_scale", "row_weight", "row_dest", "tiles", "num_tiles", "items")

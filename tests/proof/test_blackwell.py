@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-from tests.emulator import mutate
-from tests.emulator.exploring import explore
+from tests.emulator import mutate, policies
+from tests.emulator.exploring import explore, is_found
 from tests.kernels.support import INTERPRETED
 from tests.proof import blackwell
 from tests.proof.test_faults import outcomes
@@ -23,6 +23,26 @@ NUM = max(int(160 * TIMES), 1)
 @pytest.mark.parametrize("name", blackwell.CASES)
 def test_no_interleaving_breaks_an_order_or_changes_a_bit(name):
     assert explore(blackwell.case(name), range(FROM, FROM + NUM)) == NUM
+
+
+@pytest.mark.parametrize("name", blackwell.CALLS)
+def test_no_interleaving_of_a_chain_breaks_an_order_or_changes_a_bit(name):
+    """Two calls of two ranks; and waits for tiles that run out: right, or reported."""
+    num = max(int(60 * TIMES), 1)
+    assert explore(blackwell.case(name), range(FROM, FROM + num)) == num
+
+
+def test_some_waits_for_tiles_that_run_out_are_reported_and_some_need_not_be():
+    case = blackwell.case("chain-late")
+    runs = (case.run(policies.policy_of(seed)) for seed in range(12))
+    assert len({bool(run and case.num_reported) for run in runs}) == 2
+
+
+def test_a_wait_that_is_given_up_without_a_report_is_found():
+    blackwell.planted_bugs()  # translates the kernels
+    (bug,) = [b for n, b in mutate.mutants((blackwell.follow,), ()).items() if "GIVE_UP" in n]
+    with mutate.planted(bug):
+        assert is_found(blackwell.case("chain-late"), range(20))[0] is not None
 
 
 def test_every_planted_bug_is_found():

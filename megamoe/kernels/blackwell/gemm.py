@@ -28,13 +28,17 @@ Tokens and results of a layer and of a grouped GEMM alone (`grouped.py`)
 Tiles are dealt in turn, or DYNAMIC: load_weights draws each CTA's next one from a counter and posts
 it in shared memory for the other roles.
 
+In a chain (FOLLOWS) tiles wait for their tokens, not for the launch before (`gluon/follow.py`): L1
+for rows that are pulled, L2 for L1's tiles, which it counts (PUBLISHES). L2's rows go home to other
+ranks (IS_FAR).
+
 Roles of a CTA
 
   store         NUM_WARPS warps: sums from tensor memory, CHUNK tokens at a time; epilogue.
                 PROMOTED: adds the products of all stages, times FP32 scales, in registers
   issue_mma     one warp: scales to tensor memory, then the products; waits for none of them
   load_weights  one warp: both halves and their scales; waits for an empty stage alone
-  load_tokens   one warp: rows of the pool and their scales
+  load_tokens   one warp: rows of the pool and their scales, in a chain once they are there
   decode        DECODED only, 4 warps: FP4 of a stage to BF16 in tensor memory
 
 Barriers
@@ -83,6 +87,8 @@ from megamoe.kernels.blackwell.memory import DECODES, allocate_stages, allocate_
 from megamoe.kernels.blackwell.pair import ring_barriers, scales_layout
 from megamoe.kernels.gluon.compat import blackwell_tma as tma
 from megamoe.kernels.gluon.compat import get_tmem_reg_layout, reinterpret
+from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
+from megamoe.kernels.gluon.mega.sync import publish_count
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     Stage,
@@ -91,6 +97,7 @@ from megamoe.kernels.gluon.pipeline import (
     barriers,
     first_stage,
     record,
+    stamp_begin,
     wait_for_launch,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
@@ -149,6 +156,11 @@ class TmemGemm:
     num_blocks: gl.tensor  # blocks of 128 rows of a matrix
     factor_cols: gl.tensor  # 128-blocks of K of `factor`
     clamp: gl.tensor
+    follows: gl.tensor  # FOLLOWS: words by tile, for which its tokens wait
+    publishes: gl.tensor  # PUBLISHES: L1's, for L2
+    l1_n_tiles: gl.tensor  # L2 that follows: n tiles of L1
+    error: gl.tensor  # FOLLOWS: -1 once a wait was given up
+    bound_us: gl.tensor  # FOLLOWS: of a wait for a tile
     FORMAT: gl.constexpr
     ACTS: gl.constexpr
     GATED: gl.constexpr
@@ -168,6 +180,8 @@ class TmemGemm:
     NUM_WARPS: gl.constexpr
     TURNS: gl.constexpr  # epilogues that have every TURNS-th of the sums: 1; fused, 2
     IS_FAR: gl.constexpr  # L2's rows may be other ranks': `row_dest` has offsets
+    FOLLOWS: gl.constexpr  # tiles wait for their tokens, not for the launch before
+    PUBLISHES: gl.constexpr
     PAIR: gl.constexpr
     CTAS: gl.constexpr  # that share a product: 2 for a pair
 
@@ -319,12 +333,18 @@ def load_tokens(gemm):
     """The tokens of this CTA's tiles."""
     stage = first_stage(1)
     post = first_stage(0)
-    wait_for_launch()
+    if not gemm.FOLLOWS:
+        wait_for_launch()
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        stage = load_token_tile(gemm, _tile_at(gemm, item).row_begin, stage)
+        tile = _tile_at(gemm, item)
+        if gemm.FOLLOWS:
+            wait_for_tile(gemm, tile, gemm.error)
+        stage = load_token_tile(gemm, tile.row_begin, stage)
         item, post = next_posted(gemm, item, post)
+    if gemm.FOLLOWS:
+        wait_for_launch()  # a launch that comes after this one also comes after the one before
 
 
 # -- products ------------------------------------------------------------------------------------
@@ -577,29 +597,44 @@ def store(gemm):
     stage = first_stage(0)
     turn = first_stage(0)
     post = first_stage(0)
-    wait_for_launch()
+    if not gemm.FOLLOWS:
+        wait_for_launch()
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        stage, turn = finish_tile(gemm, _tile_at(gemm, item), stage, turn)
+        tile = _tile_at(gemm, item)
+        if gemm.FOLLOWS and gemm.GATED and gemm.FORMAT.FACTOR == "expert":
+            wait_for_tile(gemm, tile, gemm.error)  # factors of tokens come with them
+        stage, turn = finish_tile(gemm, tile, stage, turn)
+        if gemm.PUBLISHES:
+            publish_count(tile_word(gemm.publishes, tile.row_begin), 1)
         item, post = next_posted(gemm, item, post)
 
 
 # -- the launch ----------------------------------------------------------------------------------
 
 
-@gluon.jit(do_not_specialize=["pool_rows", "steps", "num_blocks", "factor_cols"])
+@gluon.jit(do_not_specialize=["pool_rows", "steps", "num_blocks", "factor_cols", "bound_us"])
 def gemm_tmem_kernel(
     w, w_scale, x, x_scale, factor, bias, acts_factor, row_factor, row_weight, row_dest,
     row_source, out, out_scale, tiles, num_tiles, pool_rows, steps, num_outputs, num_bias,
-    num_blocks, factor_cols, clamp,
+    num_blocks, factor_cols, clamp, follows, publishes, l1_n_tiles, error, begun, bound_us,
     FORMAT: gl.constexpr, ACTS: gl.constexpr, GATED: gl.constexpr, HAS_BIAS: gl.constexpr,
     WEIGHTED: gl.constexpr, ACTIVATION: gl.constexpr, SOURCE: gl.constexpr, STORE: gl.constexpr,
     DYNAMIC: gl.constexpr, HALVES: gl.constexpr, TOKENS: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, SUMS: gl.constexpr, CHUNK: gl.constexpr, SPAN: gl.constexpr,
-    LOAD_REGS: gl.constexpr, NUM_WARPS: gl.constexpr, PAIR: gl.constexpr = False,
+    LOAD_REGS: gl.constexpr, NUM_WARPS: gl.constexpr, IS_FAR: gl.constexpr = False,
+    PAIR: gl.constexpr = False,
 ):  # fmt: skip
-    """The launch: one persistent CTA per SM. Arguments as the fields of `TmemGemm`."""
+    """The launch: one persistent CTA per SM. Arguments as the fields of `TmemGemm`.
+
+    follows, publishes: None, or words by tile of the chain; then with l1_n_tiles, error, bound_us.
+    begun: None, or where CTA 0 says when it began.
+    """
+    if begun is not None:
+        stamp_begin(begun)
+    FOLLOWS: gl.constexpr = follows is not None
+    PUBLISHES: gl.constexpr = publishes is not None
     w_bufs, ws_bufs, x_bufs, x_parts, xs_bufs = allocate_stages(
         w, w_scale, x, x_scale, FORMAT, SOURCE, HALVES, TOKENS, STAGES
     )
@@ -622,7 +657,7 @@ def gemm_tmem_kernel(
         posted_full = barriers(POSTS, 1)
         OTHERS: gl.constexpr = 4 if FORMAT.DECODED else 3
         posted_empty = barriers(POSTS, OTHERS)
-    if GATED or SOURCE != "pool":
+    if (GATED or SOURCE != "pool") and not FOLLOWS:
         wait_for_launch()  # the tile list is written by the launch before; L2's is older
     allow_next_launch()
     gemm = TmemGemm(
@@ -638,7 +673,10 @@ def gemm_tmem_kernel(
         GATED=GATED, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, SOURCE=SOURCE,
         STORE=STORE, DYNAMIC=DYNAMIC, HALVES=HALVES, TOKENS=TOKENS, BLOCK_K=BLOCK_K,
         STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
-        TURNS=1, IS_FAR=False, PAIR=PAIR, CTAS=2 if PAIR else 1,
+        TURNS=1, follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
+        l1_n_tiles=l1_n_tiles if FOLLOWS else steps, error=error if FOLLOWS else tiles,
+        bound_us=bound_us if FOLLOWS else steps, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
+        IS_FAR=IS_FAR, PAIR=PAIR, CTAS=2 if PAIR else 1,
     )  # fmt: skip
     if FORMAT.DECODED:
         gl.warp_specialize(

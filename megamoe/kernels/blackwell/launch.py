@@ -18,6 +18,7 @@ from megamoe.kernels.blackwell.formats import FORMATS, check_tile, operand_layou
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.blackwell.weights import BLOCK, Placed
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLACED, PLAIN
 from megamoe.layout.regions import align_up, ceil_div
@@ -38,6 +39,7 @@ def _scales(*cga_layout: list[int]) -> gl.NVMMASharedLayout:
 SCALES_BY_ROWS = {1: _scales(), 2: _scales([0, 1, 0, 0, 0])}
 SCALES_OF_BOTH = {1: _scales(), 2: _scales([0, 0, 0, 0, 0])}
 BYTES = torch.uint8
+DEST_UNIT = 1  # values of a unit of a destination on another rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,7 @@ class Arithmetic:
     acts: Kind
     dtype: torch.dtype  # of pooled activations
     scale_dtype: torch.dtype | None  # of their scales
+    to_e4m3: bool = False  # FP4 weights are multiplied as they are, or decoded to BF16
 
     @property
     def pack(self) -> int:
@@ -101,35 +104,54 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
 
 def gated(x: Pool, w: Placed, out: Pool, step: Launch, how: Arithmetic, options: Options,
           *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
-          use_pdl: bool = False) -> None:  # fmt: skip
-    """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate]."""
+          error: Tensor | None = None, use_pdl: bool = False,
+          chain: Chain = NO_CHAIN) -> None:  # fmt: skip
+    """L1 with activation, weight and format: pool [R, hidden] -> pool [R, intermediate].
+
+    error  is set to -1 by a wait for a tile that is given up
+    chain  it waits for the rows of each tile
+    """
     data, scale = as_bytes(out.data), as_bytes(out.scale)
     run(
         x, w, step, how, bias, acts_factor, out=data, out_scale=scale,
         num_outputs=out.data.shape[1] * how.pack, clamp=float(options.limit), ACTS=how.acts,
         ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", STORE="pool",
-        launch_pdl=use_pdl,
+        launch_pdl=use_pdl, chain=chain, error=error,
     )  # fmt: skip
 
 
 def linear(x: Pool, w: Placed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
            *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
-           use_pdl: bool = False) -> None:  # fmt: skip
-    """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination."""
+           error: Tensor | None = None, use_pdl: bool = False,
+           chain: Chain = NO_CHAIN) -> None:  # fmt: skip
+    """L2: pool [R, intermediate] -> BF16 rows of `out` [.., hidden] at each row's destination.
+
+    chain  the L1 before it; of ranks, rows go where `x.dest` says in values, also to other ranks
+    """
+    assert chain.row_scale is None, "rows go home in BF16"
     run(
         x, w, step, how, bias, acts_factor, out=out, out_scale=out, num_outputs=w.num_outputs,
         clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
-        STORE="rows", launch_pdl=use_pdl,
+        STORE="rows", launch_pdl=use_pdl, chain=chain, error=error,
     )  # fmt: skip
 
 
 def run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
          acts_factor: Tensor | None, *, source: Tensor | None = None, SOURCE: str = "pool",
-         **rest: Any) -> None:  # fmt: skip
+         chain: Chain = NO_CHAIN, error: Tensor | None = None, **rest: Any) -> None:  # fmt: skip
     """source: int32 [R], where the rows of the pool stand in x, by way of SOURCE (`gemm`)."""
     tile = step.config
-    assert isinstance(tile, GemmTmem)
-    unused = x.num_tiles
+    assert isinstance(tile, GemmTmem) and chain.dest_unit in (0, DEST_UNIT)
+    unused, follows = x.num_tiles, chain.follows is not None
+    assert not (follows and error is None)
+    # Arguments that are None are none of the kernel's.
+    rest |= {
+        "follows": chain.follows, "publishes": chain.publishes, "begun": chain.begun,
+        "bound_us": chain.bound_us, "error": error if follows else None,
+        "l1_n_tiles": (chain.after.num_blocks if chain.after else 0) if follows else None,
+    }  # fmt: skip
+    if chain.dest_unit:
+        rest["IS_FAR"] = True
     descriptors = operands(x, w, tile, how, gathers=SOURCE == "gather")
     gemm_tmem_kernel[step.grid](
         **descriptors, factor=or_unused(w.factor, unused), bias=or_unused(bias, unused),

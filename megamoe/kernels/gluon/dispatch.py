@@ -34,7 +34,7 @@ from megamoe.planner.launches import Pass, Permute
 
 
 @triton.jit
-def _token_codes(x_row, by, first_col, hidden, ACTS: tl.constexpr, COLS: tl.constexpr):
+def token_codes(x_row, by, first_col, hidden, ACTS: tl.constexpr, COLS: tl.constexpr):
     """Bytes of COLS columns of a token in the format, and their scales [COLS / group]."""
     G: tl.constexpr = ACTS.GROUP
     col = first_col + tl.arange(0, COLS)
@@ -51,7 +51,7 @@ def _token_codes(x_row, by, first_col, hidden, ACTS: tl.constexpr, COLS: tl.cons
 
 
 @triton.jit
-def _ready_codes(x_row, scale_row, first_col, hidden, ACTS: tl.constexpr, COLS: tl.constexpr):
+def ready_codes(x_row, scale_row, first_col, hidden, ACTS: tl.constexpr, COLS: tl.constexpr):
     """The same of a token that comes quantised; zeros beyond its width."""
     PACK: tl.constexpr = 8 // ACTS.BITS
     byte = first_col // PACK + tl.arange(0, COLS // PACK)
@@ -118,14 +118,14 @@ def _pool_kernel(
         used = row >= 0
     if ACTS.HOLD == "placed":
         if READY:
-            codes, stored = _ready_codes(
+            codes, stored = ready_codes(
                 x + token.to(tl.int64) * x_stride, x_scale + token * tl.cdiv(hidden, ACTS.GROUP),
                 part * COLS, hidden, ACTS, COLS,
             )  # fmt: skip
         else:
             by = tl.load(g + token * g_stride) if HAS_G else 1.0
             x_row = x + token.to(tl.int64) * x_stride
-            codes, stored = _token_codes(x_row, by, part * COLS, hidden, ACTS, COLS)
+            codes, stored = token_codes(x_row, by, part * COLS, hidden, ACTS, COLS)
         _store_placed(codes, stored, row, used, data, scale, part * COLS, width, ACTS, COLS, ALIGN)
     else:
         col = part * COLS + tl.arange(0, COLS)

@@ -12,10 +12,20 @@ this rank's rows are home. Waits are bounded; one that is given up leaves the la
 signals every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
 GEMMs gave up, whose rows are worthless. Nobody adds to a peer's words.
 
+Words that ranks wait for; numbers of calls only grow, so a wait is for this one or a later one
+
+  word           becomes     stored by                               awaited by
+  begun[source]  the call's  the source's exchange_kernel, last      exchange_kernel here
+  done[owner]    the call's  the owner's finish_kernel, after rows   finish_kernel here
+  state[STOP]    1 + a rank  who gave up, anywhere                   every wait, beside its own
+  state[MISSED]  1           exchange_kernel here                    nobody; read by `pull`
+  state[CALL]    + 1         `_rows_kernel` here                     nobody; read by launches
+
 A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
 exchange is written while somebody may still read it. Calls are numbered on the GPU: `state[CALL]`.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +35,7 @@ from megamoe.kernels.common.columns import token_column
 from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.compat import gl
+from megamoe.kernels.gluon.dispatch import ready_codes, token_codes
 from megamoe.kernels.gluon.mega.sync import REPORT
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
@@ -91,38 +102,64 @@ def _quantize_kernel(
     """Program (token, block of columns): the token's record, in the pool's format.
 
     data and words are the same memory, as the pool's elements and as FP32. Bits are those of
-    `dispatch._pool_kernel`.
+    `dispatch._pool_kernel`. Scales that are placed in the pool are bytes here, group after group.
     """
     after_previous()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    col = part * COLS + tl.arange(0, COLS)
-    block = part * (COLS // 128) + tl.arange(0, COLS // 128)
-    place_of = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
-    source = tl.load(x + token * x_stride + place_of, mask=place_of < hidden, other=0)
-    to_scale = words + token * pitch + scales_at + block
-    if READY or ACTS.HOLD == "plain":
-        values = source
-        if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
-            blocks = tl.cdiv(hidden, 128)
-            known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
-            tl.store(to_scale, known, mask=block < width // 128)
+    if ACTS.HOLD == "placed":
+        _quantize_bytes(
+            x + token * x_stride, x_scale + token * tl.cdiv(hidden, ACTS.GROUP),
+            g + token * g_stride, data + token * data_pitch, part * COLS, hidden, width,
+            4 * scales_at, ACTS, READY, HAS_G, COLS,
+        )  # fmt: skip
     else:
-        G: tl.constexpr = ACTS.GROUP
-        by = tl.load(g + token * g_stride) if HAS_G else 1.0
-        tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
-        ratio, stored, step = quantise_blocks(tile, by, ACTS)
-        if ACTS.HOLD == "values":
-            values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
+        col = part * COLS + tl.arange(0, COLS)
+        block = part * (COLS // 128) + tl.arange(0, COLS // 128)
+        place_of = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
+        source = tl.load(x + token * x_stride + place_of, mask=place_of < hidden, other=0)
+        to_scale = words + token * pitch + scales_at + block
+        if READY or ACTS.HOLD == "plain":
+            values = source
+            if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
+                blocks = tl.cdiv(hidden, 128)
+                known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
+                tl.store(to_scale, known, mask=block < width // 128)
         else:
-            if ACTS.HOLD == "scaled":
-                values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
+            G: tl.constexpr = ACTS.GROUP
+            by = tl.load(g + token * g_stride) if HAS_G else 1.0
+            tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
+            ratio, stored, step = quantise_blocks(tile, by, ACTS)
+            if ACTS.HOLD == "values":
+                values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
             else:
-                values = tl.reshape(ACTS.code(ratio), (COLS,))
-            tl.store(to_scale, tl.reshape(stored, (COLS // 128,)), mask=block < width // 128)
-    tl.store(data + token * data_pitch + col, values, mask=col < width)
+                if ACTS.HOLD == "scaled":
+                    values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
+                else:
+                    values = tl.reshape(ACTS.code(ratio), (COLS,))
+                tl.store(to_scale, tl.reshape(stored, (COLS // 128,)), mask=block < width // 128)
+        tl.store(data + token * data_pitch + col, values, mask=col < width)
     if HAS_G and part == 0:
         tl.store(words + token * pitch + factor_at, tl.load(g + token * g_stride))
+
+
+@triton.jit
+def _quantize_bytes(
+    x_row, scale_row, g_at, record, first_col, hidden, width, scales_at, ACTS: tl.constexpr,
+    READY: tl.constexpr, HAS_G: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """COLS columns of a token: codes, and a byte of scale a group, to its record in bytes."""
+    PACK: tl.constexpr = 8 // ACTS.BITS
+    if READY:
+        codes, stored = ready_codes(x_row, scale_row, first_col, hidden, ACTS, COLS)
+    else:
+        by = tl.load(g_at) if HAS_G else 1.0
+        codes, stored = token_codes(x_row, by, first_col, hidden, ACTS, COLS)
+    byte = first_col // PACK + tl.arange(0, COLS // PACK)
+    tl.store(record + byte, codes, mask=byte < width // PACK)
+    group = first_col // ACTS.GROUP + tl.arange(0, COLS // ACTS.GROUP)
+    to_scale = record + scales_at + group
+    tl.store(to_scale, stored.to(tl.uint8), mask=group < width // ACTS.GROUP)
 
 
 def quantize_tokens(
@@ -137,16 +174,24 @@ def quantize_tokens(
     g: Tensor | None = None,
     is_ready: bool = False,
     by_group: bool = False,
+    hidden: int = 0,
     pdl: bool = False,
 ) -> None:
-    """x [T, H] into the records `tokens`, FP32 [T, pitch]; `raw` is the same memory by element."""
-    num, hidden = x.shape
+    """x [T, H] into the records `tokens`, FP32 [T, pitch]; `raw` is the same memory by element.
+
+    hidden  where x has two values a byte
+    """
     per_word = 4 // raw.element_size()
+    is_placed = acts.HOLD.value == "placed"
+    pack = 8 // acts.BITS.value if is_placed else 1
+    if x_scale is not None and is_placed:
+        x_scale = x_scale.view(torch.uint8)
     _quantize_kernel[step.grid](
         x=x if x.element_size() > 1 else x.view(raw.dtype),
         x_scale=x if x_scale is None else x_scale, x_stride=x.stride(0), g=x if g is None else g,
-        g_stride=0 if g is None or g.ndim == 0 else 1, data=raw, words=tokens, hidden=hidden,
-        width=words.data * per_word, data_pitch=words.pitch * per_word, pitch=words.pitch,
+        g_stride=0 if g is None or g.ndim == 0 else 1, data=raw, words=tokens,
+        hidden=hidden or x.shape[1], width=words.data * per_word * pack,
+        data_pitch=words.pitch * per_word, pitch=words.pitch,
         scales_at=words.data, factor_at=words.data + words.scales,
         ACTS=acts, READY=is_ready, HAS_G=g is not None, BY_GROUP=by_group,
         **step.config.constants(), **overlap(pdl),

@@ -10,6 +10,10 @@ tile, not for the launch. Counters stand by a tile's first row: word `row_begin 
   l1_done   n tiles of L1 that are in memory            L1 -> L2, where L2 follows tile by tile
 
 A pool smaller than the rows of a call holds a window of them; passes go through the windows.
+
+  kernel        programs                                       waits for
+  _rows_kernel  chunks of each source's list, tiles, waves     the launch before, all of it
+  pull_kernel   every num_programs-th group of 8 rows          the launch before, all of it
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from triton.experimental import gluon
 
 from megamoe.kernels.common.compat import after_previous
 from megamoe.kernels.gluon.compat import gl
+from megamoe.kernels.gluon.exchange import CALL, MISSED
 from megamoe.kernels.gluon.permute import write_tiles
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
@@ -31,6 +36,7 @@ from megamoe.kernels.gluon.pipeline import (
     wait_for_launch,
     wait_until,
 )
+from megamoe.kernels.gluon.placed import BLOCK_BYTES, placed_row
 from megamoe.kernels.gluon.pool import (
     ROW_ALIGN,
     TILE_ROW_BEGIN,
@@ -38,11 +44,9 @@ from megamoe.kernels.gluon.pool import (
     TILE_WORDS,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
-    ITEM_EXPERT,
-    ITEM_READ,
-    ITEM_WORDS,
     expert_rows,
     first_above,
+    no_items,
     schedule_wave,
 )
 
@@ -50,8 +54,6 @@ DEST_UNIT = 16  # values of a row, so many bytes at least: what L2 writes home b
 ORIGIN_UNIT = 16  # words: a record begins at a multiple of 64 bytes
 _UNIT = tl.constexpr(ORIGIN_UNIT)
 _ORIGIN_BYTES = tl.constexpr(4 * ORIGIN_UNIT)
-_CALL = tl.constexpr(0)  # words of `state`, as in `exchange`
-_MISSED = tl.constexpr(2)
 
 
 class Pulled(NamedTuple):
@@ -60,15 +62,6 @@ class Pulled(NamedTuple):
     origin: Tensor  # int64 [R]: 64-byte units from `tokens` here to the row's record
     arrived: Tensor  # int32 [R / ROW_ALIGN]
     l1_done: Tensor  # int32 [R / ROW_ALIGN]
-
-
-@triton.jit
-def _no_items(items, wave, num_ctas, CTAS: tl.constexpr):
-    """One program: a wave in which no CTA has a tile."""
-    place = tl.arange(0, CTAS)
-    at = items + (wave * num_ctas + place) * ITEM_WORDS
-    tl.store(at + ITEM_EXPERT, place * 0 - 1, mask=place < num_ctas)
-    tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)
 
 
 @triton.jit(
@@ -83,24 +76,27 @@ def _rows_kernel(
     first_row, pool_rows, l1_items, l2_items, l1_n_tiles, l1_slabs, l2_n_tiles, l2_slabs,
     l1_waves, l1_ctas, l2_ctas, span,
     RANKS: tl.constexpr, R: tl.constexpr, E: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr, IS_FIRST: tl.constexpr,
-    HAS_STATS: tl.constexpr, DEST_BYTES: tl.constexpr,
+    BLOCK: tl.constexpr, ALIGN: tl.constexpr, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr,
+    IS_FIRST: tl.constexpr, HAS_STATS: tl.constexpr, DEST_BYTES: tl.constexpr,
 ):  # fmt: skip
     """A program each: chunks of every source's list; the tile list; waves of work items.
 
     The pool holds the call's rows from `first_row` on. There are none where this rank did not see
     every peer's lists. All programs must decide that alike, so they read a word that only this
     rank's earlier launch writes, not the one that peers may write meanwhile.
+
+    ALIGN  rows at whose multiples experts begin, and a window of the pool: whole tiles where
+           scales are placed by tile (Blackwell)
     """
     after_previous()
     number = tl.program_id(0)
     source = tl.arange(0, R)[:, None]
     expert = tl.arange(0, E)
     is_there = (source < RANKS) & (expert < num_experts)[None, :]
-    is_there = is_there & (tl.load(state + _MISSED) == 0)
+    is_there = is_there & (tl.load(state + MISSED) == 0)
     by_source = tl.load(counts_in + source * pitch + expert[None, :], mask=is_there, other=0)
     count = tl.sum(by_source, 0)
-    row_begin = expert_rows(count)
+    row_begin = expert_rows(count, ALIGN)
     begin = tl.minimum(tl.maximum(row_begin - first_row, 0), pool_rows)
     here = tl.minimum(tl.maximum(row_begin + count - first_row, 0), pool_rows) - begin
     wave = number - RANKS * chunks - 1
@@ -108,9 +104,9 @@ def _rows_kernel(
         if CTAS:
             if tl.sum(here, 0) == 0:
                 if wave < l1_waves:
-                    _no_items(l1_items, wave, l1_ctas, CTAS)
+                    no_items(l1_items, wave, l1_ctas, CTAS)
                 else:
-                    _no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
+                    no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
             elif wave < l1_waves:
                 schedule_wave(
                     wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
@@ -124,7 +120,7 @@ def _rows_kernel(
     elif wave == -1:
         write_tiles(here, begin, tiles, num_tiles, BLOCK)
         if IS_FIRST:
-            tl.store(state + _CALL, tl.load(state + _CALL) + 1)
+            tl.store(state + CALL, tl.load(state + CALL) + 1)
             if HAS_STATS:
                 is_expert = expert < num_experts
                 total = tl.load(stats + expert, mask=is_expert)
@@ -163,12 +159,13 @@ def pull_kernel(
     tokens, data, scale, factor, origin, tiles, num_tiles, arrived, rank, pool_rows, pitch,
     data_words, scale_words, own_units, ns_per_row, latency_ns,
     RANKS: gl.constexpr, BLOCK: gl.constexpr, COLS: gl.constexpr, SCALES: gl.constexpr,
-    HAS_FACTOR: gl.constexpr, PACE: gl.constexpr,
+    HAS_FACTOR: gl.constexpr, PACE: gl.constexpr, PLACED: gl.constexpr,
 ):  # fmt: skip
     """CTA: every num_programs-th group of 8 rows of the pool, in the order of the tiles.
 
     tokens  int32 [T, pitch]: records of this rank; `origin` leads to those of all ranks
     data    int32 [R, data_words]: the pool; scale FP32 [blocks, R]
+    PLACED  scale has words of four bytes where a block-scaled MMA's copies find them (`placed`)
     SCALES  words after the data, to a power of two; 0: there are none
     PACE    remote rows are not counted before a link of 1 / ns_per_row rows could have brought
             them, nor before `latency_ns` after they were asked for; own ones are those of the first
@@ -207,7 +204,7 @@ def pull_kernel(
         if SCALES:
             _store_scales(
                 scales.to(gl.float32, bitcast=True), scale, factor, row, after, word, pool_rows,
-                scale_words, HAS_FACTOR,
+                scale_words, HAS_FACTOR, PLACED, BLOCK,
             )  # fmt: skip
         if PACE:
             is_far = used & ((units < 0) | (units >= own_units))
@@ -247,11 +244,24 @@ def _group(number, end, turn, part_row, tiles, origin, BLOCK: gl.constexpr):
 
 
 @gluon.jit
+def _scale_at(word, row, pool_rows, scale_words, PLACED: gl.constexpr, BLOCK: gl.constexpr):
+    """Word of the pool's scales that takes a record's scale word of a row, in tiles of BLOCK."""
+    if PLACED:  # a word has the four scales of a row in a block
+        WORDS: gl.constexpr = BLOCK_BYTES // 4
+        begin = (row // BLOCK).to(gl.int64) * (scale_words * WORDS) + placed_row(row % BLOCK) // 4
+        at = begin + word * WORDS
+    else:
+        at = word.to(gl.int64) * pool_rows + row
+    return at
+
+
+@gluon.jit
 def _store_scales(
-    got, scale, factor, row, mask, word, pool_rows, scale_words, HAS_FACTOR: gl.constexpr
-):
+    got, scale, factor, row, mask, word, pool_rows, scale_words, HAS_FACTOR: gl.constexpr,
+    PLACED: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
     """The words after the data of a group of rows: scales, and NVFP4's factor."""
-    at = word.to(gl.int64) * pool_rows + gl.expand_dims(row, 1)
+    at = _scale_at(word, gl.expand_dims(row, 1), pool_rows, scale_words, PLACED, BLOCK)
     gl.store(scale + at, got, mask=mask & (word < scale_words))
     if HAS_FACTOR:
         is_factor = mask & (word == scale_words)

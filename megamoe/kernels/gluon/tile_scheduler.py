@@ -231,6 +231,15 @@ def schedule_wave(
     tl.store(own_item + ITEM_READ, zero, mask=mask)
 
 
+@triton.jit
+def no_items(items, wave, num_ctas, CTAS: tl.constexpr):
+    """One program: a wave in which no CTA has a tile."""
+    place = tl.arange(0, CTAS)
+    at = items + (wave * num_ctas + place) * ITEM_WORDS
+    tl.store(at + ITEM_EXPERT, place * 0 - 1, mask=place < num_ctas)
+    tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)
+
+
 @triton.jit(do_not_specialize=list(SIZES))
 def _schedule_kernel(
     counts, num_experts, items, l1_n_tiles, l1_slabs, l2_n_tiles, l2_slabs, l1_waves, wave_ctas,

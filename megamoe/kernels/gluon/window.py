@@ -2,7 +2,14 @@
 
 Rows of all slots are known before (`permute.place`). A window holds so many of them, from one on;
 numbers of rows in it begin at zero. Tiles that lie across its ends are cut, which changes no bit.
-Counters of L1's tiles stand by the first row of a tile (`hopper/gemm/follow.py`).
+
+  program      makes
+  0            the tile list
+  1 to CHUNKS  rows of a chunk of slots in the window, and zeroed counters of L1's tiles
+  the rest     a wave of work items each, of L1 and then of L2
+
+Each waits for the launch before, all of it. Counters of L1's tiles stand by the first row of a tile
+(`follow.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +24,12 @@ from torch import Tensor
 from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.kernels.gluon.permute import write_tiles
 from megamoe.kernels.gluon.pool import ROW_ALIGN, Pool
-from megamoe.kernels.gluon.pull import _no_items
-from megamoe.kernels.gluon.tile_scheduler import WorkItems, expert_rows, schedule_wave
+from megamoe.kernels.gluon.tile_scheduler import (
+    WorkItems,
+    expert_rows,
+    no_items,
+    schedule_wave,
+)
 from megamoe.planner.launches import Launch, Window
 
 _WORK = ("n_tiles", "slabs", "ctas")
@@ -55,9 +66,9 @@ def _window_kernel(
         wave = number - 1 - CHUNKS
         if tl.sum(here, 0) == 0:
             if wave < l1_waves:
-                _no_items(l1_items, wave, l1_ctas, CTAS)
+                no_items(l1_items, wave, l1_ctas, CTAS)
             else:
-                _no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
+                no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
         elif wave < l1_waves:
             schedule_wave(
                 wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),

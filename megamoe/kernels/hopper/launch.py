@@ -14,6 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.common.numbers import Kind
+from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import HALF, LinearTiles, WorkItems
 from megamoe.kernels.hopper.gemm.plain import gemm_kernel
@@ -42,21 +43,6 @@ class Arithmetic:
     def is_fp8(self) -> bool:
         """Whether wgmma multiplies E4M3."""
         return self.dtype == torch.float8_e4m3fn
-
-
-class Chain(NamedTuple):
-    """How a GEMM follows the launch before it, and writes."""
-
-    follows: Tensor | None = None  # words by tile that its tiles wait for; None: for the launch
-    publishes: Tensor | None = None  # L1: words by tile that it counts in
-    dest_unit: int = 0  # L2: values of a unit of `dest`; 0: a row
-    after: Packed | None = None  # L2: weights of the L1 that was launched before it
-    begun: Tensor | None = None  # int64 [1]: when it began
-    row_scale: Tensor | None = None  # L2 of FP8 rows: uint8 [blocks of 128, rows of the pool]
-    bound_s: float = 0.0  # of a wait for a tile
-
-
-NO_CHAIN = Chain()
 
 
 @functools.cache
@@ -156,7 +142,6 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
          l1_n_tiles: int = 0, *, chain: Chain, **rest: Any) -> None:  # fmt: skip
     """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
     unused = x.num_tiles
-    assert chain.follows is None or chain.bound_s > 0, "a wait without a bound"
     factor_rows, factor_cols = factor_shape(w)
     rest |= {
         "factor": or_unused(w.factor, unused), "bias": or_unused(bias, unused),
@@ -164,7 +149,7 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
         "pool_rows": x.data.shape[0], "factor_rows": factor_rows, "factor_cols": factor_cols,
         "num_bias": w.num_outputs, "GATED": w.is_gated, "HAS_BIAS": bias is not None,
         "follows": chain.follows, "publishes": chain.publishes, "begun": chain.begun,
-        "bound_us": None if chain.follows is None else round(chain.bound_s * 1e6),
+        "bound_us": chain.bound_us,
     }  # fmt: skip
     if isinstance(step.config, Gemm):
         rest |= {

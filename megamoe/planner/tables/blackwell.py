@@ -46,6 +46,10 @@ SCHEDULES = {
 }
 
 
+# The chain: SMs that pull tokens into the pool beside L1 are as many as on Hopper.
+WHY_PULL_SMS = "as many as on an H200, where they were measured; no B200 was timed"
+
+
 # -- fused launches --------------------------------------------------------------------------------
 
 FUSED_SCRATCH = 8 << 10  # the compiler's, whatever the tile

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from megamoe.kernels.gluon.compat import gl, tma
+from megamoe.kernels.gluon.follow import GIVE_UP
 from megamoe.kernels.gluon.pipeline import (
     advance,
     bounded_wait,
@@ -41,18 +42,6 @@ from megamoe.kernels.hopper.weights.decode import (
 )
 
 BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs, before it is given up
-
-# Unless $1 >= $2: the word at $3 is set, so that all waits end, and the layer's error word at $4
-# becomes -1.
-GIVE_UP = gl.constexpr("""{
-.reg .pred p;
-setp.ge.s32 p, $1, $2;
-@p bra done;
-st.relaxed.gpu.global.b32 [$3], 1;
-red.relaxed.gpu.global.min.s32 [$4], -1;
-done:
-mov.b32 $0, 0;
-}""")
 # 64 rows x 128 of K: eight threads have a row, so that a store of a warp is whole lines.
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 JOB_WORDS = gl.constexpr(3)

@@ -56,6 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megamoe.kernels.common.numbers import abs_bits
 from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, times
 from megamoe.kernels.gluon.compat import gl, tma
+from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
 from megamoe.kernels.gluon.operands import (
     PREFETCH_STEPS,
     EpilogueOperands,
@@ -106,7 +107,6 @@ from megamoe.kernels.hopper.gemm.decode_per_wave import (
     wait_until_reached,
 )
 from megamoe.kernels.hopper.gemm.epilogue import store_transposed
-from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
 from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8, row_codes
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 

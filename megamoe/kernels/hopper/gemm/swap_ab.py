@@ -55,6 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.kernels.gluon.compat import gl, tma
 from megamoe.kernels.gluon.compiler_hooks import ours
+from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
 from megamoe.kernels.gluon.l2_policy import L2_WARM_BYTES, stream_copy, stream_policy
 from megamoe.kernels.gluon.operands import (
     EpilogueOperands,
@@ -87,7 +88,6 @@ from megamoe.kernels.gluon.tile_scheduler import (
     tile_in_list,
 )
 from megamoe.kernels.hopper.gemm.epilogue import finish_fp8, finish_gated, finish_linear
-from megamoe.kernels.hopper.gemm.follow import tile_word, wait_for_tile
 from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8
 
 
