@@ -56,15 +56,11 @@ def commits_in(text):
     return re.findall(r"\b(?=\w*\d)(?=\w*[a-f])[0-9a-f]{7,12}\b", text)
 
 
-OF_A_NEWER_RECORD = pytest.mark.xfail(strict=True, reason="its tests ran again since its commit")
-
-
 def citing():
     """Pages whose figures are of today; decisions are of their day."""
     for page in PAGES:
         if page.parent.name != "decisions":
-            marks = [OF_A_NEWER_RECORD] if page.name == "fused.md" else []
-            yield pytest.param(page, marks=marks, id=str(page.relative_to(ROOT)))
+            yield pytest.param(page, id=str(page.relative_to(ROOT)))
 
 
 @pytest.mark.parametrize("page", list(citing()))
