@@ -1,13 +1,15 @@
 """Small calls of the kernels, for compute-sanitizer: sanitize_calls.py [PART ...]
 
 A part is a recipe (every portable kernel), `quantisers`, `graphs` (the kernels around a captured
-call), hopper-RECIPE (Hopper's, on one rank, and fused over two) or chain-RECIPE (the chain's).
+call), hopper-RECIPE (Hopper's, on one rank, and fused over two), chain-RECIPE (the chain's), or
+control-ordered and control-racing (`sanitize_controls`).
 Sizes are odd on purpose: short last blocks, ragged and empty experts, masked slots, padding rows.
 """
 
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 import triton
@@ -176,7 +178,19 @@ def chain_layer(recipe: str) -> None:
         ranks.check()
 
 
-OTHERS = {"quantisers": quantisers, "graphs": graphs}
+def control(is_ordered: bool) -> None:
+    """A hand-shake as Hopper's kernels have, or none: what a tool says of it is what it can see."""
+    from scripts import sanitize_controls
+
+    sanitize_controls.control(DEVICE, is_ordered=is_ordered)
+
+
+OTHERS = {
+    "quantisers": quantisers,
+    "graphs": graphs,
+    "control-ordered": partial(control, True),
+    "control-racing": partial(control, False),
+}
 
 
 def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -186,7 +200,7 @@ def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 if __name__ == "__main__":
     triton.set_allocator(scratch)
-    wanted = sys.argv[1:] or [*RECIPES, *OTHERS]
+    wanted = sys.argv[1:] or [*RECIPES, "quantisers", "graphs"]
     for name in wanted:
         if name in OTHERS:
             OTHERS[name]()

@@ -51,11 +51,12 @@ def test_ptx_without_a_barrier_or_with_a_narrower_one_is_refused(kernel, monkeyp
     arrivals = [i for i, line in enumerate(lines) if "mbarrier.arrive" in line]
     assert any("expect_tx" in lines[i] for i in arrivals)
     edits = {f"no barrier before line {i}": without_barriers(lines, i) for i in arrivals}
+    first, second = (f"bar.sync \t{n}, 128" for n in (0, 2))
     edits |= {
         "no barrier after a posted tile": without_the_barrier_after_posting(lines),
-        "warp barriers in the first role": with_barriers(lines, "bar.sync \t0, 128", "bar.warp.sync -1"),
-        "warp barriers in the second role": with_barriers(lines, "bar.sync \t2, 128", "bar.warp.sync -1"),
-        "half of the second role": with_barriers(lines, "bar.sync \t2, 128", "bar.sync \t2, 64"),
+        "warp barriers in the first role": with_barriers(lines, first, "bar.warp.sync -1"),
+        "warp barriers in the second role": with_barriers(lines, second, "bar.warp.sync -1"),
+        "half of the second role": with_barriers(lines, second, "bar.sync \t2, 64"),
     }  # fmt: skip
     for name, edited in edits.items():
         assert edited != lines, name
