@@ -18,17 +18,26 @@ _ASM = re.compile(r"\.(relaxed|acquire)\.|\.param|wgmma\.fence")  # of waits and
 _WORKERS = re.compile(r"st\.shared(?:\.v\d)?\.b(?P<bits>\d+)\s+\[\S+\], \{?(?P<words>[\d, -]+)\}?;")
 
 
+def _told(line):
+    """Bytes of the words that a store has as constants."""
+    found = _WORKERS.match(line)
+    size = int(found["bits"]) if found else 0
+    words = found["words"].split(",") if found else ()
+    return b"".join((int(word) % (1 << size)).to_bytes(size // 8, "little") for word in words)
+
+
 def _workers(lines):
-    """{label: number of warps} of the roles that worker warps begin, none without roles."""
+    """{label: number of warps} of the roles that worker warps begin, none without roles.
+
+    Before a barrier of the CTA stands which target each worker warp jumps to: at first its role,
+    at the end the last one, which returns.
+    """
     jump = next((i for i, line in enumerate(lines) if ".branchtargets" in line), None)
     if jump is None:
         return {}
-    meet = next(i for i, line in enumerate(lines) if line.startswith("barrier.sync"))
-    roles = b"".join(
-        (int(word) % (1 << int(found["bits"]))).to_bytes(int(found["bits"]) // 8, "little")
-        for found in filter(None, map(_WORKERS.match, lines[meet - 4 : meet]))
-        for word in found["words"].split(",")
-    )
+    meet = [i for i, line in enumerate(lines) if line.startswith("barrier.sync")]
+    told = [b"".join(map(_told, lines[i - 4 : i])) for i in meet]
+    roles = min(filter(None, told), key=sum, default=b"")
     assert roles, "what worker warps run is told in a way that is not known here"
     return {lines[jump + 1 + role].rstrip(",;"): num for role, num in Counter(roles).items()}
 
