@@ -17,12 +17,13 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows 
 
 TIMES = float(os.environ.get("MEGAMOE_INTERLEAVINGS", "0.1"))
 FROM = int(os.environ.get("MEGAMOE_INTERLEAVINGS_FROM", "0"))
-NUM = max(int(160 * TIMES), 1)
+NUM_GEMM, NUM_FUSED = 160, 30  # of each case
 
 
 @pytest.mark.parametrize("name", blackwell.CASES)
 def test_no_interleaving_breaks_an_order_or_changes_a_bit(name):
-    assert explore(blackwell.case(name), range(FROM, FROM + NUM)) == NUM
+    num = max(int(NUM_GEMM * TIMES), 1)
+    assert explore(blackwell.case(name), range(FROM, FROM + num)) == num
 
 
 def test_every_planted_bug_is_found():
@@ -53,7 +54,7 @@ def test_a_copy_of_scales_that_may_overtake_a_product_is_a_violation():
 
 @pytest.mark.parametrize("name", blackwell.FUSED)
 def test_no_interleaving_of_a_fused_launch_breaks_an_order_or_changes_a_bit(name):
-    num = max(int(30 * TIMES), 1)
+    num = max(int(NUM_FUSED * TIMES), 1)
     assert explore(blackwell.case(name), range(FROM, FROM + num)) == num
 
 
