@@ -79,12 +79,6 @@ def test_every_bug_in_the_fused_launch_is_found():
     assert not set(blackwell.FUSED_EXCUSED) - set(blackwell.fused_bugs())
 
 
-def test_what_the_compiler_does_not_carry_is_not_in_the_fused_launch():
-    """An alias before a loop that sets it again (`mutate.as_compiled`) would be found."""
-    traps = [t for module in blackwell.FUSED_MODULES for t in mutate.carried_traps(module)]
-    assert not [t.name for t in traps if blackwell.hunt(t, cases=blackwell.FUSED) is None]
-
-
 @pytest.mark.parametrize("name", ["fused", "fused-ring", "fused-ranks"])
 def test_waits_that_run_out_at_any_time_leave_nobody_waiting_and_store_nowhere_else(name):
     assert any(outcomes(blackwell.case(name), range(6), hurry=0.05))
