@@ -6,9 +6,8 @@
 
 Tools: compute-sanitizer's memcheck, racecheck and synccheck, and `consan`, Triton's own sanitizer
 of barriers, copies and products (TRITON_INSTRUMENTATION_MODE). Parts are those of
-`sanitize_calls.py`; ConSan knows what Gluon's kernels do, so it gets Hopper's alone. Kernels are
-compiled first, several processes at a time: under ConSan one takes 40 to 220 s of a core (compiled
-on a CPU, 2026-11-18).
+`sanitize_calls.py`; ConSan knows what Gluon's kernels do, and gets parts of its own
+(`sanitize_consan.py`): few kernels on few CTAs, built first, under a limit of their own.
 
 The newest compute-sanitizer runs: that of --tool, on PATH or in the CUDA toolkit. pip's wheel
 nvidia-cuda-sanitizer-api has one that needs no toolkit and can be carried to a machine without a
@@ -36,6 +35,7 @@ from pathlib import Path
 from megamoe.files import write_atomic
 from megamoe.planner.numerics import HOPPER_RECIPES
 from megamoe.problem import RECIPES
+from scripts import sanitize_consan
 from scripts.sanitize_races import races
 
 ROOT = Path(__file__).parent.parent
@@ -48,8 +48,9 @@ TOOLS = {  # tool: the parts it runs
     "memcheck": PORTABLE + HOPPER,
     "racecheck": PORTABLE + HOPPER + CONTROLS,
     "synccheck": PORTABLE + HOPPER,
-    "consan": HOPPER,
+    "consan": sanitize_consan.PARTS,
 }
+KNOWN = PORTABLE + HOPPER + CONTROLS + sanitize_consan.PARTS
 UNSEEN = (
     "racecheck sees shared memory accessed by threads, not by TMA or wgmma; ConSan sees those, but "
     "not inline PTX: the bounded waits on global memory, signals and reports, griddepcontrol, "
@@ -118,7 +119,7 @@ def environment(tool: str) -> dict[str, str]:
     """Of a run under the tool."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     if tool == "consan":
-        return env | {"TRITON_INSTRUMENTATION_MODE": "consan"}
+        return env | sanitize_consan.environment()
     return env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
@@ -170,10 +171,39 @@ def run(tool: str, part: str, where: str | None, limit_s: float, folder: Path) -
         done = subprocess.run(command(tool, part, where), timeout=limit_s, **how)
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
-        code, output = 124, (late.stdout or b"").decode() if late.stdout else ""
+        said = [text.decode() for text in (late.stdout, late.stderr) if text]
+        code, output = 124, "".join(said)
     found = judge(tool, part, code, output, time.monotonic() - began)
     if not found.is_clean or found.part in CONTROLS:
         write_atomic(folder / f"{tool}-{part}.log", output)
+    return found
+
+
+def build_for_consan(parts: list[str], limit_s: float) -> str:
+    """Build ConSan's kernels, no GPU needed; -> why there are none, or ""."""
+    print(f"stage: building kernels of {len(parts)} parts for ConSan", flush=True)
+    build = [sys.executable, str(CALLS.with_name("sanitize_consan.py")), "--compile-only", *parts]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(build, timeout=limit_s, env=environment("consan"), cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return f"its kernels were not built within {limit_s:.0f} s"
+    print(f"stage: ConSan's builds ended after {time.monotonic() - began:.0f} s", flush=True)
+    return "" if done.returncode == 0 else f"its build ended with {done.returncode}"
+
+
+def run_all(jobs: list[tuple[str, str]], got: argparse.Namespace, where: str | None) -> list[Found]:
+    """Build, then run every job; prints stages and results as they come."""
+    compile_first(list(dict.fromkeys(p for t, p in jobs if t != "consan")), got.jobs)
+    parts = [part for tool, part in jobs if tool == "consan"]
+    why = build_for_consan(parts, got.build_limit_s) if parts else ""
+    found = [Found("consan", part, False, why, 0.0) for part in parts if why]
+    print("stage: running", flush=True)
+    left = [job for job in jobs if not (why and job[0] == "consan")]
+    with ThreadPoolExecutor(got.jobs) as pool:
+        for one in pool.map(lambda job: run(*job, where, got.limit_s, got.folder), left):
+            found.append(one)
+            print(one, flush=True)
     return found
 
 
@@ -196,13 +226,14 @@ def main() -> int:
     ask.add_argument("--parts", default="", help="some of them, by name")
     ask.add_argument("--tool", type=Path, help="a compute-sanitizer; the newest of all runs")
     ask.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) // 2, 1))
-    ask.add_argument("--limit-s", type=float, default=400.0, help="of one tool and part")
+    ask.add_argument("--limit-s", type=float, default=400.0, help="of a run of one tool and part")
+    ask.add_argument("--build-limit-s", type=float, default=600.0, help="of ConSan's kernels")
     got = ask.parse_args()
     tools, parts = got.tools.split(","), got.parts.split(",") if got.parts else None
     unknown = [t for t in tools if t not in TOOLS]
-    unknown += [p for p in parts or () if p not in PORTABLE + HOPPER + CONTROLS]
+    unknown += [p for p in parts or () if p not in KNOWN]
     if unknown or not got.folder.is_dir():
-        known = f"tools {list(TOOLS)}; parts {PORTABLE + HOPPER + CONTROLS}"
+        known = f"tools {list(TOOLS)}; parts {KNOWN}"
         ask.error(f"unknown: {unknown}; {known}; the folder must exist")
     newest = sanitizer(got.tool)
     if newest is None and tools != ["consan"]:
@@ -211,12 +242,7 @@ def main() -> int:
         return 3
     where, version = newest or (None, "none")
     jobs = [(t, p) for t in tools for p in TOOLS[t] if parts is None or p in parts]
-    compile_first(list(dict.fromkeys(p for t, p in jobs if t != "consan")), got.jobs)
-    found = []
-    with ThreadPoolExecutor(got.jobs) as pool:
-        for one in pool.map(lambda job: run(*job, where, got.limit_s, got.folder), jobs):
-            found.append(one)
-            print(one, flush=True)
+    found = run_all(jobs, got, where)
     write_atomic(got.folder / "sanitizer.txt", record(found, version))
     return 0 if all(one.is_fine for one in found) else 1
 
