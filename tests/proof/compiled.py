@@ -19,7 +19,7 @@ _ASM = re.compile(r"\.(relaxed|acquire)\.|\.param|wgmma\.fence")  # of waits and
 _WORKERS = re.compile(r"st\.shared(?:\.v\d)?\.b(?P<bits>\d+)\s+\[\S+\], \{?(?P<words>[\d, -]+)\}?;")
 
 
-def _told(line):
+def _constants(line):
     """Bytes of the words that a store has as constants."""
     found = _WORKERS.match(line)
     size = int(found["bits"]) if found else 0
@@ -36,9 +36,9 @@ def _workers(lines):
     jump = next((i for i, line in enumerate(lines) if ".branchtargets" in line), None)
     if jump is None:
         return {}
-    meet = [i for i, line in enumerate(lines) if line.startswith("barrier.sync")]
-    told = [b"".join(map(_told, lines[i - 4 : i])) for i in meet]
-    roles = min(filter(None, told), key=sum, default=b"")
+    barriers = [i for i, line in enumerate(lines) if line.startswith("barrier.sync")]
+    stored = [b"".join(map(_constants, lines[i - 4 : i])) for i in barriers]
+    roles = min(filter(None, stored), key=sum, default=b"")
     assert roles, "what worker warps run is told in a way that is not known here"
     return {lines[jump + 1 + role].rstrip(",;"): num for role, num in Counter(roles).items()}
 
