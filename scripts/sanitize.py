@@ -2,16 +2,21 @@
 """Every kernel under the tools that look for races and stray accesses, with a record.
 
     PYTHONPATH=. python scripts/sanitize.py FOLDER [--tools memcheck,consan] [--parts hopper-w8a8]
+        [--tool PATH]
 
 Tools: compute-sanitizer's memcheck, racecheck and synccheck, and `consan`, Triton's own sanitizer
 of barriers, copies and products (TRITON_INSTRUMENTATION_MODE). Parts are those of
-`sanitize_calls.py`; ConSan knows what Gluon's kernels do, so it gets Hopper's alone. Kernels are
-compiled first, several processes at a time: under ConSan one takes 40 to 220 s of a core (compiled
-on a CPU, 2026-11-18).
+`sanitize_calls.py`; ConSan knows what Gluon's kernels do, and gets parts of its own
+(`sanitize_consan.py`): few kernels on few CTAs, built first, under a limit of their own.
+
+The newest compute-sanitizer runs: that of --tool, on PATH or in the CUDA toolkit. pip's wheel
+nvidia-cuda-sanitizer-api has one that needs no toolkit and can be carried to a machine without a
+network. racecheck's hazards are held, pair by pair, to the table of `sanitize_races.py`; and it
+judges two control kernels, so that a reader knows whether it sees an mbarrier's order at all.
 
 Writes FOLDER/sanitizer.txt: provenance, what no tool sees, a line for each tool and part; and the
-whole output of a tool for each part that is not clean. Exit codes: 0 clean, 1 something was found
-or did not end, 3 compute-sanitizer is missing.
+whole output of a tool for each part that is not clean. Exit codes: 0 all is clean or explained,
+1 something was found or did not end, 3 compute-sanitizer is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +28,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,18 +35,22 @@ from pathlib import Path
 from megamoe.files import write_atomic
 from megamoe.planner.numerics import HOPPER_RECIPES
 from megamoe.problem import RECIPES
+from scripts import sanitize_consan
+from scripts.sanitize_races import races
 
 ROOT = Path(__file__).parent.parent
 CALLS = ROOT / "scripts" / "sanitize_calls.py"
 PORTABLE = (*RECIPES, "quantisers", "graphs")
 HOPPER = tuple(f"hopper-{recipe}" for recipe in HOPPER_RECIPES)
 HOPPER += tuple(f"chain-{recipe}" for recipe in HOPPER_RECIPES)
+CONTROLS = ("control-ordered", "control-racing")
 TOOLS = {  # tool: the parts it runs
     "memcheck": PORTABLE + HOPPER,
-    "racecheck": PORTABLE + HOPPER,
+    "racecheck": PORTABLE + HOPPER + CONTROLS,
     "synccheck": PORTABLE + HOPPER,
-    "consan": HOPPER,
+    "consan": sanitize_consan.PARTS,
 }
+KNOWN = PORTABLE + HOPPER + CONTROLS + sanitize_consan.PARTS
 UNSEEN = (
     "racecheck sees shared memory accessed by threads, not by TMA or wgmma; ConSan sees those, but "
     "not inline PTX: the bounded waits on global memory, signals and reports, griddepcontrol, "
@@ -51,7 +59,8 @@ UNSEEN = (
     "ranks is what tests/proof schedules"
 )
 SUMMARY = re.compile(r"(ERROR SUMMARY|RACECHECK SUMMARY): .*")
-HAZARD = re.compile(r"Race reported between .* access at (\w+)")
+UNSURE = re.compile(r".*(Detected overflow|didn't track the launch).*")
+VERSION = re.compile(r"Version (\d+(?:\.\d+)*)")
 FAULT = re.compile(r".*(device-side assert|Assertion|CUDA error|illegal).*")
 
 
@@ -64,18 +73,36 @@ class Found:
     is_clean: bool
     said: str
     seconds: float
+    is_explained: bool = False  # racecheck's hazards, all of them
+
+    @property
+    def is_fine(self) -> bool:
+        return self.is_clean or self.is_explained or self.part in CONTROLS  # see `verdict`
 
     def __str__(self) -> str:
-        state = "clean" if self.is_clean else "FOUND"
+        state = "clean" if self.is_clean else "explained" if self.is_explained else "FOUND"
         return f"{self.tool} {self.part}: {state}, {self.said} ({self.seconds:.0f} s)"
 
 
-def sanitizer() -> str | None:
-    """compute-sanitizer, on PATH or in the CUDA toolkit."""
+def version_of(where: str) -> str:
+    """What a compute-sanitizer calls itself, such as 2026.3.0.0."""
+    done = subprocess.run([where, "--version"], capture_output=True, text=True)
+    found = VERSION.search(done.stdout)
+    return found[1] if found else "of unknown version"
+
+
+def _order(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version))
+
+
+def sanitizer(given: Path | None = None) -> tuple[str, str] | None:
+    """The newest compute-sanitizer and its version: as given, on PATH or in the CUDA toolkit."""
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     places = (cuda / "bin", cuda / "compute-sanitizer", cuda / "extras" / "compute-sanitizer")
-    inside = (shutil.which("compute-sanitizer", path=str(place)) for place in places)
-    return shutil.which("compute-sanitizer") or next(filter(None, inside), None)
+    names = [shutil.which("compute-sanitizer", path=str(place)) for place in places]
+    names += [shutil.which("compute-sanitizer"), str(given) if given else None]
+    known = [(name, version_of(name)) for name in dict.fromkeys(filter(None, names))]
+    return max(known, key=lambda one: _order(one[1])) if known else None
 
 
 def command(tool: str, part: str, where: str | None) -> list[str]:
@@ -83,35 +110,57 @@ def command(tool: str, part: str, where: str | None) -> list[str]:
     run = [sys.executable, str(CALLS), part]
     if tool == "consan" or where is None:
         return run
-    return [where, "--tool", tool, "--print-limit", "20", "--error-exitcode", "9", *run]
+    more = ["--num-cuda-barriers", "256"] if tool in ("racecheck", "synccheck") else []
+    shown = "0" if tool == "racecheck" else "20"  # 0: all of them, to be read pair by pair
+    return [where, "--tool", tool, "--print-limit", shown, *more, "--error-exitcode", "9", *run]
 
 
 def environment(tool: str) -> dict[str, str]:
     """Of a run under the tool."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     if tool == "consan":
-        return env | {"TRITON_INSTRUMENTATION_MODE": "consan"}
+        return env | sanitize_consan.environment()
     return env | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
 
 
 def judge(tool: str, part: str, code: int, output: str, seconds: float) -> Found:
     """Clean: the run ended well, finished its part, and a tool with a summary counted nothing.
 
-    Hazards are named with the kernels in which they were shown, at most 20 a part.
+    A tool that lost track of barriers or of a launch says nothing, whatever it counted.
     """
-    sums = [line.group() for line in map(SUMMARY.search, output.splitlines()) if line]
-    is_done = f"done {part}" in output.splitlines()
-    faults = [line.group() for line in map(FAULT.search, output.splitlines()) if line]
+    lines = output.splitlines()
+    sums = [line.group() for line in map(SUMMARY.search, lines) if line]
+    is_done = f"done {part}" in lines
+    faults = [line.group() for line in map(FAULT.search, lines) if line]
+    unsure = [line.group() for line in map(UNSURE.search, lines) if line]
     is_silent = tool == "consan" or (bool(sums) and " 0 " in sums[-1])
     said = sums[-1] if sums else ("the part ran to its end" if is_done else "it did not finish")
-    hazards = Counter(HAZARD.findall(output))
-    if hazards:
-        said += "; shown of " + ", ".join(f"{name} {n}" for name, n in hazards.most_common())
+    found = races(output) if tool == "racecheck" else None
+    if found is not None and sums:
+        said = str(found)
     if code == 124:
         said = f"not ended in time; {said}"
-    if faults:
-        said += f"; {faults[0].strip()[:200]}"
-    return Found(tool, part, code == 0 and is_done and is_silent, said, seconds)
+    for lost in (*unsure[:1], *faults[:1]):
+        said += f"; {lost.strip()[:200]}"
+    is_clean = code == 0 and is_done and is_silent and not unsure
+    # racecheck's exit code says that there are hazards; what else it may mean is in the text.
+    is_whole = code in (0, 9) and is_done and not unsure and not faults
+    is_explained = bool(found and found.num and found.is_explained and is_whole)
+    return Found(tool, part, is_clean, said, seconds, is_explained)
+
+
+def verdict(found: list[Found]) -> str:
+    """What racecheck's word on a hand-shake is worth, by the two control kernels."""
+    by_part = {one.part: one for one in found if one.tool == "racecheck" and one.part in CONTROLS}
+    if len(by_part) < len(CONTROLS):
+        return "The control kernels did not run: nothing says whether racecheck sees such order."
+    ordered, racing = (by_part[part].is_clean for part in CONTROLS)
+    if ordered and not racing:
+        return "racecheck tells a hand-shake on mbarriers from a race: its hazards are to be read."
+    return (
+        f"racecheck cannot judge hand-shakes on mbarriers: with one it is "
+        f"{'silent' if ordered else 'not'}, without any it is {'silent' if racing else 'not'}."
+    )
 
 
 def run(tool: str, part: str, where: str | None, limit_s: float, folder: Path) -> Found:
@@ -122,10 +171,39 @@ def run(tool: str, part: str, where: str | None, limit_s: float, folder: Path) -
         done = subprocess.run(command(tool, part, where), timeout=limit_s, **how)
         code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
-        code, output = 124, (late.stdout or b"").decode() if late.stdout else ""
+        said = [text.decode() for text in (late.stdout, late.stderr) if text]
+        code, output = 124, "".join(said)
     found = judge(tool, part, code, output, time.monotonic() - began)
-    if not found.is_clean:
+    if not found.is_clean or found.part in CONTROLS:
         write_atomic(folder / f"{tool}-{part}.log", output)
+    return found
+
+
+def build_for_consan(parts: list[str], limit_s: float) -> str:
+    """Build ConSan's kernels, no GPU needed; -> why there are none, or ""."""
+    print(f"stage: building kernels of {len(parts)} parts for ConSan", flush=True)
+    build = [sys.executable, str(CALLS.with_name("sanitize_consan.py")), "--compile-only", *parts]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(build, timeout=limit_s, env=environment("consan"), cwd=ROOT)
+    except subprocess.TimeoutExpired:
+        return f"its kernels were not built within {limit_s:.0f} s"
+    print(f"stage: ConSan's builds ended after {time.monotonic() - began:.0f} s", flush=True)
+    return "" if done.returncode == 0 else f"its build ended with {done.returncode}"
+
+
+def run_all(jobs: list[tuple[str, str]], got: argparse.Namespace, where: str | None) -> list[Found]:
+    """Build, then run every job; prints stages and results as they come."""
+    compile_first(list(dict.fromkeys(p for t, p in jobs if t != "consan")), got.jobs)
+    parts = [part for tool, part in jobs if tool == "consan"]
+    why = build_for_consan(parts, got.build_limit_s) if parts else ""
+    found = [Found("consan", part, False, why, 0.0) for part in parts if why]
+    print("stage: running", flush=True)
+    left = [job for job in jobs if not (why and job[0] == "consan")]
+    with ThreadPoolExecutor(got.jobs) as pool:
+        for one in pool.map(lambda job: run(*job, where, got.limit_s, got.folder), left):
+            found.append(one)
+            print(one, flush=True)
     return found
 
 
@@ -146,39 +224,41 @@ def main() -> int:
     ask.add_argument("folder", type=Path)
     ask.add_argument("--tools", default=",".join(TOOLS))
     ask.add_argument("--parts", default="", help="some of them, by name")
+    ask.add_argument("--tool", type=Path, help="a compute-sanitizer; the newest of all runs")
     ask.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) // 2, 1))
-    ask.add_argument("--limit-s", type=float, default=400.0, help="of one tool and part")
+    ask.add_argument("--limit-s", type=float, default=400.0, help="of a run of one tool and part")
+    ask.add_argument("--build-limit-s", type=float, default=600.0, help="of ConSan's kernels")
     got = ask.parse_args()
     tools, parts = got.tools.split(","), got.parts.split(",") if got.parts else None
     unknown = [t for t in tools if t not in TOOLS]
-    unknown += [p for p in parts or () if p not in PORTABLE + HOPPER]
+    unknown += [p for p in parts or () if p not in KNOWN]
     if unknown or not got.folder.is_dir():
-        known = f"tools {list(TOOLS)}; parts {PORTABLE + HOPPER}"
+        known = f"tools {list(TOOLS)}; parts {KNOWN}"
         ask.error(f"unknown: {unknown}; {known}; the folder must exist")
-    where = sanitizer()
-    if where is None and tools != ["consan"]:
-        print("compute-sanitizer is neither on PATH nor in the CUDA toolkit", file=sys.stderr)
+    newest = sanitizer(got.tool)
+    if newest is None and tools != ["consan"]:
+        print("compute-sanitizer is neither on PATH nor in the CUDA toolkit; give --tool, such as "
+              "that of pip's nvidia-cuda-sanitizer-api", file=sys.stderr)  # fmt: skip
         return 3
+    where, version = newest or (None, "none")
     jobs = [(t, p) for t in tools for p in TOOLS[t] if parts is None or p in parts]
-    compile_first(list(dict.fromkeys(p for t, p in jobs if t != "consan")), got.jobs)
-    found = []
-    with ThreadPoolExecutor(got.jobs) as pool:
-        for one in pool.map(lambda job: run(*job, where, got.limit_s, got.folder), jobs):
-            found.append(one)
-            print(one, flush=True)
-    write_atomic(got.folder / "sanitizer.txt", record(found))
-    return 0 if all(one.is_clean for one in found) else 1
+    found = run_all(jobs, got, where)
+    write_atomic(got.folder / "sanitizer.txt", record(found, version))
+    return 0 if all(one.is_fine for one in found) else 1
 
 
-def record(found: list[Found]) -> str:
+def record(found: list[Found], version: str) -> str:
     """The text of the record."""
     import torch
 
     from megamoe.bench.provenance import provenance
 
     where = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    clean = sum(one.is_clean for one in found)
-    return "\n".join([where, f"{clean} of {len(found)} clean. {UNSEEN}.", *map(str, found), ""])
+    clean, explained = (
+        sum(getattr(one, f"is_{s}") for one in found) for s in ("clean", "explained")
+    )
+    head = f"{clean} of {len(found)} clean, {explained} explained. {UNSEEN}. {verdict(found)}"
+    return "\n".join([f"{where}, compute-sanitizer {version}", head, *map(str, found), ""])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,17 @@
 """Small calls of the kernels, for compute-sanitizer: sanitize_calls.py [PART ...]
 
 A part is a recipe (every portable kernel), `quantisers`, `graphs` (the kernels around a captured
-call), hopper-RECIPE (Hopper's, on one rank, and fused over two) or chain-RECIPE (the chain's).
+call), hopper-RECIPE (Hopper's, on one rank, and fused over two), chain-RECIPE (the chain's),
+consan-RECIPE (a few of Hopper's, on few CTAs), or
+control-ordered and control-racing (`sanitize_controls`).
 Sizes are odd on purpose: short last blocks, ragged and empty experts, masked slots, padding rows.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
+from functools import partial
 
 import torch
 import triton
@@ -176,7 +180,56 @@ def chain_layer(recipe: str) -> None:
         ranks.check()
 
 
-OTHERS = {"quantisers": quantisers, "graphs": graphs}
+def control(is_ordered: bool) -> None:
+    """A hand-shake as Hopper's kernels have, or none: what a tool says of it is what it can see."""
+    from scripts import sanitize_controls
+
+    sanitize_controls.control(DEVICE, is_ordered=is_ordered)
+
+
+def consan_layer(recipe: str) -> None:
+    """The calls of a part of ConSan's (`sanitize_consan`), whose kernels were built before."""
+    from megamoe.engine import local, planning
+    from scripts import sanitize_consan
+
+    machine = replace(planning.hardware_of(DEVICE), num_sms=sanitize_consan.NUM_CTAS)
+    planning.hardware_of = local.hardware_of = lambda device: machine
+    triton.knobs.compilation.listener = refuse_to_build
+    experts, intermediate, hidden = (getattr(sanitize_consan, size) for size in "EIH")
+    w13, w2 = normal(experts, 2 * intermediate, hidden), normal(experts, hidden, intermediate)
+    w = mm.ExpertWeights.quantize(w13, w2, recipe).to(DEVICE)
+    for what, layer, num in sanitize_consan.layers(recipe):
+        idx, weight = sample_routing(num, experts, K, masked_ratio=0.2)
+        inputs = normal(num, hidden), idx.to(DEVICE), weight.to(DEVICE)
+        if layer.local_ranks > 1:
+            ranks = LocalRanks(w, layer.local_ranks, timeout_s=60.0)
+            found = ranks(*([t] * layer.local_ranks for t in inputs))
+            ranks.check()
+        else:
+            found = [mm.MoE(w, experts, K, **planned(layer))(*inputs)]
+        assert all(y.isfinite().all() for y in found), what
+        print(f"ran {what}", flush=True)
+
+
+def planned(layer) -> dict:
+    """A layer's overrides as arguments of `MoE`."""
+    given = dict(layer.overrides)
+    own = {name: given.pop(name) for name in ("backend", "mode")}
+    return {**own, "overrides": given}
+
+
+def refuse_to_build(src, cache_hit: bool, **_) -> None:
+    """A kernel of ours that the build did not make would take a minute here, under the limit."""
+    name = src.fn.__name__
+    assert cache_hit or not src.fn.is_gluon(), f"{name} was not built by sanitize_consan.py"
+
+
+OTHERS = {
+    "quantisers": quantisers,
+    "graphs": graphs,
+    "control-ordered": partial(control, True),
+    "control-racing": partial(control, False),
+}
 
 
 def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
@@ -186,12 +239,14 @@ def scratch(size: int, alignment: int, stream: int | None) -> torch.Tensor:
 
 if __name__ == "__main__":
     triton.set_allocator(scratch)
-    wanted = sys.argv[1:] or [*RECIPES, *OTHERS]
+    wanted = sys.argv[1:] or [*RECIPES, "quantisers", "graphs"]
     for name in wanted:
         if name in OTHERS:
             OTHERS[name]()
         elif name.startswith("hopper-"):
             hopper_layer(name.removeprefix("hopper-"))
+        elif name.startswith("consan-"):
+            consan_layer(name.removeprefix("consan-"))
         elif name.startswith("chain-"):
             chain_layer(name.removeprefix("chain-"))
         else:

@@ -109,8 +109,9 @@ def store(pointer, value, mask=None, **_):
     for region, offset, which in scheduler.memory.parts(address, size):
         region.write(scheduler.memory, role.agent, clock, offset, role.clocks[SEEN])
         region.view(kind.stored)[offset // size] = given[which]
-        for at in offset if len(offset) <= 64 else ():
-            scheduler.wake(region.start + int(at))
+        if scheduler.waiting and len(offset) <= 64:
+            for at in offset.tolist():
+                scheduler.wake(region.start + at)
 
 
 def _acquire(role, word, scope):

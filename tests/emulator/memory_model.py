@@ -20,6 +20,7 @@ operation did is ordered by its completion, which fences by itself.
 """
 
 from bisect import bisect_right
+from collections import defaultdict
 
 import numpy as np
 
@@ -240,7 +241,8 @@ class Cells:
         self.data, self.row, self.name = data, row_bytes, name
         num = -(-len(data) // row_bytes)
         self.writes = [(0, 0, False)] * num  # agent, clock, whether by the async proxy
-        self.reads = [{} for _ in range(num)]  # {agent: (clock, whether by the async proxy)}
+        # Since its last write, row -> {agent: (clock, whether by the async proxy)}.
+        self.reads = defaultdict(dict)
 
     def _blame(self, memory, what, agent, by, row):
         memory.blame(agent, f"{what} {self.name}[{row}]", by)
@@ -264,9 +266,8 @@ class Cells:
             order = clocks[SHARED if through_async and not is_async else SEEN]
             if order[by] < at and (through_async or by != agent):
                 self._blame(memory, what, agent, by, row)
-            for reader, (at, is_async) in self.reads[row].items():
+            for reader, (at, is_async) in self.reads.pop(row, {}).items():
                 order = clocks[SHARED if through_async and not is_async else SEEN]
                 if order[reader] < at and (through_async or reader != agent):
                     self._blame(memory, what, agent, reader, row)
-            self.reads[row].clear()
             self.writes[row] = (agent if writer is None else writer), clock, through_async

@@ -263,6 +263,8 @@ class Scheduler:
                 there = self.waiting.get(key, ())
                 if role in there:
                     there.remove(role)
+                if not there:
+                    self.waiting.pop(key, None)
             if role.is_late:
                 role.waits_for = None
                 return is_over()

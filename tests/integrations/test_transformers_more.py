@@ -29,7 +29,10 @@ def test_transformers_own_names_are_not_taken(name):
 
 def test_our_own_names_may_be_registered_again():
     ours.register("megamoe-again", recipe="w4a16")
+    before = [known["megamoe-again"] for known in ours._interfaces()]
     ours.register("megamoe-again")
+    after = [known["megamoe-again"] for known in ours._interfaces()]
+    assert before and all(old is not new for old, new in zip(before, after, strict=True))
 
 
 def test_use_sets_it_and_counts():

@@ -345,11 +345,11 @@ def planted_bugs():
     return found
 
 
-def hunt(mutant, seeds=6, cases=CASES):
+def hunt(mutant, base=0, seeds=6, cases=CASES):
     """(case, seed, error) of who finds a planted bug first, or None."""
     names = [name for name in cases if (mutant.module, mutant.function) in reached(name)]
     with mutate.planted(mutant):
-        for seed in range(seeds):
+        for seed in range(base, base + seeds):
             for name in names:
                 found, error = is_found(case(name), (seed,))
                 if found is not None:

@@ -10,6 +10,7 @@ from tests.emulator import policies
 from tests.emulator.exploring import attempt
 from tests.kernels.support import INTERPRETED
 from tests.proof import campaign, targets
+from tests.proof.waits import WAITS
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
@@ -43,17 +44,6 @@ def outcomes(case, seeds, hurry=None):
 def test_a_rank_that_never_says_it_is_done_is_reported_in_every_interleaving():
     case = targets.fused_case(absent=0)
     assert set(outcomes(case, range(16))) == {sync.WAIT_DONE.value}
-
-
-# Who reports a poisoned counter first. EXIT's goes unnoticed: nobody clears, and the next call's
-# counts are wrong.
-WAITS = {
-    "POOL": {sync.WAIT_POOL.value},
-    "TICKET": {sync.WAIT_TICKETS.value},
-    "L1_DONE": {sync.WAIT_L1.value, sync.WAIT_DONE.value},
-    "DONE": {sync.WAIT_DONE.value},
-    "EXIT": {0},
-}
 
 
 @pytest.mark.parametrize("value", [-1_000_003, 1_000_003])
