@@ -74,8 +74,8 @@ def measure(
         wanted = calls["eager"]()
         same = {how: torch.equal(call(), wanted) for how, call in calls.items()}
         times = _times(calls, where, rounds)
-        for how, seen in times.items():
-            host, wall = ([1e6 * t / CALLS for t in part] for part in zip(*seen, strict=True))
+        for how, samples in times.items():
+            host, wall = ([1e6 * t / CALLS for t in part] for part in zip(*samples, strict=True))
             rows.append(
                 Row(
                     cell.name, eager.backend, recipe, how, statistics.median(host), min(host),

@@ -255,9 +255,9 @@ def measure(
         one = replace(settings, backends=("auto", *RIVALS), recipes=(line.recipe,))
 
         def keep(so_far: Report, line: Line = line, before: Record = before) -> None:
-            found = _with_line(before, line, so_far, peers)
-            progress("cells", len(found.cells), num_cells)
-            on_cell(found)
+            record = _with_line(before, line, so_far, peers)
+            progress("cells", len(record.cells), num_cells)
+            on_cell(record)
 
         report = layers(cells_named(names[line]), one, peers=peers, on_cell=keep)
         before = _with_line(before, line, report, peers)
@@ -302,7 +302,7 @@ def cell_of(line: Line, report: Report, peers: Peers | None) -> Timed:
     others = {name: (us, "") for name, us in timed.items()}
     if peers is not None:
         others |= {name: (us, "recorded") for name, us in peers.cells.get(cell, {}).items()}
-    others = {name: found for name, found in others.items() if serves(name, line.recipe)}
+    others = {name: timing for name, timing in others.items() if serves(name, line.recipe)}
     peer = min(others, key=lambda name: others[name][0]) if others else ""
     is_timed = ours is not None and ours.status == OK
     return Timed(

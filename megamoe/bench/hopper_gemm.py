@@ -51,8 +51,8 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     row, shape = recipe_named(recipe), inputs.shape
     chosen = tile or tile_for(recipe, shape)
     how, options = launch.arithmetic(recipe), Options()
-    given = inputs.weights_as(row.weights.name)
-    w = pack(given, to_e4m3=how.to_e4m3, is_placed=can_be_placed(given))
+    weights = inputs.weights_as(row.weights.name)
+    w = pack(weights, to_e4m3=how.to_e4m3, is_placed=can_be_placed(weights))
     x = pooled(inputs, recipe, chosen, how)
     is_global = row.acts.has_global
     ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None

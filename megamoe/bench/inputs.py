@@ -34,7 +34,7 @@ class Weights:
 
     def __init__(self, shape: Shape, device: torch.device, seed: int) -> None:
         self.shape, self.device, self.seed = shape, device, seed
-        self._made: dict[str, tuple[ExpertWeights, ExpertWeights | None]] = {}
+        self._by_recipe: dict[str, tuple[ExpertWeights, ExpertWeights | None]] = {}
 
     def expert(self, idx: int) -> tuple[Tensor, Tensor]:
         """BF16 [2I, H] and [H, I] of one expert."""
@@ -53,14 +53,14 @@ class Weights:
         return self._both(recipe)[1]
 
     def _both(self, recipe: str) -> tuple[ExpertWeights, ExpertWeights | None]:
-        if recipe not in self._made:
+        if recipe not in self._by_recipe:
             num, extra = self.shape.num_experts, self.shape.num_shared
             pair = ExpertWeights.quantize_each(
                 map(self.expert, range(num + extra)), num + extra, recipe
             )
             shared = pair[num:] if extra else None
-            self._made[recipe] = replace(pair[:num], **self._biases()), shared
-        return self._made[recipe]
+            self._by_recipe[recipe] = replace(pair[:num], **self._biases()), shared
+        return self._by_recipe[recipe]
 
     def _biases(self) -> dict[str, Tensor]:
         if not self.shape.has_bias:

@@ -119,25 +119,25 @@ def measure(
     backends.resolve("hopper", "chain", where)
     speed = links_gbs or hardware_of(where).nvlink_gbs.reached.value / num_ranks
     timer = Timer(where, flush="none", repeats=repeats, rounds=rounds)
-    found: list[Overlap] = []
+    overlaps: list[Overlap] = []
     jobs = [(cell, recipe) for recipe in recipes for cell in cells]
-    made: tuple[str, str, ExpertWeights] | None = None
+    current: tuple[str, str, ExpertWeights] | None = None
     for done, (cell, recipe) in enumerate(jobs):
         progress("cells", done, len(jobs))
-        if made is None or made[:2] != (cell.shape.name, recipe):
-            made = None  # one shape's experts at a time
-            made = cell.shape.name, recipe, _experts(cell, recipe, num_ranks, where)
-        ranks, parts, wanted = _call_of(cell, made[2], num_ranks, overrides)
+        if current is None or current[:2] != (cell.shape.name, recipe):
+            current = None  # one shape's experts at a time
+            current = cell.shape.name, recipe, _experts(cell, recipe, num_ranks, where)
+        ranks, parts, wanted = _call_of(cell, current[2], num_ranks, overrides)
         links = Links(speed * 1e9, latency_s=latency_us / 1e6)
-        found.append(_row(cell, recipe, ranks, parts, wanted, links, timer))
+        overlaps.append(_row(cell, recipe, ranks, parts, wanted, links, timer))
         if on_trace is not None:
             with _paced(ranks, links):
-                on_trace(found[-1], recorded(partial(ranks, *parts)))
+                on_trace(overlaps[-1], recorded(partial(ranks, *parts)))
         ranks = parts = wanted = None  # type: ignore[assignment]  # before the next one's
-        on_row(found[-1])
+        on_row(overlaps[-1])
         _let_go(where)
     progress("cells", len(jobs), len(jobs))
-    return found
+    return overlaps
 
 
 def _experts(cell: Cell, recipe: str, num_ranks: int, device: torch.device) -> ExpertWeights:

@@ -58,8 +58,8 @@ def call_of(row: Overlap) -> CallSpec:
 
 def plan_of(row: Overlap, hardware: str) -> Plan:
     """What `LocalRanks` launches on each rank of a measured cell."""
-    given = (("backend", "hopper"), ("mode", "chain"))
-    plan = plan_call(call_of(row), Hardware.named(hardware), given)
+    overrides = (("backend", "hopper"), ("mode", "chain"))
+    plan = plan_call(call_of(row), Hardware.named(hardware), overrides)
     tile = str(plan.passes[-1]["l1"].config)
     require(
         row.tile in ("", tile),

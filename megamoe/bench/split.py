@@ -81,21 +81,21 @@ def measure(
     require(len(partitions) > 0, "there must be a partition", got="none", kind=RangeError)
     backends.resolve("hopper", "split", where)
     timer = Timer(where, flush=flush, repeats=repeats, rounds=rounds)
-    found: list[SplitRow] = []
+    rows: list[SplitRow] = []
     jobs = [(cell, recipe) for recipe in recipes for cell in cells]
-    made: tuple[Shape, str, Weights] | None = None
+    current: tuple[Shape, str, Weights] | None = None
     for done, (cell, recipe) in enumerate(jobs):
         progress("cells", done, len(jobs))
-        if made is None or made[:2] != (cell.shape, recipe):
-            made = None  # one shape's experts at a time
-            made = cell.shape, recipe, Weights(cell.shape, where, SEED)
-        for row in _cell(make_job(cell, made[2], SEED), recipe, partitions, timer):
-            found.append(row)
+        if current is None or current[:2] != (cell.shape, recipe):
+            current = None  # one shape's experts at a time
+            current = cell.shape, recipe, Weights(cell.shape, where, SEED)
+        for row in _cell(make_job(cell, current[2], SEED), recipe, partitions, timer):
+            rows.append(row)
             on_row(row)
         if timer.on_gpu:
             torch.cuda.empty_cache()
     progress("cells", len(jobs), len(jobs))
-    return found
+    return rows
 
 
 def _cell(job: Job, recipe: str, partitions: Sequence[int | None], timer: Timer) -> list[SplitRow]:
@@ -134,16 +134,16 @@ def _layers(job: Job, recipe: str, partitions: Sequence[int | None]) -> dict[str
             overrides=overrides,
         )  # fmt: skip
 
-    found = {STAGED: layer(STAGED)}
+    layers = {STAGED: layer(STAGED)}
     num = job.cell.num_tokens
     if layer("auto").plan(num).mode == "fused":
-        found["fused"] = layer("fused")
+        layers["fused"] = layer("fused")
     for l1_sms in partitions:
-        given: Mapping[str, Value] = {} if l1_sms is None else {"l1_sms": l1_sms}
-        one = layer("split", **given)
+        overrides: Mapping[str, Value] = {} if l1_sms is None else {"l1_sms": l1_sms}
+        one = layer("split", **overrides)
         plan = one.plan(num)
-        found[f"split {plan['l1_sms']} + {plan['l2_sms']}"] = one
-    return found
+        layers[f"split {plan['l1_sms']} + {plan['l2_sms']}"] = one
+    return layers
 
 
 def _run(layer: MoE, job: Job) -> Run:

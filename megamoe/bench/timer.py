@@ -123,11 +123,11 @@ class Timer:
         for _ in range(self.rounds):
             rng.shuffle(order)
             times = self._counted([contestants[name].call for name in order])
-            seen: dict[str, list[float]] = {name: [] for name in contestants}
+            samples: dict[str, list[float]] = {name: [] for name in contestants}
             for name, us in zip(order, times, strict=True):
-                seen[name].append(us)
+                samples[name].append(us)
             for name in contestants:
-                rounds[name].append(tuple(seen[name]))
+                rounds[name].append(tuple(samples[name]))
         return {name: Timing(tuple(rounds[name]), one.how) for name, one in contestants.items()}
 
     def glance(self, one: Prepared) -> float:

@@ -41,11 +41,11 @@ def compile_ahead(
 
 def works_of(target: Target) -> list[Work]:
     """Layers of the checks, and the tokens of their calls."""
-    found: dict[LayerSpec, dict[int, None]] = {}
+    sizes: dict[LayerSpec, dict[int, None]] = {}
     for layer, num in _calls(target):
         if _takes(layer, num):
-            found.setdefault(layer, {})[num] = None
-    return [(layer, list(tokens)) for layer, tokens in found.items()]
+            sizes.setdefault(layer, {})[num] = None
+    return [(layer, list(tokens)) for layer, tokens in sizes.items()]
 
 
 def _takes(layer: LayerSpec, num: int) -> bool:
@@ -107,7 +107,7 @@ def _layer(
     from megamoe.engine.recording import LayerSpec
 
     hidden, intermediate, num_experts, top_k = sizes
-    machine, given = hardware_of(target.device), options or {}
+    machine, chosen = hardware_of(target.device), options or {}
     shared = None
     if has_shared:
         is_joined = target.backend == "hopper" and recipe_named(recipe).weights.name == "mxfp4"
@@ -116,8 +116,8 @@ def _layer(
     return LayerSpec(
         recipe, hidden, intermediate, num_experts, top_k,
         (machine.label, machine.num_sms, machine.arch, machine.hbm_bytes),
-        num_ranks=ranks, local_ranks=ranks, options=Options(**given),
-        has_bias=given.get("activation", "swiglu") != "swiglu", shared=shared, graphs=graphs,
+        num_ranks=ranks, local_ranks=ranks, options=Options(**chosen),
+        has_bias=chosen.get("activation", "swiglu") != "swiglu", shared=shared, graphs=graphs,
         id_bits=(64,), has_stats=graphs or ranks > 1,
         overrides=(("backend", target.backend), ("mode", mode)),
     )  # fmt: skip

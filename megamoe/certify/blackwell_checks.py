@@ -34,12 +34,12 @@ def _product(
     is_adversarial: bool = False,
 ) -> str:
     case = probe.case(probe.KINDS[name], n, k, is_adversarial=is_adversarial)
-    found = probe.product(name, n, case, target.device, multiply=not is_copy)
+    sums = probe.product(name, n, case, target.device, multiply=not is_copy)
     if is_copy:
-        if not bool((found == 1).all()):
+        if not bool((sums == 1).all()):
             raise Failed("the kernel ended before its copies")
         return "the barrier completed on the packed bytes"
-    off = float(((found.double() - case.y).abs() / case.size).max())
+    off = float(((sums.double() - case.y).abs() / case.size).max())
     text = f"off by {off:.1e} of the sum of sizes, bound {probe.BOUND:.1e}"
     if not off <= probe.BOUND:
         raise Failed(text)

@@ -112,12 +112,12 @@ def product_kernel(
     REGISTERS: gl.constexpr = get_tmem_reg_layout(gl.float32, (128, N), layout, gl.num_warps())
     if MULTIPLY:
         fence_after_wait()
-        found = sums.load(REGISTERS)
+        values = sums.load(REGISTERS)
     else:
-        found = gl.full([128, N], 1.0, gl.float32, REGISTERS)
+        values = gl.full([128, N], 1.0, gl.float32, REGISTERS)
     rows = gl.arange(0, 128, layout=gl.SliceLayout(1, REGISTERS))
     columns = gl.arange(0, N, layout=gl.SliceLayout(0, REGISTERS))
-    gl.store(out + rows[:, None] * N + columns[None, :], found)
+    gl.store(out + rows[:, None] * N + columns[None, :], values)
 
 
 def operand_layout(rows: int, block_k: int, bits: int, is_mixed: bool) -> gl.NVMMASharedLayout:
@@ -186,7 +186,7 @@ def case(kind: Kind, n: int, k: int, *, is_adversarial: bool = False) -> Case:
     return Case(w, place(ws), x, place(xs), left @ right.T, left.abs() @ right.abs().T)
 
 
-def descriptors(kind: Kind, n: int, found: Case) -> tuple[TensorDescriptor, ...]:
+def descriptors(kind: Kind, n: int, case: Case) -> tuple[TensorDescriptor, ...]:
     """Weights, their scales, tokens, their scales, as the kernel takes them."""
     is_mixed, depth = kind.x_bits == 8, kind.block_k
     box = [1, 1, depth // (4 * kind.vec), 2, 256]
@@ -196,19 +196,19 @@ def descriptors(kind: Kind, n: int, found: Case) -> tuple[TensorDescriptor, ...]
         return TensorDescriptor(t, list(t.shape), list(t.stride()), block, layout)
 
     return (
-        over(found.w, [ROWS, depth // 2], operand_layout(ROWS, depth, 4, is_mixed)),
-        over(found.ws, box, SCALES),
-        over(found.x, [n, depth // x_pack], operand_layout(n, depth, kind.x_bits, is_mixed)),
-        over(found.xs, box, SCALES),
+        over(case.w, [ROWS, depth // 2], operand_layout(ROWS, depth, 4, is_mixed)),
+        over(case.ws, box, SCALES),
+        over(case.x, [n, depth // x_pack], operand_layout(n, depth, kind.x_bits, is_mixed)),
+        over(case.xs, box, SCALES),
     )
 
 
-def product(name: str, n: int, found: Case, device: torch.device, *, multiply: bool) -> Tensor:
+def product(name: str, n: int, case: Case, device: torch.device, *, multiply: bool) -> Tensor:
     """One launch: float32 [128, N], on the CPU."""
     kind = KINDS[name]
-    there = Case(*(t.to(device) for t in found))
+    there = Case(*(t.to(device) for t in case))
     out = torch.zeros(ROWS, n, device=device)
-    steps = found.w.shape[1] * 2 // kind.block_k
+    steps = case.w.shape[1] * 2 // kind.block_k
     w, ws, x, xs = descriptors(kind, n, there)
     product_kernel[(1,)](
         w=w, ws=ws, x=x, xs=xs, out=out, steps=steps, X=kind.x, VEC=kind.vec, N=n,

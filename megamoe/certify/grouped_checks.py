@@ -50,12 +50,12 @@ def _variants(target: Target, recipe: str) -> str:
     counts = torch.tensor([*sizes.layers, 0, 17], dtype=torch.int32)
     num, groups = int(counts.sum()), len(counts)
     x = torch.randn(num, sizes.hidden, generator=rng).bfloat16()
-    made = []
+    checks = []
     for shape in ((2, sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)):
         w = (torch.randn(groups, *shape, generator=rng) / shape[-1] ** 0.5).bfloat16()
-        made.append(_of_format(w, row.weights.name, weight_global_scale(w)))
-    w13, w2 = (w.to(target.device) for w in made)
-    exact13, exact2 = (dequantize(w, torch.float64) for w in made)
+        checks.append(_of_format(w, row.weights.name, weight_global_scale(w)))
+    w13, w2 = (w.to(target.device) for w in checks)
+    exact13, exact2 = (dequantize(w, torch.float64) for w in checks)
     where = torch.randint(num, (num,), generator=rng).int()
     tokens, lying = (_of_format(t, row.acts.name, 0.01) for t in (x, x[where.long()]))
     there = counts.to(target.device)

@@ -53,7 +53,7 @@ def known(
     token = torch.where(peaks, 6.0, 4.0) * signs
     free = columns[~peaks]
 
-    def some(num: int) -> Tensor:
+    def draw(num: int) -> Tensor:
         return free[torch.randperm(len(free), generator=rng)[:num]]
 
     ups = sizes[torch.randint(len(sizes), (num_experts, intermediate), generator=rng)]
@@ -64,7 +64,7 @@ def known(
     w13 = torch.zeros(num_experts, 2, intermediate, hidden)
     for expert in range(num_experts):
         for row in range(intermediate):
-            gate, up = some(NUM_GATE), some(int(abs(ups[expert, row])))
+            gate, up = draw(NUM_GATE), draw(int(abs(ups[expert, row])))
             w13[expert, 0, row, gate] = signs[gate]
             w13[expert, 1, row, up] = signs[up] * ups[expert, row].sign()
     w2 = _long(ups, hidden, rng) if is_long else _sparse(ups, hidden, rng)

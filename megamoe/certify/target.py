@@ -53,8 +53,8 @@ ONE_RANK_MODES = ("staged", "fused")  # that `auto` takes; others are only run i
 class Target:
     """What is certified.
 
-    call   computes a layer as `megamoe.moe` does: another one for tests and emulators
-    given  sizes in place of the device's, for tests
+    call       computes a layer as `megamoe.moe` does: another one for tests and emulators
+    own_sizes  in place of the device's, for tests
     """
 
     backend: str
@@ -62,12 +62,12 @@ class Target:
     recipes: tuple[str, ...] = RECIPES
     is_quick: bool = False
     call: Callable[..., Tensor] = moe
-    given: Sizes | None = None
+    own_sizes: Sizes | None = None
 
     @property
     def sizes(self) -> Sizes:
-        if self.given is not None:
-            return self.given
+        if self.own_sizes is not None:
+            return self.own_sizes
         if self.device.type != "cuda":
             return SMALL
         return GPU_QUICK if self.is_quick else GPU

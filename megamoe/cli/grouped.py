@@ -23,17 +23,17 @@ def print_plans(
     shapes: Sequence[GemmShape],
     machine: str,
     recipe: str | None,
-    given: Mapping[str, Value],
+    overrides: Mapping[str, Value],
     *,
     as_json: bool,
 ) -> None:
     """The plan of every shape: choices with reasons, launches, shared memory."""
     hw = Hardware.named(machine)
-    found = {shape.name: _plan(shape, hw, recipe or DEFAULT_RECIPE, given) for shape in shapes}
+    plans = {shape.name: _plan(shape, hw, recipe or DEFAULT_RECIPE, overrides) for shape in shapes}
     if as_json:
-        print(json.dumps({name: _as_dict(one) for name, one in found.items()}, indent=2))
+        print(json.dumps({name: _as_dict(one) for name, one in plans.items()}, indent=2))
         return
-    for name, one in found.items():
+    for name, one in plans.items():
         s = one.spec
         rows = ", ".join(map(str, next(each.rows for each in shapes if each.name == name)))
         text = f"[bold]{name}[/]: {s.n} x {s.k} times groups of {rows} rows, {s.recipe}"
@@ -48,17 +48,19 @@ def print_plans(
             print_shared_memory(out, one.shared_memory)
 
 
-def _plan(shape: GemmShape, hw: Hardware, recipe: str, given: Mapping[str, Value]) -> GroupedPlan:
+def _plan(
+    shape: GemmShape, hw: Hardware, recipe: str, overrides: Mapping[str, Value]
+) -> GroupedPlan:
     spec = GroupedSpec(recipe, sum(shape.rows), shape.num_groups, shape.n, shape.k)
-    return plan_grouped(spec, hw, **given)  # type: ignore[arg-type]
+    return plan_grouped(spec, hw, **overrides)  # type: ignore[arg-type]
 
 
-def _as_dict(found: GroupedPlan) -> dict[str, object]:
+def _as_dict(plan: GroupedPlan) -> dict[str, object]:
     return {
-        "spec": asdict(found.spec),
-        "hardware": found.hardware.name,
-        "backend": found.backend,
-        "choices": [asdict(choice) for choice in found.choices],
-        "launches": [launch_dict(one, 1) for one in found.launches],
-        "shared_memory": shared_memory_dict(found.shared_memory),
+        "spec": asdict(plan.spec),
+        "hardware": plan.hardware.name,
+        "backend": plan.backend,
+        "choices": [asdict(choice) for choice in plan.choices],
+        "launches": [launch_dict(one, 1) for one in plan.launches],
+        "shared_memory": shared_memory_dict(plan.shared_memory),
     }

@@ -56,7 +56,7 @@ def overlap(
         float | None, typer.Option(help="GB/s of a rank's links; default: its part of NVLink.")
     ] = None,
     latency: Annotated[float, typer.Option(help="us of a trip to another rank, at least.")] = 0.0,
-    given: Annotated[
+    overrides: Annotated[
         list[str] | None,
         typer.Option("--set", help="Of the plan's tile, name=value; may be given again."),
     ] = None,
@@ -113,7 +113,7 @@ def overlap(
     with Bars(quiet=as_json) as bars:
         measure(
             cells, names_in(recipes), device=where, num_ranks=ranks, links_gbs=links,
-            latency_us=latency, overrides=overrides_from(given), repeats=repeats, rounds=rounds,
+            latency_us=latency, overrides=overrides_from(overrides), repeats=repeats, rounds=rounds,
             progress=bars, on_row=keep, on_trace=keep_trace if picture else None,
         )  # fmt: skip
     raise typer.Exit(_shown(rows, as_json))
@@ -145,13 +145,13 @@ def _simulated(rows: list[Overlap], as_json: bool) -> int:
     from megamoe.bench.overlap_model import NAMES, measured, simulated
 
     with Bars(quiet=as_json) as bars:
-        found = []
+        pairs_us = []
         for done, row in enumerate(rows):
             bars("cells", done, len(rows))
-            found.append(simulated(row))
+            pairs_us.append(simulated(row))
         bars("cells", len(rows), len(rows))
     if as_json:
-        both = zip(rows, found, strict=True)
+        both = zip(rows, pairs_us, strict=True)
         cells = [{**as_dict(row), "simulated_us": one._asdict()} for row, one in both]
         print(json.dumps(cells, indent=1))
         return 0
@@ -160,16 +160,16 @@ def _simulated(rows: list[Overlap], as_json: bool) -> int:
     for name in NAMES:
         for column in (name, "simulated", "error"):
             table.add_column(column, justify="right")
-    for row, one in zip(rows, found, strict=True):
+    for row, one in zip(rows, pairs_us, strict=True):
         pairs = zip(measured(row), one, strict=True)
-        cells = (text for seen, said in pairs for text in _beside(seen, said))
+        cells = (text for measured, said in pairs for text in _beside(measured, said))
         table.add_row(row.cell, row.recipe, *cells)
     whole_table(wide, table, 2)
     return 0
 
 
-def _beside(seen: float, said: float) -> tuple[str, str, str]:
-    return f"{seen:,.0f}", f"{said:,.0f}", f"{said / seen - 1:+.1%}"
+def _beside(measured: float, said: float) -> tuple[str, str, str]:
+    return f"{measured:,.0f}", f"{said:,.0f}", f"{said / measured - 1:+.1%}"
 
 
 def as_dict(row: Overlap) -> dict[str, object]:

@@ -44,7 +44,7 @@ def command(
     tokens: of.Tokens = 512,
     ranks: of.Ranks = 8,
     hardware: of.Machine = "h200",
-    given: of.Set = None,
+    overrides: of.Set = None,
     compare: Compare = None,
     study: of.Study = None,
     cubins: Annotated[
@@ -61,7 +61,7 @@ def command(
         from megamoe.cli import grouped
 
         shapes = gemms_named([word.strip() for word in gemm.split(",")])
-        of_gemm = of.overrides_from(given)
+        of_gemm = of.overrides_from(overrides)
         grouped.print_plans(out, shapes, hardware, recipe, of_gemm, as_json=as_json)
         return
     shape = {
@@ -72,7 +72,7 @@ def command(
     }
     words = [word.strip() for word in compare.split(",")] if compare else [hardware]
     machines = [Hardware.named(word) for word in words]
-    fixed = of.overrides_from(given)
+    fixed = of.overrides_from(overrides)
 
     def problem_on(arch: str) -> tuple[str, Problem]:
         return of.problem_from(preset, shape, recipe=recipe, tokens=tokens, ranks=ranks, arch=arch)
@@ -194,9 +194,9 @@ def floor_dict(floor: Floor) -> dict[str, Any]:
 
 
 def _print_plan(plan: Plan) -> None:
-    given = {name for name, _ in plan.overrides}
+    overridden = {name for name, _ in plan.overrides}
     rows = [(c.name, shown(c.value), c.why) for c in plan.choices]
-    bold = [at for at, c in enumerate(plan.choices) if c.name in given]
+    bold = [at for at, c in enumerate(plan.choices) if c.name in overridden]
     title = f"Plan on {plan.hardware.label}"
     reason_table(out, title, ("choice", "value", "why"), rows, bold=bold)
     if plan.launches:

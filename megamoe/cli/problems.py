@@ -76,10 +76,10 @@ def problem_from(
         name = model.name
         own = {field: getattr(model, field) for field in shape}
         recipe = recipe or model.recipe_on(arch)
-    given = {field: value for field, value in shape.items() if value is not None}
-    if own and any(own[field] != value for field, value in given.items()):
+    sizes = {field: value for field, value in shape.items() if value is not None}
+    if own and any(own[field] != value for field, value in sizes.items()):
         name += ", changed"
-    whole = {**own, **given}
+    whole = {**own, **sizes}
     return name, Problem(
         tokens,
         whole["hidden"],

@@ -66,7 +66,7 @@ def command(
     skew: Skew = "uniform",
     seed: Seed = 0,
     counts: CountsFile = None,
-    given: of.Set = None,
+    overrides: of.Set = None,
     folder: Folder = "megamoe-simulation",
     ranks_plot: RanksPlot = True,
     no_files: NoFiles = False,
@@ -85,7 +85,7 @@ def command(
         preset, shape, recipe=recipe, tokens=tokens, ranks=ranks,
         arch="" if study else machine.arch,  # what another system takes is the checkpoint's own
     )  # fmt: skip
-    fixed = of.overrides_from(given)
+    fixed = of.overrides_from(overrides)
     if mode != "auto":
         fixed["mode"] = mode
     measured = _counts(counts) if counts is not None else None

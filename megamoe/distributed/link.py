@@ -85,8 +85,8 @@ class Link:
                 work.wait(timedelta(seconds=left))
             except Exception as error:
                 is_late = time.monotonic() >= deadline - 0.01
-                seen = 1 + min(done, len(coming))
-                raise self._failed(peer, what, seen, timeout_s, is_late=is_late) from error
+                num_arrived = 1 + min(done, len(coming))
+                raise self._failed(peer, what, num_arrived, timeout_s, is_late=is_late) from error
 
     def raise_if_failed(self) -> None:
         """Say again what ended this link."""
@@ -103,13 +103,13 @@ class Link:
             self._cut()
 
     def _failed(
-        self, peer: int, what: str, seen: int, timeout_s: float, *, is_late: bool
+        self, peer: int, what: str, num_arrived: int, timeout_s: float, *, is_late: bool
     ) -> MegaMoEError:
         """The error to raise: that of the rank that saw the fault first."""
         error: MegaMoEError
         if is_late:
             bound = f"rank {peer} in {what} (the bound is {timeout_s:g} s)"
-            error = MegaMoETimeout(self.rank, bound, self.num_ranks, seen, RESTART)
+            error = MegaMoETimeout(self.rank, bound, self.num_ranks, num_arrived, RESTART)
         else:
             with suppress(Exception):
                 wait_for(self._store, [self.fault_key], GRACE_S)
@@ -144,11 +144,11 @@ _MADE: dict[tuple[int, ...], int] = {}
 
 def link_card(rendezvous: Rendezvous) -> dict[str, int]:
     """What `link_of` must know of a rank: its link, 0 if none works, and how many there were."""
-    link, made = _LINKS.get(rendezvous.members), _MADE.get(rendezvous.members, 0)
+    link, number = _LINKS.get(rendezvous.members), _MADE.get(rendezvous.members, 0)
     if link is None or not link.is_alive:
-        return {"link": 0, "made": made}
+        return {"link": 0, "made": number}
     rendezvous.fault_key = link.fault_key
-    return {"link": link.number, "made": made}
+    return {"link": link.number, "made": number}
 
 
 def link_of(rendezvous: Rendezvous, cards: Sequence[dict[str, int]]) -> Link | None:

@@ -117,11 +117,11 @@ def check_reach(gpus: list[list[Any]]) -> None:
         kind=NotAvailable,
     )
     here = {str(torch.cuda.get_device_properties(i).uuid): i for i in _devices()}
-    seen = sorted({here[gpu[1]] for gpu in gpus if gpu[1] in here})
+    devices = sorted({here[gpu[1]] for gpu in gpus if gpu[1] in here})
     apart = [
         (one, two)
-        for one in seen
-        for two in seen
+        for one in devices
+        for two in devices
         if one != two and not torch.cuda.can_device_access_peer(one, two)
     ]
     require(

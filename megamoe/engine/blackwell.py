@@ -144,8 +144,8 @@ def rows(
 ) -> None:
     """Permute, L1 and L2 of these slots; their rows go to `out` [T, slots, H]."""
     check_activation(options)
-    made = prepare(weights)
-    how, experts, num_slots = made.how, steps.num_experts, steps.num_slots
+    placed = prepare(weights)
+    how, experts, num_slots = placed.how, steps.num_experts, steps.num_slots
     l1, l2 = steps["l1"], steps["l2"]
     assert isinstance(l1.config, GemmTmem)
     block_m = l1.config.block_m
@@ -160,10 +160,10 @@ def rows(
     )  # fmt: skip
     acts = launch.pool(how, num_slots, weights.intermediate, experts, block_m, weights.device, pool)
     launch.gated(
-        pool, made.w13, acts, l1, how, options, bias=weights.b13, acts_factor=weights.acts_global,
+        pool, placed.w13, acts, l1, how, options, bias=weights.b13, acts_factor=weights.acts_global,
         use_pdl=pdl,
     )  # fmt: skip
     launch.linear(
-        acts, made.w2, out, l2, how, options, bias=weights.b2, acts_factor=weights.acts_global,
+        acts, placed.w2, out, l2, how, options, bias=weights.b2, acts_factor=weights.acts_global,
         use_pdl=pdl,
     )  # fmt: skip

@@ -92,7 +92,7 @@ class _Ranked(NamedTuple):
     call: Call
     words: TokenWords
     backend: ChainBackend
-    made: Any  # the weights as its kernels read them
+    packed: Any  # the weights as its kernels read them
     pdl: bool
     num_slots: int  # rows of a token: routed, then shared
     limit: int  # tokens of a rank that all ranks plan for
@@ -210,15 +210,15 @@ def _exchange(here: _Ranked, steps: Pass, pushed: _Pushed) -> None:
 
 def _quantize(here: _Ranked, step: Launch) -> None:
     """Tokens into this rank's records."""
-    call, how = here.call, here.made.how
+    call, how = here.call, here.packed.how
     x, g = call.x, call.weights.x_global
-    given = here.backend.ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=g)
+    values = here.backend.ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=g)
     tokens = here.me.buffer.tokens
     element = torch.bfloat16 if how.dtype == torch.bfloat16 else torch.uint8
     exchange.quantize_tokens(
-        given.x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
-        x_scale=given.scale, g=given.g, is_ready=given.is_ready, by_group=how.to_e4m3,
-        hidden=given.hidden, pdl=here.pdl,
+        values.x, how.acts, tokens.view(torch.float32), here.words, tokens.view(element), step,
+        x_scale=values.scale, g=values.g, is_ready=values.is_ready, by_group=how.to_e4m3,
+        hidden=values.hidden, pdl=here.pdl,
     )  # fmt: skip
 
 
@@ -260,7 +260,7 @@ def _compute(here: _Ranked, steps: Pass) -> None:
 
 def _window(here: _Ranked, steps: Pass, first: _Window | None = None) -> _Window:
     """Memory of a window; tokens and their scales are those of the `first` half of a ring."""
-    weights, how = here.call.weights, here.made.how
+    weights, how = here.call.weights, here.packed.how
     own = steps["rows"].config
     assert isinstance(own, planned.Rows)
     block_m = tile_in(steps).block_m
@@ -268,10 +268,10 @@ def _window(here: _Ranked, steps: Pass, first: _Window | None = None) -> _Window
 
     def pool_of(width: int, tiles: Pool | None = None) -> Pool:
         slots, experts, block, device = sizes
-        made: Pool = here.backend.launch.pool(
+        pool: Pool = here.backend.launch.pool(
             how, slots, width, experts, block, device, tiles, is_far=True, rows=own.pool_rows
         )
-        return made
+        return pool
 
     pool = pool_of(weights.hidden if first is None else 1)
     if first is not None:
@@ -286,7 +286,7 @@ def _l1(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following)
     """Rows of the pool to activations, tile by tile after the pull."""
     call, work, pulled = here.call, window.work, window.pulled
     here.backend.launch.gated(
-        window.pool, here.made.w13, window.acts, steps["l1"], here.made.how, call.options,
+        window.pool, here.packed.w13, window.acts, steps["l1"], here.packed.how, call.options,
         bias=call.weights.b13, **_taken(work, 0),
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=here.pdl,
         chain=Chain(
@@ -307,12 +307,12 @@ def _l2(
         row_scale = torch.empty(blocks, num_rows, dtype=torch.uint8, device=rows.device)
         rows = rows.view(torch.float8_e4m3fn)
     here.backend.launch.linear(
-        window.acts, here.made.w2, rows, steps["l2"], here.made.how, call.options,
+        window.acts, here.packed.w2, rows, steps["l2"], here.packed.how, call.options,
         bias=call.weights.b2, **_taken(work, 1),
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=pdl,
         chain=Chain(
             window.pulled.l1_done if follows.l2 else None, dest_unit=here.backend.dest_unit,
-            after=here.made.w13, begun=here.l2_begun, row_scale=row_scale,
+            after=here.packed.w13, begun=here.l2_begun, row_scale=row_scale,
             bound_s=bound_s(call.timeout_s),
         ),
     )  # fmt: skip
@@ -347,7 +347,7 @@ def _items(here: _Ranked, steps: Pass, pool: Pool) -> tuple[WorkItems, WorkItems
             pool.tiles, [LinearTiles(-(-w.num_rows // 256), w.data.shape[1])],
             steps[name].num_ctas, tile.group_m, len(pool.tiles), is_dynamic=is_dynamic,
         )
-        for name, w in (("l1", here.made.w13), ("l2", here.made.w2))
+        for name, w in (("l1", here.packed.w13), ("l2", here.packed.w2))
     )  # fmt: skip
     return l1, l2
 

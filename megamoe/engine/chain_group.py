@@ -130,12 +130,12 @@ class ChainGroup:
         bound  tokens of a rank that it is planned for, the same on all; None: the layer's
         """
         bound = self.num_tokens if bound is None else bound
-        found = layer._status
-        found.remedy = fused_group.REMEDY  # no rank knows how far its peers came
+        status = layer._status
+        status.remedy = fused_group.REMEDY  # no rank knows how far its peers came
         fused_group.order_after_last(layer.weights.device)
         refusal: Exception | None = None
         try:
-            found.raise_if_seen()
+            status.raise_if_seen()
             check()
         except (MegaMoETimeout, RankError):
             raise  # the ranks stand at different calls
@@ -149,7 +149,7 @@ class ChainGroup:
         except BaseException as error:  # out of memory, Ctrl-C: peers may have what it pushed
             self.memory.lost = error
             raise
-        found.copy_to_host_async(layer.top_k)
+        status.copy_to_host_async(layer.top_k)
         if refusal is not None:
             raise refusal
         return y
@@ -182,9 +182,9 @@ class ChainGroup:
 
     def launch(self, layer: MoE, inputs: Inputs, bound: int) -> Tensor:
         """A call on the inputs of a graph, for its capture."""
-        given = inputs.x, inputs.topk_idx, inputs.topk_weights
+        args = inputs.x, inputs.topk_idx, inputs.topk_weights
         timeout_s = layer._launch.timeout_s
-        return self._launch(layer, given, bound, layer.stats, timeout_s, inputs.count)
+        return self._launch(layer, args, bound, layer.stats, timeout_s, inputs.count)
 
     def _launch(
         self,

@@ -210,8 +210,8 @@ def extras(
             kind=ShapeError,
         )
         parts["b13"] = gate_then_up(parts["b13"][..., None], gate_up)[..., 0]
-    given = {"x_global": x_global, "acts_global": acts_global}
-    for name, value in given.items():
+    factors = {"x_global": x_global, "acts_global": acts_global}
+    for name, value in factors.items():
         factor = torch.as_tensor(value, dtype=torch.float32, device=device)
         require(
             bool((factor > 0).all() and factor.isfinite().all()),

@@ -42,10 +42,10 @@ def _instead_of(real: Any) -> Any:
         if not getattr(_HERE, "is_on", False):
             return real(kernel, *args, **options)
         options["warmup"] = True
-        made = real(kernel, *args, **options)
-        if isinstance(made, CompiledKernel) and torch.cuda.is_available():
-            made.run  # noqa: B018  loads it: a later load could wait for a peer, or end a capture
-        return made
+        compiled = real(kernel, *args, **options)
+        if isinstance(compiled, CompiledKernel) and torch.cuda.is_available():
+            compiled.run  # noqa: B018  loads it: a later load could wait for a peer, or end a capture
+        return compiled
 
     return run
 

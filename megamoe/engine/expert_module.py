@@ -106,14 +106,14 @@ class ExpertModule(nn.Module):
             if len(errors) > num_errors:
                 self.take(before)
                 return
-            given = {name: self.get_buffer(key) for key, name in self._names.items()}
-            if any(t.is_meta for t in given.values()):
+            tensors = {name: self.get_buffer(key) for key, name in self._names.items()}
+            if any(t.is_meta for t in tensors.values()):
                 had = before.state_dict()
-                given = {name: had[name] if t.is_meta else t for name, t in given.items()}
+                tensors = {name: had[name] if t.is_meta else t for name, t in tensors.items()}
             is_assigned = local_metadata.get("assign_to_params_buffers", False)
-            where = given["w13.data"].device
-            given = {name: counted(t.detach()).to(where) for name, t in given.items()}
-            loaded = ExpertWeights.from_state_dict(given, self._recipe)
+            where = tensors["w13.data"].device
+            tensors = {name: counted(t.detach()).to(where) for name, t in tensors.items()}
+            loaded = ExpertWeights.from_state_dict(tensors, self._recipe)
             if not is_assigned and not images.why_not(loaded):
                 on = images.put if self.owns else _put_beside
                 loaded = on(before, loaded)

@@ -127,11 +127,11 @@ def _moe(
     asked = checked(overrides or {}, legal=CHOICES)
     check_pairs(backend, asked)
     name, traits, _ = choose(backend, mode, weights, shared, options.activation)
-    given = checked({"backend": name, "mode": mode}) + asked
+    chosen = checked({"backend": name, "mode": mode}) + asked
     is_layerless_capture = name != "reference" and status.is_capturing(weights.device)
     plan = plan_for(
         weights, options, traits, num_tokens=x.shape[0], top_k=topk_idx.shape[1],
-        overrides=given, is_quantized=not isinstance(x, Tensor), is_captured=is_layerless_capture,
+        overrides=chosen, is_quantized=not isinstance(x, Tensor), is_captured=is_layerless_capture,
     )  # fmt: skip
     words = status.of_stream(weights.device)
     with torch.no_grad():

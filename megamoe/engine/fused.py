@@ -36,8 +36,8 @@ def _kernels(
     from megamoe.kernels.hopper import launch
     from megamoe.kernels.hopper.mega import launch as mega_launch
 
-    made = prepared(weights) if shared is None else with_shared(weights, shared)
-    return made, launch, mega_launch
+    packed = prepared(weights) if shared is None else with_shared(weights, shared)
+    return packed, launch, mega_launch
 
 
 def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = -1) -> Tensor:

@@ -124,10 +124,10 @@ class GroupCalls:
         is_fused = self.fused is not None and bound <= self.fused.num_tokens
         if is_quantized and self.quantized is not None:
             is_fused = False  # no fused launch takes them
-        found = self.fused if is_fused else self.chain
-        if found is None:
+        calls = self.fused if is_fused else self.chain
+        if calls is None:
             return Picked(None, bound)
-        return Picked(found, found.bucket(bound))
+        return Picked(calls, calls.bucket(bound))
 
     def bounds(self, token_counts: Sequence[int]) -> list[Picked]:
         """Every mode and size of calls with these bounds, and of the layer's own."""
@@ -197,14 +197,14 @@ def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
 
     Logs once which calls no graph holds, where the layer was asked for graphs.
     """
-    found, why = _join(layer, world)
-    eager = "" if found is None else found.why_eager
-    if found is None and layer._wants_graphs:
+    calls, why = _join(layer, world)
+    eager = "" if calls is None else calls.why_eager
+    if calls is None and layer._wants_graphs:
         eager = "staged calls run eagerly, since the host takes part in them"
         why = f"{why}; {eager}"
     if eager:
         log_once(f"cuda_graphs=True over a group: {eager}")
-    return found, why
+    return calls, why
 
 
 def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
@@ -259,8 +259,8 @@ def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
 
 def _plans(layer: MoE, sizes: Sequence[UpTo], quantized: UpTo | None) -> dict[str, Plan]:
     """The plan of the largest call of every mode without a host between ranks."""
-    found = [*sizes, *(() if quantized is None else (quantized,))]
-    return {one.mode: layer._plan_in(one.mode, one.tokens) for one in found if one.mode in MODES}
+    modes = [*sizes, *(() if quantized is None else (quantized,))]
+    return {one.mode: layer._plan_in(one.mode, one.tokens) for one in modes if one.mode in MODES}
 
 
 def _share(

@@ -65,15 +65,15 @@ def memory_for(
     """
     device = own.storage.device
     key = rendezvous.members, device, top_k, tuple(sorted(where.items()))
-    found = _MADE.get(key)
+    memory = _MADE.get(key)
     latest = max((one.serial for one in _MADE.values()), default=0)
 
     def card() -> list[int]:
-        return [found.serial if found is not None and found.is_usable else 0, latest]
+        return [memory.serial if memory is not None and memory.is_usable else 0, latest]
 
     cards = rendezvous.gather("look for memory to share", card)
-    if found is not None and cards[0][0] and all(one[0] == cards[0][0] for one in cards):
-        return found
-    found = GroupMemory(own, 1 + max(one[1] for one in cards))
-    _MADE[key] = found
-    return found
+    if memory is not None and cards[0][0] and all(one[0] == cards[0][0] for one in cards):
+        return memory
+    memory = GroupMemory(own, 1 + max(one[1] for one in cards))
+    _MADE[key] = memory
+    return memory

@@ -195,8 +195,8 @@ def _placed(w: Quantized, plan: GroupedPlan) -> Placed:
         got="a scale of 2**-127",
         kind=NotAvailable,
     )
-    made: Placed = known(w, "placed for sm_100", place)
-    return made
+    placed: Placed = known(w, "placed for sm_100", place)
+    return placed
 
 
 def _check_rows(x: Quantized, num_rows: int) -> None:
@@ -216,20 +216,20 @@ def _check_rows(x: Quantized, num_rows: int) -> None:
     )  # fmt: skip
 
 
-def _check_map(name: str, given: Tensor | None, num: int, counts: Tensor) -> None:
+def _check_map(name: str, index: Tensor | None, num: int, counts: Tensor) -> None:
     """int32, one for each sorted row, beside the counts; values are not read."""
-    if given is None:
+    if index is None:
         return
     require(
-        given.dtype == torch.int32 and given.is_contiguous() and tuple(given.shape) == (num,),
+        index.dtype == torch.int32 and index.is_contiguous() and tuple(index.shape) == (num,),
         f"{name} must be int32 [{num}], contiguous",
-        got=f"{given.dtype} {tuple(given.shape)}",
+        got=f"{index.dtype} {tuple(index.shape)}",
         kind=DTypeError,
     )
     require(
-        given.device == counts.device,
+        index.device == counts.device,
         f"{name} must lie where counts do",
-        got=f"{given.device} and {counts.device}",
+        got=f"{index.device} and {counts.device}",
         kind=ShapeError,
     )
 

@@ -144,7 +144,7 @@ class Packing:
     def __init__(self, recipe: str, num: int, device: torch.device) -> None:
         self._recipe, self._num, self._device = recipe, num, device
         self._image = Image(recipe == "w4a8_block", is_placed=True)
-        self._facts, self._made = Facts(), {}  # type: tuple[Facts, dict[str, PackedMatrix]]
+        self._facts, self._images = Facts(), {}  # type: tuple[Facts, dict[str, PackedMatrix]]
 
     def put(self, expert: int, **parts: Quantized) -> None:
         """The next expert: its matrices [1, ...], canonical."""
@@ -154,19 +154,19 @@ class Packing:
         image = Image(to_e4m3, not to_e4m3 and self._facts.can_be_placed)
         for name, part in parts.items():
             kind = kind_of(part, to_e4m3=image.to_e4m3, is_placed=image.is_placed)
-            had = self._made.get(name)
+            had = self._images.get(name)
             if had is None:
-                self._made[name] = empty_matrix(kind, part, self._num, self._device)
+                self._images[name] = empty_matrix(kind, part, self._num, self._device)
             elif had.kind != kind:
-                self._made[name] = had.as_kind(kind, expert)
-            fill(self._made[name], part, expert)
+                self._images[name] = had.as_kind(kind, expert)
+            fill(self._images[name], part, expert)
         self._image = image
 
     def matrices(self) -> dict[str, Quantized]:
         """What was made; canonical where no image holds all of them."""
         if self._image.to_e4m3 or self._facts.fits_bf16:
-            return dict(self._made)
-        return {name: part.plain() for name, part in self._made.items()}
+            return dict(self._images)
+        return {name: part.plain() for name, part in self._images.items()}
 
 
 def put(weights: ExpertWeights, other: ExpertWeights) -> ExpertWeights:
@@ -180,10 +180,10 @@ def put(weights: ExpertWeights, other: ExpertWeights) -> ExpertWeights:
         part.aside.forget_lent()
         object.__setattr__(part, "source", None)
     for name in ("b13", "b2", "x_global", "acts_global"):
-        mine, given = getattr(weights, name), getattr(other, name)
+        mine, source = getattr(weights, name), getattr(other, name)
         if mine is not None:
             with torch.no_grad(), torch.inference_mode(False):
-                counted(mine).copy_(given)
+                counted(mine).copy_(source)
     return weights
 
 
@@ -299,13 +299,13 @@ def _alone(weights: ExpertWeights, image: Image) -> None:
 
     for name in MATRICES:
         if not image.suits(getattr(weights, name)):
-            made = None
+            packed = None
             if not isinstance(getattr(weights, name), PackedMatrix):
                 kind = _kind_of(image, getattr(weights, name))
-                made = in_place.packed(weights, name, kind)
-            if made is None:
-                made = _pack(image, [getattr(weights, name)], weights.device)[0]
-            weights._hold(**{name: made})
+                packed = in_place.packed(weights, name, kind)
+            if packed is None:
+                packed = _pack(image, [getattr(weights, name)], weights.device)[0]
+            weights._replace_parts(**{name: packed})
 
 
 def _kind_of(image: Image, part: Quantized) -> str:
@@ -340,7 +340,7 @@ def _with(weights: ExpertWeights, name: str, part: PackedMatrix) -> ExpertWeight
     read what they hold."""
     if isinstance(getattr(weights, name), PackedMatrix):
         return replace(weights, **{name: part})  # type: ignore[arg-type]
-    weights._hold(**{name: part})
+    weights._replace_parts(**{name: part})
     return weights
 
 
@@ -374,7 +374,7 @@ def renew(weights: ExpertWeights) -> None:
     plain = {name: part.renewed() for name, part in parts.items()}
     now = replace(weights, **plain)  # type: ignore[arg-type]
     if why_not(now):
-        weights._hold(**plain)
+        weights._replace_parts(**plain)
         return
     image = _image_of(now.recipe, facts(now))
     for name, part in parts.items():
@@ -385,7 +385,7 @@ def renew(weights: ExpertWeights) -> None:
             packed = _pack(image, [plain[name]], weights.device, is_watched=False)[0]
             source = copy(source)  # who still has the old image must see that it is old
             object.__setattr__(packed, "source", source)
-            weights._hold(**{name: packed})
+            weights._replace_parts(**{name: packed})
         if source is not None:
             source.accept()
 

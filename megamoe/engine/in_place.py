@@ -40,21 +40,21 @@ def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
         packing.agrees(kind, len(memory.shape) == 4, device)  # compiles
     one = empty((1, *memory.shape[1:]), memory.fmt, device)
     object.__setattr__(weights, name, None)
-    image, kept = None, -1  # `one` is this expert
+    image, num_packed = None, -1  # `one` is this expert
     try:
         if not memory.is_alone():
-            weights._hold(**{name: memory.canonical()})
+            weights._replace_parts(**{name: memory.canonical()})
             return None
         image = memory.image()
         _synchronise(device)  # other streams may still read
         for expert in range(len(image)):
             one = memory.copied(expert, one)
-            kept = expert
+            num_packed = expert
             packing.write(image, [expert], one, [facts[expert]])
     except BaseException:
         if image is not None:
-            memory.restore(image, kept, one)
-        weights._hold(**{name: memory.canonical()})
+            memory.restore(image, num_packed, one)
+        weights._replace_parts(**{name: memory.canonical()})
         raise
     return image
 
@@ -103,12 +103,12 @@ class _Memory:
                 scale = torch.empty(like.scale.shape, dtype=torch.int32, device=data.device)
             if like.factor is not None:
                 factor = torch.empty(like.factor.shape, device=data.device)
-        made = Packed(
+        packed = Packed(
             self.kind, data, scale, factor, like.factor_is, like.num_outputs, like.width,
             like.is_gated,
         )  # fmt: skip
         g = self._tensors.get("global_scale")
-        return PackedMatrix(made, self.fmt.name, Aside(len(data)), 1 if g is None else g.ndim)
+        return PackedMatrix(packed, self.fmt.name, Aside(len(data)), 1 if g is None else g.ndim)
 
     def copied(self, expert: int, into: Quantized) -> Quantized:
         """One canonical expert [1, ...], in memory that there is for it."""
@@ -116,12 +116,12 @@ class _Memory:
         _copy(source, into)
         return replace(into, global_scale=source.global_scale)
 
-    def restore(self, image: PackedMatrix, kept: int, one: Quantized) -> None:
+    def restore(self, image: PackedMatrix, expert_idx: int, one: Quantized) -> None:
         """Canonical bytes again, of which `one` is expert `kept`; those after it are there."""
         into, spares = self.canonical(), image.aside.spares()
-        for expert in range(kept + 1):
+        for expert in range(expert_idx + 1):
             was = one
-            if expert < kept:
+            if expert < expert_idx:
                 was = pack.unpack(image.packed, spares, image.format, expert)
             _copy(was, into[expert : expert + 1])
 

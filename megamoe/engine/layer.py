@@ -127,14 +127,14 @@ class MoE(nn.Module):
         self.num_experts, self.top_k = num_experts, top_k
         self.max_tokens_per_rank = max_tokens_per_rank
         self._wanted = (backend, mode)
-        self._given = checked(
+        self._chosen = checked(
             {
                 "reserve_sms": reserve_sms,
                 "pool_rows": pool_rows,
                 "overlap_launches": overlap_launches,
             }
         ) + checked(overrides or {}, legal=CHOICES)
-        check_pairs(backend, self._given)
+        check_pairs(backend, self._chosen)
         self._launch = LaunchOptions(timeout_s, debug_poison)
         require(
             isinstance(cuda_graphs, (bool, GraphPool)), "cuda_graphs must be a bool or a GraphPool",
@@ -291,8 +291,8 @@ class MoE(nn.Module):
     def _modes(self) -> tuple[tuple[UpTo, ...], UpTo | None]:
         """Over a group: what `auto` takes by the bound of a call, and for quantised tokens."""
         if self._backend == "hopper":
-            call, given = self._plan_in("staged").call, dict(self._overrides("auto"))
-            return group_modes(call, given), quantized_mode(call, given)
+            call, overrides = self._plan_in("staged").call, dict(self._overrides("auto"))
+            return group_modes(call, overrides), quantized_mode(call, overrides)
         most = self.max_tokens_per_rank or 0
         plans = (self._plan_in("auto", is_quantized=ready) for ready in (False, True))
         one, ready = (UpTo(most, plan.mode, plan.why) for plan in plans)
@@ -301,8 +301,8 @@ class MoE(nn.Module):
     def _share_sms(self, num_sms: int, ranks_here: int) -> int:
         """Share a GPU's SMs with the ranks that use it too; -> those that are left to others."""
         taken = num_sms - (num_sms - self._own_sms) // ranks_here
-        rest = tuple(pair for pair in self._given if pair[0] != "reserve_sms")
-        self._given = (("reserve_sms", taken), *rest)
+        rest = tuple(pair for pair in self._chosen if pair[0] != "reserve_sms")
+        self._chosen = (("reserve_sms", taken), *rest)
         return taken
 
     def _plan(
@@ -380,11 +380,11 @@ class MoE(nn.Module):
         self._renew()
         if self._world is not None:
             if graphs is not None:
-                found = group_graphs.replay(
+                replayed = group_graphs.replay(
                     self, signature, (x, topk_idx, topk_weights), max_tokens, copy
                 )
-                if found is not None:
-                    return found
+                if replayed is not None:
+                    return replayed
             return self._call_over_group(
                 x, topk_idx, topk_weights, self.stats, self._sent, max_tokens
             )
@@ -570,14 +570,14 @@ class MoE(nn.Module):
             module is not None, "the layer must have shared experts", got="none", kind=ShapeError
         )
         assert module is not None
-        given = w13, w2, experts, b13, b2, gate_up
+        values = w13, w2, experts, b13, b2, gate_up
         if self._world is None:
-            Refresh.of(module.weights, *given).apply(module.weights)
+            Refresh.of(module.weights, *values).apply(module.weights)
             return
         parts: list[Refresh] = []
 
         def check() -> None:
-            parts.append(Refresh.of(module.weights, *given))
+            parts.append(Refresh.of(module.weights, *values))
             parts[0].check(module.weights)
 
         self._world.rendezvous.gather("refresh", check)
@@ -609,7 +609,7 @@ class MoE(nn.Module):
         self._backend, self._why_backend = name, why
         if not why and name == "portable" and self._wanted[0] == "auto":
             self._why_backend = backends.reasons_on(weights.device)["hopper"]
-        weights, shared = self._hold(name)
+        weights, shared = self._pack_experts(name)
         if shared is not None:  # which may lie after the others only now
             traits = traits_of(name, weights, shared, self.options.activation)
         self._check_plan(traits)
@@ -624,7 +624,7 @@ class MoE(nn.Module):
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay(), self._graph_pool) if has_graphs else None
 
-    def _hold(self, backend: str) -> tuple[ExpertWeights, ExpertWeights | None]:
+    def _pack_experts(self, backend: str) -> tuple[ExpertWeights, ExpertWeights | None]:
         """The experts as the backend reads them: one copy."""
         weights, shared = self._parts()
         if backend == "hopper":
@@ -634,16 +634,16 @@ class MoE(nn.Module):
                 experts = images.hold(weights, shared)
         else:
             experts = weights.canonical(), None if shared is None else shared.canonical()
-        self._take(experts)
+        self._set_experts(experts)
         return experts
 
-    def _take(self, experts: tuple[ExpertWeights, ExpertWeights | None]) -> None:
+    def _set_experts(self, experts: tuple[ExpertWeights, ExpertWeights | None]) -> None:
         self.experts.take(experts[0])
         if self.shared is not None and experts[1] is not None:
             self.shared.take(experts[1])
 
     def _overrides(self, mode: str) -> Overrides:
-        return (("backend", self._backend), ("mode", mode), *self._given)
+        return (("backend", self._backend), ("mode", mode), *self._chosen)
 
     def _check_plan(self, traits: Traits) -> None:
         """Refuse what no call of the layer could follow: a plan of one token has all of it."""
@@ -684,7 +684,7 @@ class MoE(nn.Module):
         if name == "hopper":
             from megamoe.engine import images
 
-            self._take(images.hold_on(device, weights, shared))
+            self._set_experts(images.hold_on(device, weights, shared))
 
     def _renew(self) -> None:
         """After load_state_dict: other bytes, perhaps on another device."""
@@ -701,7 +701,7 @@ class MoE(nn.Module):
         if self._world is None:
             self._refresh()
         else:
-            self._hold(self._backend)
+            self._pack_experts(self._backend)
 
     def extra_repr(self) -> str:
         w, world, o = self.weights, self._world, self.options

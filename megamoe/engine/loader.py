@@ -284,8 +284,8 @@ class Checkpoint:
             data = self.shards.read(f"{prefix}{head}weight")  # refuses by name
         name, g = part(tuple(GLOBALS))
         one = stored.read(prefix + head[:-1], data, part(SCALES)[1], _factor(g, GLOBALS.get(name)))
-        name, given = part(tuple(INPUTS))
-        return replace(one, input_scale=_factor(given, INPUTS.get(name)))
+        name, factor = part(tuple(INPUTS))
+        return replace(one, input_scale=_factor(factor, INPUTS.get(name)))
 
     def _fused(self, prefix: str, names: list[str], expert: int, linear: str) -> Stored:
         """One expert out of a tensor of all of them."""

@@ -78,7 +78,7 @@ class LocalRanks:
         tile = dict(checked(overrides or {}, legal=TILE))
         one_of(backend, ("hopper", "blackwell"), "backend")
         self._backend = backend
-        self._given = checked({"backend": backend, **routes, **tile})
+        self._chosen = checked({"backend": backend, **routes, **tile})
         require(
             1 <= num_ranks <= MAX_RANKS,
             f"one launch runs 1 to {MAX_RANKS} ranks",
@@ -108,7 +108,7 @@ class LocalRanks:
                 speed = float("inf") if links_gbs is None else links_gbs * 1e9
                 links = Links(speed, latency_s=latency_us / 1e6)
             self._chain = LocalChain(
-                weights, num_ranks, self.options, self._launch, self._given, links, backend
+                weights, num_ranks, self.options, self._launch, self._chosen, links, backend
             )
 
     def __call__(
@@ -154,7 +154,7 @@ class LocalRanks:
             return self._chain.plan(num_tokens, top_k)
         return plan_for(
             self.weights, self.options, traits_of(self._backend, self.weights, None),
-            num_tokens=num_tokens, top_k=top_k, overrides=self._given,
+            num_tokens=num_tokens, top_k=top_k, overrides=self._chosen,
             ranks=Ranks(self.num_ranks, self.weights.num_experts, self.num_ranks),
         )  # fmt: skip
 

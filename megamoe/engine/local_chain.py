@@ -62,8 +62,8 @@ class LocalChain:
         stats: Tensor,
     ) -> list[Tensor]:
         """One call on every rank; stats int64 [E] gets what each expert received."""
-        for found in self._status:
-            found.raise_if_seen()
+        for status in self._status:
+            status.raise_if_seen()
         top_k = topk_idx[0].shape[1]
         self._make(max(len(t) for t in x), top_k)
         self._captured.note()
@@ -81,8 +81,8 @@ class LocalChain:
 
         with torch.no_grad():
             y = self._side_by_side(launches)
-        for found in self._status:
-            found.copy_to_host_async(top_k)
+        for status in self._status:
+            status.copy_to_host_async(top_k)
         return y
 
     def plan(self, num_tokens: int, top_k: int, *, is_quantized: bool = False) -> Plan:
@@ -97,13 +97,13 @@ class LocalChain:
 
     def check(self, top_k: int) -> None:
         """Wait for the GPU and raise what calls so far found."""
-        for found in self._status:
-            found.check(top_k)
+        for status in self._status:
+            status.check(top_k)
 
     def reset(self) -> None:
         """Wait for the GPU and make the ranks usable after a timeout."""
-        for found in self._status:
-            found.reset()
+        for status in self._status:
+            status.reset()
         self._captured.clear()
         self._members, self._most = [], (0, 0)
 
@@ -115,24 +115,24 @@ class LocalChain:
                 return list(pool.map(lambda rank: _last(launches(rank)), ranks))
         now = torch.cuda.current_stream(device)
         all_ranks = [launches(rank) for rank in ranks]
-        found: list[Tensor] = []
+        outputs: list[Tensor] = []
         for stream in self._streams:
             stream.wait_stream(now)
         try:
-            while not found:
+            while not outputs:
                 for one, stream in zip(all_ranks, self._streams, strict=True):
                     with torch.cuda.stream(stream):
                         y = next(one)
                     if y is not None:
-                        found.append(y)
+                        outputs.append(y)
         except BaseException:
             torch.cuda.synchronize(device)  # ranks that were launched still read what is let go
             raise
-        for y, stream in zip(found, self._streams, strict=True):
+        for y, stream in zip(outputs, self._streams, strict=True):
             now.wait_stream(stream)
             if not is_capturing(device):
                 y.record_stream(now)
-        return found
+        return outputs
 
     def _make(self, num_tokens: int, top_k: int) -> None:
         """Memory of every rank, as large as the largest call so far."""

@@ -87,16 +87,16 @@ def check_widths(config: dict[str, Any], prefix: str, hidden: int, intermediate:
 def refuse_rotations(config: dict[str, Any]) -> None:
     """Refuse quantised experts whose tokens or activations must be rotated first."""
     quant = config.get("quantization_config") or {}
-    found = ["rotation_config"] if quant.get("rotation_config") else []
+    names = ["rotation_config"] if quant.get("rotation_config") else []
     if _rotates_activations(quant.get("transform_config")):
-        found.append("transform_config")
+        names.append("transform_config")
     algorithms = quant.get("algo_config") or []
     for one in algorithms if isinstance(algorithms, list) else [algorithms]:
         if isinstance(one, dict) and (one.get("online_r1_rotation") or one.get("r4")):
-            found.append(f"algo_config {one.get('name')}")
+            names.append(f"algo_config {one.get('name')}")
     require(
-        not found, "experts must need no rotation of tokens or activations",
-        got=f"quantization_config with {', '.join(found)}",
+        not names, "experts must need no rotation of tokens or activations",
+        got=f"quantization_config with {', '.join(names)}",
         fix="quantise without online rotations", kind=NotAvailable,
     )  # fmt: skip
 
@@ -141,13 +141,13 @@ def activation_of(config: dict[str, Any]) -> tuple[str, float | None]:
     alpha = config.get("swiglu_alpha")
     is_oss = is_gpt_oss(config) or alpha is not None
     activation = "gpt_oss" if is_oss else ACTIVATIONS[str(name)]
-    given = {key: config.get(key) for key in (*SITU, "swiglu_alpha", *SOFTCAPS)}
+    values = {key: config.get(key) for key in (*SITU, "swiglu_alpha", *SOFTCAPS)}
     require(
-        (activation != "situ" or all(given[key] == value for key, value in SITU.items()))
+        (activation != "situ" or all(values[key] == value for key, value in SITU.items()))
         and alpha in (None, GPT_OSS_ALPHA)
-        and not any(given[key] for key in SOFTCAPS),
+        and not any(values[key] for key in SOFTCAPS),
         f"SiTU must have {SITU}, swiglu_alpha be {GPT_OSS_ALPHA}, and gates have no softcap",
-        got=given,
+        got=values,
         kind=NotAvailable,
     )
     clamp = config.get("swiglu_limit")

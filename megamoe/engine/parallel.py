@@ -345,10 +345,10 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
 
 
 def placement_of(
-    num_experts: int, num_ranks: int, weights: ExpertWeights, given: Placement | None
+    num_experts: int, num_ranks: int, weights: ExpertWeights, placement: Placement | None
 ) -> Placement:
     """The placement in force; the weights must be as many as it has places on a rank."""
-    if given is None:
+    if placement is None:
         local = weights.num_experts
         require(
             local * num_ranks == num_experts,
@@ -358,25 +358,25 @@ def placement_of(
         )
         return Placement.contiguous(num_experts, num_ranks)
     require(
-        isinstance(given, Placement),
+        isinstance(placement, Placement),
         "placement must be a Placement",
-        got=type(given).__name__,
+        got=type(placement).__name__,
         kind=DTypeError,
     )
     require(
-        (given.num_experts, given.num_ranks) == (num_experts, num_ranks),
+        (placement.num_experts, placement.num_ranks) == (num_experts, num_ranks),
         f"placement must be of {num_experts} experts over {num_ranks} rank(s)",
-        got=f"{given.num_experts} experts over {given.num_ranks}",
+        got=f"{placement.num_experts} experts over {placement.num_ranks}",
         kind=ShapeError,
     )
     require(
-        weights.num_experts == given.slots_per_rank,
-        f"the placement has {given.slots_per_rank} places on a rank",
+        weights.num_experts == placement.slots_per_rank,
+        f"the placement has {placement.slots_per_rank} places on a rank",
         got=f"weights of {weights.num_experts} experts",
         fix="take this rank's with weights.take(placement.slots[rank])",
         kind=ShapeError,
     )
-    return given
+    return placement
 
 
 def add_counts(counts: Tensor, topk_idx: Tensor) -> None:

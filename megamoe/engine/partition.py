@@ -73,17 +73,17 @@ class Threads:
 
     def __init__(self) -> None:
         self._threads = [ThreadPoolExecutor(1) for _ in range(2)]
-        self._given: list[list[Future[None]]] = [[], []]
+        self._submitted: list[list[Future[None]]] = [[], []]
 
     def run(self, side: int, launches: Callable[[], None]) -> None:
         def act() -> None:
             with torch.no_grad():  # which is a thread's own
                 launches()
 
-        self._given[side].append(self._threads[side].submit(act))
+        self._submitted[side].append(self._threads[side].submit(act))
 
     def mark(self, side: int) -> Future[None]:
-        return self._given[side][-1]
+        return self._submitted[side][-1]
 
     def wait(self, side: int, mark: Future[None]) -> None:
         self.run(side, mark.result)
@@ -91,8 +91,8 @@ class Threads:
     def join(self) -> None:
         for thread in self._threads:
             thread.shutdown()
-        for given in self._given:
-            for one in given:
+        for futures in self._submitted:
+            for one in futures:
                 one.result()
 
 
@@ -178,7 +178,7 @@ def _part(index: int, l1_sms: int, num_sms: int) -> Pair:
         fix=f"take another l1_sms, or {FIX}",
         kind=NotAvailable,
     )
-    made = []
+    parts = []
     for one in (first, rest):
         described, context = ctypes.c_void_p(), ctypes.c_void_p()
         driver("cuDevResourceGenerateDesc", ctypes.byref(described), one, 1)
@@ -188,8 +188,8 @@ def _part(index: int, l1_sms: int, num_sms: int) -> Pair:
             stream = ctypes.c_void_p()
             driver("cuGreenCtxStreamCreate", ctypes.byref(stream), context, _NON_BLOCKING, 0)
             both.append(torch.cuda.ExternalStream(stream.value, device=index))
-        made.append(both)
-    return Pair(*zip(*made, strict=True))
+        parts.append(both)
+    return Pair(*zip(*parts, strict=True))
 
 
 def _resource() -> ctypes.Array[ctypes.c_byte]:

@@ -136,11 +136,11 @@ class LayerSpec:
             shared=self.shared, local_ranks=self.local_ranks,
             max_tokens=self.max_tokens if self.num_ranks > 1 else None, has_bias=self.has_bias,
         )  # fmt: skip
-        given = checked(dict(self.overrides))
-        has_buckets = self.hardware.arch == "sm_90a" or dict(given).get("mode") == "chain"
+        overrides = checked(dict(self.overrides))
+        has_buckets = self.hardware.arch == "sm_90a" or dict(overrides).get("mode") == "chain"
         if call.is_group and call.max_tokens and has_buckets:
-            call = replace(call, max_tokens=planned_bound(call, dict(given), num_tokens))
-        return plan_call(call, self.hardware, given)
+            call = replace(call, max_tokens=planned_bound(call, dict(overrides), num_tokens))
+        return plan_call(call, self.hardware, overrides)
 
 
 Work = tuple[LayerSpec, Sequence[int]]  # a layer, and numbers of tokens of its calls
@@ -199,8 +199,8 @@ def _order(one: Cubin) -> int:
 
 def cubins_of_all(works: Sequence[Work]) -> list[Cubin]:
     """Of several layers, each compilation once, slow ones first."""
-    found = {one.hash: one for work in works for one in cubins_of(*work)}
-    return sorted(found.values(), key=_order)
+    cubins = {one.hash: one for work in works for one in cubins_of(*work)}
+    return sorted(cubins.values(), key=_order)
 
 
 def target_of(machine: Hardware) -> GPUTarget:
@@ -299,8 +299,8 @@ def make_calls(layer: LayerSpec, num_tokens: int) -> None:
         _over_group(layer, plan, weights, shared, stats, num_tokens)
         return
     for dtype in layer.ids:
-        given, counted = _tokens(layer, num_tokens, dtype), stats if layer.has_stats else None
-        launch(Call(*given, weights, layer.options, shared, _status(), counted), plan)
+        tokens, counted = _tokens(layer, num_tokens, dtype), stats if layer.has_stats else None
+        launch(Call(*tokens, weights, layer.options, shared, _status(), counted), plan)
     if layer.graphs and num_tokens <= MAX_TOKENS:
         _captured(layer, weights, shared, stats, bucket_of(num_tokens, MAX_TOKENS))
 
@@ -323,8 +323,8 @@ def pack_experts(layer: LayerSpec) -> None:
                 pair, num = facts_on_gpu.pair_of(facts_on_gpu.by_gate(one), flags)
                 facts_on_gpu.launch(pair, num, flags, 0)
             pack_on_gpu.launch(matrix.packed, [0], one)
-        for given in ((ones[0], ones[1]), (ones[0], None), (None, ones[1])):
-            gpu = OnGpu([0], given, both, (None, None), False, new_flags(1, META))
+        for sources in ((ones[0], ones[1]), (ones[0], None), (None, ones[1])):
+            gpu = OnGpu([0], sources, both, (None, None), False, new_flags(1, META))
             gpu.look()
             gpu.write()
 
@@ -391,8 +391,8 @@ def _over_group(
 ) -> None:  # fmt: skip
     """One rank's launches: fused over symmetric memory, or staged around the exchange of rows."""
     if plan.mode == "fused" and layer.graphs and plan.num_passes == 1:
-        given = _tokens(layer, plan.fused_tokens, torch.int64)
-        _around_graph(layer, *given, torch.empty(1, dtype=torch.int32, device=META))
+        tokens = _tokens(layer, plan.fused_tokens, torch.int64)
+        _around_graph(layer, *tokens, torch.empty(1, dtype=torch.int32, device=META))
     if plan.is_chained:
         _chained(layer, plan, weights, shared, stats, num_tokens)
         return
@@ -441,16 +441,16 @@ def _chained(
     peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 0, layer.num_ranks)
     for dtype in layer.ids:
-        given = _tokens(layer, num_tokens, dtype)
-        call = Call(*given, weights, layer.options, shared, _status(), stats)
+        tokens = _tokens(layer, num_tokens, dtype)
+        call = Call(*tokens, weights, layer.options, shared, _status(), stats)
         chain.run(me, call, plan)
     bound = plan.call.max_tokens or 0
     if layer.graphs and plan.mode == "chain" and bound <= MAX_TOKENS:
         count = torch.empty(1, dtype=torch.int32, device=META)
-        given = _tokens(layer, bound, torch.int32)
-        call = Call(*given, weights, layer.options, shared, _status(), stats, count)
+        tokens = _tokens(layer, bound, torch.int32)
+        call = Call(*tokens, weights, layer.options, shared, _status(), stats, count)
         chain.run(me, call, layer.plan(bound))
-        _around_graph(layer, *given, count)
+        _around_graph(layer, *tokens, count)
 
 
 def _like(tokens: Quantized, rows: int) -> Quantized:

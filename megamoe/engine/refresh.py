@@ -98,9 +98,9 @@ class Refresh:
                 with _launching(weights):
                     gpu.look()
                     gpu.write()
-                    found = gpu.read()
-                if not found.is_refused:
-                    gpu.keep(found)
+                    numbers = gpu.read()
+                if not numbers.is_refused:
+                    gpu.keep(numbers)
                     self._write_biases(weights)
                     return
             self._check_each(weights)  # says what is refused
@@ -114,9 +114,9 @@ class Refresh:
             if gpu is not None:
                 with _launching(weights):
                     gpu.look()
-                    found = gpu.read()
-                if not found.is_refused:
-                    for name, facts in zip(MATRICES, found.facts, strict=True):
+                    numbers = gpu.read()
+                if not numbers.is_refused:
+                    for name, facts in zip(MATRICES, numbers.facts, strict=True):
                         if getattr(self, name) is not None:
                             self.facts[name] = dict(zip(self.experts, facts, strict=True))
                     _check_arithmetic(weights, self.facts)
@@ -147,8 +147,8 @@ class Refresh:
             is_interleaved=self.gate_up == "interleaved",
         )  # fmt: skip
         if gpu is not None:
-            for name, seen in zip(BIASES, gpu.biases, strict=True):
-                if seen is None:
+            for name, by_kernel in zip(BIASES, gpu.biases, strict=True):
+                if by_kernel is None:
                     _check_finite(name, getattr(self, name))
         return gpu
 
@@ -173,10 +173,10 @@ class Refresh:
 
     def _facts_of(self, name: str, held: Quantized) -> dict[int, Facts]:
         """Of each expert of a matrix, of whose values nothing is to be refused."""
-        given = getattr(self, name)
-        _check_global(name, given, held)
-        known = self._known(given, held)
-        for expert, one in self._each(given, held, name):
+        source = getattr(self, name)
+        _check_global(name, source, held)
+        known = self._known(source, held)
+        for expert, one in self._each(source, held, name):
             if expert not in known:
                 checkpoint.refuse_nan(one, name, first_expert=expert)
                 if isinstance(held, PackedMatrix):
@@ -186,37 +186,37 @@ class Refresh:
         return known
 
     def _write_matrix(self, name: str, held: Quantized) -> None:
-        given, facts = getattr(self, name), self.facts.get(name, {})
-        if isinstance(held, PackedMatrix) and self._is_there(given, held):
-            packing.write(held, self.experts, given, [facts[expert] for expert in self.experts])
-        elif not isinstance(held, PackedMatrix) and _is_plain(given, held):
-            _copy(held, self.experts, given)
+        source, facts = getattr(self, name), self.facts.get(name, {})
+        if isinstance(held, PackedMatrix) and self._is_there(source, held):
+            packing.write(held, self.experts, source, [facts[expert] for expert in self.experts])
+        elif not isinstance(held, PackedMatrix) and _is_plain(source, held):
+            _copy(held, self.experts, source)
         else:
-            for expert, one in self._each(given, held, name):
+            for expert, one in self._each(source, held, name):
                 _put(held, expert, one)
         if isinstance(held, PackedMatrix):
             object.__setattr__(held, "source", None)  # what it was packed from is no longer it
 
-    def _is_there(self, given: Tensor | Quantized, held: Quantized) -> bool:
+    def _is_there(self, values: Tensor | Quantized, held: Quantized) -> bool:
         """Whether experts can be packed as they lie, all at once."""
-        return isinstance(held, PackedMatrix) and _is_plain(given, held)
+        return isinstance(held, PackedMatrix) and _is_plain(values, held)
 
-    def _known(self, given: Tensor | Quantized, held: Quantized) -> dict[int, Facts]:
+    def _known(self, values: Tensor | Quantized, held: Quantized) -> dict[int, Facts]:
         """What scales say of experts that need no look at their values: any image holds them."""
-        if not self._is_there(given, held):
+        if not self._is_there(values, held):
             return {}
-        assert isinstance(given, Quantized)
-        each = zip(self.experts, packing.facts_by_scales(given), strict=True)
+        assert isinstance(values, Quantized)
+        each = zip(self.experts, packing.facts_by_scales(values), strict=True)
         return {expert: facts for expert, facts in each if facts is not None}
 
     def _write_biases(self, weights: ExpertWeights) -> None:
         for name in BIASES:
             self._write_bias(name, getattr(self, name), getattr(weights, name))
 
-    def _write_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
-        if given is None or held is None:
+    def _write_bias(self, name: str, values: Tensor | None, held: Tensor | None) -> None:
+        if values is None or held is None:
             return
-        rows = given.to(held.device).float()
+        rows = values.to(held.device).float()
         if name == "b13":
             rows = rows.reshape(len(self.experts), -1, 1)
             rows = checkpoint.gate_then_up(rows, self.gate_up)[..., 0]
@@ -224,30 +224,30 @@ class Refresh:
         for given_run, run in _runs(self.experts):
             out[run].copy_(rows[given_run])
 
-    def _check_matrix(self, name: str, given: object, held: Quantized) -> None:
+    def _check_matrix(self, name: str, source: object, held: Quantized) -> None:
         num, rest = len(self.experts), held.shape[1:]
-        if isinstance(given, Quantized):
+        if isinstance(source, Quantized):
             require(
-                given.format == held.format,
+                source.format == held.format,
                 f"{name} must be floats, or Quantized in {held.format}",
-                got=given.format,
+                got=source.format,
                 kind=DTypeError,
             )
             wanted: tuple[int, ...] = (num, *rest)
         else:
-            checkpoint.check_source(given, name, 3)
+            checkpoint.check_source(source, name, 3)
             wanted = (num, 2 * rest[1], rest[2]) if name == "w13" else (num, *rest)
-        assert isinstance(given, Tensor | Quantized)
+        assert isinstance(source, Tensor | Quantized)
         require(
-            tuple(given.shape) == wanted,
+            tuple(source.shape) == wanted,
             f"{name} must be {wanted} for {num} experts",
-            got=tuple(given.shape),
+            got=tuple(source.shape),
             kind=ShapeError,
         )
-        _check_factors(name, given, held)
+        _check_factors(name, source, held)
 
-    def _check_bias(self, name: str, given: Tensor | None, held: Tensor | None) -> None:
-        if given is None:
+    def _check_bias(self, name: str, values: Tensor | None, held: Tensor | None) -> None:
+        if values is None:
             return
         require(
             held is not None,
@@ -258,14 +258,14 @@ class Refresh:
         )
         assert held is not None
         wanted = (len(self.experts), held[0].numel())
-        checkpoint.check_source(given, name, 2)
+        checkpoint.check_source(values, name, 2)
         require(
-            tuple(given.shape) == wanted, f"{name} must be {wanted}", got=tuple(given.shape),
+            tuple(values.shape) == wanted, f"{name} must be {wanted}", got=tuple(values.shape),
             kind=ShapeError,
         )  # fmt: skip
 
     def _each(
-        self, given: Tensor | Quantized, held: Quantized, name: str
+        self, values: Tensor | Quantized, held: Quantized, name: str
     ) -> Iterator[tuple[int, Quantized]]:
         """(expert, its canonical matrix [1, ...] where the layer lies), one at a time.
 
@@ -273,10 +273,10 @@ class Refresh:
         raises.
         """
         for i, expert in enumerate(self.experts):
-            if isinstance(given, Quantized):
-                yield expert, given[i : i + 1].to(held.device)
+            if isinstance(values, Quantized):
+                yield expert, values[i : i + 1].to(held.device)
                 continue
-            source = self._in_order(given[i].detach().to(held.device), name)
+            source = self._in_order(values[i].detach().to(held.device), name)
             yield expert, _quantized(source[None], held)
 
     def _in_order(self, source: Tensor, name: str) -> Tensor:
@@ -293,11 +293,11 @@ def _launching(weights: ExpertWeights) -> Iterator[None]:
         yield
 
 
-def _is_plain(given: Tensor | Quantized, held: Quantized) -> bool:
+def _is_plain(values: Tensor | Quantized, held: Quantized) -> bool:
     """Whether experts are canonical ones on the layer's device."""
     return (
-        isinstance(given, Quantized) and not isinstance(given, PackedMatrix)
-        and given.device == held.device
+        isinstance(values, Quantized) and not isinstance(values, PackedMatrix)
+        and values.device == held.device
     )  # fmt: skip
 
 
@@ -308,11 +308,11 @@ def _check_finite(name: str, bias: Tensor | None) -> None:
     )  # fmt: skip
 
 
-def _check_factors(name: str, given: object, held: Quantized) -> None:
+def _check_factors(name: str, values: object, held: Quantized) -> None:
     """NVFP4: one factor per expert, or as many as are held."""
     if not held.spec.has_global:
         return
-    g = given.global_scale if isinstance(given, Quantized) else None
+    g = values.global_scale if isinstance(values, Quantized) else None
     if isinstance(held, PackedMatrix):
         ndim = held.global_ndim
     else:
@@ -326,9 +326,9 @@ def _check_factors(name: str, given: object, held: Quantized) -> None:
     )
 
 
-def _check_global(name: str, given: object, held: Quantized) -> None:
+def _check_global(name: str, values: object, held: Quantized) -> None:
     """NVFP4: no factor is NaN or Inf."""
-    g = given.global_scale if held.spec.has_global and isinstance(given, Quantized) else None
+    g = values.global_scale if held.spec.has_global and isinstance(values, Quantized) else None
     require(
         g is None or bool(g.isfinite().all()), f"global scales of {name} must be finite",
         got="NaN or Inf", kind=RangeError,
@@ -390,10 +390,10 @@ def _put(held: Quantized, expert: int, one: Quantized) -> None:
         _copy(held, [expert], one)
 
 
-def _copy(held: Quantized, experts: Sequence[int], given: Quantized) -> None:
+def _copy(held: Quantized, experts: Sequence[int], values: Quantized) -> None:
     """Canonical experts [n, ...]: one copy of every tensor for experts that follow each other."""
     for name, t in held.tensors().items():
-        source = getattr(given, name)
+        source = getattr(values, name)
         while source.ndim < t.ndim:  # NVFP4: a factor for gate and up
             source = source[..., None]
         for given_run, run in _runs(experts):

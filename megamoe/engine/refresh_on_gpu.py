@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megamoe.kernels.common.finite import Look
     from megamoe.kernels.hopper.weights.facts_on_gpu import Matrix
 
-Given = Quantized | Tensor | None
+Source = Quantized | Tensor | None
 
 
 @dataclass(slots=True, eq=False)
@@ -33,14 +33,14 @@ class OnGpu:
     """Experts of one or two matrices, all of one kind, given all quantised or all as floats.
 
     experts         where they go
-    given           of w13 and w2: the experts, floats [n, 2I, H] and [n, H, I], or None
+    sources         of w13 and w2: the experts, floats [n, 2I, H] and [n, H, I], or None
     held            what they go into
     biases          new ones that kernels look at, or None
     is_interleaved  rows of gate and up in floats alternate
     """
 
     experts: Sequence[int]
-    given: tuple[Given, Given]
+    sources: tuple[Source, Source]
     held: tuple[Quantized, Quantized]
     biases: tuple[Tensor | None, Tensor | None]
     is_interleaved: bool
@@ -51,7 +51,7 @@ class OnGpu:
 
     @classmethod
     def of(
-        cls, experts: Sequence[int], given: tuple[Given, Given],
+        cls, experts: Sequence[int], sources: tuple[Source, Source],
         held: tuple[Quantized, Quantized], biases: tuple[Tensor | None, Tensor | None],
         *, is_interleaved: bool,
     ) -> OnGpu | None:  # fmt: skip
@@ -59,22 +59,22 @@ class OnGpu:
         from megamoe.kernels.common import finite
 
         device = held[0].device
-        both = [(g, h) for g, h in zip(given, held, strict=True) if g is not None]
+        both = [(g, h) for g, h in zip(sources, held, strict=True) if g is not None]
         if not packing.is_gpu(device) or not experts or not both:
             return None
         if len({_sort_of(g, h) for g, h in both}) > 1:
             return None
         if not all(_can(g, h, len(experts), is_interleaved=is_interleaved) for g, h in both):
             return None
-        seen = [b if b is not None and _is_seen(b, device) else None for b in biases]
-        first, second = (_as_held(g, h) for g, h in zip(given, held, strict=True))
+        checked = [b if b is not None and _is_checked(b, device) else None for b in biases]
+        first, second = (_as_held(g, h) for g, h in zip(sources, held, strict=True))
         flags = finite.new_flags(len(experts), device)
-        return cls(experts, (first, second), held, (seen[0], seen[1]), is_interleaved, flags)
+        return cls(experts, (first, second), held, (checked[0], checked[1]), is_interleaved, flags)
 
     @property
     def _one(self) -> tuple[Quantized | Tensor, Quantized]:
         """A matrix that is given, and what it goes into: both are alike."""
-        return next((g, h) for g, h in zip(self.given, self.held, strict=True) if g is not None)
+        return next((g, h) for g, h in zip(self.sources, self.held, strict=True) if g is not None)
 
     @property
     def _is_mx_image(self) -> bool:
@@ -93,7 +93,7 @@ class OnGpu:
             for i, b in enumerate(self.biases) if b is not None
         ]  # fmt: skip
         if isinstance(held, PackedMatrix):
-            self.pair, _ = facts_on_gpu.pair_of(self.given, self.flags)
+            self.pair, _ = facts_on_gpu.pair_of(self.sources, self.flags)
         if self._is_mx_image and self.pair is not None:
             has_powers = held.kind == "e4m3_image"  # type: ignore[attr-defined]
             if has_powers:
@@ -103,12 +103,12 @@ class OnGpu:
                 has_powers=has_powers, is_interleaved=self.is_interleaved,
             )  # fmt: skip
         elif isinstance(one, Tensor):
-            floats = tuple(g if isinstance(g, Tensor) else None for g in self.given)
+            floats = tuple(g if isinstance(g, Tensor) else None for g in self.sources)
             self.largest = quantise_weights.look(floats, self.flags, held.spec)
         else:
-            for i, g in enumerate(self.given):
+            for i, g in enumerate(self.sources):
                 checks += _checks_of(g, i) if isinstance(g, Quantized) else []
-            self.largest = pack_on_gpu.factors_of(self.given)
+            self.largest = pack_on_gpu.factors_of(self.sources)
         if checks:
             finite.launch(checks, num, self.flags)
 
@@ -121,13 +121,13 @@ class OnGpu:
         self.is_written = True
         both = [
             (g, h, largest)
-            for g, h, largest in zip(self.given, self.held, self.largest, strict=True)
+            for g, h, largest in zip(self.sources, self.held, self.largest, strict=True)
             if g is not None
         ]
         if isinstance(both[0][1], PackedMatrix):
             images = [
                 h.packed if g is not None and isinstance(h, PackedMatrix) else None
-                for g, h in zip(self.given, self.held, strict=True)
+                for g, h in zip(self.sources, self.held, strict=True)
             ]
             assert self.pair is not None, "`look` comes first"
             pack_on_gpu.launch_both(
@@ -143,7 +143,7 @@ class OnGpu:
                     h, self.experts, g, self.flags, largest, is_interleaved=self.is_interleaved  # type: ignore[arg-type]
                 )  # fmt: skip
 
-    def read(self) -> Found:
+    def read(self) -> Looked:
         """Wait for what was launched."""
         numbers: list[int] = []
         try:
@@ -154,20 +154,20 @@ class OnGpu:
         num, spec = len(self.experts), self._one[1].spec
         facts = [packing.facts_by_flags(numbers[1 + i * num :][:num], spec) for i in range(2)]
         counts = [numbers[3 + (2 + i) * num :][:num] for i in range(2)]
-        return Found(bool(numbers[0]), facts, counts)
+        return Looked(bool(numbers[0]), facts, counts)
 
     def _count(self) -> None:
         """Canonical experts were written to: torch knows nothing of it, and what was made of them
         must be made anew (decision 0026)."""
-        for g, h in zip(self.given, self.held, strict=True):
+        for g, h in zip(self.sources, self.held, strict=True):
             if g is not None and not isinstance(h, PackedMatrix):
                 counted = [t for t in h.tensors().values() if not t.is_inference()]
                 torch.autograd.graph.increment_version(counted)
 
-    def keep(self, found: Found) -> None:
+    def keep(self, looked: Looked) -> None:
         """What was written: say what images lose, and what is known of each expert."""
         for g, h, facts, counts in zip(
-            self.given, self.held, found.facts, found.counts, strict=True
+            self.sources, self.held, looked.facts, looked.counts, strict=True
         ):
             if g is None or not isinstance(h, PackedMatrix):
                 continue
@@ -178,21 +178,21 @@ class OnGpu:
             h.aside.put_all(self.experts, spares, facts)
             object.__setattr__(h, "source", None)  # what it was packed from is no longer it
 
-    def _quantised(self, given: Quantized | Tensor, held: Quantized, i: int) -> Quantized:
+    def _quantised(self, source: Quantized | Tensor, held: Quantized, i: int) -> Quantized:
         """One expert as it was packed."""
         from megamoe.engine import checkpoint
         from megamoe.kernels.portable import quantise_weights
 
-        if isinstance(given, Quantized):
-            return given[i : i + 1]
-        rows = given[i]
+        if isinstance(source, Quantized):
+            return source[i : i + 1]
+        rows = source[i]
         if len(held.shape) == 4:
             rows = checkpoint.gate_then_up(rows, "interleaved" if self.is_interleaved else "split")
         return quantise_weights.quantised(rows[None], held.spec)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Looked:
     """What kernels say.
 
     is_refused  something is, and nothing was written
@@ -205,53 +205,53 @@ class Found:
     counts: Sequence[Sequence[int]]
 
 
-def _sort_of(given: Quantized | Tensor, held: Quantized) -> tuple[object, ...]:
+def _sort_of(source: Quantized | Tensor, held: Quantized) -> tuple[object, ...]:
     """What matrices that one launch writes have in common."""
     kind = held.kind if isinstance(held, PackedMatrix) else held.format
-    return kind, held.spec, given.dtype if isinstance(given, Tensor) else ""
+    return kind, held.spec, source.dtype if isinstance(source, Tensor) else ""
 
 
 def _can(
-    given: Quantized | Tensor, held: Quantized, num: int, *, is_interleaved: bool
+    source: Quantized | Tensor, held: Quantized, num: int, *, is_interleaved: bool
 ) -> bool:  # fmt: skip
     """Whether kernels read these experts, and write them there."""
     from megamoe.kernels.common import finite
     from megamoe.kernels.portable import quantise_weights
 
-    if isinstance(given, PackedMatrix) or given.device != held.device:
+    if isinstance(source, PackedMatrix) or source.device != held.device:
         return False
     if isinstance(held, PackedMatrix):
         if not packing.is_packed_by_kernel(held):
             return False
     elif not all(finite.is_readable(t, len(held)) for t in held.tensors().values()):
         return False
-    if isinstance(given, Quantized):
-        tensors = given.tensors()
+    if isinstance(source, Quantized):
+        tensors = source.tensors()
         g = tensors.get("global_scale")
         return (g is None or g.ndim > 0) and all(
             finite.is_readable(t, num) for t in tensors.values()
         )
     if held.spec.scale is Scale.NONE:  # a copy
         is_split = len(held.shape) == 3 or not is_interleaved
-        return given.dtype == torch.bfloat16 and is_split and finite.is_readable(given, num)
-    return quantise_weights.can(held.spec) and given.is_contiguous()
+        return source.dtype == torch.bfloat16 and is_split and finite.is_readable(source, num)
+    return quantise_weights.can(held.spec) and source.is_contiguous()
 
 
-def _is_seen(bias: Tensor, device: torch.device) -> bool:
+def _is_checked(bias: Tensor, device: torch.device) -> bool:
     from megamoe.kernels.common import finite
 
     return bias.device == device and bias.dtype in finite.NOT_FINITE and finite.is_readable(bias, 1)
 
 
-def _as_held(given: Given, held: Quantized) -> Given:
+def _as_held(source: Source, held: Quantized) -> Source:
     """BF16 that is held as it is: the experts of it."""
-    if not isinstance(given, Tensor):
-        return given
-    given = given.detach()
+    if not isinstance(source, Tensor):
+        return source
+    source = source.detach()
     if held.spec.scale is not Scale.NONE:
-        return given
-    shape = (len(given), *held.shape[1:])
-    return Quantized(given.view(shape), None, held.format, shape)
+        return source
+    shape = (len(source), *held.shape[1:])
+    return Quantized(source.view(shape), None, held.format, shape)
 
 
 def _as(source: Tensor, held: Tensor) -> Tensor:

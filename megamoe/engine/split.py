@@ -50,7 +50,7 @@ class _Layer(NamedTuple):
 
     call: Call
     tokens: Tokens
-    made: Prepared
+    packed: Prepared
     routing: Routing
     rows: Tensor  # [T, slots, H]
     shared: int  # experts of the routed launches that see every token
@@ -91,14 +91,14 @@ def _layer(call: Call, routing: Routing, rows: Tensor, plan: Plan, joined: int) 
     weights = call.weights
     if joined:
         assert call.shared is not None
-        made = with_shared(weights, call.shared)
+        packed = with_shared(weights, call.shared)
     else:
-        made = prepared(weights)
+        packed = prepared(weights)
     x = call.x
     tokens = (
-        hopper.ready(x, made.how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
+        hopper.ready(x, packed.how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
     )
-    return _Layer(call, tokens, made, routing, rows, joined, plan.overlaps)
+    return _Layer(call, tokens, packed, routing, rows, joined, plan.overlaps)
 
 
 def _compute(layer: _Layer, passes: Sequence[Pass], plan: Plan) -> None:
@@ -146,23 +146,23 @@ def _halves(layer: _Layer, passes: Sequence[Pass]) -> list[_Half]:
     """Memory of one window, or of two that take turns."""
     steps, config = passes[0], passes[0]["window"].config
     assert isinstance(config, Window)
-    how, weights, num = layer.made.how, layer.call.weights, config.num_rows
+    how, weights, num = layer.packed.how, layer.call.weights, config.num_rows
     slots, experts = min(steps.num_slots, num), steps.num_experts
-    made: list[_Half] = []
+    parts: list[_Half] = []
     for _ in range(min(len(passes), WINDOWS)):
         pool = launch.pool(
-            how, slots, weights.hidden if not made else 1, experts, config.block_m, weights.device,
+            how, slots, weights.hidden if not parts else 1, experts, config.block_m, weights.device,
             rows=num,
         )  # fmt: skip
-        if made:
-            pool = pool._replace(data=made[0].pool.data, scale=made[0].pool.scale)
+        if parts:
+            pool = pool._replace(data=parts[0].pool.data, scale=parts[0].pool.scale)
         acts = launch.pool(
             how, slots, weights.intermediate, experts, config.block_m, weights.device, pool,
             rows=num,
         )  # fmt: skip
         l1_done = pool.num_tiles.new_empty(num // ROW_ALIGN.value)
-        made.append(_Half(pool, acts, l1_done, _work(layer, steps, pool)))
-    return made
+        parts.append(_Half(pool, acts, l1_done, _work(layer, steps, pool)))
+    return parts
 
 
 def _work(layer: _Layer, steps: Pass, pool: Pool) -> tuple[WorkItems, ...]:
@@ -176,7 +176,7 @@ def _work(layer: _Layer, steps: Pass, pool: Pool) -> tuple[WorkItems, ...]:
             steps[name].num_ctas, tile.group_m, len(pool.tiles),
             is_dynamic=tile.schedule == "dynamic",
         )
-        for name, w in (("l1", layer.made.w13), ("l2", layer.made.w2))
+        for name, w in (("l1", layer.packed.w13), ("l2", layer.packed.w2))
     )  # fmt: skip
 
 
@@ -187,8 +187,8 @@ def _pool(layer: _Layer, steps: Pass, slots: Slots, half: _Half) -> None:
         pdl=layer.pdl and not steps["window"].partition,
     )  # fmt: skip
     permute(
-        layer.tokens, layer.routing, layer.made.how.acts, half.pool, steps, rows,
-        num_dest=layer.rows.shape[1], num_shared=layer.shared, by_group=layer.made.how.to_e4m3,
+        layer.tokens, layer.routing, layer.packed.how.acts, half.pool, steps, rows,
+        num_dest=layer.rows.shape[1], num_shared=layer.shared, by_group=layer.packed.how.to_e4m3,
         pdl=layer.pdl,
     )  # fmt: skip
 
@@ -198,8 +198,8 @@ def _l1(layer: _Layer, steps: Pass, whole: Pool, half: _Half, *, is_first: bool)
     call = layer.call
     items = half.work[0].items if half.work else None
     launch.gated(
-        _window_of(half.pool, whole, steps), layer.made.w13, half.acts, steps["l1"],
-        layer.made.how, call.options, items=items, bias=call.weights.b13,
+        _window_of(half.pool, whole, steps), layer.packed.w13, half.acts, steps["l1"],
+        layer.packed.how, call.options, items=items, bias=call.weights.b13,
         acts_factor=call.weights.acts_global, error=layer.routing.error,
         use_pdl=layer.pdl and not is_first,
         chain=Chain(publishes=half.l1_done if _counts(steps) else None),
@@ -211,11 +211,11 @@ def _l2(layer: _Layer, steps: Pass, whole: Pool, half: _Half) -> None:
     call = layer.call
     items = half.work[1].items if half.work else None
     launch.linear(
-        _window_of(half.acts, whole, steps), layer.made.w2, layer.rows, steps["l2"],
-        layer.made.how, call.options, items=items, bias=call.weights.b2,
+        _window_of(half.acts, whole, steps), layer.packed.w2, layer.rows, steps["l2"],
+        layer.packed.how, call.options, items=items, bias=call.weights.b2,
         acts_factor=call.weights.acts_global, error=layer.routing.error,
         chain=Chain(
-            half.l1_done if _counts(steps) else None, after=layer.made.w13,
+            half.l1_done if _counts(steps) else None, after=layer.packed.w13,
             bound_s=bound_s(layer.call.timeout_s),
         ),
     )  # fmt: skip

@@ -43,7 +43,7 @@ CHAIN = 16  # and on: waits of the chain
 # No waits: ranks planned a call for different bounds, as this one saw, or one that stopped it.
 UNLIKE, UNLIKE_STOPPED = (9, 19), 20
 ANEW, RESET = "the next call starts anew", "call layer.reset() before the next call"
-GIVEN_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
+GAVE_UP = -1  # as a bad slot: a staged launch whose CTAs wait for each other gave up
 
 
 class DeviceStatus:
@@ -64,7 +64,7 @@ class DeviceStatus:
         with torch.inference_mode(False):
             num = FIRST_COUNTER + COUNTERS
             self.storage = torch.empty(num, dtype=torch.int32, device=device)
-            self._seen: Tensor | None = torch.empty(
+            self._mirror: Tensor | None = torch.empty(
                 STATUS_WORDS, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"
             )
             self._reports = self.storage[:STATUS_WORDS]
@@ -75,7 +75,7 @@ class DeviceStatus:
     def around(cls, words: Tensor) -> DeviceStatus:
         """A view of words that somebody else reads: nothing travels, nothing is raised."""
         status = cls.__new__(cls)
-        status.storage, status._seen, status._last = words, None, None
+        status.storage, status._mirror, status._last = words, None, None
         status._ranks, status._resets_itself, status._top_k = 1, False, 1
         status.remedy, status._calls = RESET, 0
         return status
@@ -101,13 +101,13 @@ class DeviceStatus:
     @functools.cached_property
     def _view(self) -> memoryview:
         """What has arrived, read in a tenth of the time that the tensor takes."""
-        assert self._seen is not None
-        return memoryview(cast(Any, self._seen.numpy()))
+        assert self._mirror is not None
+        return memoryview(cast(Any, self._mirror.numpy()))
 
     def order_after_last(self) -> None:
         """Before a fused launch: its stream waits for that of the one before."""
         device = self.storage.device
-        if self._seen is None or device.type != "cuda" or is_capturing(device):
+        if self._mirror is None or device.type != "cuda" or is_capturing(device):
             return  # a graph's owner keeps its replays in turn
         now = torch.cuda.current_stream(device)
         if self._last is not None and now != self._last:
@@ -122,29 +122,29 @@ class DeviceStatus:
         self._top_k = top_k
         calls = self._calls
         if calls % every == 0:
-            if self._seen is None or is_capturing(self.storage.device):
+            if self._mirror is None or is_capturing(self.storage.device):
                 return
-            self._seen.copy_(self._reports, non_blocking=True)
+            self._mirror.copy_(self._reports, non_blocking=True)
         self._calls = calls + 1
 
     def raise_if_seen(self) -> None:
         """Raise what has arrived so far; never waits. A timeout is raised until `reset`."""
-        if self._seen is None or self._view == _CLEAN:
+        if self._mirror is None or self._view == _CLEAN:
             return
-        seen = self._view.tolist()
-        if seen[REPORT]:
+        value = self._view.tolist()
+        if value[REPORT]:
             if self._resets_itself:
                 self.reset()
             known = None
             if self.explain is not None and not is_capturing(self.storage.device):
-                known = self.explain(seen[REPORT:])
-            raise known or _given_up(seen[REPORT:], self.remedy)
-        first, rank = min((word, rank) for rank, word in enumerate(seen[: self._ranks]))
+                known = self.explain(value[REPORT:])
+            raise known or _given_up(value[REPORT:], self.remedy)
+        first, rank = min((word, rank) for rank, word in enumerate(value[: self._ranks]))
         if first == NONE:
             return
         self.bad_slot.fill_(NONE)
-        self._seen[:REPORT].fill_(NONE)
-        if first == GIVEN_UP:
+        self._mirror[:REPORT].fill_(NONE)
+        if first == GAVE_UP:
             raise MegaMoETimeout(
                 rank, "tiles or weights of other CTAs", 1, 0, "that call's result is wrong; retry"
             )
@@ -161,8 +161,8 @@ class DeviceStatus:
     def check(self, top_k: int) -> None:
         """Wait for the GPU, then raise what it found."""
         self._top_k = top_k
-        if self._seen is not None:
-            self._seen.copy_(self._reports)
+        if self._mirror is not None:
+            self._mirror.copy_(self._reports)
         self.raise_if_seen()
 
     def reset(self) -> None:
@@ -172,7 +172,7 @@ class DeviceStatus:
         _wait(self.storage.device)
 
     def _clear(self) -> None:
-        for words in (self.storage, self._seen):
+        for words in (self.storage, self._mirror):
             assert words is not None
             words.zero_()
             words[:REPORT].fill_(NONE)
@@ -194,9 +194,9 @@ def _wait(device: torch.device) -> None:
 
 def _given_up(report: list[int], remedy: str) -> MegaMoEError:
     """The report of `kernels/gluon/mega/sync.py` in words."""
-    _, rank, cta, what, where, expected, seen, _ = report
+    _, rank, cta, what, where, expected, value, _ = report
     if what in UNLIKE or what == UNLIKE_STOPPED:
-        got = f"{expected} on rank {rank}, {seen} on rank {where}"
+        got = f"{expected} on rank {rank}, {value} on rank {where}"
         if what == UNLIKE_STOPPED:
             got = f"another on some rank, as rank {where} saw"
         return RankError(
@@ -205,7 +205,7 @@ def _given_up(report: list[int], remedy: str) -> MegaMoEError:
     barrier = BARRIERS.get(what, f"barrier {what}").format(where=where)
     of = "the chain" if what >= CHAIN else "a fused launch"
     waited_for = f"{barrier} (CTA {cta} of {of})"
-    return MegaMoETimeout(rank, waited_for, expected, seen, remedy)
+    return MegaMoETimeout(rank, waited_for, expected, value, remedy)
 
 
 _BY_STREAM: dict[tuple[torch.device, int | None], DeviceStatus] = {}

@@ -400,7 +400,7 @@ class ExpertWeights:
                 tensors[field.name] = value
         return tensors
 
-    def _hold(self, **parts: Quantized) -> None:
+    def _replace_parts(self, **parts: Quantized) -> None:
         """Hold the same values in another way from now on: what was held goes."""
         for name, part in parts.items():
             object.__setattr__(self, name, part)

@@ -193,25 +193,25 @@ def _spread(scale: Tensor, fmt: Format, shape: tuple[int, ...]) -> Tensor:
     return scale
 
 
-def _global_scale(given: Tensor | float | None, x: Tensor, fmt: Format) -> Tensor | None:
+def _global_scale(scale: Tensor | float | None, x: Tensor, fmt: Format) -> Tensor | None:
     """The global scale as an FP32 tensor on x's device, or None where the format has none."""
     if not fmt.has_global:
         require(
-            given is None,
+            scale is None,
             f"{fmt.name} has no global scale",
-            got=given,
+            got=scale,
             fix="leave it out",
             kind=RangeError,
         )
         return None
-    given = 1.0 if given is None else given
+    scale = 1.0 if scale is None else scale
     require(
-        isinstance(given, (Tensor, float, int)),
+        isinstance(scale, (Tensor, float, int)),
         "the global scale must be a number or a tensor",
-        got=type(given).__name__,
+        got=type(scale).__name__,
         kind=DTypeError,
     )
-    factor = torch.as_tensor(given, device=x.device).to(torch.float32)
+    factor = torch.as_tensor(scale, device=x.device).to(torch.float32)
     require(
         bool((factor > 0).all() and factor.isfinite().all()),
         "the global scale must be positive and finite",

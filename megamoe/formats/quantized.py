@@ -55,18 +55,18 @@ class Quantized:
                 kind=ShapeError,
             )
         else:
-            given = self.global_scale
+            scale = self.global_scale
             require(
-                isinstance(given, Tensor) and given.dtype == torch.float32,
+                isinstance(scale, Tensor) and scale.dtype == torch.float32,
                 f"{fmt.name} needs a float32 global scale",
-                got=getattr(given, "dtype", given),
+                got=getattr(scale, "dtype", scale),
                 kind=DTypeError,
             )
-            assert given is not None
+            assert scale is not None
             require(
-                given.ndim < len(self.shape) and tuple(given.shape) == self.shape[: given.ndim],
+                scale.ndim < len(self.shape) and tuple(scale.shape) == self.shape[: scale.ndim],
                 "the global scale's shape must be a prefix of the tensor's shape",
-                got=f"{tuple(given.shape)} for {self.shape}",
+                got=f"{tuple(scale.shape)} for {self.shape}",
                 kind=ShapeError,
             )
         devices = {t.device for t in self.tensors().values()}

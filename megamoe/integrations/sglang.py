@@ -199,8 +199,8 @@ def why_not(method: Any, how: Stacked, config: Any) -> str:
         if block is None or list(block) != BLOCK or getattr(method, "use_mxfp8", False):
             return f"FP8 scales per {block}"
     if gate_of(config) is None:
-        given = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit)
-        return f"activation {config.activation} with alpha, beta and limit {given}"
+        options = (config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit)
+        return f"activation {config.activation} with alpha, beta and limit {options}"
     if config.apply_router_weight_on_input or config.no_combine:
         return "routing weights on tokens, or rows that are not summed"
     if config.num_fused_shared_experts:
@@ -215,7 +215,7 @@ def make_layer(method: Any, layer: Any, how: Stacked, config: Any) -> MoE:
     how, gate = stacked_of(method, how), gate_of(config)
     assert gate is not None
     weights = experts_of(layer, how, gate_up=gate.gate_up)
-    made = MoE(
+    moe = MoE(
         weights, config.num_local_experts, config.top_k, activation=gate.activation,
         clamp=gate.clamp, weight_at="combine",
     )  # fmt: skip
@@ -225,7 +225,7 @@ def make_layer(method: Any, layer: Any, how: Stacked, config: Any) -> MoE:
         if parameter is not None:  # of SGLang's own parameters weight_loader is a property
             own = "_weight_loader" if hasattr(parameter, "_weight_loader") else "weight_loader"
             setattr(parameter, own, refuse_load)
-    return made
+    return moe
 
 
 def run(dispatch_output: Any, experts: Experts) -> Tensor:

@@ -98,8 +98,8 @@ def local_ids(topk_ids: Tensor, expert_map: Tensor | None) -> Tensor:
     """
     if expert_map is None:
         return topk_ids.contiguous()
-    found = expert_map[topk_ids.clamp(min=0).long()]
-    return found.masked_fill(topk_ids < 0, -1)
+    local = expert_map[topk_ids.clamp(min=0).long()]
+    return local.masked_fill(topk_ids < 0, -1)
 
 
 def e8m0_codes(scale: Tensor) -> Tensor:

@@ -35,23 +35,23 @@ class Form(NamedTuple):
 class Taken:
     """The layer of a module's experts, and how to bring its parameters back.
 
-    key    the implementation that took them
-    given  the module's parameters by name: the objects, which hold nothing now
-    like   what they were, without memory
-    masks  whether ids may be of other ranks' experts
+    key         the implementation that took them
+    parameters  the module's by name: the objects, which hold nothing now
+    like        what they were, without memory
+    masks       whether ids may be of other ranks' experts
     """
 
     key: Any
     layer: MoE
     form: Form
-    given: dict[str, nn.Parameter]
+    parameters: dict[str, nn.Parameter]
     like: dict[str, Tensor]
     masks: bool = True
     lent: list[tuple[StorageWeakRef, Tensor, int]] = field(default_factory=list)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module has lent nothing yet; a weak reference has one owner."""
-        return Taken, (self.key, self.layer, self.form, self.given, self.like, self.masks)
+        return Taken, (self.key, self.layer, self.form, self.parameters, self.like, self.masks)
 
     def tensor(self, name: str) -> Tensor:
         """A parameter as it was: a view of the layer's memory, or a copy not to be written to."""
@@ -135,11 +135,11 @@ def take(
     """Let a layer that was made of a module hold its experts alone.
 
     names  of the parameters that the layer was made of
-    masks  whether ids may be of other ranks' experts
+    masks       whether ids may be of other ranks' experts
     """
-    given = {n: p for n in names if isinstance(p := module._parameters.get(n), nn.Parameter)}
-    like = {n: torch.empty_like(p, device="meta") for n, p in given.items()}
-    for name, p in given.items():
+    parameters = {n: p for n in names if isinstance(p := module._parameters.get(n), nn.Parameter)}
+    like = {n: torch.empty_like(p, device="meta") for n, p in parameters.items()}
+    for name, p in parameters.items():
         require(
             _same(tensor_of(layer, form, name, like[name]), p.detach()),
             "experts that are taken must come back bit for bit",
@@ -148,23 +148,23 @@ def take(
             "take out: the layer's experts then stand beside the module's",
             kind=NotAvailable,
         )
-    for name, p in given.items():
+    for name, p in parameters.items():
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         del module._parameters[name]
-    object.__setattr__(module, TAKEN, Taken(key, layer, form, given, like, masks))
+    object.__setattr__(module, TAKEN, Taken(key, layer, form, parameters, like, masks))
     theirs: Any = type(module)
-    module.__class__ = _class_of(theirs, tuple(given))
+    module.__class__ = _class_of(theirs, tuple(parameters))
 
 
 def give_back(module: nn.Module) -> None:
     """Make a module what it was before `take`."""
     taken: Taken = module.__dict__[TAKEN]
     taken.refuse_written()
-    back = {name: taken.tensor(name).clone() for name in taken.given}
+    back = {name: taken.tensor(name).clone() for name in taken.parameters}
     module.__class__ = type(module).__mro__[1]
     del module.__dict__[TAKEN]
     for name, t in back.items():
-        p = taken.given[name]
+        p = taken.parameters[name]
         p.data = t
         module._parameters[name] = p
 

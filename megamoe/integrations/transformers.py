@@ -43,7 +43,7 @@ GRAPH_TOKENS = 128
 
 
 @dataclass(slots=True)
-class Kept:
+class CachedLayer:
     """The layer of one module, and what its parameters were when it was made."""
 
     layer: MoE
@@ -132,26 +132,28 @@ def use(
         kind=NotAvailable,
     )  # fmt: skip
     register(name, recipe=recipe, backend=backend)
-    found = [m for m in model.modules() if hasattr(m, "is_concatenated") and hasattr(m, "has_gate")]
+    modules = [
+        m for m in model.modules() if hasattr(m, "is_concatenated") and hasattr(m, "has_gate")
+    ]
     require(
-        bool(found),
+        bool(modules),
         "a model's experts must use the experts interface of transformers",
         got=f"none in {type(model).__name__}",
         fix="nothing would change: this model runs its own code whatever is set",
         kind=NotAvailable,
     )
     model.set_experts_implementation(name)
-    others = {m.config._experts_implementation for m in found} - {name}
+    others = {m.config._experts_implementation for m in modules} - {name}
     require(
         not others, "all experts must have taken the implementation", got=sorted(map(str, others)),
         fix="set it for every part of the model (a dict)", kind=NotAvailable,
     )  # fmt: skip
-    for module in found:
+    for module in modules:
         _check_module(module)
     if take:
         graphs = GraphPool(GRAPH_TOKENS) if cuda_graphs is True else cuda_graphs
-        _take_all(found, Implementation(recipe, backend, graphs))
-    return len(found)
+        _take_all(modules, Implementation(recipe, backend, graphs))
+    return len(modules)
 
 
 def _take_all(modules: list[Any], how: Implementation) -> None:
@@ -169,23 +171,23 @@ def _take_all(modules: list[Any], how: Implementation) -> None:
 
 def give_back(model: nn.Module) -> int:
     """Make taken experts parameters of their modules again; returns the number of modules."""
-    found = [module for module in model.modules() if TAKEN in module.__dict__]
-    for module in found:
+    modules = [module for module in model.modules() if TAKEN in module.__dict__]
+    for module in modules:
         one_copy.give_back(module)
-    return len(found)
+    return len(modules)
 
 
 def _top_k(module: Any) -> int:
     config = module.config
-    found = [v for key in TOP_KS if isinstance(v := getattr(config, key, None), int)]
+    values = [v for key in TOP_KS if isinstance(v := getattr(config, key, None), int)]
     require(
-        bool(found),
+        bool(values),
         f"the model's config must have one of {', '.join(TOP_KS)}",
         got=type(config).__name__,
         fix="leave take out: the first call says how many experts a token has",
         kind=NotAvailable,
     )
-    return found[0]
+    return values[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +238,7 @@ def _taken(module: nn.Module, mine: Implementation) -> Taken | None:
 
 def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callable[..., Tensor]:
     """The function that `register` registers: (module, tokens, expert ids, weights) -> tokens."""
-    kept: weakref.WeakKeyDictionary[nn.Module, Kept] = weakref.WeakKeyDictionary()
+    layers: weakref.WeakKeyDictionary[nn.Module, CachedLayer] = weakref.WeakKeyDictionary()
     mine = Implementation(recipe, backend)
 
     def forward(
@@ -257,10 +259,10 @@ def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callabl
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         top_k = top_k_index.shape[-1]
-        found = kept.get(self)
-        if found is None or not found.is_current(self, top_k):
-            found = kept[self] = keep(self, top_k, make_layer(self, top_k, recipe, backend))
-        return run(found.layer, found.masks, hidden_states, top_k_index, top_k_weights)
+        prepared = layers.get(self)
+        if prepared is None or not prepared.is_current(self, top_k):
+            prepared = layers[self] = keep(self, top_k, make_layer(self, top_k, recipe, backend))
+        return run(prepared.layer, prepared.masks, hidden_states, top_k_index, top_k_weights)
 
     return forward
 
@@ -280,11 +282,11 @@ def _has_all(module: Any, layer: MoE) -> bool:
     return any(isinstance(num, int) and num == layer.num_experts for num in counts)
 
 
-def keep(module: nn.Module, top_k: int, layer: MoE) -> Kept:
+def keep(module: nn.Module, top_k: int, layer: MoE) -> CachedLayer:
     """A layer that was just made of a module, with what tells whether it is still current."""
     copied = _copied(module, layer)
     seal = Seal([getattr(module, name) for name in copied])
-    return Kept(layer, (top_k, *_places(module)), copied, seal, not _has_all(module, layer))
+    return CachedLayer(layer, (top_k, *_places(module)), copied, seal, not _has_all(module, layer))
 
 
 def call(layer: MoE, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -415,10 +417,10 @@ def _check_module(module: nn.Module) -> None:
 
 def _places(module: nn.Module) -> tuple[Any, ...]:
     """Changes when a parameter is replaced, moved or cast."""
-    found = (getattr(module, name, None) for name in PARAMETERS)
+    tensors = (getattr(module, name, None) for name in PARAMETERS)
     return tuple(
         (t.untyped_storage()._cdata, t.data_ptr(), t.dtype, t.device)
-        for t in found  # under expert parallelism they are new aliases in every call
+        for t in tensors  # under expert parallelism they are new aliases in every call
         if isinstance(t, Tensor)
     )
 
@@ -426,8 +428,10 @@ def _places(module: nn.Module) -> tuple[Any, ...]:
 def _copied(module: nn.Module, layer: MoE) -> tuple[str, ...]:
     """The parameters that the layer copied; what it shares cannot be out of date."""
     held = {t.data_ptr() for t in layer.weights.state_dict().values()}
-    given = {name: getattr(module, name, None) for name in PARAMETERS}
-    return tuple(n for n, t in given.items() if isinstance(t, Tensor) and t.data_ptr() not in held)
+    tensors = {name: getattr(module, name, None) for name in PARAMETERS}
+    return tuple(
+        n for n, t in tensors.items() if isinstance(t, Tensor) and t.data_ptr() not in held
+    )
 
 
 def _interfaces() -> list[Any]:

@@ -27,19 +27,19 @@ def implementation(
         def __init__(self, experts: nn.Module, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             self.experts = experts
-            self.kept: ours.Kept | None = None
+            self.cached: ours.CachedLayer | None = None
             num, rank = tp_mesh.size(), tp_mesh.get_local_rank()
             self.sharers = Sharers(num, rank, self._gather)
 
         def __call__(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
-            kept = self._kept(top_k_index.shape[-1])
+            prepared = self._cached(top_k_index.shape[-1])
             if self.sharers.num == 1:
-                return ours.call(kept.layer, hidden_states, top_k_index, top_k_weights)
+                return ours.call(prepared.layer, hidden_states, top_k_index, top_k_weights)
 
             def call(*part: Tensor) -> Tensor:
-                return ours.call(kept.layer, *part)
+                return ours.call(prepared.layer, *part)
 
             return self.sharers.run(call, hidden_states, top_k_index, top_k_weights)
 
@@ -48,21 +48,21 @@ def implementation(
             dist.all_gather_into_tensor(every, mine, group=self.tp_mesh.get_group())
             return every
 
-        def _kept(self, top_k: int) -> ours.Kept:
+        def _cached(self, top_k: int) -> ours.CachedLayer:
             """The layer over the group: made at the first call, which all ranks make."""
-            if self.kept is None:
+            if self.cached is None:
                 layer = ours.make_layer(
                     self.experts, top_k, recipe, backend, group=self.ep_mesh.get_group(),
                     num_ranks=self.ep_mesh.size(), max_tokens_per_rank=max_tokens_per_rank,
                 )  # fmt: skip
-                self.kept = ours.keep(self.experts, top_k, layer)
+                self.cached = ours.keep(self.experts, top_k, layer)
             require(
-                self.kept.is_current(self.experts, top_k),
+                self.cached.is_current(self.experts, top_k),
                 "the experts of a group must stay as they were at the first call",
                 got="other parameters on this rank",
                 fix="make the model anew: a layer over a group is made on all ranks at once",
                 kind=NotAvailable,
             )
-            return self.kept
+            return self.cached
 
     return MegaMoEGroup

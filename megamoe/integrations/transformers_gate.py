@@ -25,7 +25,7 @@ class Gate(NamedTuple):
 def gate_of(module: nn.Module) -> Gate:
     """Which of our activations the module's own gate computes; refuses one that is none of them."""
     apply = getattr(module, "_apply_gate", None)
-    found: list[Gate] = []
+    gates: list[Gate] = []
     if callable(apply):
         limits = [getattr(module, name, None) for name in LIMITS]
         clamps = [None, *(float(c) for c in limits if isinstance(c, (int, float)))]
@@ -40,15 +40,15 @@ def gate_of(module: nn.Module) -> Gate:
             for activation in OWN_CLAMP
             for clamp in clamps
         ]
-        found = [g for g in candidates if torch.allclose(theirs, _apply(g, probe), 1e-5, 1e-5)]
+        gates = [g for g in candidates if torch.allclose(theirs, _apply(g, probe), 1e-5, 1e-5)]
     require(
-        bool(found),
+        bool(gates),
         f"the experts' gate must be one of {', '.join(OWN_CLAMP)}, with or without a clamp",
         got=f"another one in {type(module).__name__}",
         fix='use experts_implementation="eager" for this model',
         kind=NotAvailable,
     )
-    return found[0]
+    return gates[0]
 
 
 def _apply(gate: Gate, x: Tensor) -> Tensor:

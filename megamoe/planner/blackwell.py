@@ -111,11 +111,11 @@ def pick(recipe: str, rows_per_expert: float) -> tuple[GemmTmem, str]:
 def tile_of(recipe: str, shape: Shape, num_ctas: int = 1) -> GemmTmem:
     """An entry of the table as a tile, with as many stages as fit."""
     chunk = min(shape.block_m, tables.CHUNK)
-    made = GemmTmem(
+    tile = GemmTmem(
         shape.block_m, shape.block_k, 0, shape.num_sums, chunk, shape.num_warps, shape.group_m,
         num_ctas=num_ctas,
     )  # fmt: skip
-    return replace(made, num_stages=max_stages(recipe, made))
+    return replace(tile, num_stages=max_stages(recipe, tile))
 
 
 def max_stages(recipe: str, tile: GemmTmem) -> int:
@@ -137,8 +137,8 @@ def narrowed(recipe: str, tile: GemmTmem) -> GemmTmem:
     """The tile with 128 weight rows, half of them: its sums stand twice where there is room."""
     one = replace(tile, num_halves=1, num_stages=0)
     twice = replace(one, num_sums=max(one.num_sums, 2))
-    found = [replace(t, num_stages=max_stages(recipe, t)) for t in (twice, one)]
-    return max(found, key=lambda t: t.num_stages)
+    tiles = [replace(t, num_stages=max_stages(recipe, t)) for t in (twice, one)]
+    return max(tiles, key=lambda t: t.num_stages)
 
 
 def _asked_shape(recipe: str, tile: GemmTmem, asked: Mapping[str, Value]) -> tuple[Shape, int]:
@@ -180,13 +180,13 @@ def _asked_shape(recipe: str, tile: GemmTmem, asked: Mapping[str, Value]) -> tup
 
 
 def overridden(
-    recipe: str, tile: GemmTmem, given: Mapping[str, Value], *, is_gated: bool = True
+    recipe: str, tile: GemmTmem, overrides: Mapping[str, Value], *, is_gated: bool = True
 ) -> tuple[GemmTmem, str]:
     """The tile with what was given in place of the table's, or a refusal with the reason.
 
     is_gated  L1 has gate and up in a tile, so that no other block_n is legal
     """
-    asked = {name: given[name] for name in TILE if name in given}
+    asked = {name: overrides[name] for name in TILE if name in overrides}
     if not asked:
         return tile, ""
     legal = {"block_m", "block_k", "num_stages", "group_m", "schedule", "cta_pair"}
@@ -199,9 +199,9 @@ def overridden(
         kind=NotAvailable,
     )
     shape, num_ctas = _asked_shape(recipe, tile, asked)
-    made = tile_of(recipe, shape, num_ctas)
-    made = replace(
-        made,
+    changed = tile_of(recipe, shape, num_ctas)
+    changed = replace(
+        changed,
         group_m=int(asked.get("group_m", shape.group_m) or 1),
         schedule=word(asked, "schedule", SCHEDULES) or tile.schedule,
     )
@@ -213,22 +213,22 @@ def overridden(
         kind=RangeError,
     )
     require(
-        num_ctas == 1 or (n == 256 and not made.is_dynamic),
+        num_ctas == 1 or (n == 256 and not changed.is_dynamic),
         "a pair of CTAs takes tiles of 256 weight rows in each, in a fixed order",
-        got=f"block_n {n}, schedule {made.schedule}",
+        got=f"block_n {n}, schedule {changed.schedule}",
         kind=NotAvailable,
     )
     if n == tables.BLOCK_ROWS:
-        made = narrowed(recipe, made)
-    stages = int(asked.get("num_stages", made.num_stages) or 0)
+        changed = narrowed(recipe, changed)
+    stages = int(asked.get("num_stages", changed.num_stages) or 0)
     require(
-        2 <= stages <= made.num_stages,
-        f"num_stages must lie between 2 and the {made.num_stages} that fit",
+        2 <= stages <= changed.num_stages,
+        f"num_stages must lie between 2 and the {changed.num_stages} that fit",
         got=stages,
         kind=CapacityError,
     )
     why = "given: " + ", ".join(f"{name} {value}" for name, value in asked.items())
-    return replace(made, num_stages=stages), why
+    return replace(changed, num_stages=stages), why
 
 
 # -- launches ------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
         if is_counted:
             launches += count_and_scan(chunks, sizes.num_experts, permute_tables.CHUNK, max_experts)
         place = Place(
-            block_m=tile.block_m, chunk=permute_tables.CHUNK, look=permute_tables.LOOK,
+            block_m=tile.block_m, chunk=permute_tables.CHUNK, look=permute_tables.COUNT_CHUNK,
             is_counted=is_counted, max_experts=max_experts, max_ctas=0, is_dynamic=False,
             num_warps=permute_tables.PLACE_WARPS[sizes.num_shared > 0], row_align=tile.block_m,
             is_sorted=tile.schedule == "sorted",
@@ -276,16 +276,16 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
     return Pass(experts, slots, sizes.num_experts, tuple(launches))
 
 
-def staged_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tuple[Pass, ...]:
+def staged_passes(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -> tuple[Pass, ...]:
     """The routed experts' pass, and the shared ones'."""
     p = call.problem
     tile, why = pick(p.recipe, p.num_tokens * p.top_k / p.num_experts)
-    made, asked = overridden(p.recipe, tile, given)
+    changed, asked = overridden(p.recipe, tile, overrides)
     sizes = Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
-    found = [staged_pass(sizes, made, num_sms, asked or why, "routed")]
+    passes = [staged_pass(sizes, changed, num_sms, asked or why, "routed")]
     if call.shared is not None:
-        found.append(shared_pass(call, num_sms))
-    return tuple(found)
+        passes.append(shared_pass(call, num_sms))
+    return tuple(passes)
 
 
 def shared_pass(call: CallSpec, num_sms: int) -> Pass:
@@ -297,13 +297,13 @@ def shared_pass(call: CallSpec, num_sms: int) -> Pass:
     return staged_pass(sizes, tile, num_sms, why, "shared")
 
 
-def rows_pass(call: CallSpec, rows: int, num_sms: int, given: Mapping[str, Value]) -> Pass:
+def rows_pass(call: CallSpec, rows: int, num_sms: int, overrides: Mapping[str, Value]) -> Pass:
     """The rows that a rank received for its experts, one slot each."""
     p = call.problem
     tile, why = pick(p.recipe, rows / p.num_local_experts)
-    made, asked = overridden(p.recipe, tile, given)
+    changed, asked = overridden(p.recipe, tile, overrides)
     sizes = Sizes(rows, 1, p.num_local_experts, 0, p.hidden, p.intermediate)
-    return staged_pass(sizes, made, num_sms, asked or why, "routed")
+    return staged_pass(sizes, changed, num_sms, asked or why, "routed")
 
 
 __all__ = ["finish", "max_tiles", "num_rows", "pick", "rows_pass", "shared_pass", "staged_passes"]

@@ -40,7 +40,7 @@ def as_fused(recipe: str, tile: GemmTmem, routing: int = 0) -> tuple[GemmTmem | 
     limit = tables.FUSED[recipe]
     if tile.block_m > limit.most:
         return None, f"up to {limit.most} tokens a tile: {limit.why}"
-    made = replace(
+    fitted = replace(
         tile,
         num_sums=tile.num_sums if numerics("blackwell", recipe).promotion else GROUPS,
         chunk=min(tile.chunk, limit.chunk),
@@ -51,39 +51,39 @@ def as_fused(recipe: str, tile: GemmTmem, routing: int = 0) -> tuple[GemmTmem | 
         load_regs=limit.load_regs,
         decode_regs=limit.decode_regs,
     )
-    memory = shared_memory(recipe, made, max(routing, limits.ROUTING_BYTES))
+    memory = shared_memory(recipe, fitted, max(routing, limits.ROUTING_BYTES))
     stages = min((memory.limit - memory.fixed_bytes) // memory.stage_bytes, tables.MAX_STAGES)
-    while stages and blackwell.tmem_columns(recipe, replace(made, num_stages=stages)) > 512:
+    while stages and blackwell.tmem_columns(recipe, replace(fitted, num_stages=stages)) > 512:
         stages -= 1
     if stages < 2:
         return None, fused.why_stages(2, stages, routing)
     table = tile.num_stages if tile.num_stages >= 2 else stages
-    return replace(made, num_stages=min(stages, table)), ""
+    return replace(fitted, num_stages=min(stages, table)), ""
 
 
 def fused_tile(
-    call: CallSpec, each: int, given: Mapping[str, Value]
+    call: CallSpec, each: int, overrides: Mapping[str, Value]
 ) -> tuple[GemmTmem | None, str]:
     """(the tile of a launch with `each` tokens of a rank, why), or (None, why there is none)."""
     p = call.problem
     slots, experts = fused.num_slots(call, each), fused.num_local_experts(call)
     load, routing = slots / p.num_experts, fused.routing_bytes(slots, experts, p.num_ranks)
-    wide, why = tile_for(call, load, given)
+    wide, why = tile_for(call, load, overrides)
     tile, refusal = as_fused(p.recipe, wide, routing)
     if tile is None:
         rows = f"{load:.1f} rows an expert want {wide}"
         return None, f"a fused launch of {p.recipe} takes {refusal}; {rows}"
-    if given.get("num_stages") not in (None, tile.num_stages):
+    if overrides.get("num_stages") not in (None, tile.num_stages):
         return None, fused.why_stages(wide.num_stages, tile.num_stages, routing)
     return tile, why
 
 
-def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:
+def tile_for(call: CallSpec, load: float, overrides: Mapping[str, Value]) -> tuple[GemmTmem, str]:
     """(the staged tile of routed experts with so many rows each, why)."""
     recipe = call.problem.recipe
     tile, why = blackwell.pick(recipe, load)
-    made, asked = blackwell.overridden(recipe, tile, given)
-    return made, asked or why
+    changed, asked = blackwell.overridden(recipe, tile, overrides)
+    return changed, asked or why
 
 
 # -- which calls are fused -------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def max_fused_tokens(call: CallSpec) -> int:
     return fused.max_tokens(call, _fits(call.problem.recipe))
 
 
-def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal | None:
+def why_not_fused(call: CallSpec, overrides: Mapping[str, Value]) -> fused.Refusal | None:
     """Why no fused launch takes this call on Blackwell; None where one does."""
     refusal = fused.why_never(call)
     if refusal is not None:
@@ -112,7 +112,7 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal |
         return fused.Refusal(
             "fused calls on Blackwell have no shared experts: those have own launches"
         )
-    if given.get("schedule", "strided") != "strided":
+    if overrides.get("schedule", "strided") != "strided":
         return fused.Refusal(
             "a fused launch draws tiles by tickets of its own, whatever the schedule"
         )
@@ -121,16 +121,16 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal |
     refusal = fused.why_too_many(call, slots)
     if refusal is not None:
         return refusal
-    tile, why = fused_tile(call, each, given)
+    tile, why = fused_tile(call, each, overrides)
     return fused.Refusal(why, CapacityError) if tile is None else None
 
 
-def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str, str]:
+def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
     """(mode, why); refuses `fused` with the reason where no launch takes the call."""
     p = call.problem
     if asked == "staged":
         return "staged", "asked for"
-    refusal = why_not_fused(call, given)
+    refusal = why_not_fused(call, overrides)
     if asked == "fused":
         fused.require_mode("fused", refusal)
         return "fused", "asked for; emulated and compiled, not yet run on the hardware"
@@ -169,11 +169,11 @@ def exchange_of(call: CallSpec) -> Workspace:
     return fused.workspace(call, num_passes, each, token, align_up(scales, 16))
 
 
-def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:
+def fused_launch(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -> Launch:
     """The launch of a fused call, or of each of its passes over a group."""
     _, each = passes_of(call)
     slots, experts = fused.num_slots(call, each), fused.num_local_experts(call)
-    tile, why = fused_tile(call, each, given)
+    tile, why = fused_tile(call, each, overrides)
     assert tile is not None, "why_not_fused would have refused it"
     rows, align = blackwell.num_rows(slots, experts, tile.block_m), tile.block_m
-    return fused.launch("mega_tmem_kernel", call, each, tile, why, rows, num_sms, given, align)
+    return fused.launch("mega_tmem_kernel", call, each, tile, why, rows, num_sms, overrides, align)

@@ -23,7 +23,7 @@ class UpTo(NamedTuple):
     why: str
 
 
-def group_modes(call: CallSpec, given: Mapping[str, Value]) -> tuple[UpTo, ...]:
+def group_modes(call: CallSpec, overrides: Mapping[str, Value]) -> tuple[UpTo, ...]:
     """The modes of a layer over a group by the bound of a call, which all ranks know.
 
     >>> from megamoe.problem import Problem
@@ -35,17 +35,17 @@ def group_modes(call: CallSpec, given: Mapping[str, Value]) -> tuple[UpTo, ...]:
     edge = hopper.tokens_of_a_launch(
         p.recipe, most, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
     )
-    found: list[UpTo] = []
+    modes: list[UpTo] = []
     for bound in sorted({min(edge, most) or most, most}):
         here = replace(call, problem=replace(p, num_tokens=min(bound, 1)), max_tokens=bound)
-        mode, why = hopper.over_group(here, hopper.why_not_fused(here, given), "auto")
-        if found and found[-1].mode == mode:
-            found.pop()
-        found.append(UpTo(bound, mode, why))
-    return tuple(found)
+        mode, why = hopper.over_group(here, hopper.why_not_fused(here, overrides), "auto")
+        if modes and modes[-1].mode == mode:
+            modes.pop()
+        modes.append(UpTo(bound, mode, why))
+    return tuple(modes)
 
 
-def quantized_mode(call: CallSpec, given: Mapping[str, Value]) -> UpTo | None:
+def quantized_mode(call: CallSpec, overrides: Mapping[str, Value]) -> UpTo | None:
     """What `auto` takes over a group for quantised tokens, at any bound; None: there are none.
 
     >>> from megamoe.problem import Problem
@@ -58,7 +58,7 @@ def quantized_mode(call: CallSpec, given: Mapping[str, Value]) -> UpTo | None:
         return None
     small = replace(p, num_tokens=min(p.num_tokens, most, 1))
     here = replace(call, problem=small, is_quantized=True)
-    mode, why = hopper.over_group(here, hopper.why_not_fused(here, given), "auto")
+    mode, why = hopper.over_group(here, hopper.why_not_fused(here, overrides), "auto")
     return UpTo(most, mode, why)
 
 
@@ -73,13 +73,13 @@ def bucket_of(num_tokens: int, max_tokens: int) -> int:
     return min(bucket, max_tokens)
 
 
-def planned_bound(call: CallSpec, given: Mapping[str, Value], max_tokens: int) -> int:
+def planned_bound(call: CallSpec, overrides: Mapping[str, Value], max_tokens: int) -> int:
     """The bound that a call of a layer is planned for, where its ranks pass `max_tokens`.
 
     call  with the layer's own bound
     """
-    mode, most = given.get("mode", "auto"), call.max_tokens or 0
+    mode, most = overrides.get("mode", "auto"), call.max_tokens or 0
     if mode == "staged" or (mode == "fused" and hopper.passes_of(call)[0] > 1):
         return most
-    sizes = [one.tokens for one in group_modes(call, given)] if mode == "auto" else [most]
+    sizes = [one.tokens for one in group_modes(call, overrides)] if mode == "auto" else [most]
     return bucket_of(max_tokens, next((edge for edge in sizes if max_tokens <= edge), most))

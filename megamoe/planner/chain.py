@@ -259,9 +259,11 @@ def max_rows(call: CallSpec, tile: Tile | GemmTmem) -> int:
     return hopper.num_rows(slots, p.num_local_experts)
 
 
-def windows(call: CallSpec, tile: Tile | GemmTmem, given: Mapping[str, Value]) -> tuple[int, int]:
+def windows(
+    call: CallSpec, tile: Tile | GemmTmem, overrides: Mapping[str, Value]
+) -> tuple[int, int]:
     """(rows of the pool, passes): `pool_rows` bounds the pool, and more rows run in passes."""
-    most, wanted, align = max_rows(call, tile), given.get("pool_rows"), row_align(tile)
+    most, wanted, align = max_rows(call, tile), overrides.get("pool_rows"), row_align(tile)
     if wanted is None:
         return most, 1
     assert isinstance(wanted, int)
@@ -282,9 +284,9 @@ def num_pull_sms(num_sms: int) -> int:
     return max(min(tables.PULL_SMS, num_sms // 8), 1)
 
 
-def sms_of(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> int:
+def sms_of(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -> int:
     """SMs of one rank."""
-    reserve = given.get("reserve_sms") or 0
+    reserve = overrides.get("reserve_sms") or 0
     assert isinstance(reserve, int)
     fused.check_grid(num_sms, reserve, 2 * call.local_ranks)
     return (num_sms - reserve) // call.local_ranks
@@ -299,56 +301,56 @@ class Sms(NamedTuple):
     is_split: bool
 
 
-def sms_for(call: CallSpec, num_sms: int, given: Mapping[str, Value], *, is_split: bool) -> Sms:
+def sms_for(call: CallSpec, num_sms: int, overrides: Mapping[str, Value], *, is_split: bool) -> Sms:
     """Who runs where."""
-    sms = sms_of(call, num_sms, given)
+    sms = sms_of(call, num_sms, overrides)
     pull = num_pull_sms(sms)
     if is_split:
-        on = split.parts(num_sms, given)
+        on = split.parts(num_sms, overrides)
         pull = min(pull, on.l1 // 2)
         return Sms(pull, on.l1 - pull, on.l2, is_split)
     return Sms(pull, sms - pull, sms, is_split)
 
 
 def tile_for(
-    call: CallSpec, backend: str, on: Sms, given: Mapping[str, Value]
+    call: CallSpec, backend: str, on: Sms, overrides: Mapping[str, Value]
 ) -> tuple[Tile | GemmTmem, str]:
     """The tile of both linears on so many SMs: on Hopper of 64 tokens at least."""
     p = call.problem
     load = bound(call) * p.num_ranks * p.top_k / p.num_experts
     if backend == "blackwell":
-        return _tmem_tile(call, load, given)
-    tile, why = hopper.tile_for(call, max(load, LEAST_LOAD), given)
-    if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in given:
+        return _tmem_tile(call, load, overrides)
+    tile, why = hopper.tile_for(call, max(load, LEAST_LOAD), overrides)
+    if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in overrides:
         l1 = hopper.decodes_per_wave(p.hidden, on.l1)
         if not (l1 and hopper.decodes_per_wave(p.intermediate, on.l2)):
-            tile, asked = hopper.tile_for(call, tables.PER_TILE_ROWS, given)
+            tile, asked = hopper.tile_for(call, tables.PER_TILE_ROWS, overrides)
             sms = f"{on.l1} and {on.l2}" if on.is_split else f"{on.l2}"
             few = f"{sms} SMs of a rank are too few to decode weights once per wave"
             why = f"{few}; {asked}"
     return tile, why
 
 
-def _tmem_tile(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:
+def _tmem_tile(call: CallSpec, load: float, overrides: Mapping[str, Value]) -> tuple[GemmTmem, str]:
     """The staged tile, whose rows are stored 16 bytes a thread whatever its width."""
     recipe = call.problem.recipe
     tile, why = blackwell.pick(recipe, load)
-    made, asked = blackwell.overridden(recipe, tile, given)
+    changed, asked = blackwell.overridden(recipe, tile, overrides)
     require(
-        made.num_ctas == 1,
+        changed.num_ctas == 1,
         "tiles of a chain are computed by one CTA: pairs wait for launches, not for tiles",
         got="cta_pair",
         fix="leave it out, or use mode='staged'",
         kind=NotAvailable,
     )
     require(
-        made.schedule != "sorted",
+        changed.schedule != "sorted",
         "tiles of a chain come in the order in which their rows are pulled",
         got="schedule sorted",
         fix="use strided or dynamic",
         kind=NotAvailable,
     )
-    return made, asked or why
+    return changed, asked or why
 
 
 def is_drawn(tile: Tile | GemmTmem) -> bool:
@@ -367,45 +369,48 @@ def source_pass(call: CallSpec, backend: str) -> Pass:
     """This rank's tokens and slots, for their owners."""
     p = call.problem
     slots, experts = p.num_tokens * p.top_k, p.num_experts
-    found: list[Launch] = []
+    launches: list[Launch] = []
     if slots:
         cols, warps = tables.PERMUTE_COLS[False]
         width = align_up(p.hidden, WIDTHS[backend])
         grid = (p.num_tokens, ceil_div(width, cols))
         why = "by the source, once: owners pull tokens in the recipe's format"
-        found.append(Launch("quantize", "_quantize_kernel", grid, Records(cols, warps), why))
+        launches.append(Launch("quantize", "_quantize_kernel", grid, Records(cols, warps), why))
         chunks, most = ceil_div(slots, tables.CHUNK), next_power_of_2(experts, 2)
-        found += hopper.count_and_scan(chunks, experts, tables.CHUNK, most)
+        launches += hopper.count_and_scan(chunks, experts, tables.CHUNK, most)
         place = Place(
-            block_m=128, chunk=tables.CHUNK, look=tables.LOOK, is_counted=True, max_experts=most,
+            block_m=128, chunk=tables.CHUNK, look=tables.COUNT_CHUNK, is_counted=True,
+            max_experts=most,
             max_ctas=0, is_dynamic=False, num_warps=tables.PLACE_WARPS[False],
             row_align=tables.ROW_ALIGN,
         )  # fmt: skip
-        found.append(Launch("place", "_place_kernel", (chunks + 1,), place, "own slots, by expert"))
+        launches.append(
+            Launch("place", "_place_kernel", (chunks + 1,), place, "own slots, by expert")
+        )
     config = Exchange(
         p.num_ranks, next_power_of_2(experts, 128), next_power_of_2(p.num_local_experts, 128)
     )
     why = "pushed by the source, so that no rank reads a peer's memory for it"
-    found.append(Launch("exchange", "exchange_kernel", (p.num_ranks,), config, why))
-    return Pass("exchange", slots, experts, tuple(found))
+    launches.append(Launch("exchange", "exchange_kernel", (p.num_ranks,), config, why))
+    return Pass("exchange", slots, experts, tuple(launches))
 
 
 def owner_passes(
     call: CallSpec,
     backend: str,
     num_sms: int,
-    given: Mapping[str, Value],
+    overrides: Mapping[str, Value],
     *,
     is_split: bool = False,
 ) -> tuple[Pass, ...]:
     """Rows, pull, L1 and L2 of what this rank receives, window after window."""
     p = call.problem
-    on = sms_for(call, num_sms, given, is_split=is_split)
-    tile, why = tile_for(call, backend, on, given)
+    on = sms_for(call, num_sms, overrides, is_split=is_split)
+    tile, why = tile_for(call, backend, on, overrides)
     if is_split:
-        rows, passes = split.windows(max_rows(call, tile), given)
+        rows, passes = split.windows(max_rows(call, tile), overrides)
     else:
-        rows, passes = windows(call, tile, given)
+        rows, passes = windows(call, tile, overrides)
     is_dynamic = is_drawn(tile)
     l1_sms = on.l1 + on.pull if is_dynamic else on.l1
     has_items = isinstance(tile, Gemm) and tile.has_items
@@ -439,15 +444,15 @@ def owner_passes(
         why = "a byte a row and block: together, after the codes that L2 sends"
         gemms.append(Launch("scales", "scales_kernel", (on.l2,), send, why, l2))
     why_pull = (tmem_tables if backend == "blackwell" else tables).WHY_PULL_SMS
-    found = []
+    launches = []
     for number in range(passes):
         own = Launch(
             "rows", "_rows_kernel", grid, replace(config, first_row=number * rows),
             "rows in the order of one rank: by source, token and slot", l1 if number else "",
         )  # fmt: skip
         bring = Launch("pull", "pull_kernel", (on.pull,), pull, why_pull, l1)
-        found.append(Pass("routed", min(slots, rows), local, (own, bring, *gemms)))
-    return tuple(found)
+        launches.append(Pass("routed", min(slots, rows), local, (own, bring, *gemms)))
+    return tuple(launches)
 
 
 def _on(partition: str, one: Launch) -> Launch:
@@ -469,16 +474,16 @@ def rest(call: CallSpec, backend: str, num_sms: int) -> tuple[Launch, ...]:
     """What follows the passes."""
     p = call.problem
     config = Finish(p.num_ranks, next_power_of_2(p.num_local_experts, 128))
-    found = [Launch("finish", "finish_kernel", (p.num_ranks,), config, "rows are home")]
+    launches = [Launch("finish", "finish_kernel", (p.num_ranks,), config, "rows are home")]
     if p.num_tokens == 0:
-        return tuple(found)
+        return tuple(launches)
     slots = p.top_k + call.num_shared
     if call.shared is not None:
         own = blackwell if backend == "blackwell" else hopper
-        found += own.shared_pass(call, num_sms).launches
+        launches += own.shared_pass(call, num_sms).launches
     at_home = call.num_shared if has_fp8_rows(call, backend) else slots
     if call.combine == "fp8" and at_home:
         kind = "codes-fp8_combine"
-        found.append(quantize_rows("rows_to_fp8", p.num_tokens * at_home, p.hidden, kind))
-    found.append(combine(p.num_tokens, p.hidden))
-    return tuple(found)
+        launches.append(quantize_rows("rows_to_fp8", p.num_tokens * at_home, p.hidden, kind))
+    launches.append(combine(p.num_tokens, p.hidden))
+    return tuple(launches)

@@ -216,7 +216,7 @@ def launch(
     why: str,
     most_rows: int,
     num_sms: int,
-    given: Mapping[str, Value],
+    overrides: Mapping[str, Value],
     align: int = tables.ROW_ALIGN,
 ) -> Launch:
     """The launch of a fused call with `each` tokens of a rank, or of each of its passes.
@@ -224,7 +224,7 @@ def launch(
     most_rows  of the pool, where any routing fits; `align` as `ring`
     """
     p, slots = call.problem, num_slots(call, each)
-    reserve, pool_rows = given.get("reserve_sms", 0), given.get("pool_rows")
+    reserve, pool_rows = overrides.get("reserve_sms", 0), overrides.get("pool_rows")
     assert isinstance(reserve, int) and (pool_rows is None or isinstance(pool_rows, int))
     check_grid(num_sms, reserve, call.local_ranks)
     rows, wave_rows = ring(most_rows, pool_rows, tile.block_m, align)

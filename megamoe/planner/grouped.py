@@ -111,16 +111,16 @@ def plan_grouped(
     """
     hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
     one_of(schedule, ("auto", "static", "dynamic"), "schedule")
-    given = dict(checked(overrides))
+    chosen = dict(checked(overrides))
     require(
-        not given.get("cta_pair"),
+        not chosen.get("cta_pair"),
         "a grouped GEMM alone has one CTA a tile",
         got="cta_pair",
         fix="leave it out: pairs are of layers",
         kind=NotAvailable,
     )
     reasons = {n: why for n, why in reasons_on(hw.arch).items() if n in ("blackwell", "portable")}
-    asked = str(given.pop("backend", "auto"))
+    asked = str(chosen.pop("backend", "auto"))
     if hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the caller has looked
     if spec.variant != "gemm":
@@ -140,16 +140,16 @@ def plan_grouped(
     name, passed = choose_backend(asked, "auto", reasons, not_certified=not_certified)
     why = Choice("backend", name, passed or f"{hw.label} is {hw.arch}")
     if name == "portable":
-        return _portable(spec, hw, why, schedule, sort_by_m, given)
-    return _blackwell(spec, hw, why, schedule, sort_by_m, given)
+        return _portable(spec, hw, why, schedule, sort_by_m, chosen)
+    return _blackwell(spec, hw, why, schedule, sort_by_m, chosen)
 
 
 def _portable(
     spec: GroupedSpec, hw: Hardware, backend: Choice, schedule: str, sort_by_m: bool,
-    given: Mapping[str, Value],
+    overrides: Mapping[str, Value],
 ) -> GroupedPlan:  # fmt: skip
     how = numerics("portable", spec.recipe, arch=hw.arch)
-    _, tile, why = portable.tiles_for(spec.recipe, how, spec.num_rows / spec.num_groups, given)
+    _, tile, why = portable.tiles_for(spec.recipe, how, spec.num_rows / spec.num_groups, overrides)
     schedule = "static" if schedule == "auto" else schedule
     sms = hw.num_sms if schedule == "dynamic" else None
     step = portable.grouped(tile, spec.num_rows, spec.num_groups, spec.n, sms)
@@ -161,7 +161,7 @@ def _portable(
     return GroupedPlan(spec, hw, "portable", (maps, step), choices)
 
 
-def tile_of(spec: GroupedSpec, given: Mapping[str, Value]) -> tuple[GemmTmem, str]:
+def tile_of(spec: GroupedSpec, overrides: Mapping[str, Value]) -> tuple[GemmTmem, str]:
     """(Blackwell's tile, why): by rows a group, and by width where a tile has all tokens it can.
 
     With 128 tokens a stage's tokens weigh as much as 128 weight rows, so that 256 rows read them
@@ -181,15 +181,15 @@ def tile_of(spec: GroupedSpec, given: Mapping[str, Value]) -> tuple[GemmTmem, st
             why = (
                 f"n above {tables.WIDE_N}: 256 weight rows a tile, whose tokens serve twice as many"
             )
-    made, asked = blackwell.overridden(spec.recipe, tile, given, is_gated=is_gated)
+    changed, asked = blackwell.overridden(spec.recipe, tile, overrides, is_gated=is_gated)
     require(
-        spec.variant != "gather" or made.block_k * bits // 8 == LINE,
+        spec.variant != "gather" or changed.block_k * bits // 8 == LINE,
         f"a gather brings {LINE} bytes of each row to a stage",
-        got=f"{made.block_k * bits // 8} with block_k {made.block_k} of {spec.recipe}",
+        got=f"{changed.block_k * bits // 8} with block_k {changed.block_k} of {spec.recipe}",
         fix='sort the rows and take variant="swiglu"',
         kind=NotAvailable,
     )
-    return made, asked or why
+    return changed, asked or why
 
 
 def _schedule(spec: GroupedSpec, tile: GemmTmem, num_sms: int, asked: str) -> Choice:
@@ -207,9 +207,9 @@ def _schedule(spec: GroupedSpec, tile: GemmTmem, num_sms: int, asked: str) -> Ch
 
 def _blackwell(
     spec: GroupedSpec, hw: Hardware, backend: Choice, schedule: str, sort_by_m: bool,
-    given: Mapping[str, Value],
+    overrides: Mapping[str, Value],
 ) -> GroupedPlan:  # fmt: skip
-    tile, why = tile_of(spec, given)
+    tile, why = tile_of(spec, overrides)
     how = _schedule(spec, tile, hw.num_sms, schedule)
     tile = replace(tile, schedule="dynamic" if how.value == "dynamic" else "strided")
     places = blackwell.num_rows(spec.num_rows, spec.num_groups, tile.block_m)

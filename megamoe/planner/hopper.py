@@ -104,14 +104,14 @@ def label(tile: Tile) -> str:
 
 
 def overridden(
-    recipe: str, how: Numerics, tile: Tile, given: Mapping[str, Value]
+    recipe: str, how: Numerics, tile: Tile, chosen: Mapping[str, Value]
 ) -> tuple[Tile, str]:
     """The tile with what was given in place of the table's, or a refusal with the reason."""
-    overrides = {name: given[name] for name in TILE if name in given}
+    overrides = {name: chosen[name] for name in TILE if name in chosen}
     if not overrides:
         return tile, ""
     _refuse("num_warps" in overrides, "Hopper kernels have fixed roles", "num_warps")
-    kernel = word(given, "kernel", KERNELS) or _kernel_for(how, tile, overrides)
+    kernel = word(chosen, "kernel", KERNELS) or _kernel_for(how, tile, overrides)
     if kernel == "gemm":
         changed: Tile = _gemm(recipe, how, tile, overrides)
     else:
@@ -252,18 +252,18 @@ def fused_stages(recipe: str, how: Numerics, tile: GemmSwapAb, beside: smem.Besi
 
 
 def fused_tile(
-    call: CallSpec, each: int, given: Mapping[str, Value]
+    call: CallSpec, each: int, overrides: Mapping[str, Value]
 ) -> tuple[GemmSwapAb | None, str]:
     """(the tile of a launch with `each` tokens of a rank, why), or (None, why there is none)."""
     p = call.problem
     load = each * p.num_ranks * p.top_k / p.num_experts
-    wide, why = tile_for(call, load, given)
+    wide, why = tile_for(call, load, overrides)
     tile = as_fused(wide)
     if tile is None:
         rows = f"{load:.1f} rows an expert need the tile {wide}"
         return None, f"{rows}, which a fused launch cannot hold"
     how, beside = numerics("hopper", p.recipe, fits_e4m3=call.fits_e4m3), _beside(call, each)
-    if "num_stages" not in given:
+    if "num_stages" not in overrides:
         tile = replace(tile, num_stages=fused_stages(p.recipe, how, tile, beside))
     fitting = max_stages(smem.fused(p.recipe, how, tile, beside))
     if not 2 <= tile.num_stages <= fitting:
@@ -307,7 +307,7 @@ def passes_of(call: CallSpec) -> tuple[int, int]:
     return fused.passes_of(call, _fits(call.problem.recipe, call.fits_e4m3))
 
 
-def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal | None:
+def why_not_fused(call: CallSpec, overrides: Mapping[str, Value]) -> fused.Refusal | None:
     """Why no fused launch takes this call on Hopper; None where one does."""
     p = call.problem
     refusal = fused.why_never(call)
@@ -325,7 +325,7 @@ def why_not_fused(call: CallSpec, given: Mapping[str, Value]) -> fused.Refusal |
     refusal = fused.why_too_many(call, fused.num_slots(call, each))
     if refusal is not None:
         return refusal
-    tile, why = fused_tile(call, each, given)
+    tile, why = fused_tile(call, each, overrides)
     return fused.Refusal(why, CapacityError) if tile is None else None
 
 
@@ -334,19 +334,19 @@ def max_fused_tokens(call: CallSpec) -> int:
     return fused.max_tokens(call, _fits(call.problem.recipe, call.fits_e4m3))
 
 
-def tile_for(call: CallSpec, load: float, given: Mapping[str, Value]) -> tuple[Tile, str]:
+def tile_for(call: CallSpec, load: float, chosen: Mapping[str, Value]) -> tuple[Tile, str]:
     """(the tile of routed experts with so many rows each, why)."""
     recipe = call.problem.recipe
     how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
     tile, why = pick(recipe, load, fits_e4m3=call.fits_e4m3)
-    changed, overrides = overridden(recipe, how, tile, given)
+    changed, overrides = overridden(recipe, how, tile, chosen)
     return (changed, overrides) if overrides else (tile, why)
 
 
-def mode_of(call: CallSpec, given: Mapping[str, Value], asked: str) -> tuple[str, str]:
+def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
     """(mode, why); refuses `fused` with the reason where no launch takes the call."""
     p = call.problem
-    refusal = why_not_fused(call, given)
+    refusal = why_not_fused(call, overrides)
     if asked == "fused":
         fused.require_mode("fused", refusal)
         return "fused", "asked for"
@@ -418,13 +418,13 @@ def exchange_of(call: CallSpec) -> Workspace:
     return fused.workspace(call, num_passes, each, token_bytes, scale_bytes)
 
 
-def fused_launch(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> Launch:
+def fused_launch(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -> Launch:
     """The launch of a fused call, or of each of its passes over a group."""
     _, each = passes_of(call)
-    tile, why = fused_tile(call, each, given)
+    tile, why = fused_tile(call, each, overrides)
     assert tile is not None, "why_not_fused would have refused it"
     rows = num_rows(fused.num_slots(call, each), fused.num_local_experts(call))
-    return fused.launch("mega_kernel", call, each, tile, why, rows, num_sms, given)
+    return fused.launch("mega_kernel", call, each, tile, why, rows, num_sms, overrides)
 
 
 class Sizes(NamedTuple):
@@ -457,7 +457,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
         place = Place(
             block_m=tile.block_m,
             chunk=tables.CHUNK,
-            look=tables.LOOK,
+            look=tables.COUNT_CHUNK,
             is_counted=is_counted,
             max_experts=max_experts,
             max_ctas=next_power_of_2(num_sms) if has_items else 0,
@@ -533,11 +533,11 @@ def count_and_scan(chunks: int, experts: int, chunk: int, max_experts: int) -> l
     ]
 
 
-def staged_passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tuple[Pass, ...]:
+def staged_passes(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -> tuple[Pass, ...]:
     """The routed experts' pass, and the shared ones' where they are apart."""
     p = call.problem
     load = p.num_tokens * p.top_k / p.num_experts
-    tile, why = tile_for(call, load, given)
+    tile, why = tile_for(call, load, overrides)
     extra = call.joined
     sizes = Sizes(
         p.num_tokens, p.top_k + extra, p.num_experts + extra, extra, p.hidden, p.intermediate
@@ -557,11 +557,11 @@ def shared_pass(call: CallSpec, num_sms: int) -> Pass:
     return staged_pass(sizes, tile, num_sms, why, "shared")
 
 
-def rows_pass(call: CallSpec, num_rows: int, num_sms: int, given: Mapping[str, Value]) -> Pass:
+def rows_pass(call: CallSpec, num_rows: int, num_sms: int, overrides: Mapping[str, Value]) -> Pass:
     """The rows that a rank received for its experts, one slot each."""
     p = call.problem
     local = p.num_local_experts
-    tile, why = tile_for(call, num_rows / local, given)
+    tile, why = tile_for(call, num_rows / local, overrides)
     sizes = Sizes(num_rows, 1, local, 0, p.hidden, p.intermediate)
     return staged_pass(sizes, tile, num_sms, why, "routed")
 

@@ -42,10 +42,10 @@ TILE = tuple(name for name in CHOICES if name != "l1_sms")
 Overrides = tuple[tuple[str, Value], ...]
 
 
-def checked(given: Mapping[str, Value], *, legal: tuple[str, ...] | None = None) -> Overrides:
+def checked(overrides: Mapping[str, Value], *, legal: tuple[str, ...] | None = None) -> Overrides:
     """Overrides as a sorted, hashable value; one of None is not given."""
     names = tuple(OVERRIDES) if legal is None else legal
-    for name, value in given.items():
+    for name, value in overrides.items():
         near = get_close_matches(name, names, 1)
         fix = f"did you mean {near[0]}?" if near else ""
         if name in ROUTES and legal is not None:
@@ -74,16 +74,16 @@ def checked(given: Mapping[str, Value], *, legal: tuple[str, ...] | None = None)
                 got=value,
                 kind=RangeError,
             )
-    return tuple(sorted((n, v) for n, v in given.items() if v is not None))
+    return tuple(sorted((n, v) for n, v in overrides.items() if v is not None))
 
 
-def check_pairs(backend: str, given: Overrides) -> None:
+def check_pairs(backend: str, overrides: Overrides) -> None:
     """Refuse pairs of CTAs unless Blackwell's backend is asked for by name, as `backend` is.
 
     `auto` may come to it by a certificate, which is not of pairs: `megamoe certify` runs none.
     """
     require(
-        backend == "blackwell" or not dict(given).get("cta_pair"),
+        backend == "blackwell" or not dict(overrides).get("cta_pair"),
         "cta_pair must be asked for with backend='blackwell': other backends have no pairs, and no "
         "certificate is of them",
         got=f"backend {backend}",
@@ -92,9 +92,9 @@ def check_pairs(backend: str, given: Overrides) -> None:
     )
 
 
-def word(given: Mapping[str, Value], name: str, legal: tuple[str, ...]) -> str | None:
+def word(overrides: Mapping[str, Value], name: str, legal: tuple[str, ...]) -> str | None:
     """A given word out of `legal`, or None."""
-    value = given.get(name)
+    value = overrides.get(name)
     if value is None:
         return None
     one_of(value, legal, name)

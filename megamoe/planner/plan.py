@@ -174,11 +174,11 @@ class Plan:
 
         Over a group other launches and all-to-alls lie between them.
         """
-        given = dict(self.overrides).get("overlap_launches")
+        chosen = dict(self.overrides).get("overlap_launches")
         if self.call.is_group and not self.is_chained:
             return False
         is_usual = self.backend == "hopper" or self.is_chained
-        return is_usual if given is None else bool(given)
+        return is_usual if chosen is None else bool(chosen)
 
     @property
     def num_sms(self) -> int:
@@ -221,8 +221,8 @@ class Plan:
     @property
     def exchange(self) -> Workspace:
         """The memory that a rank shares with its peers in fused calls."""
-        found: Workspace = _fused(self.backend).exchange_of(self.call)
-        return found
+        workspace: Workspace = _fused(self.backend).exchange_of(self.call)
+        return workspace
 
     @property
     def floor(self) -> Floor:
@@ -268,9 +268,9 @@ class Plan:
                 choices.append(Choice("schedule", tile.schedule, why))
             columns = blackwell.tmem_columns(self.problem.recipe, tile)
             choices.append(Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"))
-        given = {name for name, _ in self.overrides} - {"backend", "mode"}
+        names = {name for name, _ in self.overrides} - {"backend", "mode"}
         return tuple(
-            Choice(c.name, c.value, f"given; {c.why}") if c.name in given else c for c in choices
+            Choice(c.name, c.value, f"given; {c.why}") if c.name in names else c for c in choices
         )
 
     def _split_choices(self) -> list[Choice]:
@@ -279,13 +279,13 @@ class Plan:
             on = split.parts(self.hardware.num_sms, dict(self.overrides))
             num = sum(one.experts.startswith("routed") for one in self.passes)
             l1 = "; the pull has its SMs among them" if self.is_chained else ""
-            found = [
+            choices = [
                 Choice("l1_sms", on.l1, on.why + l1),
                 Choice("l2_sms", on.l2, "the rest: L2 follows L1 tile by tile"),
             ]
             if not self.is_chained:
-                found.append(Choice("windows", num, "of the ring; more than one by choice"))
-            return found
+                choices.append(Choice("windows", num, "of the ring; more than one by choice"))
+            return choices
         if self.backend == "hopper" and self.mode == "staged" and self.problem.num_ranks == 1:
             return [Choice("split", "no", why_not_auto(self.problem.recipe))]
         return []
@@ -434,10 +434,10 @@ def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Val
 @lru_cache(maxsize=4096)
 def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     """`plan` of checked overrides; made once for each call, machine and overrides."""
-    given = dict(overrides)
-    asked = str(given.get("backend", "auto"))
+    chosen = dict(overrides)
+    asked = str(chosen.get("backend", "auto"))
     check_pairs(asked, overrides)
-    wanted = word(given, "mode", MODES) or "auto"
+    wanted = word(chosen, "mode", MODES) or "auto"
     reasons = reasons_on(hw.arch)
     if asked == "portable" and hw.arch == "cpu":
         reasons["portable"] = ""  # Triton's interpreter; the engine has looked
@@ -447,9 +447,9 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     not_certified = "" if call.is_certified else NO_CERTIFICATE
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
-    mode, why = _mode(call, backend, given, wanted)
+    mode, why = _mode(call, backend, chosen, wanted)
     require(
-        "l1_sms" not in given or mode == "split" or backend == "reference",
+        "l1_sms" not in chosen or mode == "split" or backend == "reference",
         "l1_sms parts the SMs of mode split",
         got=f"mode {mode}",
         fix="leave it out, or ask for mode='split'",
@@ -462,28 +462,28 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     if backend == "reference" or (call.problem.num_tokens == 0 and not _is_chained(call, mode)):
         pass
     elif _is_chained(call, mode):
-        owner = chain.owner_passes(call, backend, hw.num_sms, given, is_split=mode == "split")
+        owner = chain.owner_passes(call, backend, hw.num_sms, chosen, is_split=mode == "split")
         passes = chain.source_pass(call, backend), *owner
         rest = chain.rest(call, backend, hw.num_sms)
     elif mode == "split":
-        passes = split.passes(call, hw.num_sms, given)
+        passes = split.passes(call, hw.num_sms, chosen)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
     elif mode == "fused":
         num, _ = _fused(backend).passes_of(call)
-        mega = _fused(backend).fused_launch(call, hw.num_sms, given)
+        mega = _fused(backend).fused_launch(call, hw.num_sms, chosen)
     elif call.is_group:
-        passes, rest = _over_group(call, backend, hw, given)
+        passes, rest = _over_group(call, backend, hw, chosen)
     elif backend == "hopper":
-        passes = hopper.staged_passes(call, hw.num_sms, given)
+        passes = hopper.staged_passes(call, hw.num_sms, chosen)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
     elif backend == "blackwell":
-        passes = blackwell.staged_passes(call, hw.num_sms, given)
+        passes = blackwell.staged_passes(call, hw.num_sms, chosen)
         rest = tuple(hopper.finish(call, call.problem.num_tokens))
     else:
-        passes = portable.staged_passes(call, hw.arch, given)
+        passes = portable.staged_passes(call, hw.arch, chosen)
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
-    made = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
-    return _with_buffers(made)
+    plan = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
+    return _with_buffers(plan)
 
 
 def _is_chained(call: CallSpec, mode: str) -> bool:
@@ -495,31 +495,33 @@ def _fused(backend: str) -> Any:
     return blackwell_fused if backend == "blackwell" else hopper
 
 
-def rows_plan(call: CallSpec, backend: str, hw: Hardware, num_rows: int, given: Overrides) -> Pass:
+def rows_plan(
+    call: CallSpec, backend: str, hw: Hardware, num_rows: int, overrides: Overrides
+) -> Pass:
     """Staged over a group: the launches of the rows that a rank received."""
     if backend == "hopper":
-        return hopper.rows_pass(call, num_rows, hw.num_sms, dict(given))
+        return hopper.rows_pass(call, num_rows, hw.num_sms, dict(overrides))
     if backend == "blackwell":
-        return blackwell.rows_pass(call, num_rows, hw.num_sms, dict(given))
-    return portable.rows_pass(call, num_rows, hw.arch, dict(given))
+        return blackwell.rows_pass(call, num_rows, hw.num_sms, dict(overrides))
+    return portable.rows_pass(call, num_rows, hw.arch, dict(overrides))
 
 
-def shared_plan(made: Plan) -> Pass:
+def shared_plan(plan: Plan) -> Pass:
     """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
-    if made.backend == "hopper":
-        return hopper.shared_pass(made.call, made.hardware.num_sms)
-    if made.backend == "blackwell":
-        return blackwell.shared_pass(made.call, made.hardware.num_sms)
-    return portable.shared_pass(made.call, made.hardware.arch)
+    if plan.backend == "hopper":
+        return hopper.shared_pass(plan.call, plan.hardware.num_sms)
+    if plan.backend == "blackwell":
+        return blackwell.shared_pass(plan.call, plan.hardware.num_sms)
+    return portable.shared_pass(plan.call, plan.hardware.arch)
 
 
 def _over_group(
-    call: CallSpec, backend: str, hw: Hardware, given: Mapping[str, Value]
+    call: CallSpec, backend: str, hw: Hardware, overrides: Mapping[str, Value]
 ) -> tuple[tuple[Pass, ...], tuple[Launch, ...]]:
     """Passes and the rest under even routing, where a rank receives as many rows as it sends."""
     p = call.problem
     rows = p.num_tokens * p.top_k
-    passes = [rows_plan(call, backend, hw, rows, tuple(given.items()))]
+    passes = [rows_plan(call, backend, hw, rows, tuple(overrides.items()))]
     rest: list[Launch] = []
     if backend in ("hopper", "blackwell") and call.combine == "fp8":
         kind = "codes-fp8_combine"
@@ -535,88 +537,90 @@ def _over_group(
     return tuple(passes), tuple(rest)
 
 
-def _mode(call: CallSpec, backend: str, given: Mapping[str, Value], wanted: str) -> tuple[str, str]:
+def _mode(
+    call: CallSpec, backend: str, overrides: Mapping[str, Value], wanted: str
+) -> tuple[str, str]:
     if backend == "reference":
         mode = "staged" if wanted == "auto" else wanted
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
         return "staged", "portable has no fused launch"
     if backend == "blackwell":
-        return blackwell_fused.mode_of(call, given, wanted)
-    return hopper.mode_of(call, given, wanted)
+        return blackwell_fused.mode_of(call, overrides, wanted)
+    return hopper.mode_of(call, overrides, wanted)
 
 
-def _with_buffers(made: Plan) -> Plan:
-    return replace(made, buffers=tuple(_buffers(made)))
+def _with_buffers(plan: Plan) -> Plan:
+    return replace(plan, buffers=tuple(_buffers(plan)))
 
 
-def _buffers(made: Plan) -> list[Buffer]:
+def _buffers(plan: Plan) -> list[Buffer]:
     """What a rank holds: weights, and the memory of one call."""
-    call, p = made.call, made.problem
+    call, p = plan.call, plan.problem
     local = p.num_experts // p.num_ranks * call.local_ranks
     each, about = weight_bytes(p), "as the checkpoint has them"
-    if made.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
+    if plan.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
         each, about = _image_bytes(call), "as images, and in no other form"
     buffers = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
-    if made.mega is not None:
-        assert isinstance(made.mega.config, Mega)
-        rows = made.mega.config.pool_rows * call.local_ranks
-        buffers += _pools(made, rows)
+    if plan.mega is not None:
+        assert isinstance(plan.mega.config, Mega)
+        rows = plan.mega.config.pool_rows * call.local_ranks
+        buffers += _pools(plan, rows)
         if not call.is_group:
-            each = made.fused_tokens
+            each = plan.fused_tokens
             num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
             buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    elif made.is_chained and made.routed is not None:
-        config = made.routed["rows"].config
+    elif plan.is_chained and plan.routed is not None:
+        config = plan.routed["rows"].config
         assert isinstance(config, chain.Rows)
-        is_ring = made.mode == "split" and len(made.passes) > 2
-        tokens, acts = _pools(made, config.pool_rows)
-        buffers += [tokens, _pools(made, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
+        is_ring = plan.mode == "split" and len(plan.passes) > 2
+        tokens, acts = _pools(plan, config.pool_rows)
+        buffers += [tokens, _pools(plan, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
         if not call.is_group:
-            buffers.append(_exchange(call, made.backend, "chain"))
-    elif made.mode == "split" and made.routed is not None:
-        config = made.routed["window"].config
+            buffers.append(_exchange(call, plan.backend, "chain"))
+    elif plan.mode == "split" and plan.routed is not None:
+        config = plan.routed["window"].config
         assert isinstance(config, Window)
-        tokens, acts = _pools(made, config.num_rows)
-        ring = acts if config.is_whole else _pools(made, split.WINDOWS * config.num_rows)[1]
+        tokens, acts = _pools(plan, config.num_rows)
+        ring = acts if config.is_whole else _pools(plan, split.WINDOWS * config.num_rows)[1]
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         buffers += [tokens, ring, Buffer("combine rows", num, "local", "BF16, a row a slot")]
-    elif made.passes:
-        one = made.passes[0]
+    elif plan.passes:
+        one = plan.passes[0]
         rows = one.num_slots
-        if made.backend == "hopper":
+        if plan.backend == "hopper":
             rows = hopper.num_rows(one.num_slots, one.num_experts)
-        elif isinstance(made.tile, GemmTmem):
-            rows = blackwell.num_rows(one.num_slots, one.num_experts, made.tile.block_m)
-        buffers += _pools(made, rows)
+        elif isinstance(plan.tile, GemmTmem):
+            rows = blackwell.num_rows(one.num_slots, one.num_experts, plan.tile.block_m)
+        buffers += _pools(plan, rows)
         num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
         buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    return buffers + (_exchanges(made) if call.is_group else [])
+    return buffers + (_exchanges(plan) if call.is_group else [])
 
 
-def _exchanges(made: Plan) -> list[Buffer]:
+def _exchanges(plan: Plan) -> list[Buffer]:
     """What a layer shares with its peers: of every mode that its calls may have."""
-    call, given = made.call, dict(made.overrides)
-    if made.backend == "blackwell" and made.mega is not None:
-        about = f"tokens, inbox and combine rows, {made.num_passes} x {made.fused_tokens}"
+    call, overrides = plan.call, dict(plan.overrides)
+    if plan.backend == "blackwell" and plan.mega is not None:
+        about = f"tokens, inbox and combine rows, {plan.num_passes} x {plan.fused_tokens}"
         about = f"fused: {about} tokens a rank"
-        return [Buffer("exchange", made.exchange.num_bytes, "symmetric", about)]
-    if given.get("mode") == "staged" or not (made.backend == "hopper" or made.is_chained):
+        return [Buffer("exchange", plan.exchange.num_bytes, "symmetric", about)]
+    if overrides.get("mode") == "staged" or not (plan.backend == "hopper" or plan.is_chained):
         return []
     small = replace(call.problem, num_tokens=min(call.problem.num_tokens, 1))
     most = max(call.shared_tokens or 0, call.max_tokens or 0, call.problem.num_tokens)
     whole = replace(call, problem=small, max_tokens=most)
-    modes: tuple[tuple[int, str], ...] = ((most, made.mode),)
-    if made.backend == "hopper" and given.get("mode", "auto") == "auto":
-        ready = quantized_mode(whole, given)
-        sizes = [*group_modes(whole, given), *(() if ready is None else (ready,))]
+    modes: tuple[tuple[int, str], ...] = ((most, plan.mode),)
+    if plan.backend == "hopper" and overrides.get("mode", "auto") == "auto":
+        ready = quantized_mode(whole, overrides)
+        sizes = [*group_modes(whole, overrides), *(() if ready is None else (ready,))]
         modes = tuple({one.mode: (one.tokens, one.mode) for one in sizes}.values())
     return [
         _exchange(
             replace(whole, max_tokens=tokens),
-            made.backend,
+            plan.backend,
             mode,
-            "exchange" if mode == made.mode else "",
+            "exchange" if mode == plan.mode else "",
         )
         for tokens, mode in modes
         if mode in ("fused", "chain")
@@ -649,12 +653,12 @@ def _image_bytes(call: CallSpec) -> int:
     return int(values * fmt.bits_per_value / 8)
 
 
-def _pools(made: Plan, rows: int) -> list[Buffer]:
+def _pools(plan: Plan, rows: int) -> list[Buffer]:
     """Tokens sorted by expert, and activations between the linears."""
-    p, how = made.problem, made.numerics
+    p, how = plan.problem, plan.numerics
     fmt = recipe_named(p.recipe).acts if how.acts in ("codes", "placed") else BF16
     widths = (("tokens", p.hidden), ("activations", p.intermediate))
-    wide = {"hopper": WIDTH, "blackwell": BLACKWELL_WIDTH}.get(made.backend, 1)
+    wide = {"hopper": WIDTH, "blackwell": BLACKWELL_WIDTH}.get(plan.backend, 1)
     return [
         Buffer(name, rows * stored_bytes(align_up(width, wide), fmt), "local", f"{rows} rows")
         for name, width in widths

@@ -72,16 +72,16 @@ def combine(num_tokens: int, hidden: int) -> Launch:
 
 
 def tiles_for(
-    recipe: str, how: Numerics, load: float, given: Mapping[str, Value]
+    recipe: str, how: Numerics, load: float, chosen: Mapping[str, Value]
 ) -> tuple[PortableGemm, PortableGemm, str]:
     """(tile of L1, tile of L2, why) with what was given in place of the table's, checked."""
     l1, l2, why = pick(recipe, load, is_native=how.acts == "codes" and how.promotion == 0)
-    overrides = {name: given[name] for name in TILE_OVERRIDES if name in given}
+    overrides = {name: chosen[name] for name in TILE_OVERRIDES if name in chosen}
     for name in ("kernel", "schedule", "decode_ahead"):
         require(
-            name not in given,
+            name not in chosen,
             "portable has one kernel a linear, which the compiler pipelines",
-            got=f"{name} {given.get(name)}",
+            got=f"{name} {chosen.get(name)}",
             kind=NotAvailable,
         )
     if overrides:
@@ -168,7 +168,7 @@ def staged_pass(
     recipe: str,
     how: Numerics,
     sizes: tuple[int, int, int, int, int],
-    given: Mapping[str, Value],
+    overrides: Mapping[str, Value],
     experts: str,
     *,
     quantizes: bool,
@@ -180,7 +180,7 @@ def staged_pass(
     """
     num_tokens, top_k, num_experts, hidden, intermediate = sizes
     slots = num_tokens * top_k
-    l1, l2, why = tiles_for(recipe, how, slots / num_experts, given)
+    l1, l2, why = tiles_for(recipe, how, slots / num_experts, overrides)
     launches = []
     if not quantizes and is_ordered(recipe, how):
         launches.append(copies.decode(num_tokens, hidden))
@@ -211,14 +211,14 @@ def acts_kind(recipe: str, how: Numerics) -> str:
     return f"{how.acts}-{recipe_named(recipe).acts.name}"
 
 
-def staged_passes(call: CallSpec, arch: str, given: Mapping[str, Value]) -> tuple[Pass, ...]:
+def staged_passes(call: CallSpec, arch: str, overrides: Mapping[str, Value]) -> tuple[Pass, ...]:
     """The routed experts' pass, and the shared ones'."""
     p = call.problem
     how = numerics("portable", p.recipe, arch=arch)
     sizes = (p.num_tokens, p.top_k, p.num_experts, p.hidden, p.intermediate)
     passes = [
         staged_pass(
-            p.recipe, how, sizes, given, "routed", quantizes=not call.is_quantized,
+            p.recipe, how, sizes, overrides, "routed", quantizes=not call.is_quantized,
             has_routing=True,
         )
     ]  # fmt: skip
@@ -238,10 +238,12 @@ def shared_pass(call: CallSpec, arch: str) -> Pass:
     )
 
 
-def rows_pass(call: CallSpec, num_rows: int, arch: str, given: Mapping[str, Value]) -> Pass:
+def rows_pass(call: CallSpec, num_rows: int, arch: str, overrides: Mapping[str, Value]) -> Pass:
     """The rows that a rank received for its experts, one slot each, as they came."""
     p = call.problem
     how = numerics("portable", p.recipe, arch=arch)
     sizes = (num_rows, 1, p.num_local_experts, p.hidden, p.intermediate)
     is_plain = p.recipe in ("bf16", "w4a16", "nvfp4a16")
-    return staged_pass(p.recipe, how, sizes, given, "routed", quantizes=is_plain, has_routing=False)
+    return staged_pass(
+        p.recipe, how, sizes, overrides, "routed", quantizes=is_plain, has_routing=False
+    )

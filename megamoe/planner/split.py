@@ -57,10 +57,10 @@ def why_not(call: CallSpec) -> fused.Refusal | None:
     return chain.why_not(call)
 
 
-def parts(num_sms: int, given: Mapping[str, Value]) -> Parts:
+def parts(num_sms: int, overrides: Mapping[str, Value]) -> Parts:
     """How the SMs of a GPU are parted."""
-    reserve, unit = given.get("reserve_sms") or 0, split_tables.SMS_UNIT
-    asked = given.get("l1_sms")
+    reserve, unit = overrides.get("reserve_sms") or 0, split_tables.SMS_UNIT
+    asked = overrides.get("l1_sms")
     assert isinstance(reserve, int) and (asked is None or isinstance(asked, int))
     sms = num_sms - reserve
     require(
@@ -91,27 +91,27 @@ def publishes(tile: Tile) -> bool:
     return not (isinstance(tile, Gemm) and tile.schedule == "dynamic")
 
 
-def tile_for(call: CallSpec, on: Parts, given: Mapping[str, Value]) -> tuple[Tile, str]:
+def tile_for(call: CallSpec, on: Parts, overrides: Mapping[str, Value]) -> tuple[Tile, str]:
     """The tile of staged launches, unless a part has too few SMs to decode for a wave."""
     p = call.problem
     load = p.num_tokens * p.num_ranks * p.top_k / p.num_experts
-    tile, why = hopper.tile_for(call, load, given)
-    if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in given:
+    tile, why = hopper.tile_for(call, load, overrides)
+    if isinstance(tile, Gemm) and tile.decode_ahead and "decode_ahead" not in overrides:
         l1 = hopper.decodes_per_wave(p.hidden, on.l1)
         if not (l1 and hopper.decodes_per_wave(p.intermediate, on.l2)):
-            tile, asked = hopper.tile_for(call, tables.PER_TILE_ROWS, given)
+            tile, asked = hopper.tile_for(call, tables.PER_TILE_ROWS, overrides)
             few = f"{on.l1} and {on.l2} SMs are too few to decode weights once per wave"
             why = f"{few}; {asked}"
     return tile, why
 
 
-def windows(most: int, given: Mapping[str, Value]) -> tuple[int, int]:
+def windows(most: int, overrides: Mapping[str, Value]) -> tuple[int, int]:
     """(rows of a window, windows) of a call with up to `most` rows.
 
     >>> windows(1000, {}), windows(1000, {"pool_rows": 512}), windows(1000, {"pool_rows": 2000})
     ((1000, 1), (256, 4), (1000, 1))
     """
-    wanted = given.get("pool_rows")
+    wanted = overrides.get("pool_rows")
     assert wanted is None or isinstance(wanted, int)
     if wanted is None or wanted >= most:
         return most, 1
@@ -128,30 +128,30 @@ def windows(most: int, given: Mapping[str, Value]) -> tuple[int, int]:
     return rows, num
 
 
-def passes(call: CallSpec, num_sms: int, given: Mapping[str, Value]) -> tuple[Pass, ...]:
+def passes(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -> tuple[Pass, ...]:
     """A pass for each window of the routed experts' rows; the shared ones' where they are apart."""
-    p, extra, on = call.problem, call.joined, parts(num_sms, given)
-    tile, why = tile_for(call, on, given)
+    p, extra, on = call.problem, call.joined, parts(num_sms, overrides)
+    tile, why = tile_for(call, on, overrides)
     sizes = hopper.Sizes(
         p.num_tokens, p.top_k + extra, p.num_experts + extra, extra, p.hidden, p.intermediate
     )
-    rows, num = windows(hopper.num_rows(sizes.num_slots, sizes.num_experts), given)
+    rows, num = windows(hopper.num_rows(sizes.num_slots, sizes.num_experts), overrides)
     what = "routed and shared" if extra else "routed"
-    found = []
+    halves = []
     for number in range(num):
         launches = [] if number else _rows_of_slots(sizes, tile)
         launches += _window(sizes, tile, on, rows, number, num, why)
-        found.append(Pass(what, sizes.num_slots, sizes.num_experts, tuple(launches)))
+        halves.append(Pass(what, sizes.num_slots, sizes.num_experts, tuple(launches)))
     if call.shared is not None and call.shared.apart:
-        found.append(hopper.shared_pass(call, num_sms))
-    return tuple(found)
+        halves.append(hopper.shared_pass(call, num_sms))
+    return tuple(halves)
 
 
 def _rows_of_slots(sizes: hopper.Sizes, tile: Tile) -> list[Launch]:
     """The row of every slot, of all windows."""
     chunks, most = ceil_div(sizes.num_slots, tables.CHUNK), next_power_of_2(sizes.num_experts, 2)
     place = Place(
-        block_m=tile.block_m, chunk=tables.CHUNK, look=tables.LOOK, is_counted=True,
+        block_m=tile.block_m, chunk=tables.CHUNK, look=tables.COUNT_CHUNK, is_counted=True,
         max_experts=most, max_ctas=0, is_dynamic=False,
         num_warps=tables.PLACE_WARPS[sizes.num_shared > 0], row_align=tables.ROW_ALIGN,
     )  # fmt: skip

@@ -67,8 +67,8 @@ def even_routing(
     check_touched(num_touched, num_tokens, num_experts, top_k)
     rng = torch.Generator().manual_seed(seed)
     touched = torch.randperm(num_experts, generator=rng)[:num_touched]
-    turn = torch.arange(num_tokens * top_k) % num_touched  # top_k turns in a row are distinct
-    return touched[turn].view(num_tokens, top_k), _weights(num_tokens, top_k, rng)
+    cycle = torch.arange(num_tokens * top_k) % num_touched  # top_k turns in a row are distinct
+    return touched[cycle].view(num_tokens, top_k), _weights(num_tokens, top_k, rng)
 
 
 def _weights(num_tokens: int, top_k: int, rng: torch.Generator) -> Tensor:

@@ -106,9 +106,9 @@ def _prepared(cell: Cell) -> tuple[Schedule, Counts]:
 def log_ratios(cells: Sequence[Cell], constants: Constants) -> list[float]:
     """log(predicted / measured) of every time of every cell."""
     return [
-        log(said / seen)
+        log(said / measured)
         for cell in cells
-        for said, seen in zip(cell.predicted(constants), cell.times, strict=True)
+        for said, measured in zip(cell.predicted(constants), cell.times, strict=True)
     ]
 
 

@@ -434,9 +434,9 @@ def _chain(plan: Plan) -> Schedule:
     l1_sms: int | None = None
     if plan.mode == "split":
         _require_one_window(len(owner))
-        given = plan["l1_sms"]
-        assert isinstance(given, int)
-        l1_sms, num_sms = given, num_sms + given
+        asked_sms = plan["l1_sms"]
+        assert isinstance(asked_sms, int)
+        l1_sms, num_sms = asked_sms, num_sms + asked_sms
     shared, tile = _shared_pass(plan), owner[0]["l1"].config
     assert isinstance(tile, GemmSwapAb | Gemm | GemmTmem)
     is_dynamic = chain.is_drawn(tile)

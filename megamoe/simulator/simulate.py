@@ -53,15 +53,15 @@ def simulate(
         if skew != "masked":  # before sampling, which takes its time too
             _check_size(how, _least_blocks(how))
         counts = sample_counts(how.problem, skew, seed)
-    given = checked(how.problem, counts)
-    report = _reporter(_check_size(how, _num_blocks(how, given)), progress)
+    received = checked(how.problem, counts)
+    report = _reporter(_check_size(how, _num_blocks(how, received)), progress)
     if how.mode == "chain" or how.pull_sms:
-        stages = run_chain(how, given, constants, report)
+        stages = run_chain(how, received, constants, report)
     elif how.mode == "staged" or how.steps:
-        stages = run_staged(how, given, constants, report)
+        stages = run_staged(how, received, constants, report)
     else:
-        stages = _run_fused(how, given, constants, report)
-    return _prediction(how, given, stages)
+        stages = _run_fused(how, received, constants, report)
+    return _prediction(how, received, stages)
 
 
 def _least_blocks(how: Schedule) -> int:

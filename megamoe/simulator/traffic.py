@@ -115,7 +115,7 @@ def floor_of(how: Schedule, counts: Counts) -> Floor:
     """The floor of the rank that these counts load most: `plan.floor` is that of even routing."""
     return max(
         (_rank_floor(how, counts, rank) for rank in range(how.problem.num_ranks)),
-        key=lambda found: found.time_us,
+        key=lambda floor: floor.time_us,
     )
 
 

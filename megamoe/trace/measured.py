@@ -200,8 +200,8 @@ def _loads(line: Timeline) -> Loads | None:
             by_sm[s.rank, s.sm].append((s.start_us, s.end_us))
     if not by_sm:
         return None
-    every = joined(one for some in by_sm.values() for one in some)
-    shares = [_share(joined(some)) for some in by_sm.values()]
+    every = joined(one for spans in by_sm.values() for one in spans)
+    shares = [_share(joined(spans)) for spans in by_sm.values()]
     return Loads(every[0][0], every[-1][1], _share(every), sum(shares) / len(shares))
 
 

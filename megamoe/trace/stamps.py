@@ -93,13 +93,13 @@ class Recording:
         faults = []
         for rank in range(self.problem.num_ranks):
             num = len(self.tiles(rank)) * sum(self.num_n_tiles)
-            seen = [
+            times = [
                 e.ticket
                 for e in self.events
                 if e.role == MATH and e.kind in (L1, L2) and e.cta // self.ctas_per_rank == rank
             ]
-            missing, odd = set(range(num)) - set(seen), set(seen) - set(range(num))
-            twice = len(seen) - len(set(seen))
+            missing, odd = set(range(num)) - set(times), set(times) - set(range(num))
+            twice = len(times) - len(set(times))
             for count, what in ((len(missing), "no block"), (twice, "more than one")):
                 if count:
                     faults.append(f"rank {rank}: {count} of {num} tickets have {what}")

@@ -13,10 +13,12 @@ from megamoe.certify import checks, gpu_checks, run
 from megamoe.certify.target import SMALL, Target
 from megamoe.engine import backends, status
 from megamoe.engine.local import LocalRanks
+from megamoe.engine.local_chain import LocalChain
 from megamoe.kernels.blackwell import epilogue, gemm
 from megamoe.kernels.blackwell.mega import kernel
 from megamoe.kernels.gluon.mega import dispatch
 from megamoe.planner.numerics import BLACKWELL_RECIPES
+from tests.distributed.chain_ranks import let_reach
 from tests.emulator import blackwell, mutate
 from tests.kernels.support import INTERPRETED
 
@@ -63,6 +65,7 @@ def there(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     blackwell.install_grouped(monkeypatch, num_sms=4)
     fused = blackwell.install_fused(monkeypatch, num_sms=4)
+    chained = blackwell.install_chain(monkeypatch)
     monkeypatch.setattr(probe, "product_kernel", PROBED)
     monkeypatch.setattr(gpu_checks, "COUNTS", (1, 9))
     monkeypatch.setattr(gpu_checks, "_waits", _given_up(gpu_checks._waits, fused))
@@ -76,10 +79,17 @@ def there(monkeypatch):
         fused.kernel.hold = [buffer.tokens for buffer in ranks._buffers]
 
     monkeypatch.setattr(LocalRanks, "_make_buffers", reached_by_address)
+    make_chain = LocalChain._make
+
+    def chain_reached_by_address(ranks, *sizes):
+        make_chain(ranks, *sizes)
+        let_reach(chained, [member.buffer.tokens for member in ranks._members])
+
+    monkeypatch.setattr(LocalChain, "_make", chain_reached_by_address)
 
 
 def certified(*recipes):
-    return run.certify(Emulated("blackwell", torch.device("cpu"), recipes, given=TINY))
+    return run.certify(Emulated("blackwell", torch.device("cpu"), recipes, own_sizes=TINY))
 
 
 @pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)

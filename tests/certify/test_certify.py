@@ -40,7 +40,7 @@ def right(x, idx, gates, weights, *, shared=None, backend, mode, **options):
 
 def pretended(call, **given):
     """A backend with every stage that a CPU can run, which computes by `call`."""
-    return Target("hopper", CPU, ("w4a8",), call=call, given=TINY, **given)
+    return Target("hopper", CPU, ("w4a8",), call=call, own_sizes=TINY, **given)
 
 
 # -- wrong kernels -------------------------------------------------------------------------------
@@ -254,6 +254,6 @@ def test_the_hopper_kernels_pass_in_the_emulator(there, monkeypatch):
         return one((x, idx, gates), weights, Options(**options), shared=shared)
 
     small = replace(TINY, num_soak=2, long_k=128)
-    target = Target("hopper", CPU, ("w4a8_block",), call=emulated, given=small)
+    target = Target("hopper", CPU, ("w4a8_block",), call=emulated, own_sizes=small)
     report = run.certify(target)
     assert report.ok, report.failed

@@ -65,7 +65,7 @@ def test_the_checks_of_a_gpu_pass_on_the_emulator(there, monkeypatch, recipe, st
     monkeypatch.setattr(LocalRanks, "_make_buffers", reached_by_address)
     monkeypatch.setattr(gpu_checks, "COUNTS", (1, 9))
     monkeypatch.setattr(checks, "SOAK_TOKENS", (8, 3))
-    target = OnGpu("hopper", CPU, (recipe,), given=TINY)
+    target = OnGpu("hopper", CPU, (recipe,), own_sizes=TINY)
     found = {c.name: c.run() for c in all_checks(target) if c.stage in stages}
     assert len(found) == {"w4a8_block": 7, "bf16": 18}[recipe]
     if recipe == "w4a8_block":
@@ -87,7 +87,7 @@ def test_all_that_layers_of_the_checks_launch_is_compiled_ahead(
     monkeypatch.setattr(checks, "held", lambda *found: "")
     monkeypatch.setattr(torch, "equal", lambda *both: True)
     sizes = replace(GPU, long_k=512, products=(1, 64), gemms=(2, 512), layers=(7, 64), num_soak=0)
-    target, asked = Blind(backend, CPU, (recipe,), given=sizes), {}
+    target, asked = Blind(backend, CPU, (recipe,), own_sizes=sizes), {}
     for check in all_checks(target):
         if check.stage in ("oracle", "formats", "hardware") or "grouped alone" in check.name:
             continue
@@ -114,7 +114,9 @@ def test_compiling_ahead_is_shown_and_no_check_depends_on_it(monkeypatch, there)
     monkeypatch.setattr("megamoe.engine.precompile.compile_layers", compiled)
     monkeypatch.setattr(run, "_apart", lambda target, names: iter(()))
     monkeypatch.setattr(ahead, "hardware_of", lambda device: H200)
-    report = run.certify(OnGpu("hopper", CPU, ("w4a8",), given=TINY), lambda *at: steps.append(at))
+    report = run.certify(
+        OnGpu("hopper", CPU, ("w4a8",), own_sizes=TINY), lambda *at: steps.append(at)
+    )
     assert steps and {step[0] for step in steps} == {"compile"} and not report.ok
     ahead.compile_ahead(Target("reference", CUDA, ("w4a8",)), lambda done, of: 1 / 0)
 

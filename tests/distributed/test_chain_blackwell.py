@@ -10,7 +10,7 @@ import torch
 import megamoe as mm
 from megamoe.engine import backends, chain
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.status import GIVEN_UP, NONE
+from megamoe.engine.status import GAVE_UP, NONE
 from megamoe.errors import MegaMoETimeout, NotAvailable
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.problem import Options
@@ -200,7 +200,7 @@ def test_a_rank_whose_own_gemms_gave_up_says_so_to_its_peers(kernels, monkeypatc
     def given_up(here, *rest):
         compute(here, *rest)
         if here.me.rank == 1:
-            here.call.status.bad_slot[:] = GIVEN_UP
+            here.call.status.bad_slot[:] = GAVE_UP
 
     monkeypatch.setattr(chain, "_compute", given_up)
     ranks(ranks.split(inputs, (3, 3)))

@@ -13,7 +13,7 @@ import megamoe as mm
 from megamoe.engine import backends, chain, local
 from megamoe.engine import status as device_status
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.status import GIVEN_UP, NONE
+from megamoe.engine.status import GAVE_UP, NONE
 from megamoe.errors import MegaMoETimeout, NotAvailable, RankError
 from megamoe.kernels.gluon import exchange
 from megamoe.planner import chain as planned
@@ -279,7 +279,7 @@ def test_a_rank_whose_own_gemms_gave_up_says_so_to_its_peers(kernels, monkeypatc
     def given_up(here, *rest):
         compute(here, *rest)
         if here.me.rank == 1:
-            here.call.status.bad_slot[:] = GIVEN_UP
+            here.call.status.bad_slot[:] = GAVE_UP
 
     monkeypatch.setattr(chain, "_compute", given_up)
     ranks(ranks.split(inputs, (3, 3)))

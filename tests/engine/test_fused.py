@@ -9,7 +9,7 @@ import torch
 
 import megamoe as mm
 from megamoe.engine import launch_options, op, status
-from megamoe.engine.status import COUNTERS, GIVEN_UP, NONE, DeviceStatus
+from megamoe.engine.status import COUNTERS, GAVE_UP, NONE, DeviceStatus
 from megamoe.errors import CapacityError, DTypeError, MegaMoETimeout, NotAvailable, RangeError
 from megamoe.kernels.gluon.mega.sync import L1_DONE
 from megamoe.planner.fused import check_grid
@@ -282,7 +282,7 @@ def test_bad_slots_are_reported_once_and_come_with_the_report_in_one_copy(gpu, m
         torch.Tensor, "copy_", lambda to, *a, **k: (copies.append(to), true_copy(to, *a, **k))[1]
     )
     one(x, idx, weight)
-    assert [len(to) for to in copies if to is one._status._seen] == [16]
+    assert [len(to) for to in copies if to is one._status._mirror] == [16]
     with pytest.raises(RangeError, match="token 3, slot 1 of an earlier"):
         one(*tokens())
     assert torch.equal(one(*tokens()), wanted(tokens(), gpu))
@@ -290,7 +290,7 @@ def test_bad_slots_are_reported_once_and_come_with_the_report_in_one_copy(gpu, m
 
 def test_a_staged_launch_that_gave_up_is_reported_once():
     device_status = DeviceStatus(CPU)
-    device_status.bad_slot.fill_(GIVEN_UP)
+    device_status.bad_slot.fill_(GAVE_UP)
     with pytest.raises(MegaMoETimeout, match="tiles or weights of other CTAs"):
         device_status.check(K)
     device_status.check(K)

@@ -37,7 +37,7 @@ def _large_begins_early(monkeypatch):
     """The interpreter is slow: the paths for more slots are taken from 65 and 161 on."""
     monkeypatch.setattr(tables, "SMALL_SLOTS", 64)
     monkeypatch.setattr(tables, "MIDDLE_SLOTS", 160)
-    monkeypatch.setattr(tables, "LOOK", 64)
+    monkeypatch.setattr(tables, "COUNT_CHUNK", 64)
 
 
 class Routed:

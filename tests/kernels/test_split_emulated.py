@@ -12,7 +12,7 @@ import torch
 import megamoe as mm
 from megamoe.engine import hopper
 from megamoe.engine.call import Call
-from megamoe.engine.status import GIVEN_UP, NONE, DeviceStatus
+from megamoe.engine.status import GAVE_UP, NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.gluon import pipeline
 from megamoe.kernels.hopper import launch
@@ -146,7 +146,7 @@ def test_l2_begins_before_l1_has_ended(given, waiting, monkeypatch):
 def test_without_l1_the_wait_ends_by_its_bound_and_the_layer_says_so(monkeypatch):
     def give_up(seen, value, given_up, error):
         if bool((seen.t < value.t).any()):
-            for at, word in ((given_up, 1), (error, GIVEN_UP)):
+            for at, word in ((given_up, 1), (error, GAVE_UP)):
                 assembly._store_word(at, torch.tensor(word))
         return Value(0)
 

@@ -6,7 +6,7 @@ from random import Random
 import torch
 
 from megamoe.engine import chain
-from megamoe.engine.status import GIVEN_UP, DeviceStatus
+from megamoe.engine.status import GAVE_UP, DeviceStatus
 from megamoe.kernels.gluon import exchange
 from tests.emulator import device, policies
 from tests.emulator.memory_model import Violation
@@ -99,7 +99,7 @@ def given_up_case():
 
     def second(it, rank):
         def broken(status):
-            status.bad_slot[:] = GIVEN_UP
+            status.bad_slot[:] = GAVE_UP
 
         it.call(rank, 1, broken if rank == 1 else None)
 

@@ -13,12 +13,12 @@ USAGE = "python -m megamoe.compat.deep_gemm FILE [ARGUMENT...]"
 
 def main() -> None:
     """Put the script in our place: its folder first on sys.path, its arguments in sys.argv."""
-    given = sys.argv[1] if len(sys.argv) > 1 else ""
-    if given in ("-h", "--help"):
+    path = sys.argv[1] if len(sys.argv) > 1 else ""
+    if path in ("-h", "--help"):
         print(f"{USAGE}\n\nRun a Python file in which `import deep_gemm` means megamoe.")
         return
-    if not Path(given).is_file():
-        print(f"give a Python file to run; got {given or 'nothing'}; {USAGE}", file=sys.stderr)
+    if not Path(path).is_file():
+        print(f"give a Python file to run; got {path or 'nothing'}; {USAGE}", file=sys.stderr)
         sys.exit(2)
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent))

@@ -73,9 +73,9 @@ class SymmBuffer:
         device: torch.device | str | None = None,
         backend: str = "auto",
     ) -> None:
-        given = sorted_out((num_shared_experts, mma_type, activation), BUFFER)
+        args = sorted_out((num_shared_experts, mma_type, activation), BUFFER)
         num_shared, mma_type, activation = (
-            given[name] for name in ("num_shared_experts", "mma_type", "activation")
+            args[name] for name in ("num_shared_experts", "mma_type", "activation")
         )
         if num_shared >= LEAST_RING:  # a ring of the engine's own is as long as it must be
             num_shared, num_ring_tokens = 0, num_shared
@@ -198,8 +198,8 @@ def get_symm_buffer_for_mega_moe(
     What follows the sizes may come in the order of older releases too: (use_fp8_dispatch,
     mma_type, activation) or (use_fp8_dispatch, activation).
     """
-    given = sorted_out((num_shared_experts, use_fp8_dispatch, mma_type, activation), BUFFER)
-    use_fp8_dispatch, mma_type = given.pop("use_fp8_dispatch"), given["mma_type"]
+    args = sorted_out((num_shared_experts, use_fp8_dispatch, mma_type, activation), BUFFER)
+    use_fp8_dispatch, mma_type = args.pop("use_fp8_dispatch"), args["mma_type"]
     mma_named(mma_type)
     if use_fp8_dispatch is not None:
         require(
@@ -212,7 +212,7 @@ def get_symm_buffer_for_mega_moe(
         warnings.warn("use_fp8_dispatch is old: give mma_type", DeprecationWarning, stacklevel=2)
     return SymmBuffer(
         group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden,
-        **given, device=device, backend=backend,
+        **args, device=device, backend=backend,
     )  # fmt: skip
 
 
@@ -334,9 +334,9 @@ def _allocate(
     }
 
 
-def _device(given: torch.device | str | None) -> torch.device:
-    if given is not None:
-        return torch.empty(0, device=given).device  # "cuda" is the current one
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return torch.empty(0, device=device).device  # "cuda" is the current one
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

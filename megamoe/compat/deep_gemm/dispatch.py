@@ -58,11 +58,11 @@ def mega_moe_pre_dispatch(
         if buf_x_scales is not None:
             g = (x.float().abs().amax(1) / 2688.0).clamp(min=2.0**-100)
             buf_x_scales[:num_tokens].copy_(g)
-        made = quantize(
+        quantized = quantize(
             x, "nvfp4", global_scale=torch.ones((), device=x.device) if g is None else g
         )
-        assert made.scale is not None
-        data, scale = made.data, pack_ue4m3_to_int(made.scale)
+        assert quantized.scale is not None
+        data, scale = quantized.data, pack_ue4m3_to_int(quantized.scale)
     else:
         require(
             recipe in ("w4a8", "w4a4"), "BF16 tokens are copied, not quantised", got=mma_type,

@@ -92,7 +92,7 @@ def fp8_fp4_mega_moe(
     The arguments after `sym_buffer` may come in the order of releases without shared experts.
     """
     refuse(weight_layout, post_expert_norm, post_expert_norm_weight)
-    given = sorted_out(
+    args = sorted_out(
         (shared_l1_weights, shared_l2_weights, cumulative_local_expert_recv_stats, recipe,
          activation, activation_clamp, fast_math),
         CALL,
@@ -100,7 +100,7 @@ def fp8_fp4_mega_moe(
     check_global_num_tokens(global_num_tokens, sym_buffer)
     run(
         Call(
-            y, l1_weights, l2_weights, sym_buffer, **given, alpha=activation_alpha,
+            y, l1_weights, l2_weights, sym_buffer, **args, alpha=activation_alpha,
             beta=activation_beta, use_x_scales=use_x_scales,
             alphas=Alphas(l1_alphas, l2_alphas, l2_act_scales, is_divisor=True),
         ),
@@ -142,7 +142,7 @@ def nvfp4_mega_moe(
                  where `l2_act_scales` divides
     """
     refuse(weight_layout, post_expert_norm, post_expert_norm_weight)
-    given = sorted_out(
+    args = sorted_out(
         (shared_l1_weights, shared_l2_weights, cumulative_local_expert_recv_stats, activation,
          activation_clamp, fast_math),
         CALL,
@@ -164,7 +164,7 @@ def nvfp4_mega_moe(
     )
     run(
         Call(
-            y, l1_weights, l2_weights, sym_buffer, **given | {"recipe": (1, 1, 16)},
+            y, l1_weights, l2_weights, sym_buffer, **args | {"recipe": (1, 1, 16)},
             alpha=activation_alpha, beta=activation_beta, use_x_scales=use_x_scales, alphas=alphas,
         ),
         ("nvfp4",),
@@ -196,7 +196,7 @@ def bf16_mega_moe(
     """The same in BF16; the buffer's `mma_type` is "bf16xbf16"."""
     gamma = post_expert_norm_weight if post_expert_norm_gamma is None else post_expert_norm_gamma
     refuse(weight_layout, post_expert_norm, gamma)
-    given = sorted_out(
+    args = sorted_out(
         (shared_l1_weights, shared_l2_weights, cumulative_local_expert_recv_stats, activation,
          activation_clamp, fast_math),
         CALL,
@@ -204,7 +204,7 @@ def bf16_mega_moe(
     check_global_num_tokens(global_num_tokens, sym_buffer)
     run(
         Call(
-            y, l1_weights, l2_weights, sym_buffer, **given, alpha=activation_alpha,
+            y, l1_weights, l2_weights, sym_buffer, **args, alpha=activation_alpha,
             beta=activation_beta,
         ),
         ("bf16",),
@@ -229,7 +229,7 @@ def fp8_mega_moe(
     sym_buffer   of `get_symm_buffer_for_sm90_mega_moe`; one of "fp8xfp4", whose x_sf then holds
                  float32 as `mega_moe_pre_dispatch_sm90` writes it, is taken too
     """
-    given = sorted_out(
+    args = sorted_out(
         (cumulative_local_expert_recv_stats, recipe, activation, activation_clamp, fast_math), CALL
     )
-    run(Call(y, l1_weights, l2_weights, sym_buffer, **given), ("w8a8",))
+    run(Call(y, l1_weights, l2_weights, sym_buffer, **args), ("w8a8",))

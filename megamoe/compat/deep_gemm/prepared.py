@@ -139,14 +139,14 @@ def transform_weights_for_mega_moe(
         if _rank(l1_weights) == 2:
             _check_keep(keep, "shared experts, which no engine holds")
             return _transform(l1_weights, l2_weights, packed)
-        given = read_source(l1_weights, l2_weights)
-        _check_keep(keep or given.recipe != "nvfp4", "NVFP4, whose factors come with the call")
+        source = read_source(l1_weights, l2_weights)
+        _check_keep(keep or source.recipe != "nvfp4", "NVFP4, whose factors come with the call")
         l1, l2 = _transform(l1_weights, l2_weights, packed)
         experts = read_source(l1, l2)
         if not keep:
             return _handles(experts, packed)
         _IS_PACKED[experts.key()] = packed
-        if given.recipe != "nvfp4":  # its global scales come with the call
+        if source.recipe != "nvfp4":  # its global scales come with the call
             prepare(experts, packed)
     return l1, l2
 

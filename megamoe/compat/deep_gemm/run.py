@@ -149,11 +149,11 @@ def _check_weights(call: Call, recipe: str) -> None:
         kind=RangeError,
     )
     num = call.buffer.num_shared_experts
-    given = [w is not None for w in (call.shared_l1_weights, call.shared_l2_weights)]
+    is_shared = [w is not None for w in (call.shared_l1_weights, call.shared_l2_weights)]
     require(
-        given == [num > 0] * 2,
+        is_shared == [num > 0] * 2,
         f"shared weights must be given in both parts for the buffer's {num} shared experts, or not",
-        got=f"{sum(given)} of 2",
+        got=f"{sum(is_shared)} of 2",
         kind=ShapeError,
     )
 

@@ -59,12 +59,12 @@ class Over:
             "timeout_s": TIMEOUT_S,
         }
 
-    def check(self, made: MoE) -> None:
+    def check(self, moe: MoE) -> None:
         """Refuse calls that vLLM would capture and that wait for the host."""
         require(
-            not (self.is_captured and made.mode == "staged"),
+            not (self.is_captured and moe.mode == "staged"),
             "calls over a group that vLLM captures in CUDA graphs must not wait for the host",
-            got=made.why,
+            got=moe.why,
             fix="start vLLM with --enforce-eager, with fewer --max-num-batched-tokens, or without "
             '"exchange"',
             kind=NotAvailable,
@@ -78,13 +78,13 @@ class Over:
         dist.all_reduce(common, dist.ReduceOp.MAX, group=self.group)
         return replace(weights, x_global=common)
 
-    def apply(self, made: MoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
+    def apply(self, moe: MoE, x: Tensor, topk_weights: Tensor, topk_ids: Tensor) -> Tensor:
         """One call, which all ranks make; float32 weights."""
         bound = self._bound(x.shape[0])
         how = {} if bound is None or not TAKES_BOUND else {"max_tokens": bound}
 
         def call(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-            y: Tensor = made(x.contiguous(), ids.contiguous(), weights.contiguous(), **how)
+            y: Tensor = moe(x.contiguous(), ids.contiguous(), weights.contiguous(), **how)
             return y
 
         if self.sharers is None:

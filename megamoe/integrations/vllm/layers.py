@@ -76,24 +76,24 @@ class Settings:
 
 def settings_of(additional_config: Any) -> Settings | None:
     """Out of vLLM's `additional_config`; None: `{"megamoe": false}`, the plugin is off."""
-    given = additional_config.get("megamoe") if isinstance(additional_config, Mapping) else None
-    if given is False:
+    options = additional_config.get("megamoe") if isinstance(additional_config, Mapping) else None
+    if options is False:
         return None
-    if given is None or given is True:
+    if options is None or options is True:
         return Settings()
     require(
-        isinstance(given, Mapping) and set(given) <= set(KEYS),
+        isinstance(options, Mapping) and set(options) <= set(KEYS),
         f'additional_config["megamoe"] must be false or have {", ".join(KEYS)} alone',
-        got=repr(given),
+        got=repr(options),
         kind=RangeError,
     )
-    found = Settings(**given)
-    if found.backend is not None:
-        one_of(found.backend, backends.NAMES, "backend")
-    one_of(found.mxfp4, _of_format("mxfp4"), "mxfp4")
-    one_of(found.exchange, EXCHANGES, "exchange")
-    one_of(found.mode, MODES, "mode")
-    return found
+    settings = Settings(**options)
+    if settings.backend is not None:
+        one_of(settings.backend, backends.NAMES, "backend")
+    one_of(settings.mxfp4, _of_format("mxfp4"), "mxfp4")
+    one_of(settings.exchange, EXCHANGES, "exchange")
+    one_of(settings.mode, MODES, "mode")
+    return settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,19 +220,17 @@ def make_layer(layer: Any, method: Any, settings: Settings, over: Over | None = 
     num_experts, options = layer.local_num_experts, {}
     if over is not None:
         num_experts, options = over.num_experts, {**over.options(), "mode": settings.mode}
-    made = MoE(
+    moe = MoE(
         weights, num_experts, layer.top_k, activation=gate.activation, clamp=gate.clamp,
         weight_at="combine", backend=settings.backend or "auto", **options,
     )  # fmt: skip
     if over is not None:
-        over.check(made)
+        over.check(moe)
     drop(layer, how)
-    return made
+    return moe
 
 
-def reload(
-    layer: Any, method: Any, settings: Settings, made: MoE, over: Over | None = None
-) -> None:
+def reload(layer: Any, method: Any, settings: Settings, moe: MoE, over: Over | None = None) -> None:
     """Experts that vLLM loaded once more, in the memory of those that run: graphs stay valid."""
     how = METHODS[type(method).__name__]
     values = getattr(layer, f"w13_{how.values}")
@@ -243,14 +241,14 @@ def reload(
         fix="reload_weights with is_checkpoint_format=True",
         kind=NotAvailable,
     )
-    new, held = _experts(layer, method, settings, over), made.weights
+    new, held = _experts(layer, method, settings, over), moe.weights
     b13, b2 = (None if b is None else b.flatten(1) for b in (new.b13, new.b2))
-    made.refresh(new.w13, new.w2, b13=b13, b2=b2)
+    moe.refresh(new.w13, new.w2, b13=b13, b2=b2)
     for name in ("x_global", "acts_global"):
-        mine, given = getattr(held, name), getattr(new, name)
+        mine, source = getattr(held, name), getattr(new, name)
         if mine is not None:
             with torch.no_grad(), torch.inference_mode(False):
-                counted(mine).copy_(given)
+                counted(mine).copy_(source)
     drop(layer, how)
 
 
@@ -265,7 +263,7 @@ def _experts(layer: Any, method: Any, settings: Settings, over: Over | None) -> 
 
 def apply(
     layer: Any,
-    made: MoE,
+    moe: MoE,
     x: Tensor,
     topk_weights: Tensor,
     topk_ids: Tensor,
@@ -280,9 +278,9 @@ def apply(
     weights = topk_weights.float().contiguous()
     ids = topk_ids.where(weights - weights == 0, -1)  # of NaN and Inf it is NaN; three launches
     if over is not None:
-        return over.apply(made, x, weights, ids)
+        return over.apply(moe, x, weights, ids)
     ids = local_ids(ids, layer.expert_map)
-    y: Tensor = made(x.contiguous(), ids, weights)
+    y: Tensor = moe(x.contiguous(), ids, weights)
     return y
 
 

@@ -30,11 +30,11 @@ def register() -> None:
             op_registry_oot,
         )
 
-        found = [(name, getattr(importlib.import_module(at), name)) for at, name in HOLDERS]
+        holders = [(name, getattr(importlib.import_module(at), name)) for at, name in HOLDERS]
     except (ImportError, AttributeError) as error:
         say(f"the plugin needs the RoutedExperts of vLLM 0.32 or newer: {error}")
         return
-    for name, holder in found:
+    for name, holder in holders:
         there = op_registry_oot.get(name)
         if there is None:
             holder.register_oot(_taking(holder))
@@ -167,12 +167,12 @@ class _Method:
         if self.megamoe is not None:
             layers.reload(layer, self, self.megamoe_settings, self.megamoe, self.megamoe_over)
             return
-        made = layers.make_layer(layer, self, self.megamoe_settings, self.megamoe_over)
-        object.__setattr__(self, "megamoe", made)  # no part of the model's own tree
-        w = made.weights
+        moe = layers.make_layer(layer, self, self.megamoe_settings, self.megamoe_over)
+        object.__setattr__(self, "megamoe", moe)  # no part of the model's own tree
+        w = moe.weights
         say(
             f"{w.num_experts} experts {w.hidden} x {w.intermediate} a layer run in {w.recipe}, "
-            f"{made.why}"
+            f"{moe.why}"
         )
 
     def apply(
@@ -186,8 +186,8 @@ class _Method:
 @functools.cache
 def _ours(theirs: type) -> type:
     """A subclass of a method of vLLM, under the same name: vLLM's loaders compare names."""
-    kept = ("__dict__", "__weakref__")
-    own = {key: value for key, value in vars(_Method).items() if key not in kept}
+    excluded = ("__dict__", "__weakref__")
+    own = {key: value for key, value in vars(_Method).items() if key not in excluded}
     return type(theirs.__name__, (theirs,), own)  # one base: an instance can change to it
 
 

@@ -12,7 +12,7 @@ Dimensions
                          scale; L2: two neighbouring blocks of 128 outputs
   token       N          TOKENS per tile: 8 to 128
   stage       BLOCK_K    of K, in one slot of the ring; `steps` of them
-  turn        -          sums of a tile in tensor memory, one of SUMS; PROMOTED: of one stage
+  accum       -          sums of a tile in tensor memory, one of SUMS; PROMOTED: of one stage
   n tile      m block    the weight rows of a tile: 128 outputs of L1, HALVES * 128 of L2
 
 Weights lie as checkpoints have them, padded to blocks of 128 rows; only scales are placed
@@ -178,7 +178,7 @@ class TmemGemm:
     CHUNK: gl.constexpr
     SPAN: gl.constexpr
     NUM_WARPS: gl.constexpr
-    TURNS: gl.constexpr  # epilogues that have every TURNS-th of the sums: 1; fused, 2
+    ACCUM_STEP: gl.constexpr  # epilogues that have every ACCUM_STEP-th of the sums: 1; fused, 2
     IS_FAR: gl.constexpr  # L2's rows may be other ranks': `row_dest` has offsets
     FOLLOWS: gl.constexpr  # tiles wait for their tokens, not for the launch before
     PUBLISHES: gl.constexpr
@@ -373,7 +373,7 @@ def _scale_columns(gemm, stage, WHICH: gl.constexpr):
 
 
 @gluon.jit
-def _multiply_scaled(gemm, stage, turn, use_acc):
+def _multiply_scaled(gemm, stage, accum, use_acc):
     """Both halves of a stage, with block scales; its copies come before its products."""
     HALVES: gl.constexpr = gemm.HALVES
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
@@ -389,18 +389,18 @@ def _multiply_scaled(gemm, stage, turn, use_acc):
     for half in gl.static_range(HALVES):
         tcgen05_mma_scaled(
             gemm.w_bufs.index(stage.idx * HALVES + half), x,
-            gemm.sums.index(turn.idx * HALVES + half), _scale_columns(gemm, stage, half), xs,
+            gemm.sums.index(accum.idx * HALVES + half), _scale_columns(gemm, stage, half), xs,
             gemm.FORMAT.W, gemm.FORMAT.X, use_acc=use_acc,
         )  # fmt: skip
 
 
 @gluon.jit
-def _multiply_plain(gemm, stage, ready, turn, use_acc):
+def _multiply_plain(gemm, stage, ready, accum, use_acc):
     """Both halves of a stage: E4M3 or BF16; FP4 that was decoded to tensor memory."""
     HALVES: gl.constexpr = gemm.HALVES
     x = gemm.x_bufs.index(stage.idx).permute((1, 0))
     for half in gl.static_range(HALVES):
-        into = gemm.sums.index(turn.idx * HALVES + half)
+        into = gemm.sums.index(accum.idx * HALVES + half)
         if gemm.FORMAT.DECODED:
             tcgen05_mma(gemm.decoded.index(ready.idx * HALVES + half), x, into, use_acc=use_acc)
         else:
@@ -417,49 +417,49 @@ def _advance_by(stage, NUM: gl.constexpr, NUM_STAGES: gl.constexpr):
 
 
 @gluon.jit
-def multiply_tile(gemm, steps, stage, turn, ready):
-    """Products of a tile's steps, into sums that were read; -> the next stage, turn and decoded."""
+def multiply_tile(gemm, steps, stage, accum, ready):
+    """Products of a tile's steps, into sums that were read; -> next stage, accumulator, ready."""
     use_acc = False
     if not gemm.FORMAT.PROMOTED:
-        mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+        mbarrier.wait(gemm.taken.index(accum.idx), accum.phase)
     for _k in range(steps):
         if gemm.FORMAT.PROMOTED:
-            mbarrier.wait(gemm.taken.index(turn.idx), turn.phase)
+            mbarrier.wait(gemm.taken.index(accum.idx), accum.phase)
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
         if gemm.FORMAT.DECODED:
             mbarrier.wait(gemm.decoded_full.index(ready.idx), ready.phase)
         fence_after_wait()
         if gemm.FORMAT.SCALED:
-            _multiply_scaled(gemm, stage, turn, use_acc)
+            _multiply_scaled(gemm, stage, accum, use_acc)
         else:
-            _multiply_plain(gemm, stage, ready, turn, use_acc)
+            _multiply_plain(gemm, stage, ready, accum, use_acc)
         tcgen05_commit(gemm.empty.index(stage.idx))
         if gemm.FORMAT.DECODED:
             tcgen05_commit(gemm.decoded_empty.index(ready.idx))
             ready = advance(ready, DECODES)
         if gemm.FORMAT.PROMOTED:
-            tcgen05_commit(gemm.summed.index(turn.idx))
-            turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
+            tcgen05_commit(gemm.summed.index(accum.idx))
+            accum = _advance_by(accum, gemm.ACCUM_STEP, gemm.SUMS)
         else:
             use_acc = True
         stage = advance(stage, gemm.STAGES)
     if not gemm.FORMAT.PROMOTED:
-        tcgen05_commit(gemm.summed.index(turn.idx))
-        turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
-    return stage, turn, ready
+        tcgen05_commit(gemm.summed.index(accum.idx))
+        accum = _advance_by(accum, gemm.ACCUM_STEP, gemm.SUMS)
+    return stage, accum, ready
 
 
 @gluon.jit
 def issue_mma(gemm):
     """Products of this CTA's tiles, into sums that the epilogue has read."""
     stage = first_stage(0)
-    turn = first_stage(1)
+    accum = first_stage(1)
     ready = first_stage(0)  # decoded weights
     post = first_stage(0)
     item = gl.program_id(0)
     end = _end_item(gemm)
     while item < end:
-        stage, turn, ready = multiply_tile(gemm, gemm.steps, stage, turn, ready)
+        stage, accum, ready = multiply_tile(gemm, gemm.steps, stage, accum, ready)
         item, post = next_posted(gemm, item, post)
 
 
@@ -504,10 +504,10 @@ def decode(gemm):
 
 
 @gluon.jit
-def _read_sums(gemm, turn, START: gl.constexpr, N: gl.constexpr):
-    """N tokens of a turn's sums from number START on, of both halves, or twice of the one."""
-    low = gemm.sums.index(turn.idx * gemm.HALVES).slice(START, N)
-    high = gemm.sums.index(turn.idx * gemm.HALVES + gemm.HALVES - 1).slice(START, N)
+def _read_sums(gemm, accum, START: gl.constexpr, N: gl.constexpr):
+    """N tokens of a sum from number START on, of both halves, or twice of the one."""
+    low = gemm.sums.index(accum.idx * gemm.HALVES).slice(START, N)
+    high = gemm.sums.index(accum.idx * gemm.HALVES + gemm.HALVES - 1).slice(START, N)
     LAYOUT: gl.constexpr = get_tmem_reg_layout(
         gl.float32, (128 * gemm.CTAS, N), low.type.layout, gemm.NUM_WARPS
     )
@@ -530,8 +530,8 @@ def _block_factor(gemm, tile, k, HALF: gl.constexpr):
 
 
 @gluon.jit
-def _add_stages(gemm, tile, stage, turn):
-    """PROMOTED: (sums of both halves, next stage, next turn) of a tile, scales applied."""
+def _add_stages(gemm, tile, stage, accum):
+    """PROMOTED: (sums of both halves, next stage, next accumulator) of a tile, scales applied."""
     LAYOUT: gl.constexpr = get_tmem_reg_layout(
         gl.float32, (128, gemm.TOKENS), gemm.sums.type.layout, gemm.NUM_WARPS
     )
@@ -542,7 +542,7 @@ def _add_stages(gemm, tile, stage, turn):
         high_factor = _block_factor(gemm, tile, k, gemm.HALVES - 1)
         # Sums first: fused, the other epilogue's stages come between, and phases of `full` would
         # be taken for each other. Now the stage is full, and this role alone keeps it so.
-        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
+        mbarrier.wait(gemm.summed.index(accum.idx), accum.phase)
         mbarrier.wait(gemm.full.index(stage.idx), stage.phase)
         scales = gemm.xs_bufs.index(stage.idx).slice(0, gemm.TOKENS, 0)
         scale = scales.load(gl.SliceLayout(0, LAYOUT))
@@ -550,15 +550,15 @@ def _add_stages(gemm, tile, stage, turn):
         fence_async_shared()
         mbarrier.arrive(gemm.empty.index(stage.idx), count=1)
         fence_after_wait()
-        part, other = _read_sums(gemm, turn, 0, gemm.TOKENS)
+        part, other = _read_sums(gemm, accum, 0, gemm.TOKENS)
         fence_before_arrival()
-        mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
+        mbarrier.arrive(gemm.taken.index(accum.idx), count=1)
         low += part * gl.expand_dims(scale * low_factor, 0)
         if gemm.HALVES == 2:
             high += other * gl.expand_dims(scale * high_factor, 0)
         stage = advance(stage, gemm.STAGES)
-        turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
-    return low, high, stage, turn
+        accum = _advance_by(accum, gemm.ACCUM_STEP, gemm.SUMS)
+    return low, high, stage, accum
 
 
 @gluon.jit
@@ -573,29 +573,29 @@ def _finish(gemm, low, high, tile, START: gl.constexpr):
 
 
 @gluon.jit
-def finish_tile(gemm, tile, stage, turn):
-    """A tile's sums and their epilogue, to memory; -> the next stage and turn."""
+def finish_tile(gemm, tile, stage, accum):
+    """A tile's sums and their epilogue, to memory; -> the next stage and accumulator."""
     if gemm.FORMAT.PROMOTED:
-        low, high, stage, turn = _add_stages(gemm, tile, stage, turn)
+        low, high, stage, accum = _add_stages(gemm, tile, stage, accum)
         _finish(gemm, low, high, tile, 0)
     else:
-        mbarrier.wait(gemm.summed.index(turn.idx), turn.phase)
+        mbarrier.wait(gemm.summed.index(accum.idx), accum.phase)
         fence_after_wait()
         for start in gl.static_range(0, gemm.TOKENS, gemm.CHUNK):
-            low, high = _read_sums(gemm, turn, start, gemm.CHUNK)
+            low, high = _read_sums(gemm, accum, start, gemm.CHUNK)
             if start + gemm.CHUNK == gemm.TOKENS:
                 fence_before_arrival()
-                mbarrier.arrive(gemm.taken.index(turn.idx), count=1)
+                mbarrier.arrive(gemm.taken.index(accum.idx), count=1)
             _finish(gemm, low, high, tile, start)
-        turn = _advance_by(turn, gemm.TURNS, gemm.SUMS)
-    return stage, turn
+        accum = _advance_by(accum, gemm.ACCUM_STEP, gemm.SUMS)
+    return stage, accum
 
 
 @gluon.jit
 def store(gemm):
     """The epilogue of this CTA's tiles."""
     stage = first_stage(0)
-    turn = first_stage(0)
+    accum = first_stage(0)
     post = first_stage(0)
     if not gemm.FOLLOWS:
         wait_for_launch()
@@ -605,7 +605,7 @@ def store(gemm):
         tile = _tile_at(gemm, item)
         if gemm.FOLLOWS and gemm.GATED and gemm.FORMAT.FACTOR == "expert":
             wait_for_tile(gemm, tile, gemm.error)  # factors of tokens come with them
-        stage, turn = finish_tile(gemm, tile, stage, turn)
+        stage, accum = finish_tile(gemm, tile, stage, accum)
         if gemm.PUBLISHES:
             publish_count(tile_word(gemm.publishes, tile.row_begin), 1)
         item, post = next_posted(gemm, item, post)
@@ -673,7 +673,8 @@ def gemm_tmem_kernel(
         GATED=GATED, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED, ACTIVATION=ACTIVATION, SOURCE=SOURCE,
         STORE=STORE, DYNAMIC=DYNAMIC, HALVES=HALVES, TOKENS=TOKENS, BLOCK_K=BLOCK_K,
         STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK, SPAN=SPAN, NUM_WARPS=NUM_WARPS,
-        TURNS=1, follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
+        ACCUM_STEP=1, follows=follows if FOLLOWS else tiles,
+        publishes=publishes if PUBLISHES else tiles,
         l1_n_tiles=l1_n_tiles if FOLLOWS else steps, error=error if FOLLOWS else tiles,
         bound_us=bound_us if FOLLOWS else steps, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
         IS_FAR=IS_FAR, PAIR=PAIR, CTAS=2 if PAIR else 1,

@@ -34,10 +34,10 @@ def ring_barriers(
 ):
     """Barriers of a launch, of pairs or not."""
     if PAIR:  # noqa: SIM108  Gluon would compile both sides of an expression
-        made = barriers_of(NUM, COUNT, IS_SHARED)
+        allocated = barriers_of(NUM, COUNT, IS_SHARED)
     else:
-        made = barriers(NUM, COUNT)
-    return made
+        allocated = barriers(NUM, COUNT)
+    return allocated
 
 
 @gluon.jit

@@ -31,9 +31,9 @@ def _with(module: ModuleType, **names: Any) -> ModuleType:
     missing = {name: what for name, what in names.items() if what is not None}
     if not missing:
         return module
-    made = ModuleType(module.__name__, module.__doc__)  # by its name Triton knows it for its own
-    vars(made).update({**vars(module), **missing})
-    return made
+    renamed = ModuleType(module.__name__, module.__doc__)  # by its name Triton knows it for its own
+    vars(renamed).update({**vars(module), **missing})
+    return renamed
 
 
 VERSION = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])

@@ -241,25 +241,25 @@ def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
     -> what was seen.
     """
     stop = p.state + STOP
-    seen = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
+    value = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
     stopped_by = gl.load(stop, volatile=True)
     # A peer that gave up is what this rank waits for in vain; why it did is passed on.
     saw_unlike = stopped_by > SAW_UNLIKE
     why = gl.where(saw_unlike, UNLIKE_STOPPED, WAIT_STOPPED)
     what = gl.where(stopped_by > 0, why, WHAT)
     where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_UNLIKE, peer)
-    _report(p, gl.minimum(seen, call), call, what, where)
+    _report(p, gl.minimum(value, call), call, what, where)
     # Who gave up first is named, not who passes it on.
-    _signal_given_up(p, seen, call, gl.where(stopped_by > 0, stopped_by, p.rank + 1))
-    return seen
+    _signal_given_up(p, value, call, gl.where(stopped_by > 0, stopped_by, p.rank + 1))
+    return value
 
 
 @gluon.jit
-def _report(p, seen, want, what, where):
+def _report(p, value, want, what, where):
     """The layer's report, unless `seen` is `want`."""
     gl.inline_asm_elementwise(
         REPORT, "=r,l,r,r,r,r,r,r",
-        [p.report.to(gl.int64), seen, want, p.rank, gl.program_id(0), what, where],
+        [p.report.to(gl.int64), value, want, p.rank, gl.program_id(0), what, where],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -279,16 +279,16 @@ def _expect_limit(p, limits, limit, peer, has_pushed):
 
 
 @gluon.jit
-def _signal_given_up(p, seen, want, value):
+def _signal_given_up(p, last, want, value):
     """Unless `seen` >= `want`: signal all ranks, with `value`, that this one gave up."""
     for other in range(p.RANKS):
-        _store_if_missed(at_peer(p.peers, p.state + STOP, other), seen, want, value)
+        _store_if_missed(at_peer(p.peers, p.state + STOP, other), last, want, value)
 
 
 @gluon.jit
-def _store_if_missed(pointer, seen, want, value):
+def _store_if_missed(pointer, last, want, value):
     gl.inline_asm_elementwise(
-        STORE_IF_MISSED, "=r,l,r,r,r", [pointer.to(gl.int64), seen, want, value], dtype=gl.int32,
+        STORE_IF_MISSED, "=r,l,r,r,r", [pointer.to(gl.int64), last, want, value], dtype=gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -338,9 +338,9 @@ def exchange_kernel(
         _copy(slot_weights, at_peer(peers, weight_in, peer) + rank * capacity, begin, num_eights)
         gl.store(at_peer(peers, begun, peer) + LIMIT + rank, limit)
         _signal(at_peer(peers, begun, peer) + rank, call)
-    seen = _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
-    is_same = _expect_limit(p, begun + LIMIT, limit, peer, seen >= call)
-    _store_if_missed(state + MISSED, gl.where(is_same == 1, seen, call - 1), call, gl.to_tensor(1))
+    value = _await_peer(p, begun + peer, call, peer, WAIT_BEGUN)
+    is_same = _expect_limit(p, begun + LIMIT, limit, peer, value >= call)
+    _store_if_missed(state + MISSED, gl.where(is_same == 1, value, call - 1), call, gl.to_tensor(1))
     allow_next_launch()
 
 
@@ -377,9 +377,9 @@ def finish_kernel(
     p = Peers(peers=peers, rank=rank, state=state, report=report, bound_ns=bound_ns, RANKS=RANKS)
     peer = (rank + gl.program_id(0)) % RANKS
     call = gl.load(state + CALL)
-    found = gl.load(error)
-    _signal_given_up(p, found, gl.to_tensor(0), rank + 1)
-    if (found >= 0) & (gl.load(state + STOP, volatile=True) == 0):
+    reported = gl.load(error)
+    _signal_given_up(p, reported, gl.to_tensor(0), rank + 1)
+    if (reported >= 0) & (gl.load(state + STOP, volatile=True) == 0):
         _signal(at_peer(peers, done, peer) + rank, call)
     _await_peer(p, done + peer, call, peer, WAIT_HOME)
     allow_next_launch()

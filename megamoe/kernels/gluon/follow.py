@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.gluon.pipeline import bounded_wait
 from megamoe.kernels.gluon.pool import ROW_ALIGN
-from megamoe.kernels.gluon.tile_scheduler import GIVEN_UP
+from megamoe.kernels.gluon.tile_scheduler import GIVEN_UP_WORD
 
 # Unless $1 >= $2: the word at $3 becomes 1, and the one at $4 -1.
 GIVE_UP = gl.constexpr("""{
@@ -69,11 +69,11 @@ def wait_for_tile(gemm, tile, error):
     want = tile.row_end - tile.row_begin
     if not gemm.GATED:
         want = gemm.l1_n_tiles
-    given_up = gemm.num_tiles + GIVEN_UP
+    given_up = gemm.num_tiles + GIVEN_UP_WORD
     bound_ns = gl.to_tensor(1000).to(gl.int64) * gemm.bound_us
     word = tile_word(gemm.follows, tile.row_begin)
-    seen = bounded_wait(word, want, given_up, bound_ns, "gpu", "ge")
+    reached = bounded_wait(word, want, given_up, bound_ns, "gpu", "ge")
     gl.inline_asm_elementwise(
-        GIVE_UP, "=r,r,r,l,l", [seen, want, given_up.to(gl.int64), error.to(gl.int64)],
+        GIVE_UP, "=r,r,r,l,l", [reached, want, given_up.to(gl.int64), error.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

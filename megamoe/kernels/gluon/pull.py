@@ -179,10 +179,12 @@ def pull_kernel(
     word = gl.expand_dims(gl.arange(0, SCALES if SCALES else 1, gl.SliceLayout(0, WIDE)), 0)
     begin_ns = now_ns()
     num_far = 0
-    turn = rank * (BLOCK // ROW_ALIGN) // RANKS  # ranks begin a tile at different sources
+    first_part = rank * (BLOCK // ROW_ALIGN) // RANKS  # ranks begin a tile at different sources
     end = gl.load(num_tiles) * (BLOCK // ROW_ALIGN)
     begin, step = gl.program_id(0), gl.num_programs(0)
-    row_begin, first, num_rows, units = _group(begin, end, turn, part_row, tiles, origin, BLOCK)
+    row_begin, first, num_rows, units = _group(
+        begin, end, first_part, part_row, tiles, origin, BLOCK
+    )
     for number in range(begin, end, step):
         # One trip to a peer for all of a group: its loads stand before its stores, and those that
         # say where the next one lies between them.
@@ -194,7 +196,7 @@ def pull_kernel(
         if SCALES:
             after = wanted & (word < pitch - data_words)
             scales = gl.load(record + data_words + word, mask=after, other=0)
-        later = _group(number + step, end, turn, part_row, tiles, origin, BLOCK)
+        later = _group(number + step, end, first_part, part_row, tiles, origin, BLOCK)
         row = first + part_row
         to_row = data + gl.expand_dims(row.to(gl.int64) * data_words, 1)
         gl.store(to_row + col, got, mask=wanted & (col < data_words))
@@ -227,7 +229,7 @@ def _wait_for_link(num_far, time_ns):
 
 
 @gluon.jit
-def _group(number, end, turn, part_row, tiles, origin, BLOCK: gl.constexpr):
+def _group(number, end, first_part, part_row, tiles, origin, BLOCK: gl.constexpr):
     """-> (first row of its tile, first row of the group, how many, where their records lie).
 
     A tile has BLOCK // ROW_ALIGN groups; some have no rows, and so have those from `end` on.
@@ -237,7 +239,7 @@ def _group(number, end, turn, part_row, tiles, origin, BLOCK: gl.constexpr):
     tile = tiles + number // PARTS * TILE_WORDS
     row_begin = gl.load(tile + TILE_ROW_BEGIN, mask=is_there, other=0)
     row_end = gl.load(tile + TILE_ROW_END, mask=is_there, other=0)
-    first = row_begin + (number + turn) % PARTS * ROW_ALIGN
+    first = row_begin + (number + first_part) % PARTS * ROW_ALIGN
     num_rows = gl.minimum(gl.maximum(row_end - first, 0), ROW_ALIGN)
     units = gl.load(origin + first + part_row, mask=part_row < num_rows, other=0)
     return row_begin, first, num_rows, units

@@ -65,7 +65,7 @@ SLABS = tl.constexpr(4)  # of 64 weight rows
 
 # Words after the number of tiles.
 NEXT_ITEM = gl.constexpr(1)  # L1's counter of taken items, then L2's
-GIVEN_UP = gl.constexpr(3)  # whether a wait was given up
+GIVEN_UP_WORD = gl.constexpr(3)  # whether a wait was given up
 
 
 # Arguments of kernels that write items; num_ctas would be an option of Triton's.

@@ -256,10 +256,10 @@ def _described(
     weights may move, and none that were freed are kept."""
     form = _form(t.dtype, shape, strides, block, swizzle)
     assert t.data_ptr() % 16 == 0, "TMA reads from multiples of 16 bytes"
-    made = object.__new__(TensorDescriptor)
-    made.__dict__.update(form.__dict__)
-    made.base = t
-    return made
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(form.__dict__)
+    descriptor.base = t
+    return descriptor
 
 
 class _Base(NamedTuple):

@@ -92,12 +92,12 @@ def _copy_inputs_kernel(
             used = slot < TOP_K
             idx = tl.load(now + IDX)
             if tl.load(now + IS_LONG) != 0:
-                given = tl.load(idx.to(tl.pointer_type(tl.int64)) + at, mask=used, other=-1)
+                ids = tl.load(idx.to(tl.pointer_type(tl.int64)) + at, mask=used, other=-1)
             else:
                 short = tl.load(idx.to(tl.pointer_type(tl.int32)) + at, mask=used, other=-1)
-                given = short.to(tl.int64)
+                ids = short.to(tl.int64)
             # an id that 32 bits do not hold is a fault, which is reported later
-            expert = tl.where((given < -1) | (given > 2147483647), -2, given)
+            expert = tl.where((ids < -1) | (ids > 2147483647), -2, ids)
             tl.store(idx_out + at, expert.to(tl.int32), mask=used)
             weights = tl.load(now + WEIGHTS).to(tl.pointer_type(tl.float32))
             tl.store(weights_out + at, tl.load(weights + at, mask=used), mask=used)

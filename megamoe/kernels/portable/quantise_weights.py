@@ -143,22 +143,22 @@ def can(fmt: Format) -> bool:
     return fmt.name in CODES or fmt.name == "fp8_128x128"
 
 
-def look(given: Sequence[Tensor | None], flags: Tensor, fmt: Format) -> list[Tensor | None]:
+def look(sources: Sequence[Tensor | None], flags: Tensor, fmt: Format) -> list[Tensor | None]:
     """Or BAD into the flags (`common.finite`) of experts [n, ...] of up to two matrices that hold
     NaN or Inf; of NVFP4, the bits of the largest value of each."""
-    there = [t for t in given if t is not None]
+    there = [t for t in sources if t is not None]
     num = len(there[0])
     device = flags.device
     bits = torch.zeros(2, num, dtype=torch.int32, device=device) if fmt.has_global else None
     largest = [flags if bits is None else bits[i] for i in range(2)]
     matrices = tuple(
         Floats(there[0] if t is None else t, one, 0 if t is None else t[0].numel())
-        for t, one in zip(given, largest, strict=True)
+        for t, one in zip(sources, largest, strict=True)
     )
     _look_kernel[(sum(cdiv(m.per_expert, VALUES) for m in matrices), num)](
         matrices=matrices, flags=flags, num_experts=num, LARGEST=fmt.has_global, VALUES=VALUES
     )
-    return [None if t is None or bits is None else bits[i] for i, t in enumerate(given)]
+    return [None if t is None or bits is None else bits[i] for i, t in enumerate(sources)]
 
 
 def write(

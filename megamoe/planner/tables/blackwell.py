@@ -18,7 +18,7 @@ BLOCK_MS = (8, 16, 32, 64, 128)  # the MMA's N: Gluon wants powers of two
 # Beside M = 128, kinds f16 and f8f6f4 take N in steps of 16 by what libraries assert (PTX's table
 # says 8); those with block scales take 8.
 LEAST_PLAIN = 16
-MOST_PROMOTED = 64  # 128 tokens spill: sums of a promoted tile are registers
+MAX_PROMOTED = 64  # 128 tokens spill: sums of a promoted tile are registers
 # Pairs of CTAs: recipes whose kernel is written for them, and tokens whose half an MMA reads.
 PAIRED = ("w4a8", "w4a4", "nvfp4")
 LEAST_PAIRED = 16
@@ -29,7 +29,7 @@ WIDE_N = 4096  # weight rows of a group from which a tile of a grouped GEMM alon
 def block_ms(recipe: str, is_promoted: bool) -> tuple[int, ...]:
     """Tokens that a tile of a recipe may have."""
     least = BLOCK_MS[0] if recipe in SCALED else LEAST_PLAIN
-    most = MOST_PROMOTED if is_promoted or recipe == "w4a16" else BLOCK_MS[-1]
+    most = MAX_PROMOTED if is_promoted or recipe == "w4a16" else BLOCK_MS[-1]
     return tuple(m for m in BLOCK_MS if least <= m <= most)
 
 

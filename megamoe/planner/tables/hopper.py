@@ -62,7 +62,7 @@ SMALL_SLOTS, MIDDLE_SLOTS = 1024, 4096
 PERMUTE_COLS = {True: (1024, 4), False: (2048, 4)}
 PLACE_WARPS = {False: 8, True: 4}
 CHUNK = 128  # slots that a program ranks against each other
-LOOK = 2048  # slots that are counted together
+COUNT_CHUNK = 2048  # slots that are counted together
 PACK_WARPS = 4  # of a program that packs a slab: 1024 words of a K block at a time
 
 

@@ -43,10 +43,10 @@ class suppress_stdout_stderr:
     def __enter__(self) -> suppress_stdout_stderr:
         sys.stdout.flush()
         sys.stderr.flush()
-        self._kept = [(fd, os.dup(fd)) for fd in (1, 2)]
+        self._saved = [(fd, os.dup(fd)) for fd in (1, 2)]
         self._streams = sys.stdout, sys.stderr
         self._nowhere = open(os.devnull, "w")
-        for fd, _ in self._kept:
+        for fd, _ in self._saved:
             os.dup2(self._nowhere.fileno(), fd)
         sys.stdout = sys.stderr = self._nowhere
         return self
@@ -54,7 +54,7 @@ class suppress_stdout_stderr:
     def __exit__(self, *_: object) -> None:
         self._nowhere.close()
         sys.stdout, sys.stderr = self._streams
-        for fd, copy in self._kept:
+        for fd, copy in self._saved:
             os.dup2(copy, fd)
             os.close(copy)
 

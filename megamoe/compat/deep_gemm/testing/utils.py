@@ -40,12 +40,12 @@ def ignore_env(name: str, condition: Callable[[], bool]) -> Callable[..., Any]:
     def decorate(fn: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(fn)
         def run(*args: Any, **kwargs: Any) -> None:
-            kept = os.environ.pop(name, None) if condition() else None
+            saved = os.environ.pop(name, None) if condition() else None
             try:
                 fn(*args, **kwargs)
             finally:
-                if kept is not None:
-                    os.environ[name] = kept
+                if saved is not None:
+                    os.environ[name] = saved
 
         return run
 

@@ -172,7 +172,7 @@ def _steps_of(kind, l1, l2):
 
 
 @gluon.jit
-def _turn_of(WG: gl.constexpr, PHASE: gl.constexpr):
+def _accum_of(WG: gl.constexpr, PHASE: gl.constexpr):
     """A warpgroup's first sums: it has every second of them, so it sees every phase of its own."""
     return Stage(idx=gl.to_tensor(WG), phase=gl.to_tensor(PHASE))
 
@@ -181,8 +181,8 @@ def _turn_of(WG: gl.constexpr, PHASE: gl.constexpr):
 def issue_mma(cta, l1, l2):
     """One warp: the products of each tile. Both linears have the same stages and sums."""
     stage = first_stage(0)
-    turn = _turn_of(0, 1)  # of the warpgroup whose tile is next
-    other = _turn_of(1, 1)
+    accum = _accum_of(0, 1)  # of the warpgroup whose tile is next
+    other = _accum_of(1, 1)
     ready = first_stage(0)  # decoded weights
     i = 0
     kind = gl.to_tensor(0)
@@ -191,8 +191,8 @@ def issue_mma(cta, l1, l2):
         kind = item.kind
         if (kind == L1) | (kind == L2):
             steps = _steps_of(kind, l1, l2)
-            stage, mine, ready = multiply_tile(l1, steps, stage, turn, ready)
-            turn = Stage(idx=other.idx, phase=other.phase)
+            stage, mine, ready = multiply_tile(l1, steps, stage, accum, ready)
+            accum = Stage(idx=other.idx, phase=other.phase)
             other = Stage(idx=mine.idx, phase=mine.phase)
         i += 1
 
@@ -213,22 +213,22 @@ def decode(cta, l1, l2):
 
 
 @gluon.jit
-def _finish(cta, l1, l2, item, report, stage, turn):
-    """This warpgroup's tile, from its sums to memory; -> the next stage and turn.
+def _finish(cta, l1, l2, item, report, stage, accum):
+    """This warpgroup's tile, from its sums to memory; -> the next stage and accumulator.
 
     report  not zero: destinations may be garbage, so L2 has no rows
     """
     tile = item.tile
     if item.kind == L1:
-        stage, turn = finish_tile(l1, tile, stage, turn)
+        stage, accum = finish_tile(l1, tile, stage, accum)
     else:
         row_end = gl.where(report == 0, tile.row_end, tile.row_begin)
         known = Tile(
             expert=tile.expert, n_tile_idx=tile.n_tile_idx, row_begin=tile.row_begin,
             row_end=row_end,
         )  # fmt: skip
-        stage, turn = finish_tile(l2, known, stage, turn)
-    return stage, turn
+        stage, accum = finish_tile(l2, known, stage, accum)
+    return stage, accum
 
 
 @gluon.jit
@@ -268,7 +268,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
     mbarrier.wait(cta.pool_filled, 0)
     report = read_report(args)
     stage = first_stage(0)
-    turn = _turn_of(WG, 0)
+    accum = _accum_of(WG, 0)
     i = 0
     num_done = 0
     kind = gl.to_tensor(0)
@@ -281,7 +281,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
                     wait_for_wave(cta, item.tile_idx)
                     report = read_report(args)
                 begin = now(args)
-                stage, turn = _finish(cta, l1, l2, item, report, stage, turn)
+                stage, accum = _finish(cta, l1, l2, item, report, stage, accum)
                 _count(cta, item)
                 stamp(args, MATH, i + 1, kind, item.ticket, begin)
             elif l1.FORMAT.PROMOTED:  # who reads stages

@@ -114,6 +114,6 @@ def gemm_of(args, shape, linear, shared, tile_list):
         HAS_BIAS=args.HAS_BIAS, WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION,
         SOURCE="pool", STORE="pool" if linear.GATED else "rows", DYNAMIC=False, HALVES=HALVES,
         TOKENS=args.TOKENS, BLOCK_K=shape.BLOCK_K, STAGES=shape.STAGES, SUMS=shape.SUMS,
-        CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, TURNS=GROUPS, IS_FAR=args.RANKS > 1,
+        CHUNK=shape.CHUNK, SPAN=1, NUM_WARPS=4, ACCUM_STEP=GROUPS, IS_FAR=args.RANKS > 1,
         PAIR=False, CTAS=1,
     )  # fmt: skip

@@ -78,7 +78,7 @@ def inbox_of(
         return dict.fromkeys(("inbox", *(f"inbox_{name}" for name in Inbox._fields[1:])))
     assert world.inbox is not None
     tokens, scale, *rest = world.inbox
-    given = zip(Inbox._fields[2:], rest, strict=True)
+    fields = zip(Inbox._fields[2:], rest, strict=True)
     return {
         "inbox": tokens.view(dtype), "inbox_scale": scale.view(scale_dtype),
-    } | {f"inbox_{name}": t for name, t in given}  # fmt: skip
+    } | {f"inbox_{name}": t for name, t in fields}  # fmt: skip

@@ -94,21 +94,21 @@ def num_own_tokens(args, rank):
 def wait_for(cta, counter, want, WHAT: gl.constexpr, where):
     """Wait until `counter` is `want`; report it otherwise."""
     args = cta.args
-    seen = bounded_wait(counter, want, args.report, args.bound_ns, "gpu", "eq")
-    expect_equal(args, cta.rank, seen, want, WHAT, where)
+    value = bounded_wait(counter, want, args.report, args.bound_ns, "gpu", "eq")
+    expect_equal(args, cta.rank, value, want, WHAT, where)
 
 
 @gluon.jit
-def expect_equal(args, rank, seen, want, WHAT: gl.constexpr, where):
+def expect_equal(args, rank, value, want, WHAT: gl.constexpr, where):
     """Report it where what was seen is not what was wanted."""
-    _expect(args, rank, seen, want, gl.to_tensor(WHAT), where)
+    _expect(args, rank, value, want, gl.to_tensor(WHAT), where)
 
 
 @gluon.jit
-def _expect(args, rank, seen, want, what, where):
+def _expect(args, rank, value, want, what, where):
     gl.inline_asm_elementwise(
         REPORT, "=r,l,r,r,r,r,r,r",
-        [args.report.to(gl.int64), seen, want, rank, gl.program_id(0), what, where],
+        [args.report.to(gl.int64), value, want, rank, gl.program_id(0), what, where],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -180,14 +180,14 @@ def _signal_ranks(args, rank, WORD: gl.constexpr, value, to):
 
 
 @gluon.jit
-def _expect_ranks(args, rank, seen, call, WHAT: gl.constexpr):
+def _expect_ranks(args, rank, value, call, WHAT: gl.constexpr):
     """Report the ranks that do not say this call; -> whether all do."""
     number = gl.minimum(_lanes(), args.RANKS - 1)
-    gave_up = seen == GAVE_UP
+    gave_up = value == GAVE_UP
     what = gl.where(gave_up, WAIT_PEER, WHAT)
-    seen = gl.where(gave_up, seen, gl.minimum(seen, call))
-    _expect(args, rank, seen, call + 0 * number, what, number)
-    return gl.min((seen == call).to(gl.int32), 0) != 0
+    value = gl.where(gave_up, value, gl.minimum(value, call))
+    _expect(args, rank, value, call + 0 * number, what, number)
+    return gl.min((value == call).to(gl.int32), 0) != 0
 
 
 @gluon.jit
@@ -202,8 +202,8 @@ def wait_for_ranks(args, rank, num_ctas):
     num = gl.atomic_add(pushed, 1, sem="acq_rel", scope="gpu")
     if num == num_ctas - 1:
         _signal_ranks(args, rank, BEGUN, call, 1 + 0 * _lanes())
-    seen = _see_ranks(args, rank, BEGUN, call, args.bound_ns)
-    return _expect_ranks(args, rank, seen, call, WAIT_RANK)
+    value = _see_ranks(args, rank, BEGUN, call, args.bound_ns)
+    return _expect_ranks(args, rank, value, call, WAIT_RANK)
 
 
 @gluon.jit
@@ -235,8 +235,8 @@ def wait_for_done(cta):
         wait_for(cta, cta.counters + DONE, want, WAIT_DONE, cta.rank)
     else:
         call = _call(args, cta.rank)
-        seen = _see_ranks(args, cta.rank, ENDED, call, args.bound_ns)
-        _expect_ranks(args, cta.rank, seen, call, WAIT_END)
+        value = _see_ranks(args, cta.rank, ENDED, call, args.bound_ns)
+        _expect_ranks(args, cta.rank, value, call, WAIT_END)
 
 
 @gluon.jit

@@ -82,10 +82,10 @@ def wait_until_reached(gemm, counter, value, given_up):
     After BOUND_NS it gives up: `given_up` and the layer's error word are set.
     """
     bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
-    seen = bounded_wait(counter, value, given_up, bound_ns, "gpu", "ge")
+    reached = bounded_wait(counter, value, given_up, bound_ns, "gpu", "ge")
     gl.inline_asm_elementwise(
         GIVE_UP, "=r,r,r,l,l",
-        [seen, value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)],
+        [reached, value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 

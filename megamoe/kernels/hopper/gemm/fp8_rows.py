@@ -82,10 +82,12 @@ def scales_kernel(
         row = gl.expand_dims(first + gl.arange(0, _GROUP, gl.SliceLayout(1, ALONG)), 1)
         block = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, ALONG)), 0)
         mask = (row < end) & (block * 128 < hidden)
-        found = gl.load(scale + block.to(gl.int64) * pool_rows + row, mask=mask, other=127)
+        exponents = gl.load(scale + block.to(gl.int64) * pool_rows + row, mask=mask, other=127)
         row = first + gl.arange(0, _GROUP, gl.SliceLayout(1, WIDE))
         used = row < end
         home = gl.expand_dims(gl.load(dest + row, mask=used, other=0) * 16, 1)
         at = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, WIDE)), 0)
         to = rows + hidden + home + at
-        gl.store(to, gl.convert_layout(found, WIDE), mask=gl.expand_dims(used, 1) & (at < PITCH))
+        gl.store(
+            to, gl.convert_layout(exponents, WIDE), mask=gl.expand_dims(used, 1) & (at < PITCH)
+        )

@@ -82,7 +82,7 @@ from megamoe.kernels.gluon.pipeline import (
     wait_for_launch,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
-    GIVEN_UP,
+    GIVEN_UP_WORD,
     HALF,
     ROWS,
     SLABS,
@@ -312,7 +312,7 @@ def load_dynamic_tokens(gemm):
         post_tile(gemm, num_done, tile)
         mbarrier.arrive(gemm.taken.index(num_done & 1), count=1)
         if not gemm.GATED:
-            wait_until_reached(gemm, counter, gemm.l1_n_tiles, gemm.num_tiles + GIVEN_UP)
+            wait_until_reached(gemm, counter, gemm.l1_n_tiles, gemm.num_tiles + GIVEN_UP_WORD)
         elif gemm.FOLLOWS:
             wait_for_tile(gemm, tile, gemm.decoded.error)
         both = tile.row_begin + HALF < tile.row_end

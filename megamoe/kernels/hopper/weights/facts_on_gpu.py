@@ -73,14 +73,14 @@ def source_row(row, num_outputs, GATED: tl.constexpr, INTERLEAVED: tl.constexpr)
 
 
 @triton.jit
-def _found(high, low, nan):
+def _facts(high, low, nan):
     """Bits of a flag, from the scales of rows: the largest and least of groups that are not zero
     (-1 and 255 where there is none), and the largest of all."""
     is_wide = (high - low > _SPREAD) | (high == 255)
-    found = tl.where(tl.max(is_wide.to(tl.int32), 0) > 0, _E4M3, 0)
-    found |= tl.where(tl.max(nan, 0) == 255, _BAD, 0)
-    found |= tl.where(tl.min(low, 0) == 0, _BF16, 0)
-    return found | tl.where(tl.max(high, 0) > _LARGEST, _PLACED, 0)
+    facts = tl.where(tl.max(is_wide.to(tl.int32), 0) > 0, _E4M3, 0)
+    facts |= tl.where(tl.max(nan, 0) == 255, _BAD, 0)
+    facts |= tl.where(tl.min(low, 0) == 0, _BF16, 0)
+    return facts | tl.where(tl.max(high, 0) > _LARGEST, _PLACED, 0)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def _of_codes(
         word = (first_scale + best[:, None]) * 4 + tl.arange(0, 4)[None, :]
         of_best = tl.load(m.source + word, mask=is_row[:, None], other=0) & 0x77777777
         is_odd |= is_row & (tl.max(of_best, 1) == 0)
-    found = tl.zeros((), tl.int32)
+    facts = tl.zeros((), tl.int32)
     if tl.max(is_odd.to(tl.int32), 0) > 0:
         high, low = tl.full((ROWS,), -1, tl.int32), tl.full((ROWS,), 255, tl.int32)
         nan = tl.zeros((ROWS,), tl.int32)
@@ -118,17 +118,17 @@ def _of_codes(
             is_group = is_row[:, None] & (some_group < num_groups)
             at = first_scale + some_group
             code = tl.load(m.scales + at, mask=is_group, other=0).to(tl.int32)
-            some = tl.zeros((ROWS, FEW), tl.int32)
+            magnitudes = tl.zeros((ROWS, FEW), tl.int32)
             for j in tl.static_range(4):
-                some |= tl.load(m.source + 4 * at + j, mask=is_group, other=0) & 0x77777777
+                magnitudes |= tl.load(m.source + 4 * at + j, mask=is_group, other=0) & 0x77777777
             nan = tl.maximum(nan, tl.max(code, 1))
-            high = tl.maximum(high, tl.max(tl.where(some != 0, code, -1), 1))
-            low = tl.minimum(low, tl.min(tl.where(some != 0, code, 255), 1))
-        found = _found(high, low, nan)
+            high = tl.maximum(high, tl.max(tl.where(magnitudes != 0, code, -1), 1))
+            low = tl.minimum(low, tl.min(tl.where(magnitudes != 0, code, 255), 1))
+        facts = _facts(high, low, nan)
     if POWERS:
         power = tl.where(is_row & (high >= 0), high - _TOP, 127)
         tl.store(m.powers + which * m.num_rows + stored, power, mask=stored < m.num_rows)
-    return found
+    return facts
 
 
 @triton.jit
@@ -152,14 +152,14 @@ def _of_floats(
         is_dead = (step == 0.0) | (amax >= INF_BITS)
         value = tl.where(is_dead, 0.0, amax.to(tl.float32, bitcast=True))
         largest = ACTS.code(ACTS.divide(value, tl.where(is_dead, 1.0, step)))
-        code, some = code.to(tl.int32), largest.to(tl.int32) & 7
+        code, magnitudes = code.to(tl.int32), largest.to(tl.int32) & 7
         nan = tl.maximum(nan, tl.max(code, 1))
-        high = tl.maximum(high, tl.max(tl.where(some != 0, code, -1), 1))
-        low = tl.minimum(low, tl.min(tl.where(some != 0, code, 255), 1))
+        high = tl.maximum(high, tl.max(tl.where(magnitudes != 0, code, -1), 1))
+        low = tl.minimum(low, tl.min(tl.where(magnitudes != 0, code, 255), 1))
     if POWERS:
         power = tl.where(is_row & (high >= 0), high - _TOP, 127)
         tl.store(m.powers + which * m.num_rows + stored, power, mask=stored < m.num_rows)
-    return _found(high, low, nan)
+    return _facts(high, low, nan)
 
 
 @triton.jit(do_not_specialize=["num_experts", "forbidden"])
@@ -179,25 +179,25 @@ def _facts_kernel(
         num = tl.cdiv(m.num_rows, ROWS)
         if (block >= 0) & (block < num):
             if ACTS is None:
-                found = _of_codes(m, block, which, GATED[i], POWERS, ROWS, COLS)
+                facts = _of_codes(m, block, which, GATED[i], POWERS, ROWS, COLS)
             else:
-                found = _of_floats(m, block, which, GATED[i], INTERLEAVED, POWERS, ACTS, ROWS, COLS)
-            if found > 0:
-                tl.atomic_or(flags + 1 + i * num_experts + which, found)
-            if (found & forbidden) != 0:
+                facts = _of_floats(m, block, which, GATED[i], INTERLEAVED, POWERS, ACTS, ROWS, COLS)
+            if facts > 0:
+                tl.atomic_or(flags + 1 + i * num_experts + which, facts)
+            if (facts & forbidden) != 0:
                 tl.atomic_or(flags, 1)
         block -= num
 
 
 def pair_of(
-    given: Sequence[Quantized | Tensor | None], flags: Tensor
+    sources: Sequence[Quantized | Tensor | None], flags: Tensor
 ) -> tuple[tuple[Matrix, Matrix], int]:
     """Up to two matrices as kernels see them, the gated one first, and how many experts they are.
 
-    given  canonical experts, or floats [n, 2I, H] and [n, H, I], or None: no such matrix
+    sources  canonical experts, or floats [n, 2I, H] and [n, H, I], or None: no such matrix
     """
     nothing, num, pair = flags[:0], 0, []
-    for t, is_gated in zip(given, (True, False), strict=True):
+    for t, is_gated in zip(sources, (True, False), strict=True):
         if t is None:
             pair.append(None)
             continue

@@ -317,25 +317,25 @@ def launch(
     """
     flags = new_flags(len(w), w.device)
     gated = out.is_gated
-    given, images = ((w, None), (out, None)) if gated else ((None, w), (None, out))
-    pair, num = pair_of(given, flags)
+    sources, images = ((w, None), (out, None)) if gated else ((None, w), (None, out))
+    pair, num = pair_of(sources, flags)
     has_powers = out.kind == "e4m3_image"
     if has_powers:
         pair = with_powers(pair, num, w.device)
     if has_powers or (wants_facts and out.kind != "nv_image"):
         facts_on_gpu.launch(pair, num, flags, 0, has_powers=has_powers)
-    launch_both(images, experts, pair, flags, factors_of(given))
+    launch_both(images, experts, pair, flags, factors_of(sources))
     return flags
 
 
-def factors_of(given: Sequence[Quantized | Tensor | None]) -> list[Tensor | None]:
+def factors_of(sources: Sequence[Quantized | Tensor | None]) -> list[Tensor | None]:
     """Global scales of NVFP4's experts, one or two for each of them."""
-    found: list[Tensor | None] = []
-    for w in given:
+    factors: list[Tensor | None] = []
+    for w in sources:
         g = w.global_scale if isinstance(w, Quantized) else None
         is_one = g is not None and g.ndim == 0
-        found.append(g.expand(len(w)).contiguous() if is_one and g is not None else g)  # type: ignore[arg-type]
-    return found
+        factors.append(g.expand(len(w)).contiguous() if is_one and g is not None else g)  # type: ignore[arg-type]
+    return factors
 
 
 def launch_both(
