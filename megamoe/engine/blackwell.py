@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megamoe.engine.call import Call
 from megamoe.engine.hopper import as_fp8, num_of
-from megamoe.engine.made import known
+from megamoe.engine.derived import known
 from megamoe.engine.portable import all_experts
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require

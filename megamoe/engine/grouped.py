@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megamoe.engine import backends, device_guard, planning
 from megamoe.engine.certified import is_certified
-from megamoe.engine.made import known
+from megamoe.engine.derived import known
 from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.portable.grouped import check_operands

@@ -11,21 +11,25 @@ from megamoe.planner.buckets import UpTo
 
 SIZES = (UpTo(120, "fused", "one launch"), UpTo(4096, "chain", "no host"))
 FITS = [{"fits_e4m3": True, "launches": 1}, {"fits_e4m3": True, "symmetric bytes": 7}]
-ALIKE = [[list(one) for one in SIZES], FITS]
-NONE = [[[0, "staged", "no memory"]], []]
+READY = UpTo(4096, "chain", "quantised tokens")
+ALIKE = [[list(one) for one in (*SIZES, READY)], FITS]
+NONE = [[[0, "staged", "no memory"], None], []]
 
 
 class Layer:
     """A layer on a GPU, as `join` sees it: both modes, unless there is a reason."""
 
-    def __init__(self, mode="auto", backend="hopper", sizes=SIZES):
+    _wants_graphs = False
+
+    def __init__(self, mode="auto", backend="hopper", sizes=SIZES, quantized=READY):
         self._wanted, self.backend, self.sizes = ("auto", mode), backend, sizes
+        self.quantized = quantized
         self.max_tokens_per_rank, self.top_k, self._status = 4096, 2, None
 
     def _modes(self):
         if isinstance(self.sizes, Exception):
             raise self.sizes
-        return self.sizes
+        return self.sizes, self.quantized
 
     def _plan_in(self, mode, bound):
         return SimpleNamespace(mode=mode, bound=bound)
@@ -46,16 +50,19 @@ def made(monkeypatch):
     def make(mode):
         def shared(layer, rendezvous, given, memory):
             found.append((mode, given))
-            return SimpleNamespace(num_tokens=given, bucket=lambda bound: bound, mode=mode)
+            return SimpleNamespace(
+                num_tokens=given, bucket=lambda bound: bound, mode=mode, memory=memory
+            )
 
         return shared
 
     monkeypatch.setattr(group_calls, "FusedGroup", make("fused"))
     monkeypatch.setattr(group_calls, "ChainGroup", make("chain"))
+    monkeypatch.setattr(group_calls, "_OtherMode", lambda fused, chain: None)
     for module, card in zip((group_calls.fused_group, group_calls.chain_group), FITS, strict=True):
         monkeypatch.setattr(module, "describe", lambda plan, card=card: card)
         monkeypatch.setattr(module, "regions", lambda plan: None)
-    memory = SimpleNamespace(status=None)
+    memory = SimpleNamespace(status=SimpleNamespace(explain=None))
     monkeypatch.setattr(group_calls, "memory_for", lambda *given: memory)
     return found
 
@@ -72,7 +79,9 @@ def test_auto_has_both_modes_where_every_rank_can(made):
 
 def test_larger_calls_are_staged_where_the_chain_is_not_taken(made):
     sizes = (SIZES[0], UpTo(4096, "staged", "switched off"))
-    calls, _ = group_calls.join(Layer(sizes=sizes), world([[list(s) for s in sizes], FITS[:1]]))
+    ready = UpTo(4096, "staged", "switched off")
+    other = [[list(one) for one in (*sizes, ready)], FITS[:1]]
+    calls, _ = group_calls.join(Layer(sizes=sizes, quantized=ready), world(other))
     assert made == [("fused", 120)] and calls.pick(121).calls is None
     assert "staged above: switched off" in calls.why
     assert calls.pick(1, is_quantized=True).calls is None  # no fused launch takes them
@@ -91,7 +100,7 @@ def test_ranks_that_differ_are_staged(made):
     other = [ALIKE[0], [{"fits_e4m3": False, "launches": 1}, FITS[1]]]
     calls, why = group_calls.join(Layer(), world(other))
     assert calls is None and "fits_e4m3 differs" in why
-    other = [[[64, "fused", ""], [4096, "chain", ""]], FITS]
+    other = [[[64, "fused", ""], [4096, "chain", ""], list(READY)], FITS]
     calls, why = group_calls.join(Layer(), world(other))
     assert calls is None and "modes differs" in why and not made
 

@@ -285,7 +285,7 @@ def test_what_fused_over_a_group_cannot_hold_is_refused(gpu):
         ({"num": 16, "num_experts": 16}, {}, NotAvailable, "8 ranks at most"),
         ({"max_tokens": None}, {}, CapacityError, "need max_tokens_per_rank"),
         ({}, {"_backend": "portable"}, NotAvailable, "backend portable has mode"),
-        ({}, {"_given": (("pool_rows", 16),)}, CapacityError, "32 waves at most"),
+        ({}, {"_chosen": (("pool_rows", 16),)}, CapacityError, "32 waves at most"),
     ):
         layer = make(gpu, max_tokens_per_rank=MOST)
         layer._ranks = Ranks(**{**alike, **ranks})

@@ -282,7 +282,7 @@ def test_a_layer_whose_packing_ends_in_an_error_holds_what_it_held(gpu, monkeypa
     layer = mm.MoE(w, E, K, backend="reference")
     monkeypatch.setattr(images, "hold", lambda *experts: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        layer._hold("hopper")
+        layer._pack_experts("hopper")
     assert layer.weights is w and dict(layer.experts.named_buffers()).keys() == {
         name.replace(".", "_") for name in w.held()
     }

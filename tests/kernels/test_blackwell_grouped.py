@@ -14,7 +14,7 @@ from megamoe.certify.checks import Failed
 from megamoe.certify.target import Target
 from megamoe.engine import planning
 from megamoe.engine.grouped import grouped_finalize, grouped_gemm, grouped_swiglu
-from megamoe.errors import DTypeError, MegaMoEError, NotAvailable, ShapeError
+from megamoe.errors import DTypeError, MegaMoEError, NotAvailable, RangeError, ShapeError
 from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
@@ -307,7 +307,7 @@ def test_shapes_a_to_d_are_computed(name, gemm):
 @pytest.mark.parametrize(
     ("spec", "given", "kind", "match"),
     [
-        (("w4a8", "gemm"), {"block_n": 64}, NotAvailable, "block_n must be 128 or 256"),
+        (("w4a8", "gemm"), {"block_n": 64}, RangeError, "block_n must be 128 or 256"),
         (("w4a8", "swiglu"), {"block_n": 128}, NotAvailable, "is given by block_k, block_m"),
         (("w4a16", "gather"), {}, NotAvailable, "a gather brings 128 bytes of each row"),
         (("w4a4", "gather"), {"block_k": 128}, NotAvailable, "got 64 with block_k 128"),
