@@ -16,15 +16,31 @@ _JUMP = re.compile(r"\bbra(?:\.uni)?\s+(\$L__BB\w+)")
 SIZES = ("reqntid", "maxnreg")
 _ASM = re.compile(r"\.(relaxed|acquire)\.|\.param|wgmma\.fence")  # of waits and reports; parameters
 # Where `warp_specialize` says what each worker warp runs, a byte a warp.
-_WORKERS = re.compile(r"st\.shared(?:\.v\d)?\.b(?P<bits>\d+)\s+\[\S+\], \{?(?P<words>[\d, -]+)\}?;")
+_WORKERS = re.compile(
+    r"st\.shared(?:\.v\d)?\.b(?P<bits>\d+)\s+\[\w+\+(?P<at>\d+)\], \{?(?P<words>[\d, -]+)\}?;"
+)
+_NEAR = 12  # lines from those stores to their barrier: what roles are passed lies between
 
 
-def _constants(line):
-    """Bytes of the words that a store has as constants."""
-    found = _WORKERS.match(line)
-    size = int(found["bits"]) if found else 0
-    words = found["words"].split(",") if found else ()
-    return b"".join((int(word) % (1 << size)).to_bytes(size // 8, "little") for word in words)
+def _constants(lines):
+    """Bytes that the lines store as constants: the first of them, and those that follow it."""
+    stored, end = b"", None
+    for found in filter(None, map(_WORKERS.match, lines)):
+        size, at = int(found["bits"]), int(found["at"])
+        if end not in (None, at):
+            break
+        words = [int(word) % (1 << size) for word in found["words"].split(",")]
+        stored += b"".join(word.to_bytes(size // 8, "little") for word in words)
+        end = at + size // 8 * len(words)
+    return stored
+
+
+def _before(lines, i):
+    """The lines of a barrier's own statement, which begins at the last `.loc` or label."""
+    first = next(
+        (n for n in range(i - 1, -1, -1) if re.match(r"\.loc|\$L__BB|barrier", lines[n])), 0
+    )
+    return lines[max(first, i - _NEAR) : i]
 
 
 def _workers(lines):
@@ -37,7 +53,7 @@ def _workers(lines):
     if jump is None:
         return {}
     barriers = [i for i, line in enumerate(lines) if line.startswith("barrier.sync")]
-    stored = [b"".join(map(_constants, lines[i - 4 : i])) for i in barriers]
+    stored = [_constants(_before(lines, i)) for i in barriers]
     roles = min(filter(None, stored), key=sum, default=b"")
     assert roles, "what worker warps run is told in a way that is not known here"
     return {lines[jump + 1 + role].rstrip(",;"): num for role, num in Counter(roles).items()}
