@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from megamoe.engine.call import Call
-from megamoe.engine.hopper import as_fp8, num_of
 from megamoe.engine.derived import known
+from megamoe.engine.hopper import as_fp8, num_of
 from megamoe.engine.portable import all_experts
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.blackwell import launch
 from megamoe.kernels.blackwell.launch import Arithmetic
-from megamoe.kernels.blackwell.weights import Placed, place
+from megamoe.kernels.blackwell.weights import Placed, place, place_into
 from megamoe.kernels.gluon.dispatch import Tokens, route
 from megamoe.kernels.hopper.weights.pack import fits_bf16
 from megamoe.kernels.portable.combine import combine
@@ -51,7 +51,7 @@ def prepare(weights: ExpertWeights) -> Prepared:
         fix='use backend="portable", which holds them exactly',
         kind=NotAvailable,
     )
-    w13, w2 = (known(w, "placed for sm_100", place) for w in (weights.w13, weights.w2))
+    w13, w2 = (known(w, "placed for sm_100", place, place_into) for w in (weights.w13, weights.w2))
     return Prepared(w13, w2, launch.arithmetic(weights.recipe))
 
 

@@ -86,11 +86,15 @@ class Parts(NamedTuple):
 
 def experts_changed(backend: str, weights: ExpertWeights, shared: ExpertWeights | None) -> bool:
     """Whether somebody wrote to what a backend packed experts from."""
-    if backend != "hopper":
-        return False
-    from megamoe.engine import images
+    if backend == "hopper":
+        from megamoe.engine import images
 
-    return images.has_changed(weights, shared)
+        return images.has_changed(weights, shared)
+    if backend == "blackwell":
+        from megamoe.engine import derived
+
+        return derived.has_changed(weights, shared)
+    return False
 
 
 def verify_experts(backend: str, weights: ExpertWeights, shared: ExpertWeights | None) -> None:
@@ -100,9 +104,9 @@ def verify_experts(backend: str, weights: ExpertWeights, shared: ExpertWeights |
 
         images.verify(weights, shared)
     elif backend == "blackwell":
-        from megamoe.engine import made
+        from megamoe.engine import derived
 
-        made.verify(weights, shared)
+        derived.verify(weights, shared)
 
 
 class Captured:

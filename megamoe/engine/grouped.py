@@ -186,7 +186,7 @@ def _linear(
 
 def _placed(w: Quantized, plan: GroupedPlan) -> Placed:
     """The matrices with placed scales, made once and kept with them."""
-    from megamoe.kernels.blackwell.weights import place
+    from megamoe.kernels.blackwell.weights import place, place_into
     from megamoe.kernels.hopper.weights.pack import fits_bf16
 
     require(
@@ -195,7 +195,7 @@ def _placed(w: Quantized, plan: GroupedPlan) -> Placed:
         got="a scale of 2**-127",
         kind=NotAvailable,
     )
-    placed: Placed = known(w, "placed for sm_100", place)
+    placed: Placed = known(w, "placed for sm_100", place, place_into)
     return placed
 
 

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from megamoe.engine import checkpoint, device_guard, packing
+from megamoe.engine import aliases, checkpoint, derived, device_guard, packing
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import PackedMatrix
 from megamoe.engine.refresh_on_gpu import OnGpu
@@ -23,7 +23,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import quantize_into, weight_global_scale
 from megamoe.formats.quantized import Quantized, empty
-from megamoe.kernels.hopper.weights.pack import Facts, facts_of
+from megamoe.kernels.hopper.weights.pack import Facts, facts_of, fits_bf16
 
 # By kind of image: which fact it rests on, and what to say of values without it.
 NEEDS: dict[str, tuple[str, str]] = {
@@ -102,6 +102,7 @@ class Refresh:
                 if not numbers.is_refused:
                     gpu.keep(numbers)
                     self._write_biases(weights)
+                    self._renew_derived(weights)
                     return
             self._check_each(weights)  # says what is refused
         self.write(weights)
@@ -139,6 +140,7 @@ class Refresh:
                     if getattr(self, name) is not None:
                         self._write_matrix(name, getattr(weights, name))
             self._write_biases(weights)
+            self._renew_derived(weights)
 
     def _on_gpu(self, weights: ExpertWeights) -> OnGpu | None:
         """What kernels do all of it by; biases that they do not read were looked at."""
@@ -159,6 +161,15 @@ class Refresh:
                 self._check_matrix(name, getattr(self, name), getattr(weights, name))
         for name in BIASES:
             self._check_bias(name, getattr(self, name), getattr(weights, name))
+        values, held = ({n: getattr(t, n) for n in MATRICES + BIASES} for t in (self, weights))
+        aliases.refuse(values, held, self.experts)
+
+    def _renew_derived(self, weights: ExpertWeights) -> None:
+        """Scales that a backend placed: graphs read them where they lie."""
+        for name in MATRICES:
+            held = getattr(weights, name)
+            if getattr(self, name) is not None and not isinstance(held, PackedMatrix):
+                derived.renew(held)
 
     def _check_each(self, weights: ExpertWeights) -> None:
         """Look at values expert by expert, and name what is refused."""
@@ -245,6 +256,7 @@ class Refresh:
             kind=ShapeError,
         )
         _check_factors(name, source, held)
+        _check_decoded(name, source, held)
 
     def _check_bias(self, name: str, values: Tensor | None, held: Tensor | None) -> None:
         if values is None:
@@ -324,6 +336,18 @@ def _check_factors(name: str, values: object, held: Quantized) -> None:
         fix="build the layer anew",
         kind=ShapeError,
     )
+
+
+def _check_decoded(name: str, values: Tensor | Quantized, held: Quantized) -> None:
+    """Refuse scales that kernels which decode to BF16 would lose, where such have read experts."""
+    if isinstance(held, PackedMatrix) or not derived.holds(held, "fits_bf16"):
+        return
+    if isinstance(values, Quantized) and values.scale is not None:
+        is_small = bool((values.scale.view(torch.uint8) == 0).any())  # nearly never
+        require(
+            not is_small or fits_bf16(values), f"{name} must have {NEEDS['mx_image'][1]}",
+            got="others", fix=REBUILD, kind=NotAvailable,
+        )  # fmt: skip
 
 
 def _check_global(name: str, values: object, held: Quantized) -> None:

@@ -48,6 +48,44 @@ def test_every_expert_is_written_where_it_lies(gpu, recipe, backend):
     assert layer.weights.is_packed == (backend == "hopper" and "4" in recipe)
 
 
+ALIASES = {  # of a layer's own experts, given back: (recipe, what is given, experts)
+    "others' places": ("w8a8", lambda w: {"w13": w.w13[1:3]}, [0, 1]),
+    "two places": ("w8a8", lambda w: {"w2": w.w2[:2]}, [1, 0]),
+    "an image": ("w4a8_block", lambda w: {"w2": w.w2[:2]}, [1, 0]),
+    "floats": ("bf16", lambda w: {"w2": w.w2.data[1:3]}, [0, 1]),
+    "scales alone": (
+        "w8a8", lambda w: {"w2": replace(w.w2[:2], data=w.w2.data[:2].clone())}, [1, 2]
+    ),
+    "biases": ("w8a8", lambda w: {"b2": w.b2[1:3]}, [0, 1]),
+    "the other matrix": (
+        "bf16",
+        lambda w: {"w13": torch.randn(1, 2 * I, H).bfloat16(),
+                   "w2": w.w13.data[0].flatten()[: H * I].view(1, H, I)},
+        [0],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", ALIASES)
+def test_experts_in_the_memory_that_is_written_are_refused(gpu, case):
+    recipe, given, order = ALIASES[case]
+    layer = layer_of(recipe, b2=torch.randn(E, H))
+    before = bits(layer.weights)
+    with pytest.raises(RangeError, match="must not lie in the memory that is written"):
+        layer.refresh(**given(layer.weights), experts=order)
+    assert bits(layer.weights) == before
+
+
+@pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8", "bf16"])
+def test_experts_where_they_go_or_apart_are_written(gpu, recipe):
+    layer = layer_of(recipe)
+    before = bits(layer.weights)
+    layer.refresh(layer.weights.w13, layer.weights.w2)
+    layer.refresh(layer.weights.w13[2:4], experts=[2, 3])
+    layer.refresh(layer.weights.w13[1:2], experts=[1])
+    assert bits(layer.weights) == before
+
+
 @pytest.mark.parametrize("recipe", ["w4a8_block", "nvfp4", "w8a8"])
 def test_some_experts_are_written_in_any_order_and_the_others_stay(gpu, recipe):
     layer, (w13, w2) = layer_of(recipe), floats(2)

@@ -78,3 +78,19 @@ def place(w: Quantized) -> Placed:
         assert w.scale is not None
         factor = w.scale.reshape(-1, w.scale.shape[-1]).contiguous()
     return Placed(data, scale, factor, rows, num_blocks, is_gated)
+
+
+def place_into(placed: Placed, w: Quantized) -> None:
+    """Write what `place` makes of weights to where it placed those before them; what shares their
+    memory is there already. Bytes that are copied are copied expert by expert."""
+    num = len(w)
+    step = num if placed.data.data_ptr() == w.data.data_ptr() else 1
+    for first in range(0, num, step):
+        new = place(w[first : first + step])
+        for name in ("data", "scale", "factor"):
+            if (old := getattr(placed, name)) is None:
+                continue
+            old, one = (t[0] if t.ndim == 5 else t for t in (old, getattr(new, name)))
+            rows = old[first * (len(old) // num) :][: len(one)]
+            if rows.data_ptr() != one.data_ptr():
+                rows.copy_(one)
