@@ -24,8 +24,10 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from megamoe.engine.backends import arch_of
 from megamoe.engine.layer import MoE
 from megamoe.errors import NotAvailable, require
+from megamoe.formats.spec import recipe_on
 from megamoe.integrations.stacked import Stacked, drop, experts_of
 
 NAME = "megamoe_layer"
@@ -214,7 +216,11 @@ def make_layer(method: Any, layer: Any, how: Stacked, config: Any) -> MoE:
     """Our layer over the experts that SGLang loaded; it holds them alone from now on."""
     how, gate = stacked_of(method, how), gate_of(config)
     assert gate is not None
-    weights = experts_of(layer, how, gate_up=gate.gate_up)
+    values = getattr(layer, f"w13_{how.values}", None)
+    recipe = how.recipe
+    if isinstance(values, Tensor):
+        recipe = recipe_on(recipe, arch_of(values.device))
+    weights = experts_of(layer, how, recipe=recipe, gate_up=gate.gate_up)
     moe = MoE(
         weights, config.num_local_experts, config.top_k, activation=gate.activation,
         clamp=gate.clamp, weight_at="combine",

@@ -27,7 +27,7 @@ from megamoe.engine.loader import COUNTS, TOP_KS
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.quantize import FLOATS
-from megamoe.formats.spec import recipe_named
+from megamoe.formats.spec import recipe_named, recipe_on
 from megamoe.integrations import taken as one_copy
 from megamoe.integrations.stacked import e8m0_codes
 from megamoe.integrations.taken import TAKEN, Form, Taken
@@ -76,8 +76,9 @@ def register(
 
     name     one that transformers does not have itself
     recipe   None is that of the module: "bf16", which gives the model's own results to rounding,
-             "w8a8" for FP8 experts and "w4a8" for FP4 ones; another rounds the experts to it once.
-             Several recipes may stand beside each other under several names.
+             "w8a8" for FP8 experts, and for FP4 ones "w4a8", on Hopper "w4a8_block"; another
+             rounds the experts to it once. Several recipes may stand beside each other under
+             several names.
     backend  as for `mm.moe`
     max_tokens_per_rank  over several ranks: the largest call, which fused ones need to know
     """
@@ -357,8 +358,9 @@ def _quantised(w13: Tensor, w2: Tensor, scales: list[Tensor | None], gate: Gate)
     if w13.dtype != torch.float8_e4m3fn:
         codes = (s if s.dtype == torch.float8_e8m0fnu else e8m0_codes(s) for s in (s13, s2))
         return ExpertWeights.from_quantized(
-            w13, next(codes), w2, next(codes), recipe="w4a8", gate_up=gate.gate_up
-        )
+            w13, next(codes), w2, next(codes), gate_up=gate.gate_up,
+            recipe=recipe_on("w4a8", backends.arch_of(w13.device)),
+        )  # fmt: skip
     num, rows, hidden = w13.shape
     wide = [-(-size // FP8_BLOCK) for size in (rows // 2, hidden)]
     if s13.shape[1:] == (2, 1) and s2.shape[1:] == (1, 1):  # one scale per matrix

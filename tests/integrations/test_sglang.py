@@ -141,6 +141,18 @@ def test_a_method_runs_through_our_runner(server, name):
     assert not torch.equal(again, y)
 
 
+@pytest.mark.parametrize(
+    ("arch", "recipe"), [("sm_90", "w4a8_block"), ("sm_100", "w4a8"), ("cpu", "w4a8")]
+)
+def test_fp4_has_the_recipe_that_the_gpu_multiplies_fast(monkeypatch, arch, recipe):
+    monkeypatch.setattr(ours, "arch_of", lambda device: arch)
+    w, tensors = stacked("w4a8")
+    one = layer_of(tensors, w13_scale="w13_weight_scale_inv", w2_scale="w2_weight_scale_inv")
+    layer = ours.make_layer(SimpleNamespace(is_fp4_expert=True), one, FP8, config())
+    assert layer.weights.recipe == recipe
+    assert all(map(torch.equal, layer.weights.state_dict().values(), w.state_dict().values()))
+
+
 class Loaded(torch.nn.Parameter):
     """As SGLang's ModelWeightParameter keeps its loader."""
 

@@ -172,6 +172,16 @@ def test_quantised_experts_are_served_with_their_scales(kind):
     assert error(plain.weights.dequantize()[0], w13.float()) < 4e-3
 
 
+@pytest.mark.parametrize(("arch", "recipe"), [("sm_90", "w4a8_block"), ("sm_100", "w4a8")])
+def test_fp4_experts_have_the_recipe_that_the_gpu_multiplies_fast(arch, recipe, monkeypatch):
+    monkeypatch.setattr(ours.backends, "arch_of", lambda device: arch)
+    module, weights = fp8_module("fp4")
+    layer = ours.make_layer(module, 2)
+    assert layer.weights.recipe == recipe
+    assert all(map(torch.equal, layer.weights.state_dict().values(), weights.state_dict().values()))
+    assert ours.make_layer(module, 2, "w4a8").weights.recipe == "w4a8"
+
+
 @pytest.mark.parametrize("name", ["gate_up_proj_scale_inv", "down_proj_scale_inv", "down_proj"])
 def test_quantised_experts_follow_changes(name):
     module, _ = fp8_module("ue8m0")
