@@ -140,9 +140,8 @@ class LocalChain:
         if self._members and had >= num_tokens and had_k == top_k:
             return
         self._captured.replace(self._members)
-        self._most = max(num_tokens, had, 1), top_k
-        device = self._all.device
-        where = planned.memory(self.plan(self._most[0], top_k).call, self._backend)
+        most, device = max(num_tokens, had, 1), self._all.device
+        where = planned.memory(self.plan(most, top_k).call, self._backend)
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)
@@ -154,6 +153,7 @@ class LocalChain:
             chain.Member(chain.buffer_in(m, where), peers, rank, self.num_ranks)
             for rank, (m, peers) in enumerate(zip(memory, away, strict=True))
         ]
+        self._most = most, top_k  # not before: where there is no such memory, there is the old
 
 
 def _last(stretches: Iterator[Tensor | None]) -> Tensor:

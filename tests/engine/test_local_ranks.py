@@ -52,6 +52,21 @@ def test_what_a_graph_was_captured_with_stays_until_a_reset(gpu, monkeypatch):
     assert not any(one() is not None for one in captured)
 
 
+def test_a_chain_that_finds_no_memory_is_not_taken_to_have_it(gpu, monkeypatch):
+    chain = LocalRanks(gpu.weights, 2, mode="chain")._chain
+    chain._make(4, 2)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *how, **_: (_ for _ in ()).throw(MemoryError))
+    with pytest.raises(MemoryError):
+        chain._make(40, 2)
+    monkeypatch.setattr(torch, "zeros", zeros)
+    before = chain._members
+    chain._make(4, 2)
+    assert chain._members is before
+    chain._make(40, 2)
+    assert chain._members is not before
+
+
 def test_local_ranks_say_whose_slot_is_bad_and_refuse_what_does_not_fit(gpu):
     ranks = LocalRanks(gpu.weights, 2)
     x, idx, weight = (list(t.split((3, 5))) for t in tokens(8))
