@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART
 from megamoe.engine import chain_group, fused_group
@@ -150,16 +153,18 @@ class _OtherMode:
 
     def __call__(self, report: list[int]) -> MegaMoEError | None:
         """The error of a report, if that is it. Reads the GPU's memory."""
-        from megamoe.kernels.gluon.exchange import CALL
+        from megamoe.kernels.gluon.exchange import CALL, WAIT_BEGUN, WAIT_STOPPED
         from megamoe.kernels.gluon.mega import sync
 
         if self._known is not None:
             return self._known
         _, rank, _, what, _, call, *_ = report
+        if what not in (sync.WAIT_RANK.value, WAIT_BEGUN.value, WAIT_STOPPED.value):
+            return None  # what was expected is not the number of a call, or all have begun it
         num = self._num_ranks
-        signals, begun = self._signals.tolist(), self._begun.tolist()
+        signals, begun, state = _read_now(self._signals, self._begun, self._state)
         of_fused = signals[sync.BEGUN.value :][:num], signals[sync.CALL.value]
-        of_chain = begun[:num], int(self._state[CALL.value])
+        of_chain = begun[:num], state[CALL.value]
         is_chain = what >= CHAIN
         (mine, _), (others, last) = (of_chain, of_fused) if is_chain else (of_fused, of_chain)
         modes = ("a chain", "a fused launch") if is_chain else ("a fused launch", "a chain")
@@ -172,6 +177,13 @@ class _OtherMode:
                 )
                 break
         return self._known
+
+
+def _read_now(*words: Tensor) -> list[list[int]]:
+    """Words of a GPU, without a wait for calls that are queued: each may run into its bound."""
+    stream = torch.cuda.Stream(words[0].device) if words[0].is_cuda else None
+    with torch.cuda.stream(stream):
+        return [t.tolist() for t in words]
 
 
 def check_bound(max_tokens: int, most: int | None) -> None:

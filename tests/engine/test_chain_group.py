@@ -9,12 +9,13 @@ from triton.runtime.jit import JITFunction
 
 import megamoe as mm
 from megamoe.balance.placement import Placement
-from megamoe.engine import chain, fused_group, group_calls, images, packing
+from megamoe.engine import chain, fused_group, group_calls, images, packing, status
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.planning import Ranks
 from megamoe.errors import NotAvailable, RankError
+from megamoe.kernels.gluon.mega import sync
 from megamoe.planner.buckets import UpTo
 from tests.engine.pretended import E, make, tokens, weights
 from tests.engine.test_fused_group import MOST, peers  # noqa: F401  a fixture
@@ -32,6 +33,37 @@ def joined(gpu, mode):
     sizes = (UpTo(MOST, mode, "asked for"),)
     layer._fused_group = GroupCalls(None, chained, MOST, sizes)
     return layer
+
+
+MODE, BOUND = "all ranks must make a call in the same mode", "all ranks must pass the same"
+# A report of rank 0 (what, expected): each rank has made 3 fused calls and 5 chains with it, and
+# rank 1, ahead, has begun a chain and a fused call that rank 0 has not.
+REPORTS = {
+    "a rank that makes a chain": ((5, 4), MODE),
+    "a rank that makes a fused call": ((16, 6), MODE),
+    "a rank that gave up so": ((18, 6), MODE),
+    "bounds of a fused call": ((9, 40), BOUND),
+    "bounds of a chain": ((19, 40), BOUND),
+    "bounds that a peer saw": ((20, 6), BOUND),
+    "tokens in the pool": ((1, 512), "the pool of tokens"),
+    "tiles of L1": ((2, 16), "L1 of tile 1"),
+    "a peer that gave up": ((7, 3), "rank 1, which gave the call up"),
+    "rows of a chain": ((17, 5), "rows that rank 1 computes"),
+}
+
+
+@pytest.mark.parametrize("case", REPORTS)
+def test_another_mode_is_named_where_a_rank_did_not_begin_the_call_alone(case):
+    (what, expected), says = REPORTS[case]
+    signals, begun, state = (torch.zeros(n, dtype=torch.int32) for n in (32, 16, 4))
+    signals[sync.BEGUN.value :][:2] = torch.tensor([3, 3 if what < status.CHAIN else 4])
+    signals[sync.CALL.value] = 3
+    begun[:2], state[0] = torch.tensor([5, 6 if what < status.CHAIN else 5]), 5
+    fused = SimpleNamespace(buffer=SimpleNamespace(signals=signals))
+    other = group_calls._OtherMode(fused, SimpleNamespace(begun_calls=(begun, state), num_ranks=2))
+    report = [1, 0, 0, what, 1, expected, 0, 0]
+    error = other(report) or status._given_up(report, "")
+    assert says in str(error)
 
 
 def test_a_layer_that_is_split_wants_a_gpu_for_each_rank(gpu, peers):  # noqa: F811
