@@ -19,6 +19,7 @@ from megamoe.engine import aliases, checkpoint, derived, device_guard, packing
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import PackedMatrix
 from megamoe.engine.refresh_on_gpu import OnGpu
+from megamoe.engine.status import is_capturing
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import quantize_into, weight_global_scale
@@ -156,6 +157,11 @@ class Refresh:
 
     def _check_shapes(self, weights: ExpertWeights) -> None:
         """All but values."""
+        require(
+            not is_capturing(weights.device), "a refresh must not be captured, as the host waits",
+            got="a stream that is captured", kind=NotAvailable,
+            fix="refresh between replays: graphs read the memory that it writes",
+        )  # fmt: skip
         for name in MATRICES:
             if getattr(self, name) is not None:
                 self._check_matrix(name, getattr(self, name), getattr(weights, name))

@@ -234,7 +234,8 @@ def _can(
     if held.spec.scale is Scale.NONE:  # a copy
         is_split = len(held.shape) == 3 or not is_interleaved
         return source.dtype == torch.bfloat16 and is_split and finite.is_readable(source, num)
-    return quantise_weights.can(held.spec) and source.is_contiguous()
+    is_small = source[0].numel() < quantise_weights.MAX_VALUES
+    return quantise_weights.can(held.spec) and source.is_contiguous() and is_small
 
 
 def _is_checked(bias: Tensor, device: torch.device) -> bool:

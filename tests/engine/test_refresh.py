@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import checkpoint, images, packing
+from megamoe.engine import checkpoint, images, packing, refresh, refresh_on_gpu
 from megamoe.errors import NotAvailable, RangeError, ShapeError
-from megamoe.formats.quantized import Quantized
+from megamoe.formats.quantized import Quantized, empty
+from megamoe.formats.spec import MXFP4
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner.numerics import HOPPER_RECIPES
 from megamoe.problem import RECIPES
@@ -74,6 +75,22 @@ def test_experts_in_the_memory_that_is_written_are_refused(gpu, case):
     with pytest.raises(RangeError, match="must not lie in the memory that is written"):
         layer.refresh(**given(layer.weights), experts=order)
     assert bits(layer.weights) == before
+
+
+def test_a_refresh_in_a_capture_is_refused_before_a_launch(gpu, monkeypatch):
+    layer = layer_of("w8a8")
+    before = bits(layer.weights)
+    monkeypatch.setattr(refresh, "is_capturing", lambda device: True)
+    with pytest.raises(NotAvailable, match="a refresh must not be captured"):
+        layer.refresh(*floats())
+    assert bits(layer.weights) == before
+
+
+def test_experts_of_more_values_than_kernels_count_take_the_long_way():
+    for rows, can in ((1 << 16, False), (1 << 15, True)):
+        held = empty((2, rows, 1 << 15), MXFP4, "meta")
+        source = torch.empty(2, rows, 1 << 15, dtype=torch.bfloat16, device="meta")
+        assert refresh_on_gpu._can(source, held, 2, is_interleaved=False) == can
 
 
 @pytest.mark.parametrize("recipe", ["w4a8_block", "w8a8", "bf16"])

@@ -21,6 +21,7 @@ from megamoe.kernels.portable.acts import CODES, store_acts
 ROWS, COLS, WARPS = 8, 256, 4  # of a program whose scales are of a row
 BLOCK, BLOCK_WARPS = 128, 8  # rows and columns that share a scale
 VALUES = 8192  # of a program that looks at values
+MAX_VALUES = 2**31 - VALUES  # of an expert: they are counted in 32 bits
 _NV_LARGEST = tl.constexpr(NVFP4.element.max * 448.0)
 
 
