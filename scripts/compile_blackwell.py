@@ -243,9 +243,10 @@ def without_names(ptx: str) -> str:
 
 
 def most_stack(kernel: str) -> int:
-    """Bytes of a thread: none of a GEMM at the tested Triton; later ones give the fused launch's
-    registers away otherwise. The list of tiles of 384 experts and more does not fit 255."""
-    later = {"mega_tmem_kernel": 96} if VERSION > (3, 6) else {}
+    """Bytes of a thread: none of a GEMM at the tested Triton; later ones give registers away
+    otherwise. Tiles of 384 experts and more do not fit 255."""
+    newer = {"mega_tmem_kernel": 96, "gemm_tmem_kernel": 32, "_pool_kernel": 16}
+    later = newer if VERSION > (3, 6) else {}
     return {"_place_kernel": 64, **later}.get(kernel, 0)
 
 

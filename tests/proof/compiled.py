@@ -46,15 +46,15 @@ def _before(lines, i):
 def _workers(lines):
     """{label: number of warps} of the roles that worker warps begin, none without roles.
 
-    Before a barrier of the CTA stands which target each worker warp jumps to: at first its role,
-    at the end the last one, which returns.
+    Before a barrier of the CTA stands which target each worker warp jumps to: its role, at the
+    end the last one, which returns, and in clusters one in which all wait for the other CTA.
     """
     jump = next((i for i, line in enumerate(lines) if ".branchtargets" in line), None)
     if jump is None:
         return {}
     barriers = [i for i, line in enumerate(lines) if line.startswith("barrier.sync")]
     stored = [_constants(_before(lines, i)) for i in barriers]
-    roles = min(filter(None, stored), key=sum, default=b"")
+    roles = min(filter(None, stored), key=lambda one: (-len(set(one)), sum(one)), default=b"")
     assert roles, "what worker warps run is told in a way that is not known here"
     return {lines[jump + 1 + role].rstrip(",;"): num for role, num in Counter(roles).items()}
 
@@ -83,7 +83,7 @@ def warps_of(lines):
         ahead, seen = [blocks[label]], set()
         while ahead:
             n = ahead.pop()
-            if n in seen or any(".branchtargets" in line for line in bodies[n]):
+            if n in seen or any("brx.idx" in line for line in bodies[n]):
                 continue  # there a worker warp is given its next role
             seen.add(n)
             found[n].add(num)
