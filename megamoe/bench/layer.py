@@ -36,7 +36,7 @@ class Settings:
     rounds: int = 3
     flush: str = "memset"
     eager: bool = False  # time calls without CUDA graphs
-    chain: int = 1  # calls in a graph, each after a dense product
+    graph_calls: int = 1  # calls in a graph, each after a dense product
     seed: int = SEED
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ def measure(
     chosen = contestants(settings.backends, settings.recipes, device) if field is None else field
     timer = Timer(
         device, flush=settings.flush, repeats=settings.repeats, rounds=settings.rounds,
-        chain=settings.chain,
+        graph_calls=settings.graph_calls,
     )  # fmt: skip
     reader = Reader(device)
     progress("cells", 0, len(cells))

@@ -4,7 +4,7 @@ One call is captured in a graph; each replay stands between two events, and 512 
 before it: by a memset (which leaves the cache full of dirty lines) or by a read. The calls of all
 contestants are shuffled one by one: in blocks, a contestant that follows a slow one gains up to 15%
 by the power cap, and two runs of the same code in different processes differ by several percent.
-In a chain a graph holds several calls, each after a dense product, as a model's does. A product
+A graph may hold several calls, each after a dense product, as a model's does. A product
 reads more than L2 holds; the time of products alone is taken off: what is left is what calls add.
 On a CPU the clock is `perf_counter`, and nothing is flushed.
 """
@@ -29,7 +29,7 @@ FLUSH_BYTES = 512 << 20
 FLUSHES = ("memset", "read", "none")
 WARM_UP = 3
 FEWEST = 3  # timed calls a round, however slow
-DENSE_WIDTH = 8192  # of a chain's dense products: their BF16 matrices are larger than L2
+DENSE_WIDTH = 8192  # of the dense products between calls: their BF16 matrices are larger than L2
 DENSE_NUM = 4  # matrices, which take turns
 DENSE_TOKENS = 64
 
@@ -55,11 +55,11 @@ class Timer:
         repeats: int = 25,
         rounds: int = 3,
         budget_s: float = 20.0,
-        chain: int = 1,
+        graph_calls: int = 1,
     ) -> None:
         one_of(flush, FLUSHES, "flush")
-        limits = {"repeats": 10_000, "rounds": 10_000, "chain": 100}
-        for name, value in (("repeats", repeats), ("rounds", rounds), ("chain", chain)):
+        limits = {"repeats": 10_000, "rounds": 10_000, "graph_calls": 100}
+        for name, value in (("repeats", repeats), ("rounds", rounds), ("graph_calls", graph_calls)):
             require(
                 1 <= value <= limits[name],
                 f"{name} must lie between 1 and {limits[name]}",
@@ -67,28 +67,28 @@ class Timer:
                 kind=RangeError,
             )
         self.device, self.repeats, self.rounds, self.budget_s = device, repeats, rounds, budget_s
-        self.chain = chain
+        self.graph_calls = graph_calls
         self.on_gpu = device.type == "cuda"
         self.flush = flush if self.on_gpu else "none"
         self._buffer: Tensor | None = None
         if self.flush != "none":
             self._buffer = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=device)
-        self._between = _Products(device) if self.on_gpu and chain > 1 else None
-        self._bare: Run | None = None  # a chain without its calls
+        self._between = _Products(device) if self.on_gpu and graph_calls > 1 else None
+        self._bare: Run | None = None  # the products without the calls
 
     @property
     def method(self) -> str:
         """What a reader of the figures must know."""
         shape = f"median of {self.rounds} rounds of up to {self.repeats} calls, "
         shape += "contestants shuffled call by call"
-        if self.chain > 1:
-            shape += f", each the mean of {self.chain} in a row"
+        if self.graph_calls > 1:
+            shape += f", each the mean of {self.graph_calls} in a row"
         if not self.on_gpu:
             return f"{shape}, perf_counter on the CPU, nothing flushed"
-        if self.chain > 1:
+        if self.graph_calls > 1:
             dense = f"a dense product of {2 * DENSE_WIDTH**2 // 10**6} MB"
             shape += f" and after {dense}, whose time is taken off"
-        before = "each" if self.chain == 1 else "the first of them"
+        before = "each" if self.graph_calls == 1 else "the first of them"
         flushed = {
             "memset": f"512 MB written through L2 before {before}",
             "read": f"512 MB read through L2 before {before}",
@@ -97,16 +97,16 @@ class Timer:
         return f"{shape}, CUDA-graph replays (eager where a row says so), {flushed[self.flush]}"
 
     def prepare(self, run: Run, *, capture: bool = True) -> Prepared:
-        """Warm a call up and, on a GPU, capture it in a graph, or as many as a chain has."""
+        """Warm a call up and, on a GPU, capture it in a graph, or as many as a graph holds."""
         require(
             capture or self._between is None,
-            "the calls of a chain stand in a CUDA graph",
+            "calls after dense products stand in a CUDA graph",
             got="a contestant, or --eager, that allows none",
             fix="time it alone, after a flush",
             kind=NotAvailable,
         )
-        if self.chain > 1:
-            run = self._chained(run)
+        if self.graph_calls > 1:
+            run = self._many(run)
         if not (self.on_gpu and capture):
             run()
             self.synchronize()
@@ -160,11 +160,11 @@ class Timer:
         fits = int(self.budget_s / self.rounds / max(each, 1e-7))
         return min(self.repeats, max(fits, FEWEST))
 
-    def _chained(self, run: Run) -> Run:
+    def _many(self, run: Run) -> Run:
         """As many calls, on a GPU each after a product."""
 
         def calls() -> Tensor:
-            for number in range(self.chain):
+            for number in range(self.graph_calls):
                 if self._between is not None:
                     self._between(number)
                 output = run()
@@ -173,19 +173,19 @@ class Timer:
         return calls
 
     def _bare_us(self, repeats: int) -> float:
-        """The time of a chain's products alone."""
+        """The time of the products alone."""
         between = self._between
         if between is None:
             return 0.0
         if self._bare is None:
             with torch.cuda.device(self.device):
-                self._bare = _captured(lambda: between.all(self.chain))
+                self._bare = _captured(lambda: between.all(self.graph_calls))
         return statistics.median(self._times([self._bare] * repeats))
 
     def _counted(self, calls: Sequence[Run]) -> tuple[float, ...]:
-        """Microseconds of each call, without a chain's products."""
+        """Microseconds of each call, without the products."""
         others = self._bare_us(min(len(calls), self.repeats))
-        return tuple((us - others) / self.chain for us in self._times(calls))
+        return tuple((us - others) / self.graph_calls for us in self._times(calls))
 
     def _times(self, calls: Sequence[Run]) -> tuple[float, ...]:
         if not self.on_gpu:
@@ -212,7 +212,7 @@ class Timer:
 
 
 class _Products:
-    """Dense products that stand between the calls of a chain."""
+    """Dense products that stand between the calls of a graph."""
 
     def __init__(self, device: torch.device) -> None:
         self._tokens, self._matrices = (

@@ -89,7 +89,7 @@ Recipes = Annotated[str, typer.Option(help="Comma-separated recipes for our back
 Repeats = Annotated[int, typer.Option(help="Timed calls in each round.")]
 Rounds = Annotated[int, typer.Option(help="Rounds; in each, every contestant takes its turn.")]
 Flush = Annotated[str, typer.Option(help=FLUSH_HELP)]
-Chain = Annotated[
+GraphCalls = Annotated[
     int, typer.Option(help="Calls in a graph, each after a dense product, not counted.")
 ]
 Device = Annotated[str, typer.Option(help="cuda, cuda:1, ...; auto is a GPU; cpu if asked for.")]
@@ -113,7 +113,7 @@ def layer(
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",
-    chain: Chain = 1,
+    graph_calls: GraphCalls = 1,
     device: Device = "auto",
     out: Out = None,
     peers: PeersFile = None,
@@ -136,7 +136,7 @@ def layer(
         repeats=repeats,
         rounds=rounds,
         flush=flush,
-        chain=chain,
+        graph_calls=graph_calls,
         eager=eager,
         **({} if seed is None else {"seed": seed}),
     )

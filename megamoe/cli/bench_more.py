@@ -17,11 +17,11 @@ from megamoe.cli.bench import (
     ALL_SHARES,
     COLUMNS,
     Backends,
-    Chain,
     Columns,
     Device,
     Eager,
     Flush,
+    GraphCalls,
     Out,
     Recipes,
     Repeats,
@@ -192,7 +192,7 @@ def fixed(
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",
-    chain: Chain = 1,
+    graph_calls: GraphCalls = 1,
     bar: Annotated[float, typer.Option(help="Microseconds to print beside the result.")] = BAR_US,
     device: Device = "auto",
     out: Out = None,
@@ -210,7 +210,7 @@ def fixed(
 
     settings = Settings(
         backends=names_in(backends), recipes=names_in(recipes), device=where,
-        repeats=repeats, rounds=rounds, flush=flush, eager=eager, chain=chain,
+        repeats=repeats, rounds=rounds, flush=flush, eager=eager, graph_calls=graph_calls,
     )  # fmt: skip
     with SavedReport(out, "fixed", as_json, COLUMNS) as saved, Bars(quiet=as_json) as bars:
         report = measure([*points.values()], settings, progress=bars, on_cell=saved)

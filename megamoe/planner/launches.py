@@ -201,7 +201,7 @@ class Mega:
                 "DECODE_REGS": t.decode_regs,
             }  # fmt: skip
         else:
-            own = {"SLABS": t.slabs, "DEPTH": t.k_blocks, "WINDOW": t.max_in_flight}
+            own = {"SLABS": t.slabs, "DEPTH": t.k_blocks, "IN_FLIGHT": t.max_in_flight}
         return own | {
             "EXPERTS": self.max_experts, "SLOTS": self.max_slots, "K_SLOTS": self.max_top_k,
             "TOKENS": t.block_m, "STAGES": t.num_stages, "MATH_REGS": t.math_regs,

@@ -208,7 +208,7 @@ def test_a_reader_reads_what_it_is_asked_to():
     assert one.call() == reader._words[:1024].sum()
     reader.prepare(1 << 16, timer)
     assert reader._words.numel() == 1 << 14 and one.call().isfinite()
-    chained = reader.prepare(1 << 16, Timer(cpu, repeats=2, rounds=1, chain=2))
+    chained = reader.prepare(1 << 16, Timer(cpu, repeats=2, rounds=1, graph_calls=2))
     assert reader._words.numel() == 1 << 14 and chained.call() == reader._words.sum()
 
 

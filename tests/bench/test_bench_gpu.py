@@ -44,7 +44,7 @@ def test_the_read_kernel_reads_at_the_speed_of_memory():
 
 
 def test_a_chain_is_a_graph_of_calls_that_stay_cold():
-    settings = Settings(device="cuda", chain=3, repeats=3, rounds=1)
+    settings = Settings(device="cuda", graph_calls=3, repeats=3, rounds=1)
     cells = cells_named(["tiny/100"])  # of a few tokens one that differs by a scale is too much
     made = measure(cells, settings)
     assert [r.status for r in made.rows] == [OK] and "134 MB" in made.method
@@ -53,7 +53,7 @@ def test_a_chain_is_a_graph_of_calls_that_stay_cold():
     a = torch.randn(8 << 20, device=CUDA)  # 32 MB: would stay in L2
     times = {}
     for chain in (1, 8):
-        timer = Timer(CUDA, repeats=9, rounds=2, chain=chain)
+        timer = Timer(CUDA, repeats=9, rounds=2, graph_calls=chain)
         one = timer.prepare(lambda: a.sum())
         assert one.how == "graph" and torch.equal(poisoned_call(one, timer), a.sum())
         times[chain] = timer.time({"sum": one})["sum"].us

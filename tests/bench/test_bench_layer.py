@@ -214,7 +214,13 @@ def test_the_timer_is_bounded():
     timer = Timer(CPU, repeats=1000, rounds=2, budget_s=0.1)
     timing = timer.time({"slow": timer.prepare(slow)})["slow"]
     assert timing.count <= 10 and len(calls) < 20 and timing.us > 15_000
-    for bad in ({"repeats": 0}, {"rounds": -1}, {"flush": "magic"}, {"chain": 101}, {"chain": 0}):
+    for bad in (
+        {"repeats": 0},
+        {"rounds": -1},
+        {"flush": "magic"},
+        {"graph_calls": 101},
+        {"graph_calls": 0},
+    ):
         with pytest.raises(RangeError):
             Timer(CPU, **bad)
 
@@ -227,7 +233,7 @@ def test_calls_of_a_chain_are_timed_each():
         time.sleep(0.02)
         return torch.tensor([len(calls)])
 
-    timer = Timer(CPU, repeats=2, rounds=1, chain=4)
+    timer = Timer(CPU, repeats=2, rounds=1, graph_calls=4)
     one = timer.prepare(run)
     assert len(calls) == 4 and one.call().item() == 8
     assert 20_000 < timer.time({"one": one})["one"].us < 70_000  # not the 80 ms of all four
@@ -235,7 +241,7 @@ def test_calls_of_a_chain_are_timed_each():
 
 
 def test_a_chain_is_judged_like_a_call():
-    made = measure(cells_named(["tiny/4"]), replace(QUICK, chain=3))
+    made = measure(cells_named(["tiny/4"]), replace(QUICK, graph_calls=3))
     assert [r.status for r in made.rows] == [OK] and made.rows[0].us > 0
 
     def wrong_behind_the_first(job):
@@ -248,7 +254,7 @@ def test_a_chain_is_judged_like_a_call():
         return replace(entry, run=run)
 
     field = [Contestant("wrong", "w8a8", True, wrong_behind_the_first)]
-    made = measure(cells_named(["tiny/4"]), replace(QUICK, chain=3), field=field)
+    made = measure(cells_named(["tiny/4"]), replace(QUICK, graph_calls=3), field=field)
     assert [r.status for r in made.rows] == [WRONG] and made.rows[0].us is None
 
 

@@ -85,7 +85,7 @@ def test_layer_json_is_for_machines(megamoe_cli):
         (("fixed", "--workloads", "tiny", "--touched", "1,4,8"), 2, "got 1"),
         (("fixed", "--workloads", "tiny", "--touched", "few"), 2, "experts touched must be whole"),
         (("fixed", "--workloads", "tiny", "--touched", "2,8"), 2, "at least 3"),
-        (("fixed", "--workloads", "tiny", "--chain", "101", *QUICK), 2, "between 1 and 100"),
+        (("fixed", "--workloads", "tiny", "--graph-calls", "101", *QUICK), 2, "between 1 and 100"),
         (("layer", "--out", "/proc/nowhere", *QUICK), 2, "--out must be a folder that can be"),
         (("calls", "--out", "/proc/nowhere", *QUICK[:2]), 2, "--out must be a folder that can be"),
         (("layer", "--workloads", "tiny/8", "--seed", "-1", *QUICK), 2, "seed must lie between"),

@@ -53,7 +53,9 @@ class Compiler:
 def compiled(monkeypatch, recipe, wanted, arch=100, num=512, **given):
     """(the plan, the kernels `wanted` of a call as `chain.run` launches them, by name)."""
     pretend_b200(monkeypatch)
-    monkeypatch.setattr(blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w))
+    monkeypatch.setattr(
+        blackwell, "known", lambda w, what, find, *_: what == "fits_bf16" or find(w)
+    )
     found = {}
     for module, name in (*BETWEEN, GEMM):
         made = found[name] = []

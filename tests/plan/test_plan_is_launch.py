@@ -133,7 +133,7 @@ def machine(launched, monkeypatch, request):
     if backend == "blackwell":
         pretend_b200(monkeypatch)
         monkeypatch.setattr(
-            blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w)
+            blackwell, "known", lambda w, what, find, *_: what == "fits_bf16" or find(w)
         )
     return MACHINE[backend]
 
@@ -226,7 +226,9 @@ def test_a_grouped_gemm_of_portable(launched, monkeypatch, recipe, schedule):
 def test_fused_on_blackwell(launched, monkeypatch, recipe):
     """One rank, and eight as processes: mode fused must be asked for there."""
     pretend_b200(monkeypatch)
-    monkeypatch.setattr(blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w))
+    monkeypatch.setattr(
+        blackwell, "known", lambda w, what, find, *_: what == "fits_bf16" or find(w)
+    )
     given, w, options = {"backend": "blackwell", "mode": "fused"}, experts(recipe), Options()
     for num, ranks in ((8, 1), (64, 1), (8, 8), (300, 8)):
         launched.clear()
@@ -247,7 +249,9 @@ def test_fused_on_blackwell(launched, monkeypatch, recipe):
 def test_a_chain_on_blackwell(launched, monkeypatch, recipe):
     """A rank of eight: mode chain must be asked for there; passes, drawn tiles, no tokens."""
     pretend_b200(monkeypatch)
-    monkeypatch.setattr(blackwell, "known", lambda w, what, find: what == "fits_bf16" or find(w))
+    monkeypatch.setattr(
+        blackwell, "known", lambda w, what, find, *_: what == "fits_bf16" or find(w)
+    )
     w, options = experts(recipe), Options(combine="fp8")
     for num, more in ((8, {}), (300, {"pool_rows": 4096}), (0, {}), (64, {"schedule": "dynamic"})):
         launched.clear()

@@ -28,7 +28,7 @@ Roles of a CTA: two math warpgroups, then one warp each
 Barriers
 
   mbarrier        n       arrivals  arrived by                   awaited by
-  full            STAGES  2         both loaders, and their TMA  math; load_weights (WINDOW)
+  full            STAGES  2         both loaders, and their TMA  math; load_weights (IN_FLIGHT)
   empty           STAGES  GROUPS    math, after its last wgmma   both loaders
   amax_full       2       GROUPS    math: amax of an L1 tile     math: amax of all warpgroups
   epilogue.full   1       1         load_epilogue_operands       math
@@ -146,7 +146,7 @@ class SwapAbGemm:
     DEPTH: gl.constexpr
     STAGES: gl.constexpr
     SPAN: gl.constexpr  # tiles of tokens that share a sweep over the n tiles
-    WINDOW: gl.constexpr  # stages in flight once the L2 cache is warm; 0: as many as there are
+    IN_FLIGHT: gl.constexpr  # stages in flight once the L2 cache is warm; 0: as many as there are
     IS_FAR: gl.constexpr  # rows may be other ranks': `row_dest` has offsets, `out_width` is 1
     FOLLOWS: gl.constexpr  # tiles wait for their tokens, not for the launch before
     PUBLISHES: gl.constexpr
@@ -199,12 +199,12 @@ def num_warm_steps(gemm):
 
 @gluon.jit
 def _throttle(gemm, stage):
-    """Wait until the stage WINDOW before this one is full.
+    """Wait until the stage IN_FLIGHT before this one is full.
 
     Every request that misses a cache (tokens, counters, code) queues after all requested weights;
     two stages of every CTA keep memory busy.
     """
-    back = stage.idx - gemm.WINDOW
+    back = stage.idx - gemm.IN_FLIGHT
     wraps = back < 0
     at = gl.where(wraps, back + gemm.STAGES, back)
     mbarrier.wait(gemm.full.index(at), gl.where(wraps, stage.phase, stage.phase ^ 1))
@@ -220,7 +220,7 @@ def load_weight_step(gemm, tile, k, is_early, stage):
     policy = stream_policy(is_early)
     full = gemm.full.index(stage.idx)
     mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-    if gemm.WINDOW > 0 and gemm.WINDOW < gemm.STAGES:  # noqa: SIM102  known at compile time
+    if gemm.IN_FLIGHT > 0 and gemm.IN_FLIGHT < gemm.STAGES:  # noqa: SIM102  known at compile time
         if not is_early:
             _throttle(gemm, stage)
     mbarrier.expect(full, BYTES)
@@ -610,7 +610,7 @@ def gemm_swap_ab_kernel(
         factor_cols=factor_cols, clamp=clamp, WEIGHTS=WEIGHTS, ACTS=ACTS, GATED=GATED,
         PROMOTED=PROMOTED, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS, WEIGHTED=WEIGHTED,
         ACTIVATION=ACTIVATION, TOKENS=TOKENS, IS_STREAM=IS_STREAM, SLABS=SLABS, DEPTH=DEPTH,
-        STAGES=STAGES, SPAN=SPAN, WINDOW=0, IS_FAR=False, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
+        STAGES=STAGES, SPAN=SPAN, IN_FLIGHT=0, IS_FAR=False, FOLLOWS=FOLLOWS, PUBLISHES=PUBLISHES,
         follows=follows if FOLLOWS else tiles, publishes=publishes if PUBLISHES else tiles,
         l1_n_tiles=l1_n_tiles if FOLLOWS else steps, error=error if FOLLOWS else tiles,
         bound_us=bound_us if FOLLOWS else steps,

@@ -24,7 +24,7 @@ the rank before it. Every CTA reads the routing for itself. Its roles:
 Barriers of a CTA
 
   mbarrier         n       arrivals    arrived by                   awaited by
-  full             STAGES  2           both loaders, and their TMA  math; load_weights (WINDOW)
+  full             STAGES  2           both loaders, and their TMA  math; load_weights (IN_FLIGHT)
   empty            STAGES  GROUPS      math                         both loaders
   amax_full        2       GROUPS      math                         math
   epilogue.full    1       1           publish                      math
@@ -126,7 +126,7 @@ def load_weights(cta, l1, l2):
     """One warp: stream the weights of each tile.
 
     Requested weights delay the tokens in memory's queues: this CTA's parts go first, and no more
-    than `early_steps` are requested before the whole pool is filled. Later WINDOW limits them.
+    than `early_steps` are requested before the whole pool is filled. Later IN_FLIGHT limits them.
     """
     stage = first_stage(1)
     i = 0
@@ -326,7 +326,7 @@ def mega_kernel(
     ACTIVATION: gl.constexpr, HAS_COUNT: gl.constexpr, HAS_STATS: gl.constexpr,
     RANKS: gl.constexpr, LOCAL: gl.constexpr, EXPERTS: gl.constexpr, SLOTS: gl.constexpr,
     TOP_K: gl.constexpr, SHARED: gl.constexpr, K_SLOTS: gl.constexpr, TOKENS: gl.constexpr,
-    SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, WINDOW: gl.constexpr,
+    SLABS: gl.constexpr, DEPTH: gl.constexpr, STAGES: gl.constexpr, IN_FLIGHT: gl.constexpr,
     MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr, RING: gl.constexpr,
     ROWS_AS: gl.constexpr,
 ):  # fmt: skip
@@ -356,7 +356,7 @@ def mega_kernel(
         TOKENS=TOKENS, ROWS=GROUPS * SLABS * 64, ALIGN=ROW_ALIGN, TRACE=TRACE, RING=RING,
         ROWS_AS=ROWS_AS,
     )  # fmt: skip
-    shape = Shape(WEIGHTS=WEIGHTS, SLABS=SLABS, DEPTH=DEPTH, STAGES=STAGES, WINDOW=WINDOW)
+    shape = Shape(WEIGHTS=WEIGHTS, SLABS=SLABS, DEPTH=DEPTH, STAGES=STAGES, IN_FLIGHT=IN_FLIGHT)
     linear1 = Linear(
         w=l1_w, w_scale=l1_w_scale, x=l1_x, x_scale=l1_x_scale, factor=l1_factor, bias=l1_bias,
         acts_factor=acts_factor, out=acts, out_scale=acts_scale, steps=l1_steps,

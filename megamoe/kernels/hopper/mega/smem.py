@@ -40,7 +40,7 @@ class Shape:
     SLABS: gl.constexpr
     DEPTH: gl.constexpr
     STAGES: gl.constexpr
-    WINDOW: gl.constexpr  # as in `SwapAbGemm`
+    IN_FLIGHT: gl.constexpr  # as in `SwapAbGemm`
 
 
 @record
@@ -103,8 +103,8 @@ def gemm_of(args, shape, linear, w_bufs, shared, tile_list):
         factor_cols=linear.factor_cols, clamp=args.clamp, WEIGHTS=shape.WEIGHTS, ACTS=linear.ACTS,
         GATED=linear.GATED, PROMOTED=args.PROMOTED, FACTOR=args.FACTOR, HAS_BIAS=args.HAS_BIAS,
         WEIGHTED=args.WEIGHTED, ACTIVATION=args.ACTIVATION, TOKENS=args.TOKENS, IS_STREAM=True,
-        SLABS=shape.SLABS, DEPTH=shape.DEPTH, STAGES=shape.STAGES, SPAN=1, WINDOW=shape.WINDOW,
-        IS_FAR=args.RANKS > 1,
+        SLABS=shape.SLABS, DEPTH=shape.DEPTH, STAGES=shape.STAGES, SPAN=1,
+        IN_FLIGHT=shape.IN_FLIGHT, IS_FAR=args.RANKS > 1,
         FOLLOWS=False, PUBLISHES=False, follows=tile_list, publishes=tile_list,
         l1_n_tiles=linear.steps, error=tile_list, bound_us=linear.steps,
     )  # fmt: skip
