@@ -200,7 +200,9 @@ def inline_asm_elementwise(text, constraints, args, dtype, is_pure, pack):
         return Value(args[0].t.bfloat16().float())
     if text.startswith("prefetch"):
         return Value(0)
-    if "globaltimer" in text:
+    if "mov.u64 $0, %globaltimer" in text:
+        return Value(torch.tensor(time.monotonic_ns(), dtype=torch.int64))
+    if "globaltimer_lo" in text:
         return Value(torch.tensor(time.monotonic_ns() & 0x7FFFFFFF, dtype=torch.int32))
     assert not args, f"no meaning is known for {text!r}"
     return Value(torch.tensor(0, dtype=torch.int32))  # fences, launch control
