@@ -54,7 +54,7 @@ def chain() -> Iterator[tuple[str, int, Compile]]:
 
         def made(patch, recipe=recipe, num=num, given=given):  # type: ignore[no-untyped-def]
             found = test_chain_compile.compiled(patch, recipe, num, names, **given)
-            return list(itertools.chain.from_iterable(found.values()))
+            return [one for name in names for one in found[name]]
 
         yield f"chain/{case}", 90, made
 
