@@ -228,6 +228,17 @@ class _Driver:
 
 
 @contextmanager
+def on_machine_of(target: GPUTarget) -> Iterator[None]:
+    """What is compiled inside asks about a GPU of this target. Triton has one driver a process."""
+    before = driver._active
+    driver.set_active(_Driver(target))
+    try:
+        yield
+    finally:
+        driver._active = before
+
+
+@contextmanager
 def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
     """Launches inside are bound as on a GPU of this target and kept, by hash; none is compiled.
 
@@ -235,7 +246,7 @@ def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
     """
     cubins: dict[str, Cubin] = {}
     kernels: list[JITFunction[Any]] = []
-    real_run, real_compile, real_driver = JITFunction.run, triton.compiler.compile, driver._active
+    real_run, real_compile = JITFunction.run, triton.compiler.compile
 
     def run(kernel: JITFunction[Any], *args: Any, **options: Any) -> object:
         kernels.append(kernel)
@@ -245,14 +256,13 @@ def recorded(target: GPUTarget) -> Iterator[dict[str, Cubin]]:
         one = _cubin(src, target, dict(options or {}), real_compile)
         return cubins.setdefault(one.hash, one)
 
-    driver.set_active(_Driver(target))
     JITFunction.run, triton.compiler.compile = run, keep
     try:
-        yield cubins
+        with on_machine_of(target):
+            yield cubins
     finally:
         JITFunction.run = real_run
         triton.compiler.compile = real_compile
-        driver._active = real_driver
         for kernel in kernels:
             kernel.device_caches.pop(DEVICE, None)
             kernel.compile = real_compile
@@ -267,14 +277,9 @@ def _cubin(src: Any, target: Any, options: dict[str, Any], compile_it: Any) -> C
     is_ours = getattr(src.fn, "is_ours", False)
 
     def make() -> CompiledKernel:
-        before = driver._active
-        driver.set_active(_Driver(target))
-        try:
-            with compiler_hooks.applied() if is_ours else nullcontext():
-                kernel: CompiledKernel = compile_it(src, target=target, options=options)
-                return kernel
-        finally:
-            driver._active = before
+        with on_machine_of(target), compiler_hooks.applied() if is_ours else nullcontext():
+            kernel: CompiledKernel = compile_it(src, target=target, options=options)
+            return kernel
 
     name = src.name[:150]
     return Cubin(src.fn.__name__, hashlib.sha256(key.encode()).hexdigest(), f"{name}.json", make)

@@ -1,7 +1,6 @@
 """Compile a kernel to a cubin without a GPU, from the arguments a launch would get."""
 
 import contextlib
-import functools
 import re
 import subprocess
 import tempfile
@@ -9,7 +8,6 @@ from pathlib import Path
 from struct import unpack_from
 
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
@@ -17,16 +15,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import create_function_from_signature
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megamoe.kernels.common import compat
+from megamoe.engine.recording import on_machine_of
 from megamoe.kernels.gluon import compiler_hooks
-from megamoe.kernels.gluon.compat import VERSION
 
 FUNCTION = 2  # type of a symbol
 SIZED, REGISTERS, FRAME, STACK = 4, 0x2F, 0x11, 0x12  # attributes in a cubin's .nv.info
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-if VERSION in ((3, 7), (3, 8)):  # they ask this machine's GPU whether copies may pad FP4
-    tl.target_info.cuda_capability_geq = lambda *_: True
 
 
 class Stand:
@@ -51,15 +45,9 @@ class Stand:
         return 0
 
 
-def _same(target):
-    return target
-
-
 def compile_kernel(fn, args, arch, **options):
     """The compiled kernel, Triton's or Gluon's: `.asm["ptx"]`, `.asm["cubin"]`, `.metadata`."""
     target = GPUTarget("cuda", arch, 32)
-    compat.current_target = functools.partial(_same, target)  # as on a machine with that GPU
-    compat.current_target.__triton_builtin__ = True
     backend = make_backend(target)
     binder = create_function_from_signature(fn.signature, fn.params, backend)
     keywords = {**options, "debug": False}
@@ -70,7 +58,8 @@ def compile_kernel(fn, args, arch, **options):
     kind = GluonASTSource if fn.is_gluon() else ASTSource
     source = kind(fn, signature, constants, attrs)
     is_ours = getattr(fn, "is_ours", False)
-    with compiler_hooks.applied() if is_ours else contextlib.nullcontext():
+    hooks = compiler_hooks.applied() if is_ours else contextlib.nullcontext()
+    with on_machine_of(target), hooks:
         return triton.compile(source, target=target, options=packed.__dict__)
 
 

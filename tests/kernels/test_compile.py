@@ -4,7 +4,10 @@ import re
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
+from megamoe.kernels.common import compat
 from megamoe.kernels.portable import gemm
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS
@@ -207,3 +210,21 @@ def test_quantisers_compile(name, arch):
         assert resources(packed)["stack"] == 0 and "ld.global.v4" in packed.asm["ptx"]
     kernel, args, constants = dispatcher(name)
     assert resources(compile_kernel(kernel, args, arch, **constants))["stack"] == 0
+
+
+@triton.jit
+def _name_the_target(at):
+    if compat.HAS_FP32_REDUX():
+        tl.store(at, 12345)
+    else:
+        tl.store(at, 54321)
+
+
+@pytest.mark.parametrize("arch", [90, 100])
+def test_a_kernel_asks_about_the_gpu_that_it_is_compiled_for(arch):
+    """Whatever was compiled before it: a compile leaves no driver behind."""
+    before = triton.runtime.driver._active
+    compile_kernel(_name_the_target, [Stand(I32)], 190 - arch)
+    ptx = compile_kernel(_name_the_target, [Stand(I32)], arch).asm["ptx"]
+    assert ("12345" in ptx, "54321" in ptx) == (arch == 100, arch == 90)
+    assert triton.runtime.driver._active is before
