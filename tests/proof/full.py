@@ -17,7 +17,7 @@ import torch
 
 from tests.emulator.exploring import Found, explore
 from tests.proof import blackwell, campaign, excused
-from tests.proof.test_blackwell import NUM_FUSED, NUM_GEMM
+from tests.proof.test_blackwell import NUM as NUM_OF_BLACKWELL
 from tests.proof.test_interleavings import NUM
 
 BASES = 0, 10_000, 20_000  # first seeds of the three runs over planted bugs
@@ -40,8 +40,7 @@ def _case(name):
 
 def cases():
     """{case: how many interleavings}, the dearest first."""
-    nums = NUM | {f"blackwell {name}": NUM_GEMM for name in blackwell.CASES}
-    nums |= {f"blackwell {name}": NUM_FUSED for name in blackwell.FUSED}
+    nums = NUM | {f"blackwell {name}": num for name, num in NUM_OF_BLACKWELL.items()}
     return dict(sorted(nums.items(), key=lambda item: -item[1]))
 
 

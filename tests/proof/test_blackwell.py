@@ -4,6 +4,7 @@ MEGAMOE_INTERLEAVINGS multiplies how many interleavings are tried, as for Hopper
 """
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -12,25 +13,35 @@ from tests.emulator.exploring import explore, is_found
 from tests.kernels.support import INTERPRETED
 from tests.proof import blackwell
 from tests.proof.test_faults import outcomes
+from tests.proof.test_interleavings import TIMES
+from tests.proof.test_mutants import SHARES
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter knows no Gluon")
 
-TIMES = float(os.environ.get("MEGAMOE_INTERLEAVINGS", "0.1"))
 FROM = int(os.environ.get("MEGAMOE_INTERLEAVINGS_FROM", "0"))
-NUM_GEMM, NUM_FUSED = 160, 30  # of each case
+# Of each case: 500 and more of the GEMM, of the chain (two calls of two ranks; waits for tiles that
+# run out: right, or reported) and of the fused launch.
+NUM = {
+    **{name: 100 if name.startswith("chain") else 60 for name in blackwell.CASES | blackwell.CALLS},
+    **dict.fromkeys(blackwell.FUSED, 72),
+}
 
 
-@pytest.mark.parametrize("name", blackwell.CASES)
+@pytest.mark.parametrize("name", NUM)
 def test_no_interleaving_breaks_an_order_or_changes_a_bit(name):
-    num = max(int(NUM_GEMM * TIMES), 1)
+    num = max(int(NUM[name] * TIMES), 1)
     assert explore(blackwell.case(name), range(FROM, FROM + num)) == num
 
 
-@pytest.mark.parametrize("name", blackwell.CALLS)
-def test_no_interleaving_of_a_chain_breaks_an_order_or_changes_a_bit(name):
-    """Two calls of two ranks; and waits for tiles that run out: right, or reported."""
-    num = max(int(60 * TIMES), 1)
-    assert explore(blackwell.case(name), range(FROM, FROM + num)) == num
+def test_the_page_has_these_numbers():
+    page = (Path(__file__).parents[2] / "docs" / "proof.md").read_text()
+    for what, of in {
+        "Blackwell's GEMM": [n for n in blackwell.CASES if not n.startswith("chain")],
+        "Blackwell's chain": [n for n in NUM if n.startswith("chain")],
+        "Blackwell's fused launch": list(blackwell.FUSED),
+    }.items():
+        num = sum(NUM[name] for name in of)
+        assert num >= 500 and f"| {what} ({len(of)} cases) | {num:,} |" in page
 
 
 def test_some_waits_for_tiles_that_run_out_are_reported_and_some_need_not_be():
@@ -46,11 +57,12 @@ def test_a_wait_that_is_given_up_without_a_report_is_found():
         assert is_found(blackwell.case("chain-late"), range(20))[0] is not None
 
 
-def test_every_planted_bug_is_found():
+@pytest.mark.parametrize("share", SHARES)
+def test_planted_bugs_are_found(share):
     bugs = blackwell.planted_bugs()
     assert len(bugs) - len(blackwell.EXCUSED) >= 120
     missed = [
-        name for name, bug in bugs.items()
+        name for name, bug in list(bugs.items())[::share]
         if name not in blackwell.EXCUSED and blackwell.hunt(bug) is None
     ]  # fmt: skip
     assert not missed
@@ -72,31 +84,17 @@ def test_a_copy_of_scales_that_may_overtake_a_product_is_a_violation():
 # -- the fused launch ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", blackwell.FUSED)
-def test_no_interleaving_of_a_fused_launch_breaks_an_order_or_changes_a_bit(name):
-    num = max(int(NUM_FUSED * TIMES), 1)
-    assert explore(blackwell.case(name), range(FROM, FROM + num)) == num
-
-
-def missed(names):
+@pytest.mark.parametrize("share", SHARES)
+def test_bugs_in_the_fused_launch_are_found(share):
     bugs = blackwell.fused_bugs()
-    return [
-        name for name in names
+    assert len(bugs) - len(blackwell.FUSED_EXCUSED) >= 50
+    assert not set(blackwell.FUSED_EXCUSED) - set(bugs)
+    missed = [
+        name for name in list(bugs)[::share]
         if name not in blackwell.FUSED_EXCUSED
         and blackwell.hunt(bugs[name], cases=blackwell.FUSED) is None
     ]  # fmt: skip
-
-
-def test_a_sample_of_the_bugs_in_the_fused_launch_is_found():
-    names = list(blackwell.fused_bugs())
-    assert len(names) - len(blackwell.FUSED_EXCUSED) >= 50
-    assert not missed(names[::4])
-
-
-@pytest.mark.every
-def test_every_bug_in_the_fused_launch_is_found():
-    assert not missed(blackwell.fused_bugs())
-    assert not set(blackwell.FUSED_EXCUSED) - set(blackwell.fused_bugs())
+    assert not missed
 
 
 @pytest.mark.parametrize("name", ["fused", "fused-ring", "fused-ranks"])
