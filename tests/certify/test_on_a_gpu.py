@@ -74,7 +74,8 @@ def test_the_checks_of_a_gpu_pass_on_the_emulator(there, monkeypatch, recipe, st
 
 @NO_GLUON
 @pytest.mark.parametrize(("backend", "recipe"), [
-    ("hopper", "w4a8_block"), ("hopper", "w8a8"), ("hopper", "nvfp4"), ("blackwell", "w4a8"),
+    ("hopper", "w4a8_block"), ("blackwell", "w4a8"),
+    *(pytest.param("hopper", more, marks=pytest.mark.every) for more in ("w8a8", "nvfp4")),
 ])  # fmt: skip
 def test_all_that_layers_of_the_checks_launch_is_compiled_ahead(
     there, monkeypatch, backend, recipe

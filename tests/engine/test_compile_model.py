@@ -1,7 +1,5 @@
 """A model that holds the layer compiles as one graph, and gives the same bits."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -9,7 +7,11 @@ import megamoe as mm
 from megamoe.routing.samplers import sample_routing
 
 E, I, H, K = 8, 64, 96, 2
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WHERE = [  # device, torch.compile's backend
+    pytest.param("cpu", "aot_eager", id="cpu"),
+    pytest.param("cpu", "inductor", id="cpu-inductor", marks=pytest.mark.every),
+    pytest.param("cuda", "inductor", id="cuda", marks=pytest.mark.gpu),
+]
 
 
 class Block(torch.nn.Module):
@@ -30,11 +32,10 @@ def layer(recipe, device):
     return mm.MoE(weights, E, K, clamp=2.0, shared=shared).to(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("device", "backend"), WHERE)
 @pytest.mark.parametrize("recipe", ["w4a8", "nvfp4"])
-def test_a_model_with_the_layer_compiles_whole(recipe, device):
+def test_a_model_with_the_layer_compiles_whole(recipe, device, backend):
     torch.compiler.reset()
-    backend = "inductor" if device == "cuda" or shutil.which("g++") else "aot_eager"
     model = Block(layer(recipe, device)).eval().to(device)
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
