@@ -43,6 +43,7 @@ CALLS = ROOT / "scripts" / "sanitize_calls.py"
 PORTABLE = (*RECIPES, "quantisers", "graphs")
 HOPPER = tuple(f"hopper-{recipe}" for recipe in HOPPER_RECIPES)
 HOPPER += tuple(f"chain-{recipe}" for recipe in HOPPER_RECIPES)
+HOPPER += tuple(f"refresh-{recipe}" for recipe in HOPPER_RECIPES)
 CONTROLS = ("control-ordered", "control-racing")
 TOOLS = {  # tool: the parts it runs
     "memcheck": PORTABLE + HOPPER,
@@ -96,13 +97,26 @@ def _order(version: str) -> tuple[int, ...]:
 
 
 def sanitizer(given: Path | None = None) -> tuple[str, str] | None:
-    """The newest compute-sanitizer and its version: as given, on PATH or in the CUDA toolkit."""
+    """The newest compute-sanitizer that runs here, and its version: as given, on PATH or in the
+    CUDA toolkit. One that is newer than the driver may not."""
     cuda = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))
     places = (cuda / "bin", cuda / "compute-sanitizer", cuda / "extras" / "compute-sanitizer")
     names = [shutil.which("compute-sanitizer", path=str(place)) for place in places]
     names += [shutil.which("compute-sanitizer"), str(given) if given else None]
     known = [(name, version_of(name)) for name in dict.fromkeys(filter(None, names))]
-    return max(known, key=lambda one: _order(one[1])) if known else None
+    known.sort(key=lambda one: _order(one[1]), reverse=True)
+    return next((one for one in known if len(known) == 1 or _runs(one[0])), None)
+
+
+def _runs(where: str) -> bool:
+    """Whether this compute-sanitizer runs a kernel of torch's on this driver."""
+    kernel = [sys.executable, "-c", "import torch; print(torch.ones(3, device='cuda').sum())"]
+    try:
+        done = subprocess.run([where, "--tool", "memcheck", *kernel], capture_output=True,
+                              text=True, timeout=120)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0 and "ERROR SUMMARY: 0 errors" in done.stdout + done.stderr
 
 
 def command(tool: str, part: str, where: str | None) -> list[str]:

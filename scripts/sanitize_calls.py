@@ -1,9 +1,9 @@
 """Small calls of the kernels, for compute-sanitizer: sanitize_calls.py [PART ...]
 
 A part is a recipe (every portable kernel), `quantisers`, `graphs` (the kernels around a captured
-call), hopper-RECIPE (Hopper's, on one rank, and fused over two), chain-RECIPE (the chain's),
-consan-RECIPE (a few of Hopper's, on few CTAs), or
-control-ordered and control-racing (`sanitize_controls`).
+call), refresh-RECIPE (kernels that write new values into a layer), hopper-RECIPE (Hopper's, on one
+rank, and fused over two), chain-RECIPE (the chain's), consan-RECIPE (a few of Hopper's, on few
+CTAs), or control-ordered and control-racing (`sanitize_controls`).
 Sizes are odd on purpose: short last blocks, ragged and empty experts, masked slots, padding rows.
 """
 
@@ -163,6 +163,22 @@ def fused_ranks(w: mm.ExpertWeights) -> None:
     assert all(y.isfinite().all() for y in found)
 
 
+def refreshed_layer(recipe: str) -> None:
+    """New values written into a layer of Hopper's: all experts and some, from floats and bytes."""
+    given = [normal(E, 2 * I, H), normal(E, H, I)]
+    layer = mm.MoE(mm.ExpertWeights.quantize(*given, recipe).to(DEVICE), E, K, backend="hopper")
+    name = recipe_named(recipe).weights.name
+    for dtype in (torch.bfloat16, torch.float32):
+        w13, w2 = (t.to(dtype) for t in given)
+        layer.refresh(w13=w13, w2=w2)
+        layer.refresh(w13=w13[:2].clone(), w2=w2[:2].clone(), experts=[2, 0])
+    if name != "bf16":
+        w = mm.ExpertWeights.quantize(*given, recipe).to(DEVICE)
+        layer.refresh(w13=w.w13, w2=w.w2)
+    idx, weight = (t.to(DEVICE) for t in sample_routing(21, E, K, masked_ratio=0.2))
+    assert layer(normal(21, H), idx, weight).isfinite().all()
+
+
 def chain_layer(recipe: str) -> None:
     """Every launch of the chain, on one rank: tools may hold apart what ranks launch side by side.
 
@@ -245,6 +261,8 @@ if __name__ == "__main__":
             OTHERS[name]()
         elif name.startswith("hopper-"):
             hopper_layer(name.removeprefix("hopper-"))
+        elif name.startswith("refresh-"):
+            refreshed_layer(name.removeprefix("refresh-"))
         elif name.startswith("consan-"):
             consan_layer(name.removeprefix("consan-"))
         elif name.startswith("chain-"):

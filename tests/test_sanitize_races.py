@@ -97,16 +97,21 @@ def test_controls_say_whether_the_tool_can_judge():
     assert "did not run" in sanitize.verdict([])
 
 
-def test_the_newest_sanitizer_runs_with_room_for_barriers(tmp_path, monkeypatch):
+SAYS = "echo '========= ERROR SUMMARY: 0 errors'"
+
+
+def test_the_newest_sanitizer_that_runs_here_is_taken_with_room_for_barriers(tmp_path, monkeypatch):
     for name, version in (("old", "2025.3.1.0"), ("new", "2026.3.0.0")):
         (tmp_path / name).mkdir()
         tool = tmp_path / name / "compute-sanitizer"
-        tool.write_text(f"#!/bin/sh\necho 'Version {version} (build 1)'\n")
+        tool.write_text(f"#!/bin/sh\necho 'Version {version} (build 1)'\n{SAYS}\n")
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'old'}:/usr/bin:/bin")
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "none"))
     new = tmp_path / "new" / "compute-sanitizer"
     assert sanitize.sanitizer(new) == (str(new), "2026.3.0.0")
     assert sanitize.sanitizer()[1] == "2025.3.1.0"
+    new.write_text(new.read_text() + "echo no such driver; exit 1\n")
+    assert sanitize.sanitizer(new)[1] == "2025.3.1.0"
     line = " ".join(sanitize.command("racecheck", "graphs", str(new)))
     assert "--print-limit 0 --num-cuda-barriers 256" in line

@@ -122,6 +122,7 @@ def two_layers(rank, folder, num, sleeps=20_000_000):
             wrong[which] += (y.view(torch.int16) != wanted[at].view(torch.int16)).any()
         if step % 50 == 0:
             layer.check()
+    torch.cuda.synchronize()  # `check` and `int` wait for this stream alone
     for layer, _ in layers:
         layer.check()
     return [int(one) for one in wrong]
@@ -169,8 +170,13 @@ def leaves(rank, folder, mode="fused", how="leaves"):
 
 def _end(layer, inputs, how):
     if how == "killed in a call":
+
+        def die_later(*given, **options):
+            torch.cuda.synchronize()  # tokens are pushed: a launch that is queued may not have run
+            die()
+
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(chain, "_l2", lambda *given, **options: die())  # tokens are pushed
+            patch.setattr(chain, "_l2", die_later)
             layer(*inputs)
     elif how == "killed":
         die()
