@@ -17,11 +17,12 @@ import torch
 import triton
 
 import megamoe as mm
-from megamoe.engine import portable, status
+from megamoe.engine import status
 from megamoe.engine.call import Call
 from megamoe.engine.grouped import grouped_gemm
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Traits, plan_for
+from megamoe.engine.portable import PORTABLE
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.acts import CODES
@@ -68,7 +69,7 @@ def layer(recipe: str) -> None:
                 overrides=(("backend", "portable"),), is_quantized=tokens is q,
             )  # fmt: skip
             call = Call(tokens, *routing, w, options, None, device_status, None, padding)
-            assert portable.run(call, plan).isfinite().all()
+            assert PORTABLE.run(call, plan).isfinite().all()
 
 
 def alone(recipe: str) -> None:

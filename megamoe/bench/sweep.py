@@ -154,7 +154,7 @@ def layer_with(recipe: str, tile: Tile) -> Factory:
 def layer_call(
     inputs: tuple[Tensor, Tensor, Tensor], weights: ExpertWeights, options: Options, tile: Tile
 ) -> Callable[[], Tensor]:
-    from megamoe.engine import hopper
+    from megamoe.engine.hopper import HOPPER
 
     call = Call(*inputs, weights, options, None, DeviceStatus(weights.device))
     traits = traits_of("hopper", weights, None)
@@ -164,7 +164,7 @@ def layer_call(
         weights, options, traits, num_tokens=num_tokens, top_k=top_k, overrides=overrides
     )
     swept = with_tile(plan, tile)
-    return lambda: hopper.run(call, swept)
+    return lambda: HOPPER.run(call, swept)
 
 
 def _timely(make: Factory, deadline: float) -> Factory:

@@ -90,10 +90,10 @@ def grouped_swiglu(
     backend, schedule, sort_by_m, tile  as of `grouped_gemm`
     returns      [M, n] in the format of the recipe's activations
     """
-    from megamoe.engine.blackwell import check_activation
+    from megamoe.engine.blackwell import BLACKWELL
 
     options = Options(activation, clamp)
-    check_activation(options)
+    BLACKWELL.check_activation(options)
     num = len(x) if rows is None else len(rows)
     variant = "swiglu" if rows is None else "gather"
     _check_map("rows", rows, num, counts)

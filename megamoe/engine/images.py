@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.engine import packing
 from megamoe.engine.fingerprint import Seal, counted
+from megamoe.engine.interface import Prepared
 from megamoe.engine.packed import PackedMatrix, Source, empty_matrix, fill, parts_of
 from megamoe.engine.planning import why_unlike
 from megamoe.engine.weights import ExpertWeights
@@ -23,22 +24,12 @@ from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.hopper.weights import pack
 from megamoe.kernels.hopper.weights.pack import Facts, Packed, joined, kind_of
 
 MATRICES = ("w13", "w2")
 NO_IMAGE = Facts(can_be_placed=False)  # read as they are
 LIE_APART = "images of routed and shared experts that were packed apart"
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The experts of one rank as the kernels read them."""
-
-    w13: Packed
-    w2: Packed
-    how: Arithmetic
 
 
 class Image(NamedTuple):

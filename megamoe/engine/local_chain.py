@@ -77,7 +77,7 @@ class LocalChain:
                 timeout_s=self._launch.timeout_s,
             )  # fmt: skip
             plan = self.plan(len(one), top_k, is_quantized=not isinstance(one, Tensor))
-            return chain.stretches(self._members[rank], call, plan, self.links)
+            return chain.phases(self._members[rank], call, plan, self.links)
 
         with torch.no_grad():
             y = self._side_by_side(launches)
@@ -156,9 +156,9 @@ class LocalChain:
         self._most = most, top_k  # not before: where there is no such memory, there is the old
 
 
-def _last(stretches: Iterator[Tensor | None]) -> Tensor:
+def _last(phases: Iterator[Tensor | None]) -> Tensor:
     """All of a rank's launches; its result."""
     with torch.no_grad():  # which is a thread's own
-        *_, y = stretches
+        *_, y = phases
     assert y is not None
     return y

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -69,9 +70,10 @@ class SymmBuffer(NamedTuple):
 
 def symm_buffer_in(memory: Tensor, of: Workspace) -> SymmBuffer:
     """uint8 memory as a symmetric buffer."""
-    return SymmBuffer(
-        *(
-            memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape)
-            for r in (of[name] for name in SymmBuffer._fields)
-        )
-    )
+    return SymmBuffer(*regions_in(memory, of, SymmBuffer._fields))
+
+
+def regions_in(memory: Tensor, of: Workspace, names: Sequence[str]) -> list[Tensor]:
+    """Regions of uint8 memory by name, in their shapes and types."""
+    regions = [of[name] for name in names]
+    return [memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape) for r in regions]

@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe as mm
 from megamoe.engine import backends
+from megamoe.engine.call import Call
 from megamoe.engine.functional import choose
-from megamoe.engine.hopper import check_activation, run_pass
+from megamoe.engine.hopper import HOPPER
 from megamoe.engine.images import LIE_APART, hold, lie_apart, prepared, why_apart, with_shared
 from megamoe.engine.planning import log_once
 from megamoe.errors import NotAvailable
@@ -242,10 +243,9 @@ def test_activations_that_the_kernels_lack_are_not_taken_for_another(activation,
         with pytest.raises(NotAvailable, match=f"activation {activation}"):
             choose(backend, mode, w, None, activation)
     with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
-        check_activation(Options(activation))
-    none = [None] * 4
+        HOPPER.check_activation(Options(activation))
     with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
-        run_pass(*none[:1], w, Options(activation), *none[:3], 0, None, pdl=False)
+        HOPPER.rows(Call(*[None] * 3, w, Options(activation), None, None), None, None, None)
 
 
 def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch, caplog):

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import portable, status
+from megamoe.engine import status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, plan_for
+from megamoe.engine.portable import PORTABLE
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
@@ -132,7 +133,7 @@ def test_rows_behind_the_valid_ones_are_padding(recipe):
     plan = plan_for(
         w, Options(), Traits(), num_tokens=len(x), top_k=K, overrides=(("backend", "portable"),)
     )
-    y = portable.run(Call(x, idx, weight, w, Options(), None, device_status, None, count), plan)
+    y = PORTABLE.run(Call(x, idx, weight, w, Options(), None, device_status, None, count), plan)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
     device_status.check(K)
 
