@@ -41,8 +41,8 @@ def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = 
         for n in (num, call.num_tokens)
     )
     tokens = Tokens(
-        call.x, call.topk_idx, call.topk_weights, call.num_valid, weights.x_global, rows, y,
-        status.bad_slot, call.stats,
+        x=call.x, idx=call.topk_idx, weights=call.topk_weights, num_valid=call.num_valid,
+        g=weights.x_global, rows=rows, y=y, error=status.bad_slot, stats=call.stats,
     )  # fmt: skip
     return _run(
         tokens, status.counters, weights, call.options, World(absent=absent),
@@ -79,9 +79,9 @@ def over(
     rows = buffer.rows[first * top_k : end * top_k]
     y = buffer.tokens.new_empty(world.local * num_tokens, buffer.tokens.shape[1])
     tokens = Tokens(
-        buffer.tokens[first:end], buffer.topk_idx[first:end], buffer.topk_weights[first:end],
-        buffer.num_valid[number : number + 1], weights.x_global, rows, y, status.bad_slot,
-        stats, first,
+        x=buffer.tokens[first:end], idx=buffer.topk_idx[first:end],
+        weights=buffer.topk_weights[first:end], num_valid=buffer.num_valid[number : number + 1],
+        g=weights.x_global, rows=rows, y=y, error=status.bad_slot, stats=stats, first=first,
     )  # fmt: skip
     return _run(
         tokens, buffer.counters, weights, options, world, step=step, status=status,

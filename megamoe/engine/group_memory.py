@@ -1,7 +1,7 @@
 """GroupMemory: the symmetric memory of calls over a group, which layers that are alike share.
 
 A model has a layer of experts in every block, and no two of them are called at the same time: calls
-over a group follow each other on a device (`fused_group.order_after_last`). So layers whose memory
+over a group follow each other on a device (`group_mode.order_after_last`). So layers whose memory
 has the same regions use the same memory, and a model needs it once, not once a layer.
 
 The number of a call lies in the memory, so calls of all its layers are numbered together. What a

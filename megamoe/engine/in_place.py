@@ -38,9 +38,9 @@ def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
     facts = packing.facts_each(getattr(weights, name))
     if packing.is_gpu(device):
         packing.agrees(kind, len(memory.shape) == 4, device)  # compiles
-    one = empty((1, *memory.shape[1:]), memory.fmt, device)
+    copy = empty((1, *memory.shape[1:]), memory.fmt, device)
     object.__setattr__(weights, name, None)
-    image, num_packed = None, -1  # `one` is this expert
+    image, last = None, -1  # `copy` is this expert
     try:
         if not memory.is_alone():
             weights._replace_parts(**{name: memory.canonical()})
@@ -48,12 +48,12 @@ def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
         image = memory.image()
         _synchronise(device)  # other streams may still read
         for expert in range(len(image)):
-            one = memory.copied(expert, one)
-            num_packed = expert
-            packing.write(image, [expert], one, [facts[expert]])
+            copy = memory.copied(expert, copy)
+            last = expert
+            packing.write(image, [expert], copy, [facts[expert]])
     except BaseException:
         if image is not None:
-            memory.restore(image, num_packed, one)
+            memory.restore(image, last, copy)
         weights._replace_parts(**{name: memory.canonical()})
         raise
     return image
@@ -116,14 +116,18 @@ class _Memory:
         _copy(source, into)
         return replace(into, global_scale=source.global_scale)
 
-    def restore(self, image: PackedMatrix, expert_idx: int, one: Quantized) -> None:
-        """Canonical bytes again, of which `one` is expert `kept`; those after it are there."""
-        into, spares = self.canonical(), image.aside.spares()
-        for expert in range(expert_idx + 1):
-            was = one
-            if expert < expert_idx:
-                was = pack.unpack(image.packed, spares, image.format, expert)
-            _copy(was, into[expert : expert + 1])
+    def restore(self, image: PackedMatrix, last: int, last_bytes: Quantized) -> None:
+        """Undo: unpack experts to canonical bytes again; those after `last` were not packed.
+
+        last        being packed when packing failed; -1: none was
+        last_bytes  its canonical bytes, [1, ...]
+        """
+        canonical, spares = self.canonical(), image.aside.spares()
+        for expert in range(last + 1):
+            source = last_bytes
+            if expert < last:
+                source = pack.unpack(image.packed, spares, image.format, expert)
+            _copy(source, canonical[expert : expert + 1])
 
 
 def _copy(source: Quantized, into: Quantized) -> None:
