@@ -32,7 +32,7 @@ from megamoe.distributed.rendezvous import (
 from megamoe.errors import MegaMoEError, MegaMoETimeout, RankError
 
 TAG, CUT_TAG = 0x6D6F, 0x6D70
-GRACE_S = 0.5  # a connection closed: who closed it may be about to write down why
+GRACE_S = 0.5  # a connection closed: the rank that closed it may be about to write down why
 
 
 class Link:

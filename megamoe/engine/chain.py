@@ -1,7 +1,8 @@
 """The chain: one call of a rank over shared memory, as launches with no host between them.
 
 Every rank makes the same calls. What a rank writes into its peers' memory, and when it may do so
-again, is in `kernels/gluon/exchange.py`; who follows whom is in `kernels/gluon/pull.py`.
+again, is in `kernels/gluon/exchange.py`; which launch waits for which is in
+`kernels/gluon/pull.py`.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Member(NamedTuple):
 class Links(NamedTuple):
     """Links that are no faster than these, for ranks that share a GPU.
 
-    is_alone   without the GEMMs: what links take alone, with rows that nobody computed
+    is_alone   without the GEMMs: what links take alone, with rows that were not computed
     latency_s  from asking a peer for rows until they are there, at least
     """
 
@@ -75,7 +76,7 @@ class Links(NamedTuple):
     latency_s: float = 0.0
 
     def ns_of(self, num_bytes: int) -> int:
-        """Nanoseconds that they take for so many bytes."""
+        """Nanoseconds that they take for `num_bytes`."""
         return round(1e9 * num_bytes / self.bytes_per_s)
 
 

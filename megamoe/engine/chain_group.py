@@ -99,7 +99,7 @@ class ChainGroup(GroupMode):
             raise
 
     def compile(self, layer: MoE, bound: int | None = None) -> None:
-        """Compile what a call launches, and launch nothing: nobody waits for a peer's compiler."""
+        """Compile what a call launches, and launch nothing: no rank waits for a peer's compiler."""
         if layer.weights.device.type != "cuda":
             return
         from megamoe.engine.compile_only import compiled_only

@@ -85,7 +85,7 @@ def _compiled(
     topk_weights: Tensor,
     weights: ExpertWeights,
     shared: ExpertWeights | None,
-    how: dict[str, Any],
+    choices: dict[str, Any],
     overrides: Mapping[str, Value] | None,
 ) -> Tensor:
     """As one node of a compiled graph: tensors, and in words what they are."""
@@ -100,7 +100,7 @@ def _compiled(
             tensors += list(parts.values())
             pictures = ":".join([str(pictured(matrix)) for matrix in (one.w13, one.w2)])
             words += f"{one.recipe}:{','.join(parts)}:{pictures};"
-    for name, value in how.items():
+    for name, value in choices.items():
         words += f"|{name}={value}"
     for name, value in (overrides or {}).items():
         words += f"|overrides.{name}={value}"

@@ -1,8 +1,8 @@
 """Images over the canonical bytes that they are made from: beside the weights lies one expert.
 
-It is done where those bytes would be free at once if the experts let go of them: then nobody can
-miss them. Whoever holds a tensor, a view, a storage or an exchange object of them makes the count
-of their storage another one, and gets images beside them instead.
+It is done where those bytes would be freed at once if the experts dropped them: then nothing else
+reads them. A tensor, a view, a storage or an exchange object of them elsewhere changes the
+reference count of their storage; images are made beside them instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megamoe.formats.quantized import Quantized, empty
 from megamoe.kernels.hopper.weights import pack
 from megamoe.kernels.hopper.weights.pack import Packed
 
-SAME_SCALES = ("placed_image", "mx_image", "nv_image")  # as many bytes as canonical ones
+SAME_SCALES = ("placed_image", "mx_image", "nv_image")  # their size is that of canonical ones
 
 
 def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
@@ -60,7 +60,7 @@ def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
 
 
 class _Memory:
-    """Canonical bytes that nothing but one matrix seems to hold."""
+    """Canonical bytes that belong to one matrix alone, as far as can be seen."""
 
     def __init__(self, matrix: Quantized, kind: str) -> None:
         self.shape, self.fmt, self.kind = matrix.shape, matrix.spec, kind
@@ -68,7 +68,7 @@ class _Memory:
 
     @classmethod
     def of(cls, matrix: Quantized, kind: str) -> _Memory | None:
-        """It, if its tensors fill their storages and the image takes as many bytes."""
+        """The memory, if tensors fill their storages and the image has their size; else None."""
         image = pack.empty_image(kind, matrix.shape, torch.device("meta"))
         assert image.scale is not None and matrix.scale is not None
         fits = matrix.data.nbytes == image.data.nbytes and (
@@ -79,10 +79,10 @@ class _Memory:
         )
 
     def is_alone(self) -> bool:
-        """Whether nobody else sees these bytes, or could write to them."""
+        """Whether nothing else reads these bytes, or could write to them."""
         if all(map(_is_sole, self._tensors.values())):
             return True
-        gc.collect()  # what is only held in a circle
+        gc.collect()  # reference cycles
         return all(map(_is_sole, self._tensors.values()))
 
     def canonical(self) -> Quantized:
@@ -159,17 +159,17 @@ def _is_whole(t: Tensor) -> bool:
 
 
 def _is_sole(t: Tensor) -> bool:
-    """Whether a tensor is the only holder of its storage, and that is torch's own memory."""
+    """Whether a tensor alone refers to its storage, and that is torch's own memory."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or not _is_torchs(t.untyped_storage()):
         return False
     fresh = torch.empty(1, dtype=torch.uint8, device=t.device)
     fresh.untyped_storage()  # as often as that of `t`: a storage keeps its Python object
-    return _holders(t, count) == _holders(fresh, count)
+    return _references(t, count) == _references(fresh, count)
 
 
-def _holders(t: Tensor, count: Callable[[int], int]) -> tuple[int, int]:
-    """Tensors and others that hold the storage; objects that hold its Python object."""
+def _references(t: Tensor, count: Callable[[int], int]) -> tuple[int, int]:
+    """References to the storage, and to its Python object."""
     storage = t.untyped_storage()
     return count(storage._cdata), sys.getrefcount(storage)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megamoe.engine.call import Call
 from megamoe.engine.weights import ExpertWeights
+from megamoe.layout.regions import ceil_div
 from megamoe.planner.launches import Pass
 from megamoe.planner.plan import Plan
 
@@ -49,7 +50,7 @@ class SlotRows(NamedTuple):
             return cls(torch.empty(*shape, hidden, dtype=torch.bfloat16, device=device))
         codes, scale = (
             torch.empty(*shape, width, dtype=torch.uint8, device=device)
-            for width in (hidden, -(-hidden // 128))
+            for width in (hidden, ceil_div(hidden, 128))
         )
         return cls(codes, scale)
 

@@ -69,7 +69,7 @@ class LocalRanks:
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
         self._launch = LaunchOptions(timeout_s, debug_poison)
-        _check_how(mode, links_gbs, latency_us)
+        _check_mode(mode, links_gbs, latency_us)
         routes: dict[str, Value | None] = {
             "mode": mode,
             "reserve_sms": reserve_sms,
@@ -220,7 +220,7 @@ class LocalRanks:
         return [len(t) for t in x]
 
 
-def _check_how(mode: str, links_gbs: float | None, latency_us: float) -> None:
+def _check_mode(mode: str, links_gbs: float | None, latency_us: float) -> None:
     """Refuse modes and links that ranks of one GPU do not have."""
     require(
         mode not in ("staged", "split"),

@@ -196,7 +196,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
 def placement_of(
     num_experts: int, num_ranks: int, weights: ExpertWeights, placement: Placement | None
 ) -> Placement:
-    """The placement in force; the weights must be as many as it has places on a rank."""
+    """The placement in force; a rank has one place for each expert of its weights."""
     if placement is None:
         local = weights.num_experts
         require(
@@ -238,14 +238,17 @@ def add_counts(counts: Tensor, topk_idx: Tensor) -> None:
 def statistics(layer: MoE, world: GroupWorld | None) -> Statistics:
     """What all ranks sent and received."""
 
-    def mine() -> list[list[int]]:
+    def own_counts() -> list[list[int]]:
         return [layer.sent.tolist(), layer.stats.tolist()]
 
     w = layer.weights
     if world is None:
-        placement, counts = Placement.contiguous(layer.num_experts, 1), [mine()]
+        placement, counts = Placement.contiguous(layer.num_experts, 1), [own_counts()]
     else:
-        placement, counts = world.placement, world.rendezvous.gather("gather statistics", mine)
+        placement, counts = (
+            world.placement,
+            world.rendezvous.gather("gather statistics", own_counts),
+        )
     sent, received = (tuple(tuple(rank[i]) for rank in counts) for i in range(2))
     return Statistics(w.hidden, w.intermediate, layer.top_k, w.recipe, placement, sent, received)
 

@@ -1,6 +1,6 @@
 """Split: L1 on one part of the SMs, L2 on the other, side by side; bit for bit staged calls.
 
-L1 waits for nobody but its own CTAs, which are all resident: its part has an SM for each. L2 waits
+L1 waits only for its own CTAs, which are all resident: its part has an SM for each. L2 waits
 for tiles of L1, on SMs of its own, so nothing waits in a circle, and every wait has a bound that
 ends in the layer's word. Windows of the rows take turns (`window.py`).
 """

@@ -84,7 +84,9 @@ def side_by_side(
     l1: Callable[..., None],
     l2: Callable[[Pass, Window], None],
 ) -> None:
-    """Every window: its rows and L1 on one side, its L2 on the other; over when both are.
+    """Every window: its rows and L1 on one side, its L2 on the other.
+
+    Returns once both sides have been joined into the call's stream.
 
     fill  rows and tiles of a window; of the first the caller has made them
     l1    l1(steps, window, is_first=)
