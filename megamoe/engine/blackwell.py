@@ -43,7 +43,7 @@ class Blackwell(Gluon):
         )
         return Prepared(w13, w2, launch.arithmetic(weights.recipe))
 
-    def ready(self, x: Quantized, how: Arithmetic) -> Tokens:
+    def ready(self, x: Quantized, arithmetic: Arithmetic) -> Tokens:
         scale, g = (None if t is None else t.contiguous() for t in (x.scale, x.global_scale))
         return Tokens(x.data, scale, g, is_ready=True, hidden=x.shape[1])
 

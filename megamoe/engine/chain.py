@@ -214,14 +214,14 @@ def _exchange(ctx: _Context, steps: Pass, pushed: _Pushed) -> None:
 
 def _quantize(ctx: _Context, step: Launch) -> None:
     """Tokens into this rank's records."""
-    call, how = ctx.call, ctx.packed.how
-    values = ctx.backend.tokens(call.x, call.weights, how)
+    call, arithmetic = ctx.call, ctx.packed.arithmetic
+    values = ctx.backend.tokens(call.x, call.weights, arithmetic)
     tokens = ctx.me.buffer.tokens
-    element = torch.bfloat16 if how.dtype == torch.bfloat16 else torch.uint8
+    element = torch.bfloat16 if arithmetic.dtype == torch.bfloat16 else torch.uint8
     exchange.quantize_tokens(
-        values.x, how.acts, tokens.view(torch.float32), ctx.words, tokens.view(element), step,
-        x_scale=values.scale, g=values.g, is_ready=values.is_ready, by_group=how.to_e4m3,
-        hidden=values.hidden, pdl=ctx.pdl,
+        values.x, arithmetic.acts, tokens.view(torch.float32), ctx.words, tokens.view(element),
+        step, x_scale=values.scale, g=values.g, is_ready=values.is_ready,
+        by_group=arithmetic.to_e4m3, hidden=values.hidden, pdl=ctx.pdl,
     )  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def _l1(ctx: _Context, steps: Pass, window: Window, *, publishes: bool) -> None:
     call = ctx.call
     assert window.pulled is not None
     ctx.backend.launch.gated(
-        window.pool, ctx.packed.w13, window.acts, steps["l1"], ctx.packed.how, call.options,
+        window.pool, ctx.packed.w13, window.acts, steps["l1"], ctx.packed.arithmetic, call.options,
         bias=call.weights.b13, **window.items(0),
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=ctx.pdl,
         chain=Chain(
@@ -309,7 +309,7 @@ def _l2(ctx: _Context, steps: Pass, window: Window, *, follows: bool, pdl: bool)
         row_scale = torch.empty(blocks, num_rows, dtype=torch.uint8, device=rows.device)
         rows = rows.view(torch.float8_e4m3fn)
     ctx.backend.launch.linear(
-        window.acts, ctx.packed.w2, rows, steps["l2"], ctx.packed.how, call.options,
+        window.acts, ctx.packed.w2, rows, steps["l2"], ctx.packed.arithmetic, call.options,
         bias=call.weights.b2, **window.items(1),
         acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=pdl,
         chain=Chain(

@@ -112,11 +112,11 @@ def _run(
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
     experts, block_m = weights.num_experts // world.local + extra, config.tile.block_m
     pool = backend.launch.pool(
-        packed.how, slots, weights.hidden, experts, block_m, device, ranks=world.local,
+        packed.arithmetic, slots, weights.hidden, experts, block_m, device, ranks=world.local,
         is_far=world.num > 1, rows=config.pool_rows,
     )  # fmt: skip
     acts = backend.launch.pool(
-        packed.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
+        packed.arithmetic, slots, weights.intermediate, experts, block_m, device, pool, world.local,
         rows=config.pool_rows,
     )  # fmt: skip
     words = align_up(4 * max_tiles(slots, experts, block_m), 32) + WAVE_TABLE.value
@@ -130,7 +130,7 @@ def _run(
         packed.w13, packed.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
     )
     backend.mega.fused(
-        tokens, pool, acts, all_experts, step, packed.how, options, state, world=world,
+        tokens, pool, acts, all_experts, step, packed.arithmetic, options, state, world=world,
         timeout_s=bound_s(timeout_s), trace=trace, is_compiled_only=is_compiled_only,
     )  # fmt: skip
     return tokens.y

@@ -48,16 +48,18 @@ class Gluon(Backend):
         """As in `Backend`; `shared` are experts of the same launches, and come last."""
 
     @abstractmethod
-    def ready(self, x: Quantized, how: Any) -> Tokens:
+    def ready(self, x: Quantized, arithmetic: Any) -> Tokens:
         """Tokens that come quantised, in the pool's format."""
 
     def work_items(self, pool: Pool, weights: Sequence[Any], step: Launch) -> WorkItems | None:
         """Room for the work items of linears of one grid, where their tile has any."""
         return None
 
-    def tokens(self, x: Tensor | Quantized, weights: ExpertWeights, how: Any) -> Tokens:
+    def tokens(self, x: Tensor | Quantized, weights: ExpertWeights, arithmetic: Any) -> Tokens:
         """Tokens as dispatch takes them."""
-        return self.ready(x, how) if isinstance(x, Quantized) else Tokens(x, g=weights.x_global)
+        if isinstance(x, Quantized):
+            return self.ready(x, arithmetic)
+        return Tokens(x, g=weights.x_global)
 
     def check_activation(self, options: Options) -> None:
         """Refuse an activation that the kernels would take for another."""
@@ -88,24 +90,24 @@ class Gluon(Backend):
         self.check_activation(call.options)
         weights, options, pdl = call.weights, call.options, plan.overlaps
         packed = self.prepare(weights, call.shared)
-        how, l1, l2 = packed.how, steps["l1"], steps["l2"]
+        arithmetic, l1, l2 = packed.arithmetic, steps["l1"], steps["l2"]
         routing = routing_of(call) if routing is None else routing
         sizes = steps.num_experts, tile_in(steps).block_m, weights.device
-        pool = self.launch.pool(how, steps.num_slots, weights.hidden, *sizes)
+        pool = self.launch.pool(arithmetic, steps.num_slots, weights.hidden, *sizes)
         work = self.work_items(pool, (packed.w13, packed.w2), l1)
         route(
-            self.tokens(call.x, weights, how), routing, how.acts, pool, steps, work=work,
-            stats=call.stats, first_slot=first_slot, num_dest=out.data.shape[1],
-            num_shared=call.num_shared, by_group=how.to_e4m3, pdl=pdl,
+            self.tokens(call.x, weights, arithmetic), routing, arithmetic.acts, pool, steps,
+            work=work, stats=call.stats, first_slot=first_slot, num_dest=out.data.shape[1],
+            num_shared=call.num_shared, by_group=arithmetic.to_e4m3, pdl=pdl,
         )  # fmt: skip
-        acts = self.launch.pool(how, steps.num_slots, weights.intermediate, *sizes, pool)
+        acts = self.launch.pool(arithmetic, steps.num_slots, weights.intermediate, *sizes, pool)
         first, second = ({}, {}) if work is None else ({"items": one} for one in work.each())
         self.launch.gated(
-            pool, packed.w13, acts, l1, how, options, bias=weights.b13,
+            pool, packed.w13, acts, l1, arithmetic, options, bias=weights.b13,
             acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl, **first,
         )  # fmt: skip
         self.launch.linear(
-            acts, packed.w2, out.data, l2, how, options, bias=weights.b2,
+            acts, packed.w2, out.data, l2, arithmetic, options, bias=weights.b2,
             acts_factor=weights.acts_global, error=routing.error, use_pdl=pdl,
             chain=Chain(after=packed.w13), **second,
         )  # fmt: skip

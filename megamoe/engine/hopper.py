@@ -37,11 +37,11 @@ class Hopper(Gluon):
     def work_items(self, pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems | None:
         return launch.work_items(pool, weights, step)
 
-    def ready(self, x: Quantized, how: Arithmetic) -> Tokens:
+    def ready(self, x: Quantized, arithmetic: Arithmetic) -> Tokens:
         g = x.global_scale
-        if how.is_promoted:
+        if arithmetic.is_promoted:
             assert x.scale is not None
-            data = x.data if how.is_fp8 else x.data.to(torch.bfloat16)
+            data = x.data if arithmetic.is_fp8 else x.data.to(torch.bfloat16)
             return Tokens(data, x.scale.contiguous(), is_ready=True)
         if g is not None:
             x = replace(x, global_scale=torch.ones_like(g))

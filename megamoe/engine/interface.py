@@ -28,7 +28,7 @@ class Prepared(NamedTuple):
 
     w13: Any
     w2: Any
-    how: Any  # their arithmetic
+    arithmetic: Any  # how they are multiplied
 
 
 class SlotRows(NamedTuple):

@@ -49,17 +49,19 @@ class Portable(Backend):
         idx, weight = call.topk_idx, call.topk_weights
         if routing is not None:
             idx, weight = routing.idx, routing.weights
-        how = launch.arithmetic_of(
+        arithmetic = launch.arithmetic_of(
             w.recipe, numerics("portable", w.recipe, arch=plan.hardware.arch)
         )
-        tokens, x_global = _tokens(call.x, w, how, routing, steps, pdl)
+        tokens, x_global = _tokens(call.x, w, arithmetic, routing, steps, pdl)
         l1, l2 = steps["l1"], steps["l2"]
         assert isinstance(l1.config, PortableGemm)
         order = Order.empty(idx.numel(), w.num_experts, l1.config.block_m, w.device)
         sort_slots(idx, order, steps, call.stats, pdl=pdl)
-        acts = how.allocate(order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device)
+        acts = arithmetic.allocate(
+            order.permuted_idx_to_expanded_idx.numel(), w.intermediate, w.device
+        )
         launch.gated(
-            tokens, w.w13, order, weight, acts, l1, how, call.options, top_k=top_k,
+            tokens, w.w13, order, weight, acts, l1, arithmetic, call.options, top_k=top_k,
             factors=launch.Factors(w.b13, x_global, w.acts_global), pdl=pdl,
         )  # fmt: skip
         to = launch.Destination(
@@ -67,26 +69,26 @@ class Portable(Backend):
             weight_bias=call.options.weight_at == "l1",
         )  # fmt: skip
         launch.linear(
-            acts, w.w2, order, out.data, l2, how, to=to,
+            acts, w.w2, order, out.data, l2, arithmetic, to=to,
             factors=launch.Factors(w.b2, w.acts_global), pdl=pdl,
         )  # fmt: skip
 
 
 def _tokens(
-    x: Tensor | Quantized, w: ExpertWeights, how: Arithmetic, routing: Routing | None,
+    x: Tensor | Quantized, w: ExpertWeights, arithmetic: Arithmetic, routing: Routing | None,
     steps: Pass, pdl: bool,
 ) -> tuple[Activations, Tensor | None]:  # fmt: skip
     """Tokens as the GEMM loads them, and NVFP4's global scale of each; checks the routing."""
     step, source, codes, scale, by = steps.find("dispatch"), None, None, None, None
     if isinstance(x, Quantized):
-        acts, g = decode_tokens(x, how, steps.find("decode")), x.global_scale
+        acts, g = decode_tokens(x, arithmetic, steps.find("decode")), x.global_scale
     else:
-        acts, g = how.allocate(x.shape[0], x.shape[1], w.device), w.x_global
+        acts, g = arithmetic.allocate(x.shape[0], x.shape[1], w.device), w.x_global
         source, codes, scale, by = x, launch.as_bytes(acts.data), acts.scale, g
     if source is not None or routing is not None:
         assert step is not None
         dispatch(
-            source, codes, scale, how.acts, g=by, routing=routing, num_experts=w.num_experts,
+            source, codes, scale, arithmetic.acts, g=by, routing=routing, num_experts=w.num_experts,
             step=step, pdl=pdl,
         )  # fmt: skip
     return acts, None if g is None else g.expand(x.shape[0]).contiguous()

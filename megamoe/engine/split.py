@@ -49,7 +49,7 @@ def rows(call: Call, plan: Plan, passes: Sequence[Pass], out: Tensor, routing: R
     """Dispatch, L1 and L2 of the routed experts, window after window; rows to out [T, slots, H]."""
     HOPPER.check_activation(call.options)
     packed, first = HOPPER.prepare(call.weights, call.shared), passes[0]
-    tokens = HOPPER.tokens(call.x, call.weights, packed.how)
+    tokens = HOPPER.tokens(call.x, call.weights, packed.arithmetic)
     layer, num = _Layer(call, tokens, packed, routing, out, plan.overlaps), _config(first).num_rows
     slots, whole = _place(layer, passes)
     windows = ring(
@@ -89,13 +89,13 @@ def _place(layer: _Layer, passes: Sequence[Pass]) -> tuple[Slots, Pool]:
 
 def _fill(layer: _Layer, slots: Slots, steps: Pass, half: Window) -> None:
     """Tiles, items and tokens of a window."""
-    step, how = steps["window"], layer.packed.how
+    step, arithmetic = steps["window"], layer.packed.arithmetic
     slot_rows = window(
         slots, half.pool, half.l1_done, half.work, step, pdl=layer.pdl and not step.partition
     )
     permute(
-        layer.tokens, layer.routing, how.acts, half.pool, steps, slot_rows,
-        num_dest=layer.out.shape[1], num_shared=layer.call.num_shared, by_group=how.to_e4m3,
+        layer.tokens, layer.routing, arithmetic.acts, half.pool, steps, slot_rows,
+        num_dest=layer.out.shape[1], num_shared=layer.call.num_shared, by_group=arithmetic.to_e4m3,
         pdl=layer.pdl,
     )  # fmt: skip
 
@@ -105,8 +105,9 @@ def _l1(layer: _Layer, whole: Pool, steps: Pass, half: Window, *, is_first: bool
     call = layer.call
     launch.gated(
         _part_of(half.pool, whole, steps), layer.packed.w13, half.acts, steps["l1"],
-        layer.packed.how, call.options, bias=call.weights.b13, acts_factor=call.weights.acts_global,
-        error=layer.routing.error, use_pdl=layer.pdl and not is_first,
+        layer.packed.arithmetic, call.options, bias=call.weights.b13,
+        acts_factor=call.weights.acts_global, error=layer.routing.error,
+        use_pdl=layer.pdl and not is_first,
         chain=Chain(publishes=_signals(half, steps)), **half.items(0),
     )  # fmt: skip
 
@@ -116,8 +117,8 @@ def _l2(layer: _Layer, whole: Pool, steps: Pass, half: Window) -> None:
     call = layer.call
     launch.linear(
         _part_of(half.acts, whole, steps), layer.packed.w2, layer.out, steps["l2"],
-        layer.packed.how, call.options, bias=call.weights.b2, acts_factor=call.weights.acts_global,
-        error=layer.routing.error, **half.items(1),
+        layer.packed.arithmetic, call.options, bias=call.weights.b2,
+        acts_factor=call.weights.acts_global, error=layer.routing.error, **half.items(1),
         chain=Chain(
             _signals(half, steps), after=layer.packed.w13, bound_s=bound_s(call.timeout_s)
         ),

@@ -60,7 +60,7 @@ def ring(
     both: list[Window] = []
     for _ in range(min(num, WINDOWS)):
         width = 1 if both else weights.hidden  # its tokens are the first's
-        new = partial(backend.launch.pool, packed.how, slots, rows=rows)
+        new = partial(backend.launch.pool, packed.arithmetic, slots, rows=rows)
         pool = new(width, *sizes, is_far=is_far)
         if both:
             pool = pool._replace(data=both[0].pool.data, scale=both[0].pool.scale)

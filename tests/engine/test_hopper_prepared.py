@@ -31,7 +31,7 @@ def experts(recipe, seed=0):
 
 def same(a, b):
     tensors = [[t for p in (x.w13, x.w2) for t in (p.data, p.scale, p.factor)] for x in (a, b)]
-    return a.how == b.how and all(
+    return a.arithmetic == b.arithmetic and all(
         (s is None) == (t is None) and (s is None or torch.equal(s, t))
         for s, t in zip(*tensors, strict=True)
     )
@@ -127,8 +127,8 @@ def test_a_parameter_that_others_hold_is_watched_and_not_held():
 def test_experts_that_share_tensors_are_kept_apart():
     w, other = experts("w4a8_block"), experts("w4a8_block", seed=1)
     twin = mm.ExpertWeights("w4a16", w.w13, w.w2)
-    assert prepared(w).how.is_fp8
-    assert not prepared(twin).how.is_fp8 and prepared(w).w13.kind == "e4m3_image"
+    assert prepared(w).arithmetic.is_fp8
+    assert not prepared(twin).arithmetic.is_fp8 and prepared(w).w13.kind == "e4m3_image"
     late = replace(w, recipe="w4a16")  # of images that are there: unpacked, then packed
     assert prepared(late).w13.kind == "placed_image" and same(prepared(late), prepared(twin))
     mixed = replace(w, w2=other.w2)
@@ -200,9 +200,9 @@ def spread(w, codes):
 
 def test_exponents_that_e4m3_lacks_choose_bf16_for_the_layer():
     w = experts("w4a8_block")
-    assert prepared(w).how.is_fp8 and prepared(w).w2.kind == "e4m3_image"
+    assert prepared(w).arithmetic.is_fp8 and prepared(w).w2.kind == "e4m3_image"
     made = prepared(spread(w, 20))
-    assert not made.how.is_fp8 and made.how.is_promoted
+    assert not made.arithmetic.is_fp8 and made.arithmetic.is_promoted
     assert made.w13.kind == made.w2.kind == "placed_image"
 
 
