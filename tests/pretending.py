@@ -9,8 +9,8 @@ from megamoe.engine.call import Call
 from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.hardware import B200, H200
-from megamoe.planner.hopper import with_tile
 from megamoe.planner.overrides import checked
+from megamoe.planner.plan import with_tile
 from megamoe.problem import Options
 
 CPU = torch.device("cpu")

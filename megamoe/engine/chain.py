@@ -142,8 +142,7 @@ def stretches(
     yield None
     _exchange(here, source, pushed)
     yield None
-    is_split = plan.mode == "split"
-    if is_split:
+    if plan.mode == "split":
         from megamoe.engine import chain_split
 
         chain_split.compute(here, owner, plan)
@@ -156,7 +155,7 @@ def stretches(
         done=me.buffer.done, error=call.status.bad_slot, **here.control,
         counts_in=me.buffer.counts_in, pitch=me.buffer.counts_in.shape[1], l2_begun=begun,
         ns_per_row=0 if links is None else links.ns_of(planned.row_bytes(plan.call, plan.backend)),
-        **finish.config.constants(), **overlap(here.pdl and not is_split),
+        **finish.config.constants(), **overlap(finish.overlaps),
     )  # fmt: skip
     yield None
     y = torch.empty(num, hidden, dtype=torch.bfloat16, device=call.weights.device)
@@ -250,12 +249,12 @@ def _compute(here: _Ranked, steps: Pass) -> None:
     """One window of this rank's rows, from what sources pushed to rows at their homes."""
     window = _window(here, steps)
     _rows(here, steps, window)
-    _pull(here, steps["pull"], window, pdl=here.pdl)
+    _pull(here, steps["pull"], window)
     if here.links is not None and here.links.is_alone:
         return
     follows = planned.following(tile_in(steps))
     _l1(here, steps, window, follows)
-    _l2(here, steps, window, follows, pdl=here.pdl)
+    _l2(here, steps, window, follows)
 
 
 def _window(here: _Ranked, steps: Pass, first: _Window | None = None) -> _Window:
@@ -288,7 +287,8 @@ def _l1(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following)
     here.backend.launch.gated(
         window.pool, here.packed.w13, window.acts, steps["l1"], here.packed.how, call.options,
         bias=call.weights.b13, **_taken(work, 0),
-        acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=here.pdl,
+        acts_factor=call.weights.acts_global, error=call.status.bad_slot,
+        use_pdl=steps["l1"].overlaps,
         chain=Chain(
             pulled.arrived, pulled.l1_done if follows.publishes else None,
             bound_s=bound_s(call.timeout_s),
@@ -296,9 +296,7 @@ def _l1(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following)
     )  # fmt: skip
 
 
-def _l2(
-    here: _Ranked, steps: Pass, window: _Window, follows: planned.Following, *, pdl: bool
-) -> None:
+def _l2(here: _Ranked, steps: Pass, window: _Window, follows: planned.Following) -> None:
     """Activations to rows at their homes."""
     call, work, pool = here.call, window.work, window.pool
     send, rows, row_scale = steps.find("scales"), here.me.buffer.rows, None
@@ -309,7 +307,8 @@ def _l2(
     here.backend.launch.linear(
         window.acts, here.packed.w2, rows, steps["l2"], here.packed.how, call.options,
         bias=call.weights.b2, **_taken(work, 1),
-        acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=pdl,
+        acts_factor=call.weights.acts_global, error=call.status.bad_slot,
+        use_pdl=steps["l2"].overlaps,
         chain=Chain(
             window.pulled.l1_done if follows.l2 else None, dest_unit=here.backend.dest_unit,
             after=here.packed.w13, begun=here.l2_begun, row_scale=row_scale,
@@ -320,7 +319,7 @@ def _l2(
         fp8_rows.scales_kernel[send.grid](
             scale=row_scale, rows=here.me.buffer.rows, dest=pool.dest, tiles=pool.tiles,
             num_tiles=pool.num_tiles, pool_rows=len(pool.dest), hidden=call.weights.hidden,
-            **send.config.constants(), **overlap(pdl),
+            **send.config.constants(), **overlap(send.overlaps),
         )  # fmt: skip
 
 
@@ -352,8 +351,8 @@ def _items(here: _Ranked, steps: Pass, pool: Pool) -> tuple[WorkItems, WorkItems
     return l1, l2
 
 
-def _rows(here: _Ranked, steps: Pass, window: _Window, *, pdl: bool | None = None) -> None:
-    """Rows, tiles and items of a window; pdl  None: as the call's launches."""
+def _rows(here: _Ranked, steps: Pass, window: _Window) -> None:
+    """Rows, tiles and items of a window."""
     step, (pool, _, pulled, work) = steps["rows"], window
     own = step.config
     assert isinstance(own, planned.Rows)
@@ -382,11 +381,11 @@ def _rows(here: _Ranked, steps: Pass, window: _Window, *, pdl: bool | None = Non
         first_row=own.first_row, pool_rows=own.pool_rows, **items,
         HAS_STATS=call.stats is not None,
         DEST_BYTES=here.backend.dest_unit * buffer.rows.element_size(),
-        **step.config.constants(), **overlap(here.pdl if pdl is None else pdl),
+        **step.config.constants(), **overlap(step.overlaps),
     )  # fmt: skip
 
 
-def _pull(here: _Ranked, step: Launch, window: _Window, *, pdl: bool) -> None:
+def _pull(here: _Ranked, step: Launch, window: _Window) -> None:
     """Tokens of a window into the pool."""
     pool, _, pulled, _ = window
     words, tokens, links = here.words, here.me.buffer.tokens, here.links
@@ -401,5 +400,5 @@ def _pull(here: _Ranked, step: Launch, window: _Window, *, pdl: bool) -> None:
         rank=here.me.rank, pool_rows=pool.data.shape[0], pitch=words.pitch, data_words=words.data,
         scale_words=words.scales, own_units=tokens.numel() // pull.ORIGIN_UNIT,
         ns_per_row=ns_per_row, latency_ns=latency_ns, HAS_FACTOR=words.factor > 0,
-        PACE=links is not None, **step.config.constants(), **overlap(pdl),
+        PACE=links is not None, **step.config.constants(), **overlap(step.overlaps),
     )  # fmt: skip

@@ -35,12 +35,11 @@ def compute(here: _Ranked, passes: Sequence[Pass], plan: Plan) -> None:
             if number:
                 if number >= WINDOWS:
                     sides.wait(0, left[number - WINDOWS])
-                sides.run(0, partial(_rows, here, steps, window, pdl=False))
+                sides.run(0, partial(_rows, here, steps, window))
                 sides.wait(1, sides.mark(0))
-            is_next = here.pdl and number > 0  # to `rows` on the same side
-            sides.run(0, partial(_pull, here, steps["pull"], window, pdl=is_next))
+            sides.run(0, partial(_pull, here, steps["pull"], window))
             sides.run(0, partial(_l1, here, steps, window, follows))
-            sides.run(1, partial(_l2, here, steps, window, follows, pdl=False))
+            sides.run(1, partial(_l2, here, steps, window, follows))
             left.append(sides.mark(1))
     finally:
         sides.join()  # also where a launch failed: those before it still read what is let go

@@ -140,7 +140,7 @@ class FusedGroup:
                 kind=DTypeError,
             )
             assert isinstance(x, Tensor)
-            self.buffer.put(x, topk_idx, topk_weights)
+            self.buffer.put(x, topk_idx, topk_weights, self.plan.put(len(x)))
         except (MegaMoETimeout, RankError):
             raise  # the ranks stand at different calls
         except Exception as error:
@@ -165,7 +165,8 @@ class FusedGroup:
         device = layer.weights.device
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, layer.top_k, dtype=dtype, device=device)
-        self.buffer.put(x, idx, torch.empty(0, layer.top_k, device=device))
+        gates = torch.empty(0, layer.top_k, device=device)
+        self.buffer.put(x, idx, gates, self.plan.put(0))
 
     def warm(self, layer: MoE, bound: int | None = None) -> None:
         """A call without tokens that all ranks make once they have compiled it."""

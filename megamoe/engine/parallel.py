@@ -25,7 +25,6 @@ from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.planner.launches import Pass
 from megamoe.planner.plan import Plan, rows_plan, shared_plan
-from megamoe.planner.portable import quantize_rows
 from megamoe.problem import Options
 from megamoe.reference import layer as reference
 
@@ -244,16 +243,13 @@ class HopperCompute(KernelCompute):
         hopper.run_pass(
             x, self.weights, self.options, routing, slot_rows, steps, 0, self.stats, pdl=False
         )
-        return self._as_wire(slot_rows)
+        return self._as_wire(slot_rows, steps)
 
-    def _as_wire(self, slot_rows: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _as_wire(self, slot_rows: Tensor, steps: Pass) -> tuple[Tensor, Tensor | None]:
         from megamoe.engine import hopper
 
-        if self.options.combine == "bf16":
-            return slot_rows, None
-        num = slot_rows.shape[0] * slot_rows.shape[1]
-        step = quantize_rows("rows_to_fp8", num, slot_rows.shape[2], "codes-fp8_combine")
-        return hopper.as_fp8(slot_rows, step, pdl=False)
+        step = steps.find("rows_to_fp8")
+        return (slot_rows, None) if step is None else hopper.as_fp8(slot_rows, step, pdl=False)
 
     def _shared(
         self,
@@ -266,19 +262,20 @@ class HopperCompute(KernelCompute):
         assert self.shared is not None
         num, hidden = self.shared.num_experts, self.weights.hidden
         own = torch.empty(len(x), num, hidden, dtype=torch.bfloat16, device=slot_rows.device)
-        self._shared_rows(x, own, plan)
-        rows, row_scale = self._as_wire(own)
+        steps = shared_plan(plan)
+        self._shared_rows(x, own, steps)
+        rows, row_scale = self._as_wire(own, steps)
         slot_rows[:, first_slot:] = rows.view(slot_rows.dtype)
         if scale is not None and row_scale is not None:
             scale[:, first_slot:] = row_scale
 
-    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
+    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, steps: Pass) -> None:
         """Rows of the shared experts, in launches of their own."""
         from megamoe.engine import hopper
 
         assert self.shared is not None
         hopper.shared_rows(
-            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
+            x, self.shared, self.options, self.status.bad_slot, own, steps, 0, pdl=False
         )
 
 
@@ -297,14 +294,14 @@ class BlackwellCompute(HopperCompute):
         checked = torch.empty_like(idx), torch.empty_like(weight)
         routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
         blackwell.rows(x, self.weights, self.options, routing, out, steps, 0, self.stats, pdl=False)
-        return self._as_wire(out)
+        return self._as_wire(out, steps)
 
-    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
+    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, steps: Pass) -> None:
         from megamoe.engine import blackwell
 
         assert self.shared is not None
         blackwell.shared_rows(
-            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
+            x, self.shared, self.options, self.status.bad_slot, own, steps, 0, pdl=False
         )
 
 

@@ -75,14 +75,13 @@ def run(call: Call, plan: Plan) -> Tensor:
         hopper.shared_rows(
             call.x, call.shared, call.options, error, rows, steps, top_k, plan.overlaps
         )
-    row_scale, is_first = None, not others
+    row_scale = None
     *to_fp8, last = plan.rest
     for step in to_fp8:
-        rows, row_scale = hopper.as_fp8(rows, step, plan.overlaps and not is_first)
-        is_first = False
+        rows, row_scale = hopper.as_fp8(rows, step, step.overlaps)
     combine(
         rows, row_scale, idx, weight, y, step=last, weighted=call.options.weight_at == "combine",
-        pdl=plan.overlaps and not is_first,
+        pdl=last.overlaps,
     )  # fmt: skip
     return y
 
@@ -117,7 +116,7 @@ def _compute(layer: _Layer, passes: Sequence[Pass], plan: Plan) -> None:
                     sides.wait(0, left[number - WINDOWS])
                 sides.run(0, partial(_pool, layer, steps, slots, half))
                 sides.wait(1, sides.mark(0))
-            sides.run(0, partial(_l1, layer, steps, whole, half, is_first=not number))
+            sides.run(0, partial(_l1, layer, steps, whole, half))
             sides.run(1, partial(_l2, layer, steps, whole, half))
             left.append(sides.mark(1))
     finally:
@@ -184,7 +183,7 @@ def _pool(layer: _Layer, steps: Pass, slots: Slots, half: _Half) -> None:
     """Tiles, items and tokens of a window."""
     rows = window(
         slots, half.pool, half.l1_done, half.work, steps["window"],
-        pdl=layer.pdl and not steps["window"].partition,
+        pdl=steps["window"].overlaps,
     )  # fmt: skip
     permute(
         layer.tokens, layer.routing, layer.packed.how.acts, half.pool, steps, rows,
@@ -193,7 +192,7 @@ def _pool(layer: _Layer, steps: Pass, slots: Slots, half: _Half) -> None:
     )  # fmt: skip
 
 
-def _l1(layer: _Layer, steps: Pass, whole: Pool, half: _Half, *, is_first: bool) -> None:
+def _l1(layer: _Layer, steps: Pass, whole: Pool, half: _Half) -> None:
     """Dispatched tokens to activations; signals each tile to L2."""
     call = layer.call
     items = half.work[0].items if half.work else None
@@ -201,7 +200,7 @@ def _l1(layer: _Layer, steps: Pass, whole: Pool, half: _Half, *, is_first: bool)
         _window_of(half.pool, whole, steps), layer.packed.w13, half.acts, steps["l1"],
         layer.packed.how, call.options, items=items, bias=call.weights.b13,
         acts_factor=call.weights.acts_global, error=layer.routing.error,
-        use_pdl=layer.pdl and not is_first,
+        use_pdl=steps["l1"].overlaps,
         chain=Chain(publishes=half.l1_done if _counts(steps) else None),
     )  # fmt: skip
 

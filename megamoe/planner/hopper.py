@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from megamoe.errors import CapacityError, NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
@@ -31,9 +31,6 @@ from megamoe.planner.portable import combine, quantize_rows
 from megamoe.planner.tables import hopper as tables
 from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import MAX_TOP_K
-
-if TYPE_CHECKING:
-    from megamoe.planner.plan import Plan
 
 KERNELS = ("swap_ab", "gemm")
 BLOCK_MS = (8, 16, 32, 64, 128)
@@ -585,12 +582,3 @@ def shared_memory(call: CallSpec, tile: Tile) -> SharedMemory:
         return smem.gemm(recipe, tile)
     how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
     return smem.gemm_swap_ab(recipe, how, tile)
-
-
-def with_tile(plan: Plan, tile: Tile) -> Plan:
-    """A staged plan of routed experts with another tile in both linears, as sweeps try them."""
-    call, p = plan.call, plan.problem
-    sizes = Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
-    one = staged_pass(sizes, tile, plan.hardware.num_sms, "given", "routed")
-    rest = tuple(finish(call, p.num_tokens))
-    return replace(plan, mode="staged", passes=(one,), mega=None, rest=rest)

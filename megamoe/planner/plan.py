@@ -124,8 +124,7 @@ class Plan:
         if self.mega is not None:
             if p.num_ranks == 1:
                 return ()
-            put = copies.put(p.num_tokens, p.hidden, p.top_k, self.num_passes)
-            return (put,) * self.call.local_ranks
+            return (self.put(p.num_tokens),) * self.call.local_ranks
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
         if self.is_chained:
@@ -134,6 +133,14 @@ class Plan:
         if acts == "bf16" or p.num_tokens == 0:
             return ()
         return (portable.quantize_rows("quantize", p.num_tokens, p.hidden, f"codes-{acts}"),)
+
+    def put(self, num_tokens: int) -> Launch:
+        """Fused over ranks: the launch that puts the tokens of one rank, which may have fewer.
+
+        num_tokens  of that rank
+        """
+        p = self.problem
+        return copies.put(num_tokens, p.hidden, p.top_k, self.num_passes)
 
     def launch(self, name: str) -> Launch:
         """The first launch of that name.
@@ -403,14 +410,27 @@ def choose_backend(
 
 
 def reasons_on(arch: str) -> dict[str, str]:
-    """Why each backend cannot run on an architecture."""
-    is_gpu = arch.startswith("sm_")
-    return {
-        "hopper": "" if arch == "sm_90a" else f"needs sm_90a, this is {arch}",
-        "blackwell": "" if arch.startswith("sm_10") else f"needs sm_100a, this is {arch}",
-        "portable": "" if is_gpu else "needs a GPU; on a CPU only Triton's interpreter runs it",
-        "reference": "",
+    """Why each backend cannot run on an architecture, best first; "" where it can.
+
+    >>> reasons_on("sm_75")["portable"]
+    'needs sm_80 or newer, this is sm_75'
+    """
+    if not arch.startswith("sm_"):
+        needs = {"hopper": "an H100, H200 or H20", "blackwell": "a B200, B300 or GB200"}
+        reasons = {name: f"needs {gpus}" for name, gpus in needs.items()}
+        reasons["portable"] = "needs a GPU; on a CPU only Triton's interpreter runs it"
+        return {**reasons, "reference": ""}
+    version = int(arch.removeprefix("sm_").rstrip("af"))
+    legal = {
+        "hopper": (version // 10 == 9, "sm_90a"),
+        "blackwell": (version // 10 == 10, "sm_100a"),
+        "portable": (version >= 80, "sm_80 or newer"),
     }
+    reasons = {
+        name: "" if works else f"needs {what}, this is {arch}"
+        for name, (works, what) in legal.items()
+    }
+    return {**reasons, "reference": ""}
 
 
 def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Value) -> Plan:
@@ -482,8 +502,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     else:
         passes = portable.staged_passes(call, hw.arch, chosen)
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
-    plan = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
-    return _with_buffers(plan)
+    plan = Plan(
+        call=call, hardware=hw, backend=backend, mode=mode, why=why, numerics=how, passes=passes,
+        mega=mega, num_passes=num, rest=rest, buffers=(), overrides=overrides,
+    )  # fmt: skip
+    return _with_buffers(_with_overlaps(plan))
 
 
 def _is_chained(call: CallSpec, mode: str) -> bool:
@@ -495,24 +518,47 @@ def _fused(backend: str) -> Any:
     return blackwell_fused if backend == "blackwell" else hopper
 
 
+def with_tile(plan: Plan, tile: Tile) -> Plan:
+    """A staged plan of Hopper's routed experts with another tile in both linears, for sweeps."""
+    p = plan.problem
+    sizes = hopper.Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
+    one = hopper.staged_pass(sizes, tile, plan.hardware.num_sms, "given", "routed")
+    rest = tuple(hopper.finish(plan.call, p.num_tokens))
+    changed = replace(plan, mode="staged", passes=(one,), mega=None, rest=rest)
+    return _with_buffers(_with_overlaps(changed))
+
+
 def rows_plan(
     call: CallSpec, backend: str, hw: Hardware, num_rows: int, overrides: Overrides
 ) -> Pass:
     """Staged over a group: the launches of the rows that a rank received."""
-    if backend == "hopper":
-        return hopper.rows_pass(call, num_rows, hw.num_sms, dict(overrides))
-    if backend == "blackwell":
-        return blackwell.rows_pass(call, num_rows, hw.num_sms, dict(overrides))
-    return portable.rows_pass(call, num_rows, hw.arch, dict(overrides))
+    if backend == "portable":
+        return portable.rows_pass(call, num_rows, hw.arch, dict(overrides))
+    gluon = blackwell if backend == "blackwell" else hopper
+    return _to_wire(call, gluon.rows_pass(call, num_rows, hw.num_sms, dict(overrides)))
+
+
+def _to_wire(call: CallSpec, one: Pass) -> Pass:
+    """The pass whose BF16 rows cross the links, rounded to FP8 last where combine takes that."""
+    if call.combine != "fp8":
+        return one
+    step = portable.quantize_rows(
+        "rows_to_fp8", one.num_slots, call.problem.hidden, "codes-fp8_combine"
+    )
+    return replace(one, launches=(*one.launches, step))
 
 
 def shared_plan(plan: Plan) -> Pass:
-    """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
-    if plan.backend == "hopper":
-        return hopper.shared_pass(plan.call, plan.hardware.num_sms)
-    if plan.backend == "blackwell":
-        return blackwell.shared_pass(plan.call, plan.hardware.num_sms)
-    return portable.shared_pass(plan.call, plan.hardware.arch)
+    """Over a group: the launches of the shared experts, which see this rank's tokens."""
+    return _shared_pass(plan.call, plan.backend, plan.hardware, plan.is_chained)
+
+
+def _shared_pass(call: CallSpec, backend: str, hw: Hardware, is_chained: bool) -> Pass:
+    if backend == "portable":
+        return portable.shared_pass(call, hw.arch)
+    gluon = blackwell if backend == "blackwell" else hopper
+    one = gluon.shared_pass(call, hw.num_sms)
+    return one if is_chained else _to_wire(call, one)
 
 
 def _over_group(
@@ -523,16 +569,8 @@ def _over_group(
     rows = p.num_tokens * p.top_k
     passes = [rows_plan(call, backend, hw, rows, tuple(overrides.items()))]
     rest: list[Launch] = []
-    if backend in ("hopper", "blackwell") and call.combine == "fp8":
-        kind = "codes-fp8_combine"
-        rest.append(portable.quantize_rows("rows_to_fp8", rows, p.hidden, kind))
     if call.shared is not None:
-        if backend == "hopper":
-            rest += hopper.shared_pass(call, hw.num_sms).launches
-        elif backend == "blackwell":
-            rest += blackwell.shared_pass(call, hw.num_sms).launches
-        else:
-            rest += portable.shared_pass(call, hw.arch).launches
+        rest += _shared_pass(call, backend, hw, is_chained=False).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
     return tuple(passes), tuple(rest)
 
@@ -548,6 +586,40 @@ def _mode(
     if backend == "blackwell":
         return blackwell_fused.mode_of(call, overrides, wanted)
     return hopper.mode_of(call, overrides, wanted)
+
+
+def _with_overlaps(plan: Plan) -> Plan:
+    """Each launch with whether it is placed while the one before it on its stream ends.
+
+    Split: a launch that waits for one of the other part, or for both parts, is not.
+    """
+    if not plan.overlaps:
+        return plan
+    is_split = plan.mode == "split"
+    passes: list[Pass] = []
+    for one in plan.passes:
+        is_later = any(before.experts == one.experts for before in passes[plan.is_chained :])
+        waits = _waiting(is_later, plan.is_chained) if is_split and one.find("l1") else ()
+        passes.append(_overlapping(one, waits if one.experts != "shared" else ()))
+    rest = Pass("", 0, 0, plan.rest)
+    waits = ("finish",) if plan.is_chained else (plan.rest[0].name,) if plan.rest else ()
+    is_joined = is_split and (plan.is_chained or passes[-1].experts != "shared")
+    rest = _overlapping(rest, waits if is_joined else ())
+    return replace(plan, passes=tuple(passes), rest=rest.launches)
+
+
+def _waiting(is_later: bool, is_chained: bool) -> tuple[str, ...]:
+    """Launches of a window in mode split that wait for the other part of the SMs."""
+    first = ("window", "rows") if is_later else ("pull",) if is_chained else ("l1",)
+    return (*first, "l2", "scales")
+
+
+def _overlapping(one: Pass, waits: tuple[str, ...]) -> Pass:
+    """The pass with its launches overlapping, but for those that wait by name and `decode`."""
+    launches = (
+        replace(step, overlaps=step.name not in (*waits, "decode")) for step in one.launches
+    )
+    return replace(one, launches=tuple(launches))
 
 
 def _with_buffers(plan: Plan) -> Plan:
