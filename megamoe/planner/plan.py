@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from megamoe.errors import NotAvailable, RangeError, one_of, require
-from megamoe.formats.spec import BF16, recipe_named
+from megamoe.formats.spec import recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.regions import Workspace, align_up
-from megamoe.layout.rows import stored_bytes
+from megamoe.layout.regions import Workspace
 from megamoe.planner import (
     blackwell,
     blackwell_fused,
@@ -24,13 +23,13 @@ from megamoe.planner import (
     copies,
     fused,
     hopper,
+    memory,
     portable,
     split,
 )
-from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
-from megamoe.planner.floor import Floor, floor, weight_bytes
+from megamoe.planner.floor import Floor, floor
 from megamoe.planner.launches import (
     Gemm,
     GemmSwapAb,
@@ -40,13 +39,11 @@ from megamoe.planner.launches import (
     Pass,
     PortableGemm,
     Tile,
-    Window,
 )
+from megamoe.planner.memory import Buffer
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, check_pairs, checked, word
 from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
-from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
-from megamoe.planner.tables.hopper import WIDTH
 from megamoe.planner.tables.split import why_not_auto
 from megamoe.problem import Problem
 
@@ -63,16 +60,6 @@ BACKEND_MODES = {
     "portable": ("staged",),
     "reference": ("staged", "fused", "chain", "split"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Memory of a rank: what it holds, and who sees it."""
-
-    name: str
-    num_bytes: int
-    kind: str  # "weights", "local" (of a call, from the caching allocator) or "symmetric"
-    about: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -623,115 +610,4 @@ def _overlapping(one: Pass, waits: tuple[str, ...]) -> Pass:
 
 
 def _with_buffers(plan: Plan) -> Plan:
-    return replace(plan, buffers=tuple(_buffers(plan)))
-
-
-def _buffers(plan: Plan) -> list[Buffer]:
-    """What a rank holds: weights, and the memory of one call."""
-    call, p = plan.call, plan.problem
-    local = p.num_experts // p.num_ranks * call.local_ranks
-    each, about = weight_bytes(p), "as the checkpoint has them"
-    if plan.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
-        each, about = _image_bytes(call), "as images, and in no other form"
-    buffers = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
-    if plan.mega is not None:
-        assert isinstance(plan.mega.config, Mega)
-        rows = plan.mega.config.pool_rows * call.local_ranks
-        buffers += _pools(plan, rows)
-        if not call.is_group:
-            each = plan.fused_tokens
-            num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
-            buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    elif plan.is_chained and plan.routed is not None:
-        config = plan.routed["rows"].config
-        assert isinstance(config, chain.Rows)
-        is_ring = plan.mode == "split" and len(plan.passes) > 2
-        tokens, acts = _pools(plan, config.pool_rows)
-        buffers += [tokens, _pools(plan, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
-        if not call.is_group:
-            buffers.append(_exchange(call, plan.backend, "chain"))
-    elif plan.mode == "split" and plan.routed is not None:
-        config = plan.routed["window"].config
-        assert isinstance(config, Window)
-        tokens, acts = _pools(plan, config.num_rows)
-        ring = acts if config.is_whole else _pools(plan, split.WINDOWS * config.num_rows)[1]
-        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
-        buffers += [tokens, ring, Buffer("combine rows", num, "local", "BF16, a row a slot")]
-    elif plan.passes:
-        one = plan.passes[0]
-        rows = one.num_slots
-        if plan.backend == "hopper":
-            rows = hopper.num_rows(one.num_slots, one.num_experts)
-        elif isinstance(plan.tile, GemmTmem):
-            rows = blackwell.num_rows(one.num_slots, one.num_experts, plan.tile.block_m)
-        buffers += _pools(plan, rows)
-        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
-        buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    return buffers + (_exchanges(plan) if call.is_group else [])
-
-
-def _exchanges(plan: Plan) -> list[Buffer]:
-    """What a layer shares with its peers: of every mode that its calls may have."""
-    call, overrides = plan.call, dict(plan.overrides)
-    if plan.backend == "blackwell" and plan.mega is not None:
-        about = f"tokens, inbox and combine rows, {plan.num_passes} x {plan.fused_tokens}"
-        about = f"fused: {about} tokens a rank"
-        return [Buffer("exchange", plan.exchange.num_bytes, "symmetric", about)]
-    if overrides.get("mode") == "staged" or not (plan.backend == "hopper" or plan.is_chained):
-        return []
-    small = replace(call.problem, num_tokens=min(call.problem.num_tokens, 1))
-    most = max(call.shared_tokens or 0, call.max_tokens or 0, call.problem.num_tokens)
-    whole = replace(call, problem=small, max_tokens=most)
-    modes: tuple[tuple[int, str], ...] = ((most, plan.mode),)
-    if plan.backend == "hopper" and overrides.get("mode", "auto") == "auto":
-        ready = quantized_mode(whole, overrides)
-        sizes = [*group_modes(whole, overrides), *(() if ready is None else (ready,))]
-        modes = tuple({one.mode: (one.tokens, one.mode) for one in sizes}.values())
-    return [
-        _exchange(
-            replace(whole, max_tokens=tokens),
-            plan.backend,
-            mode,
-            "exchange" if mode == plan.mode else "",
-        )
-        for tokens, mode in modes
-        if mode in ("fused", "chain")
-    ]
-
-
-def _exchange(call: CallSpec, backend: str, mode: str, name: str = "exchange") -> Buffer:
-    """The memory of one mode."""
-    tokens = chain.bound(call)
-    if mode == "chain":
-        num = chain.memory(call, backend).num_bytes
-        about = f"tokens, lists and combine rows, {tokens}"
-    else:
-        launches, each = hopper.passes_of(call)
-        num = hopper.exchange_of(call).num_bytes
-        about = f"tokens, inbox and combine rows, {launches} x {each}"
-    name = name or f"exchange, {mode}"
-    return Buffer(name, num, "symmetric", f"{mode}: {about} tokens a rank")
-
-
-def _image_bytes(call: CallSpec) -> int:
-    """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
-    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
-    hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
-    values = 3 * hidden * wide
-    if fmt.has_global:
-        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
-    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
-        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
-    return int(values * fmt.bits_per_value / 8)
-
-
-def _pools(plan: Plan, rows: int) -> list[Buffer]:
-    """Tokens sorted by expert, and activations between the linears."""
-    p, how = plan.problem, plan.numerics
-    fmt = recipe_named(p.recipe).acts if how.acts in ("codes", "placed") else BF16
-    widths = (("tokens", p.hidden), ("activations", p.intermediate))
-    wide = {"hopper": WIDTH, "blackwell": BLACKWELL_WIDTH}.get(plan.backend, 1)
-    return [
-        Buffer(name, rows * stored_bytes(align_up(width, wide), fmt), "local", f"{rows} rows")
-        for name, width in widths
-    ]
+    return replace(plan, buffers=memory.buffers(plan))

@@ -9,102 +9,57 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.runtime.jit import JITFunction
 
 import megamoe as mm
 from megamoe.engine import (
     backends,
     blackwell,
-    chain,
     graphs,
     grouped,
-    images,
     local,
-    packed,
-    parallel,
     partition,
     planning,
-    symm_buffer,
 )
 from megamoe.engine import portable as portable_engine
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
-from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.planning import Ranks, Traits, plan_for
-from megamoe.engine.status import DeviceStatus
-from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
-from megamoe.formats.spec import format_named, recipe_named
-from megamoe.kernels.gluon.mega.arguments import World
-from megamoe.kernels.hopper.weights import pack
+from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import combine as portable_combine
 from megamoe.kernels.portable import launch as portable_launch
 from megamoe.kernels.portable.graph_io import ReplayArgs
-from megamoe.planner import chain as planned
-from megamoe.planner.grouped import GATED, GroupedSpec, plan_grouped
+from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import Launch
 from megamoe.planner.numerics import BLACKWELL_RECIPES, HOPPER_RECIPES, TABLE
 from megamoe.planner.overrides import checked
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED
-from tests.pretending import pretend_b200, pretend_h200
+from tests.plan.support import (
+    MACHINE,
+    META,
+    E,
+    H,
+    I,
+    K,
+    OneByOne,
+    alone,
+    chain_over_ranks,
+    experts,
+    fused_over_ranks,
+    inputs,
+    quantized,
+    staged_over_ranks,
+    status,
+)
+from tests.pretending import pretend_b200
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no launches")
 
-META = torch.device("meta")
 TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
-E, I, H, K = 32, 2048, 4096, 6  # of one rank
 BACKENDS = ("hopper", "portable")
 BLACKWELL = [("blackwell", r, num) for r in RECIPES for num in (8, 512, 8192)]
 BLACKWELL = [one for one in BLACKWELL if one[:2] in TABLE]
-MACHINE = {"hopper": "h200", "portable": "h200", "blackwell": "b200"}
-
-
-def quantized(name, *shape):
-    """A tensor in a format, without memory."""
-    fmt = format_named(name)
-    data = torch.empty(data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=META)
-    scale = None
-    if name != "bf16":
-        scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=META)
-    g = torch.ones(shape[0] if len(shape) > 2 else (), device=META) if fmt.has_global else None
-    return Quantized(data, scale, name, shape, g)
-
-
-def experts(recipe, num=E, intermediate=I):
-    name = recipe_named(recipe).weights.name
-    extra = {}
-    if recipe_named(recipe).acts.has_global:
-        one, each = torch.ones((), device=META), torch.ones(num, device=META)
-        extra = {"x_global": one, "acts_global": each}
-    w13, w2 = quantized(name, num, 2, intermediate, H), quantized(name, num, H, intermediate)
-    return mm.ExpertWeights(recipe, w13, w2, **extra)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """(kernel, grid, constants) of all that would have been launched, on a pretended H200."""
-    found = []
-
-    def keep(kernel, *args, grid, warmup, **constants):
-        found.append((kernel.__name__, tuple(grid), constants))
-
-    pretend_h200(monkeypatch)
-    monkeypatch.setattr(JITFunction, "run", keep)
-    facts = pack.Facts(True, True, True)
-    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
-    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
-    monkeypatch.setattr(images, "_facts", lambda w: facts)
-    monkeypatch.setattr(images, "fill", lambda *_: None)  # images without memory
-    return found
-
-
-def status():
-    """Words without memory."""
-    made = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
-    made.order_after_last = made.raise_if_seen = lambda: None
-    made.copy_to_host_async = lambda top_k: None
-    return made
 
 
 def assert_planned(launched, steps):
@@ -118,30 +73,8 @@ def assert_planned(launched, steps):
         assert {name: constants.get(name) for name in wanted} == wanted, (kernel, step.name)
 
 
-def inputs(num, *, is_quantized=False, recipe="w8a8"):
-    x = torch.empty(num, H, dtype=torch.bfloat16, device=META)
-    if is_quantized:
-        x = quantized(recipe_named(recipe).acts.name, num, H)
-        if x.global_scale is not None:
-            x = Quantized(x.data, x.scale, x.format, x.shape, torch.ones(num, device=META))
-    idx = torch.empty(num, K, dtype=torch.int64, device=META)
-    return x, idx, torch.empty(num, K, device=META)
-
-
 CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS if (b, r) in TABLE]
 CASES += BLACKWELL
-
-
-@pytest.fixture
-def machine(launched, monkeypatch, request):
-    """The machine of the backend; a pretended H200 is there already."""
-    backend = request.node.callspec.params["backend"]
-    if backend == "blackwell":
-        pretend_b200(monkeypatch)
-        monkeypatch.setattr(
-            blackwell, "known", lambda w, what, find, *_: what == "fits_bf16" or find(w)
-        )
-    return MACHINE[backend]
 
 
 @pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
@@ -262,23 +195,6 @@ def test_a_grouped_product_that_goes_back_to_tokens(launched, alone_on_b200, num
     assert_planned(launched, plan.launches)
 
 
-@pytest.fixture
-def alone_on_b200(launched, monkeypatch):
-    """Grouped GEMMs of the Blackwell backend."""
-    pretend_b200(monkeypatch)
-    monkeypatch.setattr(backends, "resolve", lambda *asked: None)
-    monkeypatch.setattr(grouped, "known", lambda w, what, find, *_: what == "fits_bf16" or find(w))
-
-
-def alone(recipe, num, variant, num_tokens=0):
-    """(rows, matrices, counts, spec) of a grouped GEMM."""
-    row, groups = recipe_named(recipe), 8
-    lead = (groups, 2) if variant in GATED else (groups,)
-    x, w = quantized(row.acts.name, num, H), quantized(row.weights.name, *lead, I, H)
-    counts = torch.empty(groups, dtype=torch.int32, device=META)
-    return x, w, counts, GroupedSpec(recipe, num, groups, I, H, variant, num_tokens)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_tokens_whose_rows_begin_anywhere(launched, monkeypatch, backend, recipe):
@@ -364,27 +280,6 @@ def test_split(launched, monkeypatch, recipe, num, given):
     launch(Call(*inputs(num), w, options, None, status()), plan)
     assert_planned(launched, plan.launches)
     assert [one.partition for one in plan.launches if one.partition] == sides
-
-
-class OneByOne:
-    """Both sides, in the order in which they are given work; `sides` gets each launch's."""
-
-    def __init__(self, launched, sides):
-        self.launched, self.sides = launched, sides
-
-    def run(self, side, launches):
-        before = len(self.launched)
-        launches()
-        self.sides += [("l1", "l2")[side]] * (len(self.launched) - before)
-
-    def mark(self, side):
-        return side
-
-    def wait(self, side, mark):
-        assert side != mark
-
-    def join(self):
-        pass
 
 
 @pytest.mark.parametrize("combine", ["bf16", "fp8"])
@@ -494,52 +389,6 @@ def test_split_over_eight_ranks(launched, monkeypatch, given):
     chain_over_ranks(plan, w, options, num)
     assert_planned(launched, plan.launches)
     assert [one.partition for one in plan.launches if one.partition] == sides
-
-
-def fused_over_ranks(plan, w, options, num):
-    """A call of `FusedGroup` on this rank, in memory that no rank shares."""
-    group = object.__new__(FusedGroup)
-    where = plan.exchange
-    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
-    group.buffer = symm_buffer.symm_buffer_in(memory, where)
-    peers = torch.empty(8, dtype=torch.int64, device=META)
-    group._world = World(8, 1, 0, peers, group.buffer.signals, group.buffer.inbox)
-    group.plan, group.num_tokens = plan, num
-    group.num_passes, group._each = plan.num_passes, plan.fused_tokens
-    layer = SimpleNamespace(
-        _status=status(), weights=w, options=options, top_k=K,
-        _launch=SimpleNamespace(timeout_s=1.0, is_poisoned=False),
-    )  # fmt: skip
-    group(layer, *inputs(num), torch.empty(E, dtype=torch.int64, device=META), lambda: None)
-
-
-def chain_over_ranks(plan, w, options, num, shared=None):
-    """What `ChainGroup` launches on this rank."""
-    where = planned.memory(plan.call, plan.backend)
-    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
-    peers = torch.empty(8, dtype=torch.int64, device=META)
-    me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)
-    stats = torch.empty(E, dtype=torch.int64, device=META)
-    chain.run(me, Call(*inputs(num), w, options, shared, status(), stats), plan)
-
-
-def staged_over_ranks(plan, w, options, num, shared=None, ready=None):
-    """What this rank computes between the all-to-alls, under even routing."""
-    x, idx, gates = inputs(num)
-    x = x if ready is None else ready
-    stats = torch.empty(E, dtype=torch.int64, device=META)
-    compute = parallel.COMPUTE[plan.backend](
-        w, shared, options, 8 * E, stats, lambda tokens, is_quantized: plan, status()
-    )
-    sent = compute.tokens(x)
-    rows = num * K
-    received = Quantized(inputs(rows)[0], None, "bf16", (rows, H))
-    if sent.format != "bf16":
-        received = inputs(rows, is_quantized=True, recipe=w.recipe)[0]
-    expert = torch.empty(rows, dtype=torch.int64, device=META)
-    made = compute.rows(received, expert, torch.empty(rows, device=META))
-    slots = torch.empty(rows, dtype=torch.int64, device=META)
-    compute.combine(made, slots, x, idx, gates)
 
 
 def _one_stage_less(*args):
