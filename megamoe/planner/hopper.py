@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from megamoe.errors import CapacityError, NotAvailable, RangeError, require
@@ -39,8 +40,9 @@ BLOCK_MS = (8, 16, 32, 64, 128)
 # -- tiles ----------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
-    """(the table's tile of both linears, why)."""
+    """(the table's tile of both linears, why); the table is read once for each load."""
     shape: Shape | Gemm
     if recipe == "w4a8_block" and not fits_e4m3:
         shape, why = next((t, w) for edge, t, w in tables.WIDE_RANGE if rows_per_expert <= edge)
@@ -343,14 +345,14 @@ def tile_for(call: CallSpec, load: float, chosen: Mapping[str, Value]) -> tuple[
 def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
     """(mode, why); refuses `fused` with the reason where no launch takes the call."""
     p = call.problem
-    refusal = why_not_fused(call, overrides)
-    if asked == "fused":
-        fused.require_mode("fused", refusal)
-        return "fused", "asked for"
     if asked == "staged":
         return "staged", "asked for"
     if asked == "split":
         return _split(call)
+    refusal = why_not_fused(call, overrides) if asked != "chain" else None
+    if asked == "fused":
+        fused.require_mode("fused", refusal)
+        return "fused", "asked for"
     if asked == "chain" or (asked == "auto" and call.is_group):
         return over_group(call, refusal, asked)
     if refusal is not None:
