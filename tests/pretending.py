@@ -10,8 +10,8 @@ from megamoe.engine.hopper import HOPPER
 from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.hardware import B200, H200
-from megamoe.planner.hopper import with_tile
 from megamoe.planner.overrides import checked
+from megamoe.planner.plan import with_tile
 from megamoe.problem import Options
 
 CPU = torch.device("cpu")

@@ -28,9 +28,10 @@ from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.hopper import candidates, label, pick, with_tile
+from megamoe.planner.hopper import candidates, label, pick
 from megamoe.planner.launches import Tile
 from megamoe.planner.numerics import narrowest_mma
+from megamoe.planner.plan import with_tile
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
 

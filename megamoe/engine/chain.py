@@ -153,7 +153,7 @@ def phases(
         done=me.buffer.done, error=call.status.bad_slot, **ctx.control,
         counts_in=me.buffer.counts_in, pitch=me.buffer.counts_in.shape[1], l2_begun=l2_start,
         ns_per_row=ns_per_row, **finish.config.constants(),
-        **overlap(ctx.pdl and plan.mode != "split"),
+        **overlap(finish.overlaps),
     )  # fmt: skip
     yield None
     yield _combine(ctx, routing)
@@ -244,12 +244,12 @@ def _compute(ctx: _Context, steps: Pass) -> None:
     """One window of this rank's rows, from what sources pushed to rows at their sources."""
     (window,) = _ring(ctx, [steps])
     _rows(ctx, steps, window)
-    _pull(ctx, steps["pull"], window, pdl=ctx.pdl)
+    _pull(ctx, steps["pull"], window)
     if ctx.links is not None and ctx.links.is_alone:
         return
     follows = planned.following(tile_in(steps))
     _l1(ctx, steps, window, publishes=follows.publishes)
-    _l2(ctx, steps, window, follows=follows.l2, pdl=ctx.pdl)
+    _l2(ctx, steps, window, follows=follows.l2)
 
 
 def _compute_split(ctx: _Context, passes: Sequence[Pass]) -> None:
@@ -262,15 +262,14 @@ def _compute_split(ctx: _Context, passes: Sequence[Pass]) -> None:
     _rows(ctx, first, windows[0])
     follows = planned.following(tile_in(first), is_split=True)
 
-    def l1(steps: Pass, window: Window, *, is_first: bool) -> None:
-        _pull(ctx, steps["pull"], window, pdl=ctx.pdl and not is_first)  # after `rows`, same side
+    def l1(steps: Pass, window: Window) -> None:
+        _pull(ctx, steps["pull"], window)
         _l1(ctx, steps, window, publishes=follows.publishes)
 
     side_by_side(
         passes, windows,
         partition.fork(ctx.call.weights.device, l1_sms, ctx.plan.hardware.num_sms),
-        fill=partial(_rows, ctx, pdl=False), l1=l1,
-        l2=partial(_l2, ctx, follows=follows.l2, pdl=False),
+        fill=partial(_rows, ctx), l1=l1, l2=partial(_l2, ctx, follows=follows.l2),
     )  # fmt: skip
 
 
@@ -292,7 +291,8 @@ def _l1(ctx: _Context, steps: Pass, window: Window, *, publishes: bool) -> None:
     ctx.backend.launch.gated(
         window.pool, ctx.packed.w13, window.acts, steps["l1"], ctx.packed.arithmetic, call.options,
         bias=call.weights.b13, **window.items(0),
-        acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=ctx.pdl,
+        acts_factor=call.weights.acts_global, error=call.status.bad_slot,
+        use_pdl=steps["l1"].overlaps,
         chain=Chain(
             window.pulled.arrived, window.l1_done if publishes else None,
             bound_s=bound_s(call.timeout_s),
@@ -300,7 +300,7 @@ def _l1(ctx: _Context, steps: Pass, window: Window, *, publishes: bool) -> None:
     )  # fmt: skip
 
 
-def _l2(ctx: _Context, steps: Pass, window: Window, *, follows: bool, pdl: bool) -> None:
+def _l2(ctx: _Context, steps: Pass, window: Window, *, follows: bool) -> None:
     """Activations to rows at their sources."""
     call, pool = ctx.call, window.pool
     send, rows, row_scale = steps.find("scales"), ctx.me.buffer.rows, None
@@ -311,7 +311,8 @@ def _l2(ctx: _Context, steps: Pass, window: Window, *, follows: bool, pdl: bool)
     ctx.backend.launch.linear(
         window.acts, ctx.packed.w2, rows, steps["l2"], ctx.packed.arithmetic, call.options,
         bias=call.weights.b2, **window.items(1),
-        acts_factor=call.weights.acts_global, error=call.status.bad_slot, use_pdl=pdl,
+        acts_factor=call.weights.acts_global, error=call.status.bad_slot,
+        use_pdl=steps["l2"].overlaps,
         chain=Chain(
             window.l1_done if follows else None, dest_unit=ctx.backend.dest_unit,
             after=ctx.packed.w13, begun=ctx.l2_start, row_scale=row_scale,
@@ -322,12 +323,12 @@ def _l2(ctx: _Context, steps: Pass, window: Window, *, follows: bool, pdl: bool)
         fp8_rows.scales_kernel[send.grid](
             scale=row_scale, rows=ctx.me.buffer.rows, dest=pool.dest, tiles=pool.tiles,
             num_tiles=pool.num_tiles, pool_rows=len(pool.dest), hidden=call.weights.hidden,
-            **send.config.constants(), **overlap(pdl),
+            **send.config.constants(), **overlap(send.overlaps),
         )  # fmt: skip
 
 
-def _rows(ctx: _Context, steps: Pass, window: Window, *, pdl: bool | None = None) -> None:
-    """Rows, tiles and items of a window; pdl  None: as the call's launches."""
+def _rows(ctx: _Context, steps: Pass, window: Window) -> None:
+    """Rows, tiles and items of a window."""
     step, pool, work, pulled = steps["rows"], window.pool, window.work, window.pulled
     own = step.config
     assert isinstance(own, planned.Rows) and pulled is not None
@@ -356,11 +357,11 @@ def _rows(ctx: _Context, steps: Pass, window: Window, *, pdl: bool | None = None
         first_row=own.first_row, pool_rows=own.pool_rows, **items,
         HAS_STATS=call.stats is not None,
         DEST_BYTES=ctx.backend.dest_unit * buffer.rows.element_size(),
-        **step.config.constants(), **overlap(ctx.pdl if pdl is None else pdl),
+        **step.config.constants(), **overlap(step.overlaps),
     )  # fmt: skip
 
 
-def _pull(ctx: _Context, step: Launch, window: Window, *, pdl: bool) -> None:
+def _pull(ctx: _Context, step: Launch, window: Window) -> None:
     """Tokens of a window into the pool."""
     pool, pulled = window.pool, window.pulled
     assert pulled is not None
@@ -376,5 +377,5 @@ def _pull(ctx: _Context, step: Launch, window: Window, *, pdl: bool) -> None:
         rank=ctx.me.rank, pool_rows=pool.data.shape[0], pitch=words.pitch, data_words=words.data,
         scale_words=words.scales, own_units=tokens.numel() // pull.ORIGIN_UNIT,
         ns_per_row=ns_per_row, latency_ns=latency_ns, HAS_FACTOR=words.factor > 0,
-        PACE=links is not None, **step.config.constants(), **overlap(pdl),
+        PACE=links is not None, **step.config.constants(), **overlap(step.overlaps),
     )  # fmt: skip

@@ -95,7 +95,7 @@ class FusedGroup(GroupMode):
             kind=DTypeError,
         )
         assert isinstance(x, Tensor)
-        self.buffer.put(x, topk_idx, topk_weights)
+        self.buffer.put(x, topk_idx, topk_weights, self.plan.put(len(x)))
 
     def _make(self, layer: MoE, inputs: Inputs | None, bound: int | None, stats: Tensor) -> Tensor:
         if inputs is None:
@@ -116,7 +116,8 @@ class FusedGroup(GroupMode):
         device = layer.weights.device
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, layer.top_k, dtype=dtype, device=device)
-        self.buffer.put(x, idx, torch.empty(0, layer.top_k, device=device))
+        gates = torch.empty(0, layer.top_k, device=device)
+        self.buffer.put(x, idx, gates, self.plan.put(0))
 
     def warm(self, layer: MoE, bound: int | None = None) -> None:
         """A call without tokens that all ranks make once they have compiled it."""

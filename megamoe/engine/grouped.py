@@ -45,7 +45,8 @@ def grouped_gemm(
     w          [G, n, k]; NVFP4 with one global scale, or one per group
     counts     int32 [G] on the device: rows of each group, M in all (never read back)
     backend    "auto", "portable", or "blackwell" (emulated and compiled, not yet run on hardware)
-    schedule   "static": tiles are dealt; "dynamic": drawn; "auto": as the plan says
+    schedule   "static": tiles go round robin; "dynamic": CTAs take them from a counter; "auto": as
+               the plan says
     sort_by_m  large groups first
     tile       block_m, block_n, ... in place of the plan's
     returns    bf16 [M, n]; every schedule, order and tile gives the same bits
@@ -53,10 +54,12 @@ def grouped_gemm(
     plan = _plan("gemm", x, w, counts, len(x), backend, schedule, sort_by_m, tile)
     if plan.backend == "portable":
         from megamoe.kernels.portable.grouped import grouped_gemm as portable
+        from megamoe.kernels.portable.launch import arithmetic_of
 
         is_dynamic = plan["schedule"] == "dynamic"
         with device_guard.on(w.device):
-            return portable(x, w, counts, steps=_both(plan), is_dynamic=is_dynamic)
+            how = arithmetic_of(plan.spec.recipe, plan.numerics)
+            return portable(x, w, counts, how, steps=_both(plan), is_dynamic=is_dynamic)
     from megamoe.kernels.blackwell import grouped
 
     y = torch.empty(len(x), w.shape[-2], dtype=torch.bfloat16, device=w.device)
@@ -146,12 +149,14 @@ def grouped_finalize(
         kind=DTypeError,
     )
     _check_map("slots", slots, len(x), counts)
-    plan = _plan("finalize", x, w, counts, len(x), backend, schedule, sort_by_m, tile)
+    (num_tokens, top_k), n = weights.shape, w.shape[-2]
+    plan = _plan(
+        "finalize", x, w, counts, len(x), backend, schedule, sort_by_m, tile,
+        num_tokens if deterministic else 0,
+    )  # fmt: skip
     from megamoe.kernels.blackwell import grouped
     from megamoe.kernels.portable.combine import combine
-    from megamoe.planner.portable import combine as combine_step
 
-    (num_tokens, top_k), n = weights.shape, w.shape[-2]
     num = num_tokens * top_k
     with device_guard.on(w.device):
         if not deterministic:
@@ -164,14 +169,12 @@ def grouped_finalize(
         y = torch.empty(num_tokens, n, dtype=torch.bfloat16, device=w.device)
         if num_tokens:
             every = torch.zeros_like(weights, dtype=torch.int32)
-            step = combine_step(num_tokens, n)
-            combine(out, None, every, weights, y, step=step, weighted=True)
+            combine(out, None, every, weights, y, step=plan.launches[-1], weighted=True)
     return y
 
 
 def _both(plan: GroupedPlan) -> tuple[Launch, Launch]:
-    place, gemm = plan.launches
-    return place, gemm
+    return plan.maps, plan.gemm
 
 
 def _linear(
@@ -236,13 +239,14 @@ def _check_map(name: str, index: Tensor | None, num: int, counts: Tensor) -> Non
 
 def _plan(
     variant: str, x: Quantized, w: Quantized, counts: Tensor, num_rows: int, backend: str,
-    schedule: str, sort_by_m: bool, tile: dict[str, Value],
+    schedule: str, sort_by_m: bool, tile: dict[str, Value], num_tokens: int = 0,
 ) -> GroupedPlan:  # fmt: skip
     """The plan of these operands on their device, once they fit each other."""
     recipe = check_operands(x, w, counts, is_gated=variant in GATED)
     device = w.device
     hw = planning.hardware_of(device)
-    spec = GroupedSpec(recipe, num_rows, w.shape[0], w.shape[-2], w.shape[-1], variant)
+    groups, n, k = w.shape[0], w.shape[-2], w.shape[-1]
+    spec = GroupedSpec(recipe, num_rows, groups, n, k, variant, num_tokens)
     plan = plan_grouped(
         spec, hw, schedule=schedule, sort_by_m=sort_by_m, backend=backend,
         is_certified=is_certified(device, hw.arch, recipe),

@@ -127,15 +127,17 @@ class LocalRanks:
         if max_tokens == 0:
             return [torch.empty_like(t) for t in x]
         self._top_k = topk_idx[0].shape[1]
-        step = self.plan(max_tokens, self._top_k).mega
+        plan = self.plan(max_tokens, self._top_k)
+        step = plan.mega
         assert step is not None
         self._make_buffers(max_tokens)
         self._captured.note()
         num = self.num_ranks
         with torch.no_grad(), device_guard.on(self.weights.device):
             self._status.order_after_last()  # before the buffers are written to
-            for buffer, *one in zip(self._buffers, x, topk_idx, topk_weights, strict=True):
-                buffer.put(*one)
+            calls = zip(self._buffers, x, topk_idx, topk_weights, strict=True)
+            for buffer, own, ids, gates in calls:
+                buffer.put(own, ids, gates, plan.put(len(own)))
             y = fused.over(
                 self._buffers[0], max_tokens, self.weights, self.options,
                 World(num, num, 0, self._peers, self._buffers[0].signals, self._buffers[0].inbox),

@@ -25,9 +25,7 @@ from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantize import dequantize, quantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.launches import Launch
 from megamoe.planner.plan import Plan, rows_plan, shared_plan
-from megamoe.planner.portable import quantize_rows
 from megamoe.problem import Options
 from megamoe.reference import layer as oracle
 
@@ -100,8 +98,9 @@ class RankCompute:
             call = self._received(tokens, expert, weight)
             steps = rows_plan(plan.call, plan.backend, plan.hardware, num, plan.overrides)
             backend.rows(call, plan, steps, out)
-        if is_fp8 and out.scale is None:
-            out = staged.as_fp8(out.data, self._to_fp8(num), pdl=False)
+            to_fp8 = steps.find("rows_to_fp8")
+            if to_fp8 is not None:
+                out = staged.as_fp8(out.data, to_fp8)
         data, scale = out.data.view(num, hidden), out.scale
         if scale is None:
             return Quantized(data, None, "bf16", (num, hidden))
@@ -124,14 +123,11 @@ class RankCompute:
         out.data.view(-1, hidden)[at] = rows.data.view(out.data.dtype)
         if out.scale is not None and rows.scale is not None:
             out.scale.flatten(0, 1)[at] = rows.scale
+        shared = None if self.shared is None else shared_plan(plan)
         return staged.finish(
-            backend_named(plan.backend), call, plan, out, idx.int(), weights,
-            shared=None if self.shared is None else shared_plan(plan),
-            to_fp8=self._to_fp8(num_tokens * call.num_shared) if is_fp8 and self.shared else None,
+            backend_named(plan.backend), call, plan, out, idx.int(), weights, shared=shared,
+            to_fp8=None if shared is None else shared.find("rows_to_fp8"),
         )  # fmt: skip
-
-    def _to_fp8(self, num_rows: int) -> Launch:
-        return quantize_rows("rows_to_fp8", num_rows, self.weights.hidden, "codes-fp8_combine")
 
 
 class ReferenceCompute(RankCompute):

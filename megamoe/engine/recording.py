@@ -408,7 +408,7 @@ def _over_group(
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
         symm = symm_buffer.symm_buffer_in(memory, where)
         for dtype in layer.ids:
-            symm.put(*_tokens(layer, num_tokens, dtype))
+            symm.put(*_tokens(layer, num_tokens, dtype), plan.put(num_tokens))
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
         world = World(layer.num_ranks, 1, 0, peers, symm.signals, symm.inbox)
         for number in range(passes):

@@ -90,9 +90,7 @@ def _place(layer: _Layer, passes: Sequence[Pass]) -> tuple[Slots, Pool]:
 def _fill(layer: _Layer, slots: Slots, steps: Pass, half: Window) -> None:
     """Tiles, items and tokens of a window."""
     step, arithmetic = steps["window"], layer.packed.arithmetic
-    slot_rows = window(
-        slots, half.pool, half.l1_done, half.work, step, pdl=layer.pdl and not step.partition
-    )
+    slot_rows = window(slots, half.pool, half.l1_done, half.work, step, pdl=step.overlaps)
     permute(
         layer.tokens, layer.routing, arithmetic.acts, half.pool, steps, slot_rows,
         num_dest=layer.out.shape[1], num_shared=layer.call.num_shared, by_group=arithmetic.to_e4m3,
@@ -100,14 +98,14 @@ def _fill(layer: _Layer, slots: Slots, steps: Pass, half: Window) -> None:
     )  # fmt: skip
 
 
-def _l1(layer: _Layer, whole: Pool, steps: Pass, half: Window, *, is_first: bool) -> None:
+def _l1(layer: _Layer, whole: Pool, steps: Pass, half: Window) -> None:
     """Dispatched tokens to activations; signals each tile to L2."""
     call = layer.call
     launch.gated(
         _part_of(half.pool, whole, steps), layer.packed.w13, half.acts, steps["l1"],
         layer.packed.arithmetic, call.options, bias=call.weights.b13,
         acts_factor=call.weights.acts_global, error=layer.routing.error,
-        use_pdl=layer.pdl and not is_first,
+        use_pdl=steps["l1"].overlaps,
         chain=Chain(publishes=_signals(half, steps)), **half.items(0),
     )  # fmt: skip
 

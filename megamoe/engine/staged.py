@@ -43,7 +43,7 @@ def run(backend: Backend, call: Call, plan: Plan) -> Tensor:
         backend.rows(own, plan, routed[0], out, routing=routing)
     return finish(
         backend, call, plan, out, routing.idx, routing.weights,
-        shared=others[0] if others else None, to_fp8=fp8_step(plan), follows=not is_split,
+        shared=others[0] if others else None, to_fp8=fp8_step(plan),
     )  # fmt: skip
 
 
@@ -70,27 +70,20 @@ def finish(
     *,
     shared: Pass | None,
     to_fp8: Launch | None,
-    follows: bool = True,
 ) -> Tensor:
     """Rows of the routed experts, and those that shared experts have apart, to bf16 [T, H].
 
     idx, weights  the checked routing
     shared        launches of the shared experts; None: their rows are there, or there are none
     to_fp8        makes rows FP8 that are not, all of them or those of shared experts
-    follows       the launch before is on this stream: the first of these may overlap it
     """
     y = torch.empty(call.num_tokens, call.weights.hidden, dtype=torch.bfloat16, device=idx.device)
-    pdl = plan.overlaps and follows
     if shared is not None:
         shared_rows(backend, call, plan, shared, out, to_fp8)
-        pdl = plan.overlaps
     if to_fp8 is not None and out.scale is None:
-        out = as_fp8(out.data, to_fp8, pdl=pdl)
-        pdl = plan.overlaps
-    combine(
-        *out, idx, weights, y, step=plan.rest[-1], weighted=call.options.weight_at == "combine",
-        pdl=pdl,
-    )  # fmt: skip
+        out = as_fp8(out.data, to_fp8)
+    last, weighted = plan.rest[-1], call.options.weight_at == "combine"
+    combine(*out, idx, weights, y, step=last, weighted=weighted, pdl=last.overlaps)
     return y
 
 
@@ -106,7 +99,7 @@ def shared_rows(
     assert call.shared is not None
     num_tokens, num, device = call.num_tokens, call.num_shared, out.data.device
     every = torch.arange(num, dtype=torch.int32, device=device).repeat(num_tokens, 1)
-    ones = torch.ones(num_tokens, num, device=device)
+    ones = torch.ones(num_tokens, num, dtype=torch.float32, device=device)
     own = call._replace(
         topk_idx=every, topk_weights=ones, weights=call.shared, shared=None, stats=None,
         num_valid=None,
@@ -117,17 +110,17 @@ def shared_rows(
     assert to_fp8 is not None
     plain = SlotRows.empty(num_tokens, num, call.weights.hidden, device, is_fp8=False)
     backend.rows(own, plan, steps, plain)
-    codes, scale = as_fp8(plain.data, to_fp8, pdl=plan.overlaps)
+    codes, scale = as_fp8(plain.data, to_fp8)
     assert scale is not None
     out.data[:, call.top_k :].copy_(codes)
     out.scale[:, call.top_k :, : scale.shape[2]].copy_(scale)
 
 
-def as_fp8(rows: Tensor, step: Launch, *, pdl: bool) -> SlotRows:
+def as_fp8(rows: Tensor, step: Launch) -> SlotRows:
     """BF16 rows [T, slots, H] as FP8, with an E8M0 scale per 128 columns."""
     num_tokens, num_slots, hidden = rows.shape
     codes, scale = SlotRows.empty(num_tokens, num_slots, hidden, rows.device, is_fp8=True)
     assert scale is not None
     flat = rows.flatten(0, 1), codes.flatten(0, 1), scale.flatten(0, 1)
-    dispatch(*flat, CODES["fp8_combine"], step=step, pdl=pdl)
+    dispatch(*flat, CODES["fp8_combine"], step=step, pdl=step.overlaps)
     return SlotRows(codes, scale)

@@ -81,7 +81,7 @@ def side_by_side(
     sides: partition.Sides,
     *,
     fill: Callable[[Pass, Window], None],
-    l1: Callable[..., None],
+    l1: Callable[[Pass, Window], None],
     l2: Callable[[Pass, Window], None],
 ) -> None:
     """Every window: its rows and L1 on one side, its L2 on the other.
@@ -89,7 +89,6 @@ def side_by_side(
     Returns once both sides have been joined into the call's stream.
 
     fill  rows and tiles of a window; of the first the caller has made them
-    l1    l1(steps, window, is_first=)
     """
     marks: list[Any] = []  # of L2
     try:
@@ -100,7 +99,7 @@ def side_by_side(
                     sides.wait(0, marks[number - WINDOWS])
                 sides.run(0, partial(fill, steps, window))
                 sides.wait(1, sides.mark(0))
-            sides.run(0, partial(l1, steps, window, is_first=not number))
+            sides.run(0, partial(l1, steps, window))
             sides.run(1, partial(l2, steps, window))
             marks.append(sides.mark(1))
     finally:

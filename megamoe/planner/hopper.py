@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 from megamoe.errors import CapacityError, NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
@@ -32,9 +33,6 @@ from megamoe.planner.tables import hopper as tables
 from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import MAX_TOP_K
 
-if TYPE_CHECKING:
-    from megamoe.planner.plan import Plan
-
 KERNELS = ("swap_ab", "gemm")
 BLOCK_MS = (8, 16, 32, 64, 128)
 
@@ -42,8 +40,9 @@ BLOCK_MS = (8, 16, 32, 64, 128)
 # -- tiles ----------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
-    """(the table's tile of both linears, why)."""
+    """(the table's tile of both linears, why); the table is read once for each load."""
     shape: Shape | Gemm
     if recipe == "w4a8_block" and not fits_e4m3:
         shape, why = next((t, w) for edge, t, w in tables.WIDE_RANGE if rows_per_expert <= edge)
@@ -346,14 +345,14 @@ def tile_for(call: CallSpec, load: float, chosen: Mapping[str, Value]) -> tuple[
 def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
     """(mode, why); refuses `fused` with the reason where no launch takes the call."""
     p = call.problem
-    refusal = why_not_fused(call, overrides)
-    if asked == "fused":
-        fused.require_mode("fused", refusal)
-        return "fused", "asked for"
     if asked == "staged":
         return "staged", "asked for"
     if asked == "split":
         return _split(call)
+    refusal = why_not_fused(call, overrides) if asked != "chain" else None
+    if asked == "fused":
+        fused.require_mode("fused", refusal)
+        return "fused", "asked for"
     if asked == "chain" or (asked == "auto" and call.is_group):
         return over_group(call, refusal, asked)
     if refusal is not None:
@@ -585,12 +584,3 @@ def shared_memory(call: CallSpec, tile: Tile) -> SharedMemory:
         return smem.gemm(recipe, tile)
     how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
     return smem.gemm_swap_ab(recipe, how, tile)
-
-
-def with_tile(plan: Plan, tile: Tile) -> Plan:
-    """A staged plan of routed experts with another tile in both linears, as sweeps try them."""
-    call, p = plan.call, plan.problem
-    sizes = Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
-    one = staged_pass(sizes, tile, plan.hardware.num_sms, "given", "routed")
-    rest = tuple(finish(call, p.num_tokens))
-    return replace(plan, mode="staged", passes=(one,), mega=None, rest=rest)

@@ -380,7 +380,8 @@ class Quantize:
     cols: int
     num_warps: int
     is_deep: bool  # more row tiles than the grid's second axis holds
-    group: int = 0  # FP4: values under a scale, in the kernel that packs words; 0: the general one
+    group: int = 0  # FP4: values under a scale, in the kernel that packs words; 0: the general one.
+    # Rows that begin between two words, which a view of other rows may have, are copied first.
 
     def constants(self) -> Constants:
         """Of `_dispatch_kernel`, or of `_pack_kernel` where there are groups."""
@@ -516,6 +517,7 @@ class Launch:
     config: Config
     why: str
     partition: str = ""  # split: the part of the SMs that it runs on, "l1" or "l2"; "": all
+    overlaps: bool = False  # it is placed while the launch before it on its stream ends (PDL)
 
     @property
     def num_ctas(self) -> int:

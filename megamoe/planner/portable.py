@@ -51,12 +51,18 @@ def row_grid(row_tiles: int, col_tiles: int) -> tuple[int, int, int]:
     return col_tiles, min(row_tiles, GRID_AXIS), ceil_div(row_tiles, GRID_AXIS)
 
 
-def quantize_rows(name: str, num_rows: int, width: int, kind: str) -> Launch:
-    """Rows [num_rows, width] into the activations `kind`; width 1 checks the routing alone."""
+def quantize_rows(
+    name: str, num_rows: int, width: int, kind: str, *, is_bf16: bool = True
+) -> Launch:
+    """Rows [num_rows, width] into the activations `kind`; width 1 checks the routing alone.
+
+    is_bf16  as tokens are: FP4 is packed from words of two values
+    """
     (rows, cols), warps = tables.QUANTIZE_AS.get(kind, tables.QUANTIZE)
     cols = min(cols, next_power_of_2(width, 128))
     tiles = ceil_div(num_rows, rows)
-    group = tables.PACKED.get(kind, 0) if width > 1 else 0
+    group = tables.PACKED.get(kind, 0) if is_bf16 else 0
+    group = group if group and width % group == 0 else 0
     config = Quantize(rows, cols, warps, tiles > GRID_AXIS, group)
     why = "block of a sweep over formats"
     kernel = "_pack_kernel" if group else "_dispatch_kernel"

@@ -23,6 +23,7 @@ from megamoe.kernels.portable.k_order import (
 )
 from tests.kernels.steps import grouped_gemm, rows_step
 from tests.kernels.support import DEVICE, MARKS, error, tolerance
+from tests.pretending import pretend_b200
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 on_device = pytest.mark.gpu if MARKS else lambda f: f
@@ -170,14 +171,11 @@ def test_products_are_exact_under_the_least_and_largest_scales(code):
 def test_codes_on_both_sides_give_the_reference_layer(recipe, monkeypatch):
     from tests.kernels.support import experts, tokens
 
-    def native(device, name):
-        return launch.arithmetic(name, has_mx=True)
-
     w = experts(recipe, 5, 160, 192, bias=True)
     x, idx, weight = tokens(40, 5, 3, 192, masked_ratio=0.1)
     wanted = mm.moe(x, idx, weight, w, backend="reference")
     values = mm.moe(x, idx, weight, w, backend="portable")
-    monkeypatch.setattr(launch, "arithmetic_on", native)
+    pretend_b200(monkeypatch)
     got = mm.moe(x, idx, weight, w, backend="portable")
     assert error(got, wanted) <= tolerance(recipe)
     assert error(got, values) <= tolerance(recipe)

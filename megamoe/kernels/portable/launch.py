@@ -21,7 +21,7 @@ from megamoe.kernels.portable.k_order import stored_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
 from megamoe.planner.launches import Launch, PortableGemm
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics
 from megamoe.problem import Options
 
 
@@ -137,16 +137,6 @@ def arithmetic_of(recipe: str, how: Numerics) -> Arithmetic:
     """The row of `planner.numerics` as the kernels take it."""
     is_native = how.acts == "codes" and how.promotion == 0
     return arithmetic(recipe, has_fp8=how.mma == "fp8" or recipe != "w8a8", has_mx=is_native)
-
-
-@functools.cache
-def arithmetic_on(device: torch.device, recipe: str) -> Arithmetic:
-    """The one of this device; the interpreter multiplies FP8."""
-    arch = "cpu"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}"
-    return arithmetic_of(recipe, numerics("portable", recipe, arch=arch))
 
 
 def gated(
