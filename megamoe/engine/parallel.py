@@ -25,16 +25,13 @@ from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantize import dequantize, quantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.plan import Plan, rows_plan, shared_plan
+from megamoe.planner.plan import MODES, Plan, rows_plan, shared_plan
 from megamoe.problem import Options
 from megamoe.reference import layer as oracle
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
-
-MODES = ("auto", "staged", "fused", "chain", "split")
-
 
 Planned = Callable[[int, bool], Plan]  # tokens of this rank, whether they come quantised
 

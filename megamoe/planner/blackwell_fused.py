@@ -125,39 +125,6 @@ def why_not_fused(call: CallSpec, overrides: Mapping[str, Value]) -> fused.Refus
     return fused.Refusal(why, CapacityError) if tile is None else None
 
 
-def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
-    """(mode, why); refuses `fused` with the reason where no launch takes the call."""
-    p = call.problem
-    if asked == "staged":
-        return "staged", "asked for"
-    refusal = why_not_fused(call, overrides)
-    if asked == "fused":
-        fused.require_mode("fused", refusal)
-        return "fused", "asked for; emulated and compiled, not yet run on the hardware"
-    if asked == "chain" or call.is_group:
-        return _over_group(call, asked)
-    if refusal is not None:
-        return "staged", refusal.why
-    slots = p.num_tokens * p.top_k * p.num_ranks
-    return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
-
-
-def _over_group(call: CallSpec, asked: str) -> tuple[str, str]:
-    """The chain, asked for or, for `auto`, where the machine has proven it; else staged."""
-    from megamoe.planner import chain
-
-    refusal = chain.why_not(call)
-    if asked == "chain":
-        fused.require_mode("chain", refusal)
-        return "chain", "asked for; emulated and compiled, not yet run on the hardware"
-    if refusal is not None:
-        return "staged", refusal.why
-    if not call.is_certified:
-        why = "the machine has no certificate, and it was emulated and compiled, not yet run"
-        return "staged", f"mode='chain' takes it, but is opt-in: {why}"
-    return "chain", "no host between ranks; emulated, compiled, and in the machine's certificate"
-
-
 # -- launches --------------------------------------------------------------------------------------
 
 

@@ -342,56 +342,6 @@ def tile_for(call: CallSpec, load: float, chosen: Mapping[str, Value]) -> tuple[
     return (changed, overrides) if overrides else (tile, why)
 
 
-def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
-    """(mode, why); refuses `fused` with the reason where no launch takes the call."""
-    p = call.problem
-    if asked == "staged":
-        return "staged", "asked for"
-    if asked == "split":
-        return _split(call)
-    refusal = why_not_fused(call, overrides) if asked != "chain" else None
-    if asked == "fused":
-        fused.require_mode("fused", refusal)
-        return "fused", "asked for"
-    if asked == "chain" or (asked == "auto" and call.is_group):
-        return over_group(call, refusal, asked)
-    if refusal is not None:
-        return "staged", refusal.why
-    slots = p.num_tokens * p.top_k * p.num_ranks
-    return next((mode, why) for edge, mode, why, *_ in tables.MODES if slots <= edge)
-
-
-def _split(call: CallSpec) -> tuple[str, str]:
-    """Split as asked for, or a refusal with the reason."""
-    from megamoe.planner import split
-
-    refusal = split.why_not(call)
-    fused.require_mode("split", refusal)
-    return "split", "asked for"
-
-
-def over_group(call: CallSpec, not_fused: fused.Refusal | None, asked: str) -> tuple[str, str]:
-    """Over a group: one fused launch, else the chain (`tables.AUTO_TAKES_CHAIN`), else staged."""
-    from megamoe.planner import chain
-
-    refusal = chain.why_not(call)
-    if asked == "chain":
-        fused.require_mode("chain", refusal)
-        return "chain", "asked for"
-    num, _ = passes_of(call)
-    if not_fused is None and num == 1:
-        return "fused", "one launch, and no host between ranks"
-    why = not_fused.why if not_fused else (
-        f"a call would take {num} fused launches, each of which reads all weights"
-    )  # fmt: skip
-    if refusal is not None:
-        return "staged", f"{why}; {refusal.why}"
-    if not tables.AUTO_TAKES_CHAIN:
-        return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
-    how = "no host between ranks, and transfers overlap the GEMMs"
-    return "chain", f"{how}; {tables.WHY_CHAIN}; {why}"
-
-
 # -- launches -------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,7 @@ from megamoe.planner.launches import (
     Tile,
 )
 from megamoe.planner.memory import Buffer
+from megamoe.planner.modes import mode_of
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, check_pairs, checked, word
 from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
@@ -454,7 +455,7 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     not_certified = "" if call.is_certified else NO_CERTIFICATE
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
-    mode, why = _mode(call, backend, chosen, wanted)
+    mode, why = mode_of(call, backend, chosen, wanted)
     require(
         "l1_sms" not in chosen or mode == "split" or backend == "reference",
         "l1_sms parts the SMs of mode split",
@@ -560,19 +561,6 @@ def _over_group(
         rest += _shared_pass(call, backend, hw, is_chained=False).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
     return tuple(passes), tuple(rest)
-
-
-def _mode(
-    call: CallSpec, backend: str, overrides: Mapping[str, Value], wanted: str
-) -> tuple[str, str]:
-    if backend == "reference":
-        mode = "staged" if wanted == "auto" else wanted
-        return mode, "computed by the oracle: the same result, no launches"
-    if backend == "portable":
-        return "staged", "portable has no fused launch"
-    if backend == "blackwell":
-        return blackwell_fused.mode_of(call, overrides, wanted)
-    return hopper.mode_of(call, overrides, wanted)
 
 
 def _with_overlaps(plan: Plan) -> Plan:

@@ -81,7 +81,7 @@ def tiles_for(
     recipe: str, how: Numerics, load: float, chosen: Mapping[str, Value]
 ) -> tuple[PortableGemm, PortableGemm, str]:
     """(tile of L1, tile of L2, why) with what was given in place of the table's, checked."""
-    l1, l2, why = pick(recipe, load, is_native=how.acts == "codes" and how.promotion == 0)
+    l1, l2, why = pick(recipe, load, is_native=how.is_native)
     overrides = {name: chosen[name] for name in TILE_OVERRIDES if name in chosen}
     for name in ("kernel", "schedule", "decode_ahead"):
         require(
@@ -100,7 +100,7 @@ def tiles_for(
 
 def check(recipe: str, how: Numerics, tile: PortableGemm, *, is_l1: bool) -> None:
     """Refuse what the kernels cannot do."""
-    is_fp4 = recipe.startswith(("w4", "nvfp4")) and how.mma == "bf16"
+    is_fp4 = how.decodes
 
     def refuse(when: bool, what: str, got: str) -> None:
         require(not when, what, got=got, kind=NotAvailable)
@@ -207,7 +207,7 @@ def staged_pass(
 
 def is_ordered(recipe: str, how: Numerics) -> bool:
     """Whether activations are BF16 in the order of K that FP4 weights want, however they come."""
-    return recipe.startswith(("w4", "nvfp4")) and how.mma == "bf16"
+    return how.decodes
 
 
 def acts_kind(recipe: str, how: Numerics) -> str:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megamoe.errors import CapacityError, require
 from megamoe.layout.regions import align_up, ceil_div
-from megamoe.planner import fused, hopper
+from megamoe.planner import hopper
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.launches import (
@@ -44,17 +44,6 @@ class Parts(NamedTuple):
     l1: int
     l2: int
     why: str
-
-
-def why_not(call: CallSpec) -> fused.Refusal | None:
-    """Why no call like this is split; None where one is."""
-    if call.problem.num_ranks == 1:
-        return None
-    from megamoe.planner import chain
-
-    if call.local_ranks > 1:
-        return fused.Refusal("ranks that share a GPU have no parts of its SMs to themselves")
-    return chain.why_not(call)
 
 
 def parts(num_sms: int, overrides: Mapping[str, Value]) -> Parts:

@@ -12,10 +12,9 @@ from megamoe.planner.numerics import numerics
 from megamoe.routing.spec import max_tiles
 
 
-def arithmetic_on(device, recipe):
-    """Portable: the arithmetic that plans for a device have."""
-    how = numerics("portable", recipe, arch=hardware_of(device).arch)
-    return launch.arithmetic_of(recipe, how)
+def arithmetic(recipe, arch="sm_90a"):
+    """Portable: the arithmetic of plans for an architecture."""
+    return launch.arithmetic_of(recipe, numerics("portable", recipe, arch=arch))
 
 
 def sort_steps(num_slots, num_experts, block_m):
@@ -67,7 +66,7 @@ def copy_output(now, y):
 def grouped_gemm(x, w, counts, *, schedule="static", sort_by_m=False, tile=None):
     """Portable's grouped GEMM alone, in any tile that its kernel takes."""
     recipe, (rows, width), (groups, n, _) = grouped.check_operands(x, w, counts), x.shape, w.shape
-    how = arithmetic_on(w.device, recipe)
+    how = arithmetic(recipe, hardware_of(w.device).arch)
     tile = tile or portable.pick(recipe, rows / groups, is_native=how.is_native)[1]
     sms = hardware_of(w.device).num_sms if schedule == "dynamic" else None
     maps = copies.prepare(

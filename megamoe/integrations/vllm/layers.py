@@ -20,13 +20,13 @@ from torch import Tensor
 from megamoe.engine import backends
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.layer import MoE
-from megamoe.engine.parallel import MODES
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import RECIPES, recipe_named
 from megamoe.integrations.stacked import Stacked, drop, experts_of, local_ids
 from megamoe.integrations.vllm.exchange import Over
 from megamoe.planner.numerics import not_on
+from megamoe.planner.plan import MODES
 from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import MAX_TOP_K, WIDTH_MULTIPLE
 

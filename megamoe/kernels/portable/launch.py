@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megamoe.errors import RangeError, require
-from megamoe.formats.quantized import Quantized
+from megamoe.formats.quantized import DATA_DTYPE, Quantized
+from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.common.compat import overlap
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable import gemm
@@ -86,7 +87,7 @@ class Arithmetic:
 
     @property
     def is_native(self) -> bool:
-        """Whether the MMA takes codes and scales of both operands."""
+        """As `Numerics` has it."""
         return bool(self.tokens.CODED.value)
 
     def allocate(self, rows: int, width: int, device: torch.device) -> Activations:
@@ -101,42 +102,23 @@ class Arithmetic:
         return Activations(data, scale)
 
 
-_F8, _U8 = torch.float8_e4m3fn, torch.uint8
-_ANYWHERE = {
-    "bf16": Arithmetic(WEIGHTS["bf16"], TOKENS["plain"], PLAIN),
-    "w8a8": Arithmetic(WEIGHTS["fp8_128x128"], TOKENS["scaled"], CODES["fp8_1x128"], _F8, 128),
-    "w4a16": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], ORDERED),
-    "w4a8": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp8"]),
-    "w4a8_block": Arithmetic(
-        WEIGHTS["mxfp4"], TOKENS["ordered_scaled"], SCALED["fp8_1x128"], group=128
-    ),
-    "w4a4": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp4"]),
-    "nvfp4": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], VALUES["nvfp4"]),
-    "nvfp4a16": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], ORDERED),
-}
-_NATIVE = {
-    "w4a8": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp8"], CODES["mxfp8"], _F8, 32, _U8),
-    "w4a4": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp4"], CODES["mxfp4"], _U8, 32, _U8),
-    "nvfp4": Arithmetic(WEIGHTS["nvfp4_codes"], TOKENS["nvfp4"], CODES["nvfp4"], _U8, 16, _U8),
-}
-
-
-def arithmetic(recipe: str, *, has_fp8: bool = True, has_mx: bool = False) -> Arithmetic:
-    """The operand kinds of a recipe.
-
-    has_fp8   the GPU has an FP8 MMA; without it E4M3 is multiplied as BF16: exact too
-    has_mx    the GPU has block-scaled MMAs for the codes of MX formats and NVFP4
-    """
-    how = _NATIVE.get(recipe) if has_mx else None
-    how = how or _ANYWHERE[recipe]
-    return how if has_fp8 or recipe != "w8a8" else replace(how, weights=WEIGHTS["upcast"])
-
-
 @functools.cache
 def arithmetic_of(recipe: str, how: Numerics) -> Arithmetic:
-    """The row of `planner.numerics` as the kernels take it."""
-    is_native = how.acts == "codes" and how.promotion == 0
-    return arithmetic(recipe, has_fp8=how.mma == "fp8" or recipe != "w8a8", has_mx=is_native)
+    """The words of the plan's numerics as the kernels' kinds."""
+    fmt = recipe_named(recipe).acts
+    if how.is_native:
+        tokens = fmt.name
+    elif how.decodes:
+        tokens = "ordered_scaled" if how.promotion else "ordered"
+    else:
+        tokens = "scaled" if how.promotion else "plain"
+    if how.acts == "plain":
+        return Arithmetic(WEIGHTS[how.weights], TOKENS[tokens], ORDERED if how.decodes else PLAIN)
+    acts = {"codes": CODES, "values": VALUES, "scaled": SCALED}[how.acts][fmt.name]
+    data = DATA_DTYPE[fmt.element.name] if how.acts == "codes" else torch.bfloat16
+    group = 0 if how.acts == "values" else fmt.block[1]
+    scale = torch.uint8 if group and fmt.scale is not Scale.FP32 else torch.float32
+    return Arithmetic(WEIGHTS[how.weights], TOKENS[tokens], acts, data, group, scale)
 
 
 def gated(
