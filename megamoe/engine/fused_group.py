@@ -165,7 +165,7 @@ class FusedGroup:
         device = layer.weights.device
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, layer.top_k, dtype=dtype, device=device)
-        self.buffer.put(x, idx, torch.empty(0, layer.top_k, device=device))
+        self.buffer.put(x, idx, torch.empty(0, layer.top_k, dtype=torch.float32, device=device))
 
     def warm(self, layer: MoE, bound: int | None = None) -> None:
         """A call without tokens that all ranks make once they have compiled it."""

@@ -667,7 +667,7 @@ class MoE(nn.Module):
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
         was_meta = self.stats.is_meta
-        self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
+        self._pack_on(fn(torch.empty(0, dtype=torch.float32, device=self.stats.device)).device)
 
         def move(t: Tensor) -> Tensor:  # never a cast: counts stay counts
             moved = fn(t)

@@ -129,7 +129,7 @@ class ExpertPass:
 def all_experts(num_tokens: int, num: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The routing of shared experts: each token to all of them, with weight 1."""
     every = torch.arange(num, dtype=torch.int32, device=device).repeat(num_tokens, 1)
-    return every, torch.ones(num_tokens, num, device=device)
+    return every, torch.ones(num_tokens, num, dtype=torch.float32, device=device)
 
 
 def slots(

@@ -30,7 +30,7 @@ def gate_of(module: nn.Module) -> Gate:
         limits = [getattr(module, name, None) for name in LIMITS]
         clamps = [None, *(float(c) for c in limits if isinstance(c, (int, float)))]
         far = max([24.0] + [2 * clamp for clamp in clamps if clamp])
-        probe = torch.linspace(-far, far, 64, device="cpu").view(8, 8)
+        probe = torch.linspace(-far, far, 64, dtype=torch.float32, device="cpu").view(8, 8)
         probe = torch.stack((probe, probe.flip(0) * 0.7), dim=2).flatten(1)  # gate, up, gate, up
         with torch.no_grad():
             theirs = apply(probe).float()

@@ -135,7 +135,11 @@ class SymmBuffer:
         g = None
         if acts.has_global:
             assert self.x_scales is not None
-            g = self.x_scales[:num_tokens] if use_x_scales else torch.ones((), device=self.device)
+            g = (
+                self.x_scales[:num_tokens]
+                if use_x_scales
+                else torch.ones((), dtype=torch.float32, device=self.device)
+            )
         return Quantized(data, scale, acts.name, (num_tokens, self.hidden), g)
 
     def check_scales(self, num_tokens: int, recipe: str) -> None:
@@ -336,7 +340,9 @@ def _allocate(
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.empty(0, device=device).device  # "cuda" is the current one
+        return torch.empty(
+            0, dtype=torch.float32, device=device
+        ).device  # "cuda" is the current one
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -59,7 +59,9 @@ def mega_moe_pre_dispatch(
             g = (x.float().abs().amax(1) / 2688.0).clamp(min=2.0**-100)
             buf_x_scales[:num_tokens].copy_(g)
         quantized = quantize(
-            x, "nvfp4", global_scale=torch.ones((), device=x.device) if g is None else g
+            x,
+            "nvfp4",
+            global_scale=torch.ones((), dtype=torch.float32, device=x.device) if g is None else g,
         )
         assert quantized.scale is not None
         data, scale = quantized.data, pack_ue4m3_to_int(quantized.scale)
