@@ -214,7 +214,7 @@ def prepare(source: Source, is_packed: bool, alphas: Alphas | None = None) -> Pr
     if holder is not None:
         return holder
     alphas = alphas or Alphas()
-    number = alphas.l2_act if isinstance(alphas.l2_act, float) else None
+    number = None if isinstance(alphas.l2_act, Tensor | None) else float(alphas.l2_act)
     key = (*key, is_packed, alphas.l1 is None, alphas.l2 is None, alphas.l2_act is None, number)
     tensors = [*source.tensors(), *alphas.tensors()]
     prepared = _PREPARED.get(key)
