@@ -132,9 +132,9 @@ class Link:
         """Close every connection: gloo does that to a receive which runs past its time."""
         peer = (self.rank + 1) % self.num_ranks
         with suppress(Exception):
-            self._peers.recv([torch.empty(1, device="cpu")], peer, CUT_TAG).wait(
-                timedelta(milliseconds=1)
-            )
+            self._peers.recv(
+                [torch.empty(1, dtype=torch.float32, device="cpu")], peer, CUT_TAG
+            ).wait(timedelta(milliseconds=1))
 
 
 # Layers of the same ranks share a link, and it goes with the last of them.

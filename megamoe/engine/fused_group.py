@@ -116,7 +116,7 @@ class FusedGroup(GroupMode):
         device = layer.weights.device
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, layer.top_k, dtype=dtype, device=device)
-        gates = torch.empty(0, layer.top_k, device=device)
+        gates = torch.empty(0, layer.top_k, dtype=torch.float32, device=device)
         self.buffer.put(x, idx, gates, self.plan.put(0))
 
     def warm(self, layer: MoE, bound: int | None = None) -> None:

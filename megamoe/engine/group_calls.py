@@ -16,18 +16,16 @@ from torch import Tensor
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART
 from megamoe.engine import chain_group, fused_group
+from megamoe.engine.bounds import check_bound
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.group_memory import memory_for
 from megamoe.engine.planning import log_once
 from megamoe.engine.status import CHAIN, DeviceStatus
 from megamoe.errors import (
-    CapacityError,
-    DTypeError,
     MegaMoEError,
     MegaMoETimeout,
     RankError,
-    require,
 )
 from megamoe.planner.buckets import UpTo
 from megamoe.planner.modes import WITHOUT_HOST
@@ -184,24 +182,6 @@ def _read_now(*words: Tensor) -> list[list[int]]:
     stream = torch.cuda.Stream(words[0].device) if words[0].is_cuda else None
     with torch.cuda.stream(stream):
         return [t.tolist() for t in words]
-
-
-def check_bound(max_tokens: int, most: int | None) -> None:
-    """Refuse what cannot be the bound of a call."""
-    require(
-        isinstance(max_tokens, int) and not isinstance(max_tokens, bool),
-        "max_tokens must be an integer",
-        got=repr(max_tokens),
-        kind=DTypeError,
-    )
-    limit = "" if most is None else f" and max_tokens_per_rank = {most}"
-    require(
-        max_tokens >= 0 and (most is None or max_tokens <= most),
-        f"max_tokens must lie between 0{limit}",
-        got=max_tokens,
-        fix="all ranks pass the tokens of the fullest rank, or more",
-        kind=CapacityError,
-    )
 
 
 def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:

@@ -160,7 +160,7 @@ def grouped_finalize(
     num = num_tokens * top_k
     with device_guard.on(w.device):
         if not deterministic:
-            sums = torch.zeros(num_tokens, n, device=w.device)
+            sums = torch.zeros(num_tokens, n, dtype=torch.float32, device=w.device)
             rows = grouped.Rows(None, slots, num, top_k, weights)
             _linear(x, w, counts, sums, plan, rows)
             return sums.to(torch.bfloat16)

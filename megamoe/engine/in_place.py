@@ -102,7 +102,7 @@ class _Memory:
             else:
                 scale = torch.empty(like.scale.shape, dtype=torch.int32, device=data.device)
             if like.factor is not None:
-                factor = torch.empty(like.factor.shape, device=data.device)
+                factor = torch.empty(like.factor.shape, dtype=torch.float32, device=data.device)
         packed = Packed(
             self.kind, data, scale, factor, like.factor_is, like.num_outputs, like.width,
             like.is_gated,
@@ -148,7 +148,12 @@ def _words(t: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of its own over the bytes of another, as int32."""
     with torch.inference_mode(False), torch.no_grad():
         out = torch.empty(0, dtype=torch.int32, device=t.device)
-        return out.set_(t.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride())
+        return out.set_(
+            t.untyped_storage(),
+            0,
+            shape,
+            torch.empty(shape, dtype=torch.float32, device="meta").stride(),
+        )
 
 
 def _is_whole(t: Tensor) -> bool:

@@ -99,7 +99,7 @@ class LocalRanks:
         self._status = DeviceStatus(device, ranks=num_ranks)
         self._top_k = 1
         self._buffers: list[symm_buffer.SymmBuffer] = []
-        self._peers = torch.empty(0)
+        self._peers = torch.empty(0, dtype=torch.float32)
         self._captured = CapturedMemory(device)
         self._chain: LocalChain | None = None
         if mode == "chain":

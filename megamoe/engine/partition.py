@@ -164,7 +164,7 @@ def streams_of(device: torch.device, l1_sms: int, num_sms: int) -> tuple[torch.c
 def _part(index: int, l1_sms: int, num_sms: int) -> Pair:
     """Green contexts and streams of the first SMs, and of those that remain."""
     driver = _Driver()
-    torch.empty(1, device=f"cuda:{index}")  # the device's own context is there
+    torch.empty(1, dtype=torch.float32, device=f"cuda:{index}")  # the device's own context is there
     device, whole, first, rest = ctypes.c_int(), *(_resource() for _ in range(3))
     groups = ctypes.c_uint(1)
     driver("cuDeviceGet", ctypes.byref(device), index)

@@ -430,7 +430,9 @@ def _over_group(
         for rows in row_counts(slots, layer.num_ranks):
             received = _like(sent, rows)
             expert = torch.empty(rows, dtype=torch.int64, device=META)
-            result = compute.rows(received, expert, torch.empty(rows, device=META))
+            result = compute.rows(
+                received, expert, torch.empty(rows, dtype=torch.float32, device=META)
+            )
             if rows == slots:
                 at = torch.empty(rows, dtype=torch.int64, device=META)
                 compute.combine(result, at, x, idx, gates)
@@ -463,14 +465,14 @@ def _like(tokens: Quantized, rows: int) -> Quantized:
     acts = empty((rows, tokens.shape[1]), tokens.spec, META)
     if acts.global_scale is None:
         return acts
-    ones = torch.empty(rows, device=META)
+    ones = torch.empty(rows, dtype=torch.float32, device=META)
     return Quantized(acts.data, acts.scale, acts.format, acts.shape, ones)
 
 
 def _tokens(layer: LayerSpec, num: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.empty(num, layer.hidden, dtype=torch.bfloat16, device=META)
     idx = torch.empty(num, layer.top_k, dtype=dtype, device=META)
-    return x, idx, torch.empty(num, layer.top_k, device=META)
+    return x, idx, torch.empty(num, layer.top_k, dtype=torch.float32, device=META)
 
 
 def _status() -> DeviceStatus:
@@ -513,11 +515,14 @@ def _experts(
         image = pack.empty_image(kind, shape, META)
         parts[name] = PackedMatrix(image, fmt.name, Aside(num, facts))
     if fmt.has_global:
-        parts |= {"x_global": torch.empty((), device=META), "acts_global": _floats(num)}
+        parts |= {
+            "x_global": torch.empty((), dtype=torch.float32, device=META),
+            "acts_global": _floats(num),
+        }
     if layer.has_bias:
         parts |= {"b13": _floats(num, 2, intermediate), "b2": _floats(num, hidden)}
     return ExpertWeights(recipe, **parts)
 
 
 def _floats(*shape: int) -> Tensor:
-    return torch.empty(*shape, device=META)
+    return torch.empty(*shape, dtype=torch.float32, device=META)

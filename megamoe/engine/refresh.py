@@ -169,6 +169,8 @@ class Refresh:
             self._check_bias(name, getattr(self, name), getattr(weights, name))
         values, held = ({n: getattr(t, n) for n in MATRICES + BIASES} for t in (self, weights))
         aliases.refuse(values, held, self.experts)
+        held |= {"x_global": weights.x_global, "acts_global": weights.acts_global}
+        aliases.refuse_shared([name for name, t in values.items() if t is not None], held)
 
     def _renew_derived(self, weights: ExpertWeights) -> None:
         """Scales that a backend placed: graphs read them where they lie."""

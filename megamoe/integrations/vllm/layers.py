@@ -109,10 +109,12 @@ def gate_of(layer: Any) -> Gate | None:
     """What stands between the linears of a layer; None if it is none of ours."""
     name = getattr(layer.activation, "value", layer.activation)
     limit = layer.swiglu_limit
-    clamp = None if limit is None else float(limit)
+    clamp = float(limit) if limit else None  # vLLM clamps where the limit is above 0
     shape = layer.swiglu_alpha, layer.swiglu_beta
     is_oss = shape == GPT_OSS
     is_plain = shape in ((None, None), (1.0, 0.0))
+    if limit == 0 and not (name == "silu" or (name == "swigluoai_uninterleave" and is_plain)):
+        return None  # ours would clamp at gpt-oss's 7
     if name == "silu" and is_plain:
         return Gate("swiglu", clamp)
     if name == "swigluoai" and (is_oss or shape == (None, None)):

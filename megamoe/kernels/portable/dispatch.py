@@ -99,7 +99,7 @@ def quantize(x: Tensor, format: str, *, g: Tensor | None = None, step: Launch | 
     data = torch.empty(data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=x.device)
     scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=x.device)
     if fmt.has_global:
-        g = torch.ones((), device=x.device) if g is None else g
+        g = torch.ones((), dtype=torch.float32, device=x.device) if g is None else g
     raw = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
     if step is not None:
         dispatch(x, data.view(torch.uint8), raw, CODES[format], g=g, step=step)

@@ -92,7 +92,7 @@ def grouped_gemm(
     ticket = torch.empty(1, dtype=torch.int32, device=device)
     todo = decoding(x, how)
     g = x.global_scale
-    spread = counts if g is None else torch.empty(num_groups, device=device)
+    spread = counts if g is None else torch.empty(num_groups, dtype=torch.float32, device=device)
     _prepare_kernel[prepare.grid](
         counts=counts, globals_in=counts if g is None else g, globals_out=spread,
         to_row=order.permuted_idx_to_expanded_idx, tile_group=order.tile_idx_to_group_idx,
