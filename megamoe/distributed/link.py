@@ -139,12 +139,12 @@ class Link:
 
 # Layers of the same ranks share a link, and it goes with the last of them.
 _LINKS: WeakValueDictionary[tuple[int, ...], Link] = WeakValueDictionary()
-_MADE: dict[tuple[int, ...], int] = {}
+_NUMBERS: dict[tuple[int, ...], int] = {}
 
 
 def link_card(rendezvous: Rendezvous) -> dict[str, int]:
     """What `link_of` must know of a rank: its link, 0 if none works, and how many there were."""
-    link, number = _LINKS.get(rendezvous.members), _MADE.get(rendezvous.members, 0)
+    link, number = _LINKS.get(rendezvous.members), _NUMBERS.get(rendezvous.members, 0)
     if link is None or not link.is_alive:
         return {"link": 0, "made": number}
     rendezvous.fault_key = link.fault_key
@@ -158,7 +158,7 @@ def link_of(rendezvous: Rendezvous, cards: Sequence[dict[str, int]]) -> Link | N
     link = _LINKS.get(rendezvous.members)
     if link is None or {card["link"] for card in cards} != {link.number}:
         number = max(card["made"] for card in cards) + 1
-        _MADE[rendezvous.members] = number
+        _NUMBERS[rendezvous.members] = number
         link = _LINKS[rendezvous.members] = Link(rendezvous, number)
     rendezvous.fault_key = link.fault_key
     return link

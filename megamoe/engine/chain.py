@@ -229,8 +229,8 @@ def _sort(ctx: _Context, steps: Pass, routing: Routing, counts: Tensor) -> tuple
     """(slots, their weights) by expert of all ranks; their number goes to `counts`."""
     num = steps.num_slots
     rows = num_rows(num, steps.num_experts)
-    most = max_tiles(num, steps.num_experts, 128)
-    slots, tiles, num_tiles = counts.new_empty(rows), counts.new_empty(most, 4), counts.new_empty(4)
+    slots, num_tiles = counts.new_empty(rows), counts.new_empty(4)
+    tiles = counts.new_empty(max_tiles(num, steps.num_experts, 128), 4)
     weights = torch.empty(rows, dtype=torch.float32, device=counts.device)
     pool = Pool(tiles, tiles, slots, weights, weights, tiles, num_tiles)
     place(

@@ -52,11 +52,11 @@ class ChainGroup(GroupMode):
         """memory  that of layers that are alike; None: its own"""
         from megamoe.engine import chain
 
-        most = layer.max_tokens_per_rank
+        max_tokens = layer.max_tokens_per_rank
         self.mode = "split" if layer._wanted[1] == "split" else "chain"
         self.plan = plan = layer._plan_in(self.mode)
-        assert most is not None
-        self.num_tokens, where = most, regions(plan)
+        assert max_tokens is not None
+        self.num_tokens, where = max_tokens, regions(plan)
         peers = self._share(layer, rendezvous, where, memory)
         require(
             self.mode == "chain" or self._shared.ranks_here == 1,

@@ -48,16 +48,16 @@ class FusedGroup(GroupMode):
     mode = "fused"
 
     def __init__(
-        self, layer: MoE, rendezvous: Rendezvous, most: int, memory: GroupMemory | None = None
+        self, layer: MoE, rendezvous: Rendezvous, max_tokens: int, memory: GroupMemory | None = None
     ) -> None:
         """
-        most    tokens of a rank in the largest call
-        memory  that of layers that are alike; None: its own
+        max_tokens  tokens of a rank in the largest call
+        memory      that of layers that are alike; None: its own
         """
         from megamoe.kernels.gluon.mega.arguments import World
 
-        plan = layer._plan_in("fused", most)
-        self.num_tokens = most
+        plan = layer._plan_in("fused", max_tokens)
+        self.num_tokens = max_tokens
         self.num_passes, self._each = plan.num_passes, plan.fused_tokens
         where = regions(plan)
         peers = self._share(layer, rendezvous, where, memory)
@@ -74,7 +74,7 @@ class FusedGroup(GroupMode):
             return {"CTAs of a launch": num_sms - taken}
 
         check_alike(rendezvous.gather("agree on the launch", card))
-        self.plan = layer._plan_in("fused", most)
+        self.plan = layer._plan_in("fused", max_tokens)
 
     def bucket(self, bound: int) -> int:
         """The bound that a call is planned for; calls of several launches always have all."""

@@ -348,7 +348,7 @@ def _check_factors(name: str, values: object, held: Quantized) -> None:
 
 def _check_decoded(name: str, values: Tensor | Quantized, held: Quantized) -> None:
     """Refuse scales that kernels which decode to BF16 would lose, where such have read experts."""
-    if isinstance(held, PackedMatrix) or not derived.holds(held, "fits_bf16"):
+    if isinstance(held, PackedMatrix) or not derived.is_true(held, "fits_bf16"):
         return
     if isinstance(values, Quantized) and values.scale is not None:
         is_small = bool((values.scale.view(torch.uint8) == 0).any())  # nearly never
