@@ -26,7 +26,7 @@ from megamoe.planner.launches import (
     Tile,
     next_power_of_2,
 )
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics, decodes_to_e4m3, numerics
 from megamoe.planner.overrides import TILE, word
 from megamoe.planner.portable import combine, quantize_rows
 from megamoe.planner.tables import hopper as tables
@@ -44,7 +44,7 @@ BLOCK_MS = (8, 16, 32, 64, 128)
 def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
     """(the table's tile of both linears, why); the table is read once for each load."""
     shape: Shape | Gemm
-    if recipe == "w4a8_block" and not fits_e4m3:
+    if decodes_to_e4m3(recipe) and not fits_e4m3:
         shape, why = next((t, w) for edge, t, w in tables.WIDE_RANGE if rows_per_expert <= edge)
     else:
         shape, why = next(
@@ -169,7 +169,7 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Val
     )
     k = _int(overrides, "block_k", base.block_k if base and base.block_m == m else 128)
     shape = Shape(m, n // 128, k // 128, _int(overrides, "group_m", base.group_m if base else 1))
-    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
+    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or not decodes_to_e4m3(recipe))
     assert isinstance(changed, GemmSwapAb)
     if base is not None and base.block_m == m:
         changed = replace(changed, evict_first=base.evict_first)
@@ -182,7 +182,7 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     _one_of(overrides, "block_m", (128,), "two halves of 64 tokens")
     _one_of(overrides, "block_n", (256,), "128 rows for each of two warpgroups")
     _one_of(overrides, "block_k", (128,), "one activation scale a stage")
-    is_fp4 = recipe == "w4a8_block"
+    is_fp4 = how.decodes
     own = Gemm(3, 3, 8, 216, 56, 24) if is_fp4 else Gemm(4)
     base = tile if isinstance(tile, Gemm) else own
     schedule = word(overrides, "schedule", SCHEDULES) or base.schedule
