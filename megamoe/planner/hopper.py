@@ -183,7 +183,7 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     _one_of(overrides, "block_n", (256,), "128 rows for each of two warpgroups")
     _one_of(overrides, "block_k", (128,), "one activation scale a stage")
     is_fp4 = how.decodes
-    own = Gemm(3, 3, 8, 216, 56, 24) if is_fp4 else Gemm(4)
+    own = tables.PER_TILE if is_fp4 else Gemm(4)
     base = tile if isinstance(tile, Gemm) else own
     schedule = word(overrides, "schedule", SCHEDULES) or base.schedule
     ahead = _int(overrides, "decode_ahead", base.decode_ahead)
