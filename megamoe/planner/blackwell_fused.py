@@ -143,4 +143,14 @@ def fused_launch(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -
     tile, why = fused_tile(call, each, overrides)
     assert tile is not None, "why_not_fused would have refused it"
     rows, align = blackwell.num_rows(slots, experts, tile.block_m), tile.block_m
-    return fused.launch("mega_tmem_kernel", call, each, tile, why, rows, num_sms, overrides, align)
+    return fused.launch(
+        kernel="mega_tmem_kernel",
+        call=call,
+        each=each,
+        tile=tile,
+        why=why,
+        most_rows=rows,
+        num_sms=num_sms,
+        overrides=overrides,
+        align=align,
+    )

@@ -423,9 +423,17 @@ def owner_passes(
     words = words_of(call, backend)
     chunks = ceil_div(list_capacity(bound(call) * p.top_k, local), LIST_CHUNK)
     config = Rows(
-        p.num_ranks, next_power_of_2(local, 2), tile.block_m, row_align(tile), chunks, 0, rows,
-        waves, next_power_of_2(max(l1_sms, on.l2)) if has_items else 0, has_items and is_dynamic,
-    )  # fmt: skip
+        num_ranks=p.num_ranks,
+        max_experts=next_power_of_2(local, 2),
+        block_m=tile.block_m,
+        row_align=row_align(tile),
+        chunks=chunks,
+        first_row=0,
+        pool_rows=rows,
+        waves=waves,
+        max_ctas=next_power_of_2(max(l1_sms, on.l2)) if has_items else 0,
+        is_dynamic=has_items and is_dynamic,
+    )
     pull = Pull(
         p.num_ranks, tile.block_m, min(next_power_of_2(words.data, 256), PULL_COLS),
         next_power_of_2(words.pitch - words.data, 256) if words.pitch > words.data else 0,

@@ -172,7 +172,17 @@ class Machine:
         start = max(since, ready)
         if start - since > SHORT_US:
             self.spans.append(
-                Span(rank.idx, sm, "wait", since, start, what, block.wave, block.expert, block.m)
+                Span(
+                    rank=rank.idx,
+                    sm=sm,
+                    role="wait",
+                    start_us=since,
+                    end_us=start,
+                    phase=what,
+                    wave=block.wave,
+                    expert=block.expert,
+                    m=block.m,
+                )
             )
         early = start - self.costs.of(block.phase).lead_us
         if early > self._now:
@@ -218,7 +228,20 @@ class Machine:
             end = max(done, rank.stores_us[sm]) + cost.epilogue(rows)
             free = max(done, rank.stores_us[sm])
             rank.stores_us[sm] = end
-        self.spans.append(Span(rank.idx, sm, "math", start, free, phase, wave, expert, m, n))
+        self.spans.append(
+            Span(
+                rank=rank.idx,
+                sm=sm,
+                role="math",
+                start_us=start,
+                end_us=free,
+                phase=phase,
+                wave=wave,
+                expert=expert,
+                m=m,
+                n=n,
+            )
+        )
         rank.end_us = max(rank.end_us, end)
         self._push(free, _FREE, rank.idx, sm, block)
         if phase == L1:
