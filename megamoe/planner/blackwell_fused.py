@@ -114,7 +114,7 @@ def why_not_fused(call: CallSpec, overrides: Mapping[str, Value]) -> fused.Refus
         )
     if overrides.get("schedule", "strided") != "strided":
         return fused.Refusal(
-            "a fused launch draws tiles by tickets of its own, whatever the schedule"
+            "a fused launch takes tiles from a counter of its own, whatever the schedule"
         )
     _, each = passes_of(call)
     slots = fused.num_slots(call, each)

@@ -199,7 +199,7 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     )
     _refuse(
         is_fp4 and schedule == "dynamic",
-        "CTAs draw their items only with FP8 weights",
+        "CTAs take their items from a counter only with FP8 weights",
         "schedule dynamic with w4a8_block",
     )
     if "schedule" in overrides and "decode_ahead" not in overrides and schedule != base.schedule:
@@ -395,7 +395,7 @@ class Sizes(NamedTuple):
 def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) -> Pass:
     """Permute, L1 and L2 of the slots of one set of experts."""
     slots, max_experts = sizes.num_slots, next_power_of_2(sizes.num_experts, 2)
-    has_items = isinstance(tile, Gemm) and tile.has_items
+    has_items = tile.has_items
     is_small = slots <= tables.SMALL_SLOTS and not has_items
     is_counted = slots > tables.MIDDLE_SLOTS
     launches: list[Launch] = []
@@ -410,7 +410,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
             is_counted=is_counted,
             max_experts=max_experts,
             max_ctas=next_power_of_2(num_sms) if has_items else 0,
-            is_dynamic=isinstance(tile, Gemm) and tile.schedule == "dynamic",
+            is_dynamic=tile.is_dynamic,
             num_warps=tables.PLACE_WARPS[sizes.num_shared > 0],
             row_align=tables.ROW_ALIGN,
         )

@@ -27,7 +27,7 @@ SLOT_SIZES = (128, 512, 1024, 2048, MAX_SLOTS)  # that the kernel is compiled fo
 MAX_RANKS = 8  # of one call
 COUNTERS = 192 + MAX_SLOTS  # words of a rank: six lines, and one for each tile of tokens
 MAX_WAVES = 32  # of a pool that is a ring
-MATH_REGS, LOAD_REGS = 216, 72  # roles that wait and draw work need more than loaders alone
+MATH_REGS, LOAD_REGS = 216, 72  # roles that wait and take work items need more than loaders alone
 ROUTING_BYTES = (
     4096  # of routing up to which a launch has as many stages as staged ones, if they fit
 )
@@ -102,9 +102,9 @@ TILES: tuple[tuple[tuple[str, ...], float, Shape | Gemm, str, str], ...] = (
     (("w8a8",),       13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits", "V4-Flash, 64 tokens: 208.7 us, with one K block a stage 211.8, in tiles of 32 213.4"),
     (("w8a8",),       22.5, Shape(32, 2, 2),       "two K blocks a stage are faster than one", "V3, 64 tokens: 349.2 us, with one 356.5"),
     (("w8a8",),       40.0, Shape(64, 2, 1),       "with two K blocks a stage only two stages would fit", "not compared"),
-    (("w8a8",),       200.0, Gemm(4, schedule="dynamic"), "CTAs draw tiles, and L2 follows L1 tile by tile", "512 tokens: V3 504 us, statically scheduled 523; V4-Pro 817-843, strided 866; V4-Flash 262-267, strided 270"),
-    (("w8a8",),       300.0, Gemm(4, schedule="static"), "neighbouring CTAs have tiles of the same weights, which then come from L2", "V4-Pro, 2048 tokens: 1766-1835 us, drawn dynamically 1852-1886"),
-    (("w8a8",),       INF,  Gemm(4, group_m=16, schedule="dynamic"), "16 token tiles share each weight tile, and CTAs draw them", "V4-Pro, 8192 tokens: 6361 us, with group_m 8 6547, statically scheduled 6441-6604; V3 5837, static 5781-5879; V4-Flash, 2048 tokens: 650, static 672"),
+    (("w8a8",),       200.0, Gemm(4, schedule="dynamic"), "CTAs take tiles from a counter, and L2 follows L1 tile by tile", "512 tokens: V3 504 us, statically scheduled 523; V4-Pro 817-843, strided 866; V4-Flash 262-267, strided 270"),
+    (("w8a8",),       300.0, Gemm(4, schedule="static"), "neighbouring CTAs have tiles of the same weights, which then come from L2", "V4-Pro, 2048 tokens: 1766-1835 us, from a counter 1852-1886"),
+    (("w8a8",),       INF,  Gemm(4, group_m=16, schedule="dynamic"), "16 token tiles share each weight tile, and CTAs take them from a counter", "V4-Pro, 8192 tokens: 6361 us, with group_m 8 6547, statically scheduled 6441-6604; V3 5837, static 5781-5879; V4-Flash, 2048 tokens: 650, static 672"),
     (_FP4,            4.0,  Shape(8, 2, 2),        "two K blocks a stage are faster than one", "V4-Flash, 8 tokens: w4a16 132 us, with one 139; nvfp4 166, with one 172"),
     (_FP4,            13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits", "V4-Flash, 64 tokens: w4a16 146 us, with one K block a stage 153, in tiles of 32 161; nvfp4 186, with one K block 190"),
     (_FP4,            22.5, Shape(32, 2, 2),       "two K blocks a stage are as fast as one, or faster", "V3, 64 tokens: w4a16 262 us, with one 273; nvfp4 338, with one 337-338"),
