@@ -7,6 +7,7 @@ lie sorted, or that are gathered), `grouped_finalize`. The plan decides backend,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,7 +52,9 @@ def grouped_gemm(
     tile       block_m, block_n, ... in place of the plan's
     returns    bf16 [M, n]; every schedule, order and tile gives the same bits
     """
-    plan = _plan("gemm", x, w, counts, len(x), backend, schedule, sort_by_m, tile)
+    spec = _spec("gemm", x, w, counts, len(x))
+    plan = _plan(spec, w, backend, schedule, sort_by_m, tile)
+    _check_rows(x, len(x), plan)
     if plan.backend == "portable":
         from megamoe.kernels.portable.grouped import grouped_gemm as portable
         from megamoe.kernels.portable.launch import arithmetic_of
@@ -100,7 +103,9 @@ def grouped_swiglu(
     num = len(x) if rows is None else len(rows)
     variant = "swiglu" if rows is None else "gather"
     _check_map("rows", rows, num, counts)
-    plan = _plan(variant, x, w13, counts, num, backend, schedule, sort_by_m, tile)
+    spec = _spec(variant, x, w13, counts, num)
+    plan = _plan(spec, w13, backend, schedule, sort_by_m, tile)
+    _check_rows(x, num, plan)
     if x.spec.has_global:
         require(
             acts_global is not None and acts_global.ndim == 0,
@@ -150,10 +155,10 @@ def grouped_finalize(
     )
     _check_map("slots", slots, len(x), counts)
     (num_tokens, top_k), n = weights.shape, w.shape[-2]
-    plan = _plan(
-        "finalize", x, w, counts, len(x), backend, schedule, sort_by_m, tile,
-        num_tokens if deterministic else 0,
-    )  # fmt: skip
+    spec = _spec("finalize", x, w, counts, len(x))
+    spec = replace(spec, num_tokens=num_tokens if deterministic else 0)
+    plan = _plan(spec, w, backend, schedule, sort_by_m, tile)
+    _check_rows(x, len(x), plan)
     from megamoe.kernels.blackwell import grouped
     from megamoe.kernels.portable.combine import combine
 
@@ -202,8 +207,10 @@ def _placed(w: Quantized, plan: GroupedPlan) -> Placed:
     return placed
 
 
-def _check_rows(x: Quantized, num_rows: int) -> None:
-    """What copies can read: rows of 16 bytes, from an address of 16 bytes."""
+def _check_rows(x: Quantized, num_rows: int, plan: GroupedPlan) -> None:
+    """What Blackwell's copies can read: rows of 16 bytes, from an address of 16 bytes."""
+    if plan.backend != "blackwell":
+        return
     data = x.data
     steps = data.stride(0) * data.element_size(), data.data_ptr()
     require(
@@ -237,22 +244,23 @@ def _check_map(name: str, index: Tensor | None, num: int, counts: Tensor) -> Non
     )
 
 
-def _plan(
-    variant: str, x: Quantized, w: Quantized, counts: Tensor, num_rows: int, backend: str,
-    schedule: str, sort_by_m: bool, tile: dict[str, Value], num_tokens: int = 0,
-) -> GroupedPlan:  # fmt: skip
-    """The plan of these operands on their device, once they fit each other."""
+def _spec(variant: str, x: Quantized, w: Quantized, counts: Tensor, num_rows: int) -> GroupedSpec:
+    """These operands in integers, once they fit each other."""
     recipe = check_operands(x, w, counts, is_gated=variant in GATED)
-    device = w.device
-    hw = planning.hardware_of(device)
     groups, n, k = w.shape[0], w.shape[-2], w.shape[-1]
-    spec = GroupedSpec(recipe, num_rows, groups, n, k, variant, num_tokens)
+    return GroupedSpec(recipe, num_rows, groups, n, k, variant)
+
+
+def _plan(
+    spec: GroupedSpec, w: Quantized, backend: str, schedule: str, sort_by_m: bool,
+    tile: dict[str, Value],
+) -> GroupedPlan:  # fmt: skip
+    """The plan on the device of the matrices."""
+    hw = planning.hardware_of(w.device)
     plan = plan_grouped(
         spec, hw, schedule=schedule, sort_by_m=sort_by_m, backend=backend,
-        is_certified=is_certified(device, hw.arch, recipe),
+        is_certified=is_certified(w.device, hw.arch, spec.recipe),
         **dict(checked(tile, legal=TILE)),
     )  # fmt: skip
-    backends.resolve(plan.backend, "auto", device)
-    if plan.backend == "blackwell":
-        _check_rows(x, num_rows)
+    backends.resolve(plan.backend, "auto", w.device)
     return plan

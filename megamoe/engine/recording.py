@@ -46,6 +46,7 @@ from megamoe.planner.buckets import bucket_of, planned_bound
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.copies import around
+from megamoe.planner.numerics import image_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS
@@ -509,9 +510,7 @@ def _experts(
         if backend != "hopper" or fmt.element.bits != 4:
             parts[name] = plain
             continue
-        to_e4m3 = recipe == "w4a8_block" and facts.fits_e4m3
-        is_placed = not to_e4m3 and facts.can_be_placed
-        kind = pack.kind_of(plain, to_e4m3=to_e4m3, is_placed=is_placed)
+        kind = image_of(recipe, fits_e4m3=facts.fits_e4m3, can_be_placed=facts.can_be_placed)
         image = pack.empty_image(kind, shape, META)
         parts[name] = PackedMatrix(image, fmt.name, Aside(num, facts))
     if fmt.has_global:

@@ -25,6 +25,7 @@ from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one
 from megamoe.formats.quantize import quantize_into, weight_global_scale
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.kernels.hopper.weights.pack import Facts, facts_of, fits_bf16
+from megamoe.planner.numerics import decodes_to_e4m3
 
 # By kind of image: which fact it rests on, and what to say of values without it.
 NEEDS: dict[str, tuple[str, str]] = {
@@ -382,7 +383,7 @@ def check_image(kind: str, facts: Facts, what: str) -> None:
 def _rests_on_facts(weights: ExpertWeights) -> bool:
     """Whether what may be written depends on what all experts are then."""
     both = weights.w13, weights.w2
-    return weights.recipe == "w4a8_block" and all(
+    return decodes_to_e4m3(weights.recipe) and all(
         isinstance(w, PackedMatrix) and w.kind != "e4m3_image" for w in both
     )
 

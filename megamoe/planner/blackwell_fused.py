@@ -114,7 +114,7 @@ def why_not_fused(call: CallSpec, overrides: Mapping[str, Value]) -> fused.Refus
         )
     if overrides.get("schedule", "strided") != "strided":
         return fused.Refusal(
-            "a fused launch draws tiles by tickets of its own, whatever the schedule"
+            "a fused launch takes tiles from a counter of its own, whatever the schedule"
         )
     _, each = passes_of(call)
     slots = fused.num_slots(call, each)
@@ -143,4 +143,14 @@ def fused_launch(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -
     tile, why = fused_tile(call, each, overrides)
     assert tile is not None, "why_not_fused would have refused it"
     rows, align = blackwell.num_rows(slots, experts, tile.block_m), tile.block_m
-    return fused.launch("mega_tmem_kernel", call, each, tile, why, rows, num_sms, overrides, align)
+    return fused.launch(
+        kernel="mega_tmem_kernel",
+        call=call,
+        each=each,
+        tile=tile,
+        why=why,
+        most_rows=rows,
+        num_sms=num_sms,
+        overrides=overrides,
+        align=align,
+    )

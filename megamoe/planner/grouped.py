@@ -209,7 +209,7 @@ def _schedule(spec: GroupedSpec, tile: GemmTmem, num_sms: int, asked: str) -> Ch
     if asked != "auto":
         return Choice("schedule", asked, "given")
     if tiles <= num_sms:
-        return Choice("schedule", "static", f"at most {tiles} tiles: none is left to draw")
+        return Choice("schedule", "static", f"at most {tiles} tiles: none is left to take")
     why = f"up to {tiles} tiles on {num_sms} SMs: a CTA that is done takes the next"
     return Choice("schedule", "dynamic", why)
 

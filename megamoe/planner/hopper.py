@@ -26,7 +26,7 @@ from megamoe.planner.launches import (
     Tile,
     next_power_of_2,
 )
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics, decodes_to_e4m3, numerics
 from megamoe.planner.overrides import TILE, word
 from megamoe.planner.portable import combine, quantize_rows
 from megamoe.planner.tables import hopper as tables
@@ -44,7 +44,7 @@ BLOCK_MS = (8, 16, 32, 64, 128)
 def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
     """(the table's tile of both linears, why); the table is read once for each load."""
     shape: Shape | Gemm
-    if recipe == "w4a8_block" and not fits_e4m3:
+    if decodes_to_e4m3(recipe) and not fits_e4m3:
         shape, why = next((t, w) for edge, t, w in tables.WIDE_RANGE if rows_per_expert <= edge)
     else:
         shape, why = next(
@@ -169,7 +169,7 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Val
     )
     k = _int(overrides, "block_k", base.block_k if base and base.block_m == m else 128)
     shape = Shape(m, n // 128, k // 128, _int(overrides, "group_m", base.group_m if base else 1))
-    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
+    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or not decodes_to_e4m3(recipe))
     assert isinstance(changed, GemmSwapAb)
     if base is not None and base.block_m == m:
         changed = replace(changed, evict_first=base.evict_first)
@@ -182,8 +182,8 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     _one_of(overrides, "block_m", (128,), "two halves of 64 tokens")
     _one_of(overrides, "block_n", (256,), "128 rows for each of two warpgroups")
     _one_of(overrides, "block_k", (128,), "one activation scale a stage")
-    is_fp4 = recipe == "w4a8_block"
-    own = Gemm(3, 3, 8, 216, 56, 24) if is_fp4 else Gemm(4)
+    is_fp4 = how.decodes
+    own = tables.PER_TILE if is_fp4 else Gemm(4)
     base = tile if isinstance(tile, Gemm) else own
     schedule = word(overrides, "schedule", SCHEDULES) or base.schedule
     ahead = _int(overrides, "decode_ahead", base.decode_ahead)
@@ -199,7 +199,7 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     )
     _refuse(
         is_fp4 and schedule == "dynamic",
-        "CTAs draw their items only with FP8 weights",
+        "CTAs take their items from a counter only with FP8 weights",
         "schedule dynamic with w4a8_block",
     )
     if "schedule" in overrides and "decode_ahead" not in overrides and schedule != base.schedule:
@@ -395,7 +395,7 @@ class Sizes(NamedTuple):
 def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) -> Pass:
     """Permute, L1 and L2 of the slots of one set of experts."""
     slots, max_experts = sizes.num_slots, next_power_of_2(sizes.num_experts, 2)
-    has_items = isinstance(tile, Gemm) and tile.has_items
+    has_items = tile.has_items
     is_small = slots <= tables.SMALL_SLOTS and not has_items
     is_counted = slots > tables.MIDDLE_SLOTS
     launches: list[Launch] = []
@@ -410,7 +410,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
             is_counted=is_counted,
             max_experts=max_experts,
             max_ctas=next_power_of_2(num_sms) if has_items else 0,
-            is_dynamic=isinstance(tile, Gemm) and tile.schedule == "dynamic",
+            is_dynamic=tile.is_dynamic,
             num_warps=tables.PLACE_WARPS[sizes.num_shared > 0],
             row_align=tables.ROW_ALIGN,
         )

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from megamoe.formats.spec import Scale, recipe_named
+from megamoe.layout.images import image_bytes
 from megamoe.layout.regions import align_up, ceil_div
 from megamoe.planner import blackwell, chain, fused, hopper, split
 from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.floor import weight_bytes
 from megamoe.planner.launches import Gemm, GemmTmem, Launch, Mega, Pass, PortableGemm, Window
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics, image_of, numerics
 from megamoe.planner.portable import is_ordered
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import ROW_ALIGN, WIDTH
@@ -62,14 +63,9 @@ def _weights(plan: Plan) -> Iterator[Buffer]:
 
 def _image_bytes(call: CallSpec) -> int:
     """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
-    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
+    p, kind = call.problem, image_of(call.problem.recipe, fits_e4m3=call.fits_e4m3)
     hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
-    values = 3 * hidden * wide
-    if fmt.has_global:
-        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
-    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
-        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
-    return int(values * fmt.bits_per_value / 8)
+    return image_bytes(kind, 2 * wide, hidden, 2) + image_bytes(kind, hidden, wide, 1)
 
 
 # -- of a call ------------------------------------------------------------------------------------

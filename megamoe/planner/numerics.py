@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megamoe.errors import NotAvailable, require
-from megamoe.formats.spec import recipe_named
+from megamoe.formats.spec import Scale, recipe_named
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +109,34 @@ def numerics(
         kind=NotAvailable,
     )
     return TABLE[backend, recipe]
+
+
+def decodes_to_e4m3(recipe: str, *, fits_e4m3: bool = True) -> bool:
+    """Whether Hopper's kernels decode FP4 weights to E4M3; from no others to no others.
+
+    >>> [decodes_to_e4m3(recipe) for recipe in ("w4a8_block", "w4a8", "w8a8", "nvfp4a16")]
+    [True, False, False, False]
+    """
+    if not_on("hopper", recipe):
+        return False
+    how = numerics("hopper", recipe, fits_e4m3=fits_e4m3)
+    return how.decodes and how.mma == "fp8"
+
+
+def image_of(recipe: str, *, fits_e4m3: bool = True, can_be_placed: bool = False) -> str:
+    """How Hopper's kernels hold the weights of a recipe: a row of `layout.images.BLOCK_BYTES`.
+
+    fits_e4m3      all weights times their scales are E4M3 values
+    can_be_placed  MXFP4 whose bits can stand where BF16 has them
+    """
+    weights = recipe_named(recipe).weights
+    if weights.element.bits != 4:
+        return "bf16" if weights.scale is Scale.NONE else "fp8"
+    if weights.scale is Scale.E4M3:
+        return "nv_image"
+    if decodes_to_e4m3(recipe, fits_e4m3=fits_e4m3):
+        return "e4m3_image"
+    return "placed_image" if can_be_placed else "mx_image"
 
 
 def narrowest_mma(recipe: str) -> str:

@@ -161,12 +161,15 @@ def sort(num_slots: int, num_experts: int, block_m: int) -> list[Launch]:
 def grouped(
     tile: PortableGemm, num_rows: int, num_groups: int, num_cols: int, num_sms: int | None
 ) -> Launch:
-    """One linear over rows that are sorted by group; with `num_sms` programs draw their tiles."""
+    """One linear over rows sorted by group; with `num_sms` programs take tiles from a counter."""
     tiles = max(max_tiles(num_rows, num_groups, tile.block_m), 1)
     grid = tiles * ceil_div(num_cols, tile.block_n)
     why = "one program a tile"
     if num_sms is not None:
-        grid, why = min(grid, tables.PROGRAMS_PER_SM * num_sms), "programs draw their tiles"
+        grid, why = (
+            min(grid, tables.PROGRAMS_PER_SM * num_sms),
+            "programs take tiles from a counter",
+        )
     return Launch("linear", "_linear_kernel", (grid,), tile, why)
 
 

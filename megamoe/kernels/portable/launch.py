@@ -11,7 +11,6 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megamoe.errors import RangeError, require
 from megamoe.formats.quantized import DATA_DTYPE, Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.common.compat import overlap
@@ -139,12 +138,7 @@ def gated(
     """L1, activation, weight and quantisation: x [T, H] (or permuted rows) -> out [rows, I]."""
     intermediate, hidden = w13.shape[2:]
     tile = _tile(step, how, order)
-    require(
-        128 % tile.block_n == 0 or not how.is_ordered,
-        "acts are written in blocks of 128 columns",
-        got=f"block_n {tile.block_n}",
-        kind=RangeError,
-    )
+    assert 128 % tile.block_n == 0 or not how.is_ordered, "acts are written in blocks of 128"
     unused = x.data
     bias, x_global, acts_global = factors
     gemm._gated_kernel[step.grid](
@@ -186,18 +180,8 @@ def linear(
     """
     num_cols, width = w.shape[1:]
     tile = _tile(step, how, order)
-    require(
-        to.scale is None or tile.block_n % 128 == 0,
-        "one scale of FP8 combine is one block of 128 columns",
-        got=f"block_n {tile.block_n}",
-        kind=RangeError,
-    )
-    require(
-        to.store in ("rows", "slots", "atomic"),
-        "store is rows, slots or atomic",
-        got=to.store,
-        kind=RangeError,
-    )
+    assert to.scale is None or tile.block_n % 128 == 0, "one scale of FP8 combine is 128 columns"
+    assert to.store in ("rows", "slots", "atomic")
     unused = x.data
     bias, x_global, _ = factors
     gemm._linear_kernel[step.grid](
@@ -219,33 +203,13 @@ def linear(
 
 
 def _tile(step: Launch, how: Arithmetic, order: Order) -> PortableGemm:
-    """The step's tile, held to what the kernels can do (`planner.portable.check` says why)."""
+    """The step's tile; `planner.portable.check` refuses what the kernels cannot do, and why."""
     tile = step.config
     assert isinstance(tile, PortableGemm)
-    require(
-        tile.block_m == order.tile_m,
-        "the token tile must be the one the slots were sorted for",
-        got=f"block_m {tile.block_m}, sorted for {order.tile_m}",
-        kind=RangeError,
-    )
-    require(
-        tile.block_k == 128 or not how.tokens.PROMOTED.value,
-        "one step of K must be one 1x128 scale",
-        got=f"block_k {tile.block_k}",
-        kind=RangeError,
-    )
-    require(
-        tile.block_k % 128 == 0 or not how.is_ordered,
-        "FP4 weights are multiplied in whole blocks of 128",
-        got=f"block_k {tile.block_k}",
-        kind=RangeError,
-    )
-    require(
-        tile.block_n == 128 or how.acts.HOLD.value not in ("codes", "scaled"),
-        "a block of 128 columns must lie in one program",
-        got=f"block_n {tile.block_n}",
-        kind=RangeError,
-    )
+    assert tile.block_m == order.tile_m, "slots were sorted for other tiles"
+    assert tile.block_k == 128 or not how.tokens.PROMOTED.value
+    assert tile.block_k % 128 == 0 or not how.is_ordered
+    assert tile.block_n == 128 or how.acts.HOLD.value not in ("codes", "scaled")
     return tile
 
 
