@@ -17,11 +17,12 @@ import torch
 import triton
 
 import megamoe as mm
-from megamoe.engine import portable, status
+from megamoe.engine import status
 from megamoe.engine.call import Call
 from megamoe.engine.grouped import grouped_gemm
 from megamoe.engine.local import LocalRanks
-from megamoe.engine.planning import Traits, plan_for
+from megamoe.engine.planning import Traits, hardware_of, plan_for
+from megamoe.engine.portable import PORTABLE
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.acts import CODES
@@ -38,6 +39,7 @@ from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner import copies
 from megamoe.planner import portable as portable_plan
 from megamoe.planner.launches import Pass
+from megamoe.planner.numerics import numerics
 from megamoe.problem import RECIPES, Options
 from megamoe.routing.samplers import sample_routing
 
@@ -68,7 +70,7 @@ def layer(recipe: str) -> None:
                 overrides=(("backend", "portable"),), is_quantized=tokens is q,
             )  # fmt: skip
             call = Call(tokens, *routing, w, options, None, device_status, None, padding)
-            assert portable.run(call, plan).isfinite().all()
+            assert PORTABLE.run(call, plan).isfinite().all()
 
 
 def alone(recipe: str) -> None:
@@ -80,7 +82,9 @@ def alone(recipe: str) -> None:
         grouped_gemm(x, w, given, backend="portable", sort_by_m=True)
         grouped_gemm(x, w, given, backend="portable", schedule="dynamic")
     if recipe == "w4a16":
-        how, tile = launch.arithmetic_on(DEVICE, recipe), portable_plan.pick(recipe, 1)[1]
+        tile = portable_plan.pick(recipe, 1)[1]
+        arch = hardware_of(DEVICE).arch
+        how = launch.arithmetic_of(recipe, numerics("portable", recipe, arch=arch))
         idx = torch.randint(-1, 4, (29, 1), generator=torch.Generator().manual_seed(0)).int()
         order = Order.empty(29, 4, tile.block_m, DEVICE)
         steps = Pass("routed", 29, 4, tuple(portable_plan.sort(29, 4, tile.block_m)))
@@ -98,7 +102,10 @@ def quantisers() -> None:
     for in FP4 on Blackwell alone."""
     for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_combine"):
         for x in (normal(7, H), normal(7, H).float()):
-            q = quantize(x, name)
+            step = portable_plan.quantize_rows(
+                "quantize", *x.shape, CODES[name].name, is_bf16=x.dtype == torch.bfloat16
+            )
+            q = quantize(x, name, step=step)
         idx, weight = (t.to(DEVICE) for t in sample_routing(7, E, K, masked_ratio=0.2))
         routing = Routing(
             idx, weight, torch.empty_like(idx, dtype=torch.int32), torch.empty_like(weight),

@@ -4,13 +4,14 @@ from dataclasses import replace
 
 import torch
 
-from megamoe.engine import fused, hopper, local, planning
+from megamoe.engine import fused, local, planning
 from megamoe.engine.call import Call
+from megamoe.engine.hopper import HOPPER
 from megamoe.engine.planning import Ranks, plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.hardware import B200, H200
-from megamoe.planner.hopper import with_tile
 from megamoe.planner.overrides import checked
+from megamoe.planner.plan import with_tile
 from megamoe.problem import Options
 
 CPU = torch.device("cpu")
@@ -68,7 +69,7 @@ def staged(inputs, w, options=None, shared=None, tile=None, status=None, stats=N
     """One staged call."""
     plan = plan_of(inputs, w, options, shared, tile, mode="staged")
     status = status or DeviceStatus(CPU)
-    return hopper.run(Call(*inputs, w, options or Options(), shared, status, stats, count), plan)
+    return HOPPER.run(Call(*inputs, w, options or Options(), shared, status, stats, count), plan)
 
 
 def fuse(

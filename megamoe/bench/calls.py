@@ -78,10 +78,17 @@ def measure(
             host, wall = ([1e6 * t / CALLS for t in part] for part in zip(*samples, strict=True))
             rows.append(
                 Row(
-                    cell.name, eager.backend, recipe, how, statistics.median(host), min(host),
-                    statistics.median(wall), same[how], made_at,
+                    cell=cell.name,
+                    backend=eager.backend,
+                    recipe=recipe,
+                    how=how,
+                    host_us=statistics.median(host),
+                    low_us=min(host),
+                    wall_us=statistics.median(wall),
+                    has_same_bits=same[how],
+                    provenance=made_at,
                 )
-            )  # fmt: skip
+            )
     progress("cells", len(cells), len(cells))
     return rows
 

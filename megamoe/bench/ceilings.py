@@ -27,7 +27,7 @@ def measure(device: torch.device, reader: Reader) -> Ceilings:
     width = GPU_WIDTH if on_gpu else CPU_WIDTH
     flops = 2 * width**3
     tflops = {mma: flops / us / 1e6 for mma, us in _matmuls(timer, width, device).items()}
-    one = torch.zeros(1, device=device)
+    one = torch.zeros(1, dtype=torch.float32, device=device)
     return Ceilings(
         copy_gbs=2 * num_bytes / copy_us / 1e3,
         read_gbs=num_bytes / read.us / 1e3,
@@ -55,8 +55,8 @@ def _matmuls(timer: Timer, width: int, device: torch.device) -> dict[str, float]
     if device.type != "cuda":
         return times
     a8, b8 = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
-    rows = torch.ones(width, 1, device=device)
-    one = torch.ones((), device=device)
+    rows = torch.ones(width, 1, dtype=torch.float32, device=device)
+    one = torch.ones((), dtype=torch.float32, device=device)
     for scale_a, scale_b in ((one, one), (rows, rows.T)):
         try:
             us = _us(

@@ -204,7 +204,7 @@ def rowwise(x: Tensor) -> tuple[Tensor, Tensor]:
 def rowwise_experts(w: Tensor) -> tuple[Tensor, Tensor]:
     """`rowwise` of [E, n, k] without FP32 copies of all experts at once."""
     data = torch.empty(w.shape, dtype=FP8, device=w.device)
-    scale = torch.empty(w.shape[:2], device=w.device)
+    scale = torch.empty(w.shape[:2], dtype=torch.float32, device=w.device)
     for idx, one in enumerate(w):
         data[idx], scale[idx] = rowwise(one)
     return data, scale

@@ -306,12 +306,18 @@ def cell_of(line: Line, report: Report, peers: Peers | None) -> Timed:
     peer = min(others, key=lambda name: others[name][0]) if others else ""
     is_timed = ours is not None and ours.status == OK
     return Timed(
-        line.model, line.recipe, cell, int(cell.rpartition("/")[2]),
-        ours.us if ours is not None and is_timed else None,
-        ours.spread if ours is not None else None,
-        ours.contestant if ours is not None else "",
-        peer, others[peer][0] if peer else None, others[peer][1] if peer else "", timed,
-    )  # fmt: skip
+        model=line.model,
+        recipe=line.recipe,
+        cell=cell,
+        num_tokens=int(cell.rpartition("/")[2]),
+        us=ours.us if ours is not None and is_timed else None,
+        spread=ours.spread if ours is not None else None,
+        how=ours.contestant if ours is not None else "",
+        peer=peer,
+        peer_us=others[peer][0] if peer else None,
+        peer_source=others[peer][1] if peer else "",
+        timed=timed,
+    )
 
 
 def write(record: Record, folder: Path, name: str = "headline") -> list[Path]:

@@ -55,7 +55,11 @@ def hopper(inputs: GemmInputs, recipe: str, tile: Tile | None = None) -> GemmEnt
     w = pack(weights, to_e4m3=how.to_e4m3, is_placed=can_be_placed(weights))
     x = pooled(inputs, recipe, chosen, how)
     is_global = row.acts.has_global
-    ones = torch.ones(shape.num_groups, device=inputs.device) if is_global else None
+    ones = (
+        torch.ones(shape.num_groups, dtype=torch.float32, device=inputs.device)
+        if is_global
+        else None
+    )
     counts = torch.tensor(shape.rows, dtype=torch.int32, device=inputs.device)
     step = l2_launch(chosen, shape.k, hardware_of(inputs.device).num_sms)
     work = launch.work_items(x, (w,), step)

@@ -16,7 +16,7 @@ from megamoe.routing.samplers import even_routing, sample_routing
 def normal(device: torch.device, seed: int, *shape: int) -> Tensor:
     """Standard normal values from a seed of their own."""
     rng = torch.Generator(device).manual_seed(seed)
-    return torch.randn(*shape, generator=rng, device=device)
+    return torch.randn(*shape, dtype=torch.float32, generator=rng, device=device)
 
 
 def words(device: torch.device, count: int) -> Tensor:

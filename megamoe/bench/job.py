@@ -116,7 +116,9 @@ def run(
 
     x, idx, weight = (torch.cat(parts) for parts in zip(*tokens, strict=True))
     y = torch.cat(outputs)
-    sample = torch.linspace(0, len(x) - 1, min(SAMPLE, len(x))).long().to(where)
+    sample = (
+        torch.linspace(0, len(x) - 1, min(SAMPLE, len(x)), dtype=torch.float32).long().to(where)
+    )
     exact = _one_by_one(x, idx, weight, weights, shared, layer, sample, progress)
     plain = synthetic.bf16_layer(x[sample], idx[sample], weight[sample], progress)
     counts = expert_counts(idx, layer.num_experts)
@@ -244,7 +246,7 @@ class _Synthetic:
         kinds = ("gate", "w13", "w2", "b13", "b2", "shared13", "shared2", "x")
         rng = torch.Generator(self.device)
         rng.manual_seed((self.seed * len(kinds) + kinds.index(kind)) * 1_000_003 + idx)
-        return torch.randn(*shape, generator=rng, device=self.device)
+        return torch.randn(*shape, dtype=torch.float32, generator=rng, device=self.device)
 
     def _expert(self, idx: int, kind: str = "w") -> tuple[Tensor, Tensor]:
         h, i = self.layer.hidden, self.layer.intermediate

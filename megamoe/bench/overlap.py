@@ -193,10 +193,20 @@ def _row(
     tile = str(plan.passes[-1]["l1"].config)
     sms = sms_of(plan.call, plan.hardware.num_sms, dict(plan.overrides))
     return Overlap(
-        cell.name, recipe, ranks.num_ranks, sms, num_pull_sms(sms), tile,
-        paced.bytes_per_s / 1e9, us["compute"], us["links"], us["both"], same,
-        provenance(timer.device), round(1e6 * paced.latency_s, 3),
-    )  # fmt: skip
+        cell=cell.name,
+        recipe=recipe,
+        num_ranks=ranks.num_ranks,
+        sms=sms,
+        pull_sms=num_pull_sms(sms),
+        tile=tile,
+        links_gbs=paced.bytes_per_s / 1e9,
+        compute_us=us["compute"],
+        links_us=us["links"],
+        both_us=us["both"],
+        same_bits=same,
+        provenance=provenance(timer.device),
+        latency_us=round(1e6 * paced.latency_s, 3),
+    )
 
 
 @contextmanager

@@ -58,9 +58,17 @@ def measure(
     in_bytes = 2 * (w13.numel() + w2.numel())
     extra = max(_peak(where) - before - weights.nbytes, 0)
     return Row(
-        model.name, recipe, count, in_bytes, weights.nbytes, seconds, in_bytes / seconds / 1e9,
-        extra, extra / (in_bytes / count), provenance(where),
-    )  # fmt: skip
+        preset=model.name,
+        recipe=recipe,
+        num_experts=count,
+        in_bytes=in_bytes,
+        out_bytes=weights.nbytes,
+        seconds=seconds,
+        gbs=in_bytes / seconds / 1e9,
+        extra_bytes=extra,
+        extra_of_expert=extra / (in_bytes / count),
+        provenance=provenance(where),
+    )
 
 
 def _peak(device: torch.device, *, reset: bool = False) -> int:

@@ -28,9 +28,10 @@ from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.hopper import candidates, label, pick, with_tile
+from megamoe.planner.hopper import candidates, label, pick
 from megamoe.planner.launches import Tile
 from megamoe.planner.numerics import narrowest_mma
+from megamoe.planner.plan import with_tile
 from megamoe.problem import Options
 from megamoe.routing.samplers import sample_routing
 
@@ -154,7 +155,7 @@ def layer_with(recipe: str, tile: Tile) -> Factory:
 def layer_call(
     inputs: tuple[Tensor, Tensor, Tensor], weights: ExpertWeights, options: Options, tile: Tile
 ) -> Callable[[], Tensor]:
-    from megamoe.engine import hopper
+    from megamoe.engine.hopper import HOPPER
 
     call = Call(*inputs, weights, options, None, DeviceStatus(weights.device))
     traits = traits_of("hopper", weights, None)
@@ -164,7 +165,7 @@ def layer_call(
         weights, options, traits, num_tokens=num_tokens, top_k=top_k, overrides=overrides
     )
     swept = with_tile(plan, tile)
-    return lambda: hopper.run(call, swept)
+    return lambda: HOPPER.run(call, swept)
 
 
 def _timely(make: Factory, deadline: float) -> Factory:

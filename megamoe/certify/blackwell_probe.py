@@ -207,7 +207,7 @@ def product(name: str, n: int, case: Case, device: torch.device, *, multiply: bo
     """One launch: float32 [128, N], on the CPU."""
     kind = KINDS[name]
     there = Case(*(t.to(device) for t in case))
-    out = torch.zeros(ROWS, n, device=device)
+    out = torch.zeros(ROWS, n, dtype=torch.float32, device=device)
     steps = case.w.shape[1] * 2 // kind.block_k
     w, ws, x, xs = descriptors(kind, n, there)
     product_kernel[(1,)](

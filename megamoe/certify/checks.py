@@ -140,7 +140,7 @@ def _oracle(target: Target, recipe: str) -> str:
 def _format(target: Target, name: str) -> str:
     """Values of every size, zeros, ties and what is not finite: as on the CPU, or as the rules."""
     rng = torch.Generator().manual_seed(0)
-    x = torch.randn(256, 256, generator=rng) * 2.0 ** torch.randint(
+    x = torch.randn(256, 256, dtype=torch.float32, generator=rng) * 2.0 ** torch.randint(
         -40, 40, (256, 1), generator=rng
     )
     x[0], x[1, ::3] = 0.0, 0.0

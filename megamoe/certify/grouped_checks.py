@@ -49,10 +49,12 @@ def _variants(target: Target, recipe: str) -> str:
     sizes, row, rng = target.sizes, recipe_named(recipe), torch.Generator().manual_seed(9)
     counts = torch.tensor([*sizes.layers, 0, 17], dtype=torch.int32)
     num, groups = int(counts.sum()), len(counts)
-    x = torch.randn(num, sizes.hidden, generator=rng).bfloat16()
+    x = torch.randn(num, sizes.hidden, dtype=torch.float32, generator=rng).bfloat16()
     checks = []
     for shape in ((2, sizes.intermediate, sizes.hidden), (sizes.hidden, sizes.intermediate)):
-        w = (torch.randn(groups, *shape, generator=rng) / shape[-1] ** 0.5).bfloat16()
+        w = (
+            torch.randn(groups, *shape, dtype=torch.float32, generator=rng) / shape[-1] ** 0.5
+        ).bfloat16()
         checks.append(_of_format(w, row.weights.name, weight_global_scale(w)))
     w13, w2 = (w.to(target.device) for w in checks)
     exact13, exact2 = (dequantize(w, torch.float64) for w in checks)
@@ -61,7 +63,7 @@ def _variants(target: Target, recipe: str) -> str:
     there = counts.to(target.device)
     how: dict[str, Any] = {"backend": target.backend}
     if row.acts.has_global:
-        how["acts_global"] = torch.tensor(0.01, device=target.device)
+        how["acts_global"] = torch.tensor(0.01, dtype=torch.float32, device=target.device)
     acts = [grouped_swiglu(lying.to(target.device), w13, there, **how, **o) for o in ORDERS]
     if recipe != "w4a16":  # a gather of which is refused by name
         acts.append(grouped_swiglu(
@@ -81,7 +83,7 @@ def _variants(target: Target, recipe: str) -> str:
     rows = _product(first, exact2, counts)
     held(relative(outs[0], rows), target.bound("bf16"), "product")
     slots = torch.randperm(num, generator=rng).int()
-    weights = torch.rand(-(-num // SLOTS), SLOTS, generator=rng)
+    weights = torch.rand(-(-num // SLOTS), SLOTS, dtype=torch.float32, generator=rng)
     placed = rows.new_zeros(weights.numel(), sizes.hidden)
     placed[slots.long()] = rows.bfloat16().double()
     sums = (placed.view(*weights.shape, -1) * weights[..., None]).sum(1)

@@ -46,7 +46,9 @@ def known(
     """
     rng = torch.Generator().manual_seed(num_tokens)
     is_nvfp4 = recipe_named(recipe).acts.has_global
-    sizes = torch.tensor([6.0, 4.0, 3.0, 2.0, 1.0] if is_nvfp4 else [4.0, 2.0, 1.0])
+    sizes = torch.tensor(
+        [6.0, 4.0, 3.0, 2.0, 1.0] if is_nvfp4 else [4.0, 2.0, 1.0], dtype=torch.float32
+    )
     signs = torch.randint(0, 2, (hidden,), generator=rng) * 2.0 - 1.0
     columns = torch.arange(hidden)
     peaks = (columns % 16 == 0) & is_nvfp4
@@ -61,7 +63,7 @@ def known(
     ups *= torch.randint(0, 2, ups.shape, generator=rng) * 2.0 - 1.0
     if is_long:
         ups[:, intermediate // 2 :] = ups[:, : intermediate // 2]  # a column and its twin
-    w13 = torch.zeros(num_experts, 2, intermediate, hidden)
+    w13 = torch.zeros(num_experts, 2, intermediate, hidden, dtype=torch.float32)
     for expert in range(num_experts):
         for row in range(intermediate):
             gate, up = draw(NUM_GATE), draw(int(abs(ups[expert, row])))
@@ -70,7 +72,7 @@ def known(
     w2 = _long(ups, hidden, rng) if is_long else _sparse(ups, hidden, rng)
     scale = 2.0 ** torch.randint(-1, 2, (num_tokens, 1), generator=rng)
     idx, _ = sample_routing(num_tokens, num_experts, 1, seed=num_tokens)
-    gates = torch.full((num_tokens, 1), 0.125)
+    gates = torch.full((num_tokens, 1), 0.125, dtype=torch.float32)
     acts = (4 * NUM_GATE * scale * 4 * scale * 0.125) * ups[idx[:, 0]]  # gate, up, weight
     y = torch.einsum("ti,thi->th", acts.double(), w2[idx[:, 0]].double())
     size = torch.einsum("ti,thi->th", acts.abs().double(), w2[idx[:, 0]].abs().double())
@@ -80,8 +82,12 @@ def known(
 
 def _sparse(ups: Tensor, hidden: int, rng: torch.Generator) -> Tensor:
     num_experts, intermediate = ups.shape
-    w2 = torch.zeros(num_experts, hidden, intermediate)
-    at = torch.rand(num_experts, hidden, intermediate, generator=rng).topk(NUM_OUT).indices
+    w2 = torch.zeros(num_experts, hidden, intermediate, dtype=torch.float32)
+    at = (
+        torch.rand(num_experts, hidden, intermediate, dtype=torch.float32, generator=rng)
+        .topk(NUM_OUT)
+        .indices
+    )
     signs = torch.randint(0, 2, at.shape, generator=rng) * 2.0 - 1.0
     return w2.scatter_(2, at, signs)
 
@@ -92,7 +98,11 @@ def _long(ups: Tensor, hidden: int, rng: torch.Generator) -> Tensor:
     half = intermediate // 2
     up = ups[:, None, :half].sign().expand(num_experts, hidden, half)
     w2 = torch.cat([up, -up], dim=2).contiguous()
-    left_out = torch.rand(num_experts, hidden, half, generator=rng).topk(NUM_OUT).indices
+    left_out = (
+        torch.rand(num_experts, hidden, half, dtype=torch.float32, generator=rng)
+        .topk(NUM_OUT)
+        .indices
+    )
     return w2.scatter_(2, left_out + half, 0.0)
 
 
@@ -108,10 +118,17 @@ def random_experts(
 ) -> ExpertWeights:
     """Gaussian experts, on the CPU; nobody may write to them."""
     rng = torch.Generator().manual_seed(seed)
-    w13 = torch.randn(num, 2 * intermediate, hidden, generator=rng) / hidden**0.5
-    w2 = torch.randn(num, hidden, intermediate, generator=rng) / intermediate**0.5
-    b13 = torch.randn(num, 2 * intermediate, generator=rng) if has_bias else None
-    b2 = torch.randn(num, hidden, generator=rng) if has_bias else None
+    w13 = (
+        torch.randn(num, 2 * intermediate, hidden, dtype=torch.float32, generator=rng) / hidden**0.5
+    )
+    w2 = (
+        torch.randn(num, hidden, intermediate, dtype=torch.float32, generator=rng)
+        / intermediate**0.5
+    )
+    b13 = (
+        torch.randn(num, 2 * intermediate, dtype=torch.float32, generator=rng) if has_bias else None
+    )
+    b2 = torch.randn(num, hidden, dtype=torch.float32, generator=rng) if has_bias else None
     return ExpertWeights.quantize(w13.bfloat16(), w2.bfloat16(), recipe, b13=b13, b2=b2)
 
 
@@ -133,7 +150,7 @@ def random_inputs(
     """Gaussian tokens and a routing of ROUTINGS, on the CPU."""
     one_of(routing, tuple(ROUTINGS), "routing")
     rng = torch.Generator().manual_seed(seed)
-    x = torch.randn(num_tokens, hidden, generator=rng).bfloat16()
+    x = torch.randn(num_tokens, hidden, dtype=torch.float32, generator=rng).bfloat16()
     skew = "zipf" if routing in ("zipf", "masked") else "uniform"
     masked = 0.2 if routing == "masked" else 0.0
     idx, gates = sample_routing(

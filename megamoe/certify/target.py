@@ -39,11 +39,38 @@ class Sizes:
 # Tokens of `products` are those of the narrowest to the widest tiles; `gemms` reach every tile of
 # the planners' tables: 4 experts and 2 slots a token make half as many rows an expert.
 GPU = Sizes(
-    1024, 512, 8, 2, 7168, (1, 8, 16, 64, 128), (2, 8, 32, 64, 128, 256, 512, 2048, 8192),
-    (1, 7, 64, 600), 10_000,
-)  # fmt: skip
-GPU_QUICK = Sizes(512, 256, 8, 2, 2048, (8, 64), (8, 64, 512), (7, 64), 200)
-SMALL = Sizes(96, 64, 4, 2, 256, (3,), (2, 9), (5,), 8)
+    hidden=1024,
+    intermediate=512,
+    num_experts=8,
+    top_k=2,
+    long_k=7168,
+    products=(1, 8, 16, 64, 128),
+    gemms=(2, 8, 32, 64, 128, 256, 512, 2048, 8192),
+    layers=(1, 7, 64, 600),
+    num_soak=10_000,
+)
+GPU_QUICK = Sizes(
+    hidden=512,
+    intermediate=256,
+    num_experts=8,
+    top_k=2,
+    long_k=2048,
+    products=(8, 64),
+    gemms=(8, 64, 512),
+    layers=(7, 64),
+    num_soak=200,
+)
+SMALL = Sizes(
+    hidden=96,
+    intermediate=64,
+    num_experts=4,
+    top_k=2,
+    long_k=256,
+    products=(3,),
+    gemms=(2, 9),
+    layers=(5,),
+    num_soak=8,
+)
 
 
 ONE_RANK_MODES = ("staged", "fused")  # that `auto` takes; others are only run if asked for

@@ -136,9 +136,9 @@ class GroupWorld:
         with self._reported("step experts"):
             rows = self._owned(compute, tokens, slots, heads)
         with self._reported("step rows home"):
-            home = self._swap(rows, [h.slots for h in heads], sent.num_slots)
+            returned = self._swap(rows, [h.slots for h in heads], sent.num_slots)
         with self._reported("step combine"):
-            unpacked = compute.rows_wire.unpack(home)
+            unpacked = compute.rows_wire.unpack(returned)
             return compute.combine(unpacked, sent.flat, x, topk_idx, topk_weights)
 
     @contextmanager
@@ -208,9 +208,12 @@ class GroupWorld:
         text = "" if refusal is None else json.dumps(error_to_json(refusal))
         none = [0] * self.num_ranks
         to, slots = (none, none) if sent is None else (sent.num_tokens, sent.num_slots)
-        how = TRANSPORTS.index(self._how(sent.tokens.device if sent else torch.device("cpu")))
+        transport = TRANSPORTS.index(
+            self._transport_of(sent.tokens.device if sent else torch.device("cpu"))
+        )
         own = [
-            Head(self.number, how, num, to[r], slots[r], text).pack() for r in range(self.num_ranks)
+            Head(self.number, transport, num, to[r], slots[r], text).pack()
+            for r in range(self.num_ranks)
         ]
         into = [torch.empty_like(t) for t in own]
         if self.link is None:
@@ -232,9 +235,9 @@ class GroupWorld:
             kind=RankError,
         )
         require(
-            len({head.how for head in heads}) == 1,
+            len({head.transport for head in heads}) == 1,
             "all ranks must keep the layer on the same kind of device",
-            got=[TRANSPORTS[head.how] for head in heads],
+            got=[TRANSPORTS[head.transport] for head in heads],
             kind=RankError,
         )
         for rank, head in enumerate(heads):
@@ -248,7 +251,7 @@ class GroupWorld:
 
     # -- moving ----------------------------------------------------------------------------------
 
-    def _how(self, device: torch.device) -> str:
+    def _transport_of(self, device: torch.device) -> str:
         if self._transport is not None:
             return self._transport
         if device.type == "cuda" and "cuda:nccl" in dist.get_backend_config(self.group):
@@ -259,7 +262,7 @@ class GroupWorld:
         """Rows of `out` to their ranks, by runs; the rows that came, by runs."""
         if self.link is None:
             return out
-        if self._how(out.device) == "collective":
+        if self._transport_of(out.device) == "collective":
             into = out.new_empty(sum(num_in), *out.shape[1:])
             dist.all_to_all_single(into, out, num_in, num_out, group=self.group)
             return into
@@ -308,7 +311,7 @@ class Head:
     """What a rank says to another before anything moves."""
 
     layer: int
-    how: int  # index in TRANSPORTS
+    transport: int  # index in TRANSPORTS
     num_tokens: int  # on that rank
     tokens: int  # that it sends
     slots: int
@@ -325,7 +328,7 @@ class Head:
             error["args"] = [str(error["args"][0])[: self._TEXT // 8]]
             text = json.dumps(error).encode()
         numbers = self._NUMBERS.pack(
-            self.layer, self.how, self.num_tokens, self.tokens, self.slots, len(text)
+            self.layer, self.transport, self.num_tokens, self.tokens, self.slots, len(text)
         )
         return torch.frombuffer(bytearray(numbers + text.ljust(self._TEXT)), dtype=torch.uint8)
 
@@ -333,9 +336,11 @@ class Head:
     def unpack(cls, t: Tensor) -> Head:
         """The inverse of `pack`."""
         raw = t.numpy().tobytes()
-        layer, how, num_tokens, tokens, slots, length = cls._NUMBERS.unpack_from(raw)
+        layer, transport, num_tokens, tokens, slots, length = cls._NUMBERS.unpack_from(raw)
         first = cls._NUMBERS.size
-        return cls(layer, how, num_tokens, tokens, slots, raw[first : first + length].decode())
+        return cls(
+            layer, transport, num_tokens, tokens, slots, raw[first : first + length].decode()
+        )
 
 
 _NUMBERS: dict[tuple[int, ...], int] = {}  # layers so far, by members

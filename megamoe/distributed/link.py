@@ -32,7 +32,7 @@ from megamoe.distributed.rendezvous import (
 from megamoe.errors import MegaMoEError, MegaMoETimeout, RankError
 
 TAG, CUT_TAG = 0x6D6F, 0x6D70
-GRACE_S = 0.5  # a connection closed: who closed it may be about to write down why
+GRACE_S = 0.5  # a connection closed: the rank that closed it may be about to write down why
 
 
 class Link:
@@ -132,19 +132,19 @@ class Link:
         """Close every connection: gloo does that to a receive which runs past its time."""
         peer = (self.rank + 1) % self.num_ranks
         with suppress(Exception):
-            self._peers.recv([torch.empty(1, device="cpu")], peer, CUT_TAG).wait(
-                timedelta(milliseconds=1)
-            )
+            self._peers.recv(
+                [torch.empty(1, dtype=torch.float32, device="cpu")], peer, CUT_TAG
+            ).wait(timedelta(milliseconds=1))
 
 
 # Layers of the same ranks share a link, and it goes with the last of them.
 _LINKS: WeakValueDictionary[tuple[int, ...], Link] = WeakValueDictionary()
-_MADE: dict[tuple[int, ...], int] = {}
+_NUMBERS: dict[tuple[int, ...], int] = {}
 
 
 def link_card(rendezvous: Rendezvous) -> dict[str, int]:
     """What `link_of` must know of a rank: its link, 0 if none works, and how many there were."""
-    link, number = _LINKS.get(rendezvous.members), _MADE.get(rendezvous.members, 0)
+    link, number = _LINKS.get(rendezvous.members), _NUMBERS.get(rendezvous.members, 0)
     if link is None or not link.is_alive:
         return {"link": 0, "made": number}
     rendezvous.fault_key = link.fault_key
@@ -158,7 +158,7 @@ def link_of(rendezvous: Rendezvous, cards: Sequence[dict[str, int]]) -> Link | N
     link = _LINKS.get(rendezvous.members)
     if link is None or {card["link"] for card in cards} != {link.number}:
         number = max(card["made"] for card in cards) + 1
-        _MADE[rendezvous.members] = number
+        _NUMBERS[rendezvous.members] = number
         link = _LINKS[rendezvous.members] = Link(rendezvous, number)
     rendezvous.fault_key = link.fault_key
     return link

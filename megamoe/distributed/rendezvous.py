@@ -2,7 +2,7 @@
 
 For what happens once: building a layer, warming it up, gathering statistics. A rank that fails
 before it can say its word leaves the error instead, and every rank raises it; a rank that does not
-come is named by all who waited. No connection is opened for it, so nothing is left to tear down.
+come is named by all that waited. No connection is opened for it, so nothing is left to tear down.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Rendezvous:
     def _late(
         self, prefix: str, step: str, keys: Sequence[str], waited_s: float, timeout_s: float
     ) -> MegaMoEError:
-        """Who did not come, or why; ranks that come later learn that no rank waits any more."""
+        """The rank that did not come, or why; later ranks learn that no rank waits any more."""
         if self.fault_key and self.store.check([self.fault_key]):
             return error_from_json(json.loads(self.store.get(self.fault_key)))
         missing = [r for r, key in enumerate(keys) if not self.store.check([key])]

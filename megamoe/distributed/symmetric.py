@@ -105,14 +105,14 @@ def _offsets(handle: Any, own: Tensor, rank: int, num_ranks: int) -> list[int]:
 def check_reach(gpus: list[list[Any]]) -> None:
     """Require ranks on one host, whose GPUs reach each other."""
     host, boot = gpus[0][0], next((gpu[-1] for gpu in gpus if gpu[-1]), "")
-    away = [
+    elsewhere = [
         rank for rank, (name, *_, booted) in enumerate(gpus)
         if name != host or (booted and booted != boot)
     ]  # fmt: skip
     require(
-        not away,
+        not elsewhere,
         "fused calls need all ranks on one host",
-        got=f"{named(away)} on another host than rank 0" if away else "",
+        got=f"{named(elsewhere)} on another host than rank 0" if elsewhere else "",
         fix="use mode='staged' across hosts",
         kind=NotAvailable,
     )

@@ -50,7 +50,7 @@ class Wire(NamedTuple):
         for name, _, num in self._parts():
             t = getattr(q, name)
             if name == "global_scale":
-                t = torch.empty(rows, 1, device=q.device).copy_(t.reshape(-1, 1))
+                t = t.reshape(-1, 1).expand(rows, 1)
             parts.append(t.reshape(rows, num).contiguous().view(torch.uint8))
         spare = self.row_bytes - sum(t.shape[1] for t in parts)
         parts.append(torch.zeros(rows, spare, dtype=torch.uint8, device=q.device))

@@ -41,6 +41,46 @@ def refuse(values: dict[str, Values], held: dict[str, Values], experts: Sequence
                 )  # fmt: skip
 
 
+def refuse_shared(names: Sequence[str], held: dict[str, Values]) -> None:
+    """Refuse to write to experts of which one lies where another lies: both would change.
+
+    names  of what is written
+    """
+    places = [(name, t) for name, matrix in held.items() for _, t in _parts(matrix)]
+    for i, (name, t) in enumerate(places):
+        others = [other for j, (other, u) in enumerate(places) if i != j and _share(t, u)]
+        require(
+            name not in names or not (others or _overlaps_itself(t)),
+            "experts that are written must each have memory of their own",
+            got=f"{name} in the memory of {', '.join([*others, *([] if others else [name])])}",
+            fix="clone the tensors before the layer is built (expand shares one expert's memory)",
+            kind=RangeError,
+        )
+
+
+def _share(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors share bytes; each expert's may lie beside the other's."""
+    if not _overlap(a, b):
+        return False
+    if a.ndim == 0 or b.ndim == 0 or len(a) < 2 or len(b) < 2:
+        return True
+    step = a.stride(0) * a.element_size()
+    if step != b.stride(0) * b.element_size() or step == 0:
+        return True
+    apart = (b.data_ptr() - a.data_ptr()) % step
+    return apart < _end(a[0]) - a.data_ptr() or step - apart < _end(b[0]) - b.data_ptr()
+
+
+def _overlaps_itself(t: Tensor) -> bool:
+    """Whether two indices may be one place, as in what `expand` makes."""
+    end = 1
+    for step, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and step < end:
+            return True
+        end += (size - 1) * step
+    return False
+
+
 def _parts(t: Values) -> list[tuple[str, Tensor]]:
     """The tensors of a matrix or a bias by name."""
     if t is None or isinstance(t, Tensor):

@@ -1,4 +1,7 @@
-"""Backends: what there is, what works here, and why not. `auto` is the first row that works."""
+"""Backends: what is installed and works here, and why not. `auto` is the first row that works.
+
+Which architecture a backend runs on is the planner's rule (`planner.plan.reasons_on`).
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from megamoe import __version__
 from megamoe.engine import certified
 from megamoe.errors import DeviceError, require
 from megamoe.planner.plan import OPT_IN, choose_backend
+from megamoe.planner.plan import reasons_on as why_not_on
 from megamoe.tested import gpu_warning, triton_warning
 
 
@@ -31,31 +35,25 @@ def _portable(device: torch.device) -> str:
         import triton
     except ImportError:
         return "triton is not installed"
-    if device.type != "cuda":
-        interpreted = bool(triton.knobs.runtime.interpret)
-        return "" if interpreted else "needs a GPU; on a CPU only Triton's interpreter runs it"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major >= 8 else f"needs sm_80 or newer, this is sm_{major}{minor}"
+    is_interpreted = device.type != "cuda" and bool(triton.knobs.runtime.interpret)
+    return "" if is_interpreted else why_not_on(arch_of(device))["portable"]
 
 
-def _gluon(device: torch.device, language: str, gpus: str, wanted: int, arch: str) -> str:
+def _gluon(device: torch.device, name: str) -> str:
     """Why Gluon's kernels of one architecture cannot run on a device; "" where they can."""
     try:
-        import_module(f"triton.experimental.gluon.language.nvidia.{language}")
+        import_module(f"triton.experimental.gluon.language.nvidia.{name}")
     except ImportError:
         return "needs triton 3.6 with Gluon"
-    if device.type != "cuda":
-        return f"needs {gpus}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return "" if major == wanted else f"needs {arch}, this is sm_{major}{minor}"
+    return why_not_on(arch_of(device))[name]
 
 
 def _hopper(device: torch.device) -> str:
-    return _gluon(device, "hopper", "an H100, H200 or H20", 9, "sm_90a")
+    return _gluon(device, "hopper")
 
 
 def _blackwell(device: torch.device) -> str:
-    return _gluon(device, "blackwell", "a B200, B300 or GB200", 10, "sm_100a")
+    return _gluon(device, "blackwell")
 
 
 # Best first: `auto` takes the first one that works on the layer's device.

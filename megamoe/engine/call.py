@@ -43,3 +43,8 @@ class Call(NamedTuple):
     def top_k(self) -> int:
         """Routed slots of a token."""
         return int(self.topk_idx.shape[1])
+
+    @property
+    def num_shared(self) -> int:
+        """Slots of a token after the routed ones."""
+        return 0 if self.shared is None else self.shared.num_experts

@@ -74,7 +74,7 @@ def read_matrix(
         g = g.reciprocal()
     if scale is not None:
         scale = scale.contiguous()  # kernels read it densely; other libraries keep it transposed
-    matrix = Quantized(data, scale, fmt.name, shape, None if g is None else g.contiguous())
+    matrix = Quantized(data, scale, fmt.name, shape, g)
     refuse_nan(matrix, name)
     if scales is None:
         refuse_reciprocal(matrix, name)
@@ -201,7 +201,7 @@ def extras(
         require(
             bool(bias.isfinite().all()), f"{name} must be finite", got="NaN or Inf", kind=RangeError
         )
-        parts[name] = bias.to(torch.float32).contiguous()
+        parts[name] = bias.detach().to(torch.float32, copy=True).contiguous()
     if "b13" in parts:
         require(
             parts["b13"].shape[1] % 2 == 0,
@@ -212,7 +212,7 @@ def extras(
         parts["b13"] = gate_then_up(parts["b13"][..., None], gate_up)[..., 0]
     factors = {"x_global": x_global, "acts_global": acts_global}
     for name, value in factors.items():
-        factor = torch.as_tensor(value, dtype=torch.float32, device=device)
+        factor = torch.as_tensor(value, dtype=torch.float32, device=device).detach().clone()
         require(
             bool((factor > 0).all() and factor.isfinite().all()),
             f"{name} must be positive and finite",
@@ -273,6 +273,58 @@ def refuse_nan(matrix: Quantized, name: str, first_expert: int = 0) -> None:
             not bad,
             f"{name} must be finite",
             got=f"NaN or Inf in expert {first_expert + expert}",
+            fix="check the checkpoint; NaN weights would spoil every token they meet",
+            kind=RangeError,
+        )
+
+
+# What other libraries store the same bytes as.
+_SAME_BYTES: dict[torch.dtype, tuple[Any, ...]] = {
+    torch.uint8: (torch.int8, _E8M0, _FP4_PAIRS),
+    torch.float8_e4m3fn: _BYTES,
+}
+
+
+def as_dtype(t: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A tensor of a state_dict in the dtype that is held: the same bytes, or floats by value."""
+    if t.dtype == dtype:
+        return t
+    same = _SAME_BYTES.get(dtype, ())
+    if t.dtype in same:
+        return t.view(dtype)
+    floats = FLOATS if dtype in FLOATS else ()
+    legal = dict.fromkeys(d for d in (dtype, *same, *floats) if d is not None)
+    require(
+        t.dtype in floats,
+        f"{name} must be {' or '.join(map(str, legal))}",
+        got=t.dtype,
+        fix="quantise with ExpertWeights.quantize: another format is not converted by value",
+        kind=DTypeError,
+    )
+    return t.to(dtype)
+
+
+def refuse_values(t: Tensor, part: str, name: str) -> None:
+    """Refuse NaN, Inf and scales that none can be, in a tensor of experts that is loaded.
+
+    part  which it is: "w13.data", "w2.scale", "b13", ...
+    name  what to call it
+    """
+    is_fp4 = t.dtype == torch.uint8 and part.endswith("data")
+    if t.is_meta or is_fp4:
+        return
+    is_scale = part.endswith(("scale", "_global")) and t.dtype == torch.float32
+    for expert, one in enumerate(t if t.ndim else t[None]):
+        if t.dtype in FLOATS:
+            ok = bool(one.isfinite().all())
+            is_positive = one >= 0 if part.endswith(".scale") else one > 0
+            ok = ok and (not is_scale or bool(is_positive.all()))
+        else:
+            ok = not any(_has_nan(rows) for rows in one.flatten(0, -2).split(256))
+        require(
+            ok,
+            f"{name} must be finite" + (", and scales positive" if is_scale else ""),
+            got=f"otherwise in expert {expert}",
             fix="check the checkpoint; NaN weights would spoil every token they meet",
             kind=RangeError,
         )
@@ -372,7 +424,7 @@ def _global(g: object, fmt: Format, name: str, shape: tuple[int, ...]) -> Tensor
         got=g.tolist(),
         kind=RangeError,
     )
-    return g
+    return g.detach().clone(memory_format=torch.contiguous_format)  # one may be given for both
 
 
 def _has_nan(t: Tensor) -> bool:

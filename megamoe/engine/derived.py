@@ -80,7 +80,7 @@ def renew(w: Quantized) -> None:
             entry.seal = Seal(parts)
 
 
-def holds(w: Quantized, what: str) -> bool:
+def is_true(w: Quantized, what: str) -> bool:
     """Whether this was found of a matrix, and is true."""
     entry = _DERIVED.get(w.data, {}).get(what)
     return entry is not None and bool(entry.value)

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from megamoe.engine import checkpoint
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import TENSORS, PackedMatrix
 from megamoe.engine.weights import ExpertWeights
+from megamoe.errors import NotAvailable, require
 
 
 class ExpertModule(nn.Module):
@@ -38,6 +41,7 @@ class ExpertModule(nn.Module):
             is_image = name.partition(".")[2] in TENSORS
             self.register_buffer(name.replace(".", "_"), t, persistent=not is_image)
         self._weights: ExpertWeights | None = weights
+        self._built = tuple(self._buffers.values())  # what `_weights` were made of
         # The experts may come to hold others; compiled models pass the buffers, whose matrices know
         # what they were packed from.
         self._of_buffers: tuple[PackedMatrix, ...] = tuple(
@@ -46,12 +50,39 @@ class ExpertModule(nn.Module):
 
     @property
     def weights(self) -> ExpertWeights:
-        if self._weights is None:
-            for key in self._names:
-                self._buffers[key] = counted(self.get_buffer(key))
-            tensors = {name: self.get_buffer(key) for key, name in self._names.items()}
-            self._weights = ExpertWeights.from_state_dict(tensors, self._recipe)
-        return self._weights
+        """The experts that the buffers are now."""
+        return self.look()
+
+    @property
+    def last(self) -> ExpertWeights:
+        """The same as of the last look."""
+        return self._weights or self.look()
+
+    def look(self) -> ExpertWeights:
+        """The experts that the buffers are now: somebody may have put others in their place."""
+        weights = self._weights
+        if weights is None or not all(map(is_, self._buffers.values(), self._built)):
+            return self._rebuilt()
+        return weights
+
+    def _rebuilt(self) -> ExpertWeights:
+        """Experts of buffers that were loaded, moved or replaced; dense ones become the buffers."""
+        require(
+            not self._of_buffers,
+            "packed experts must be replaced by load_state_dict or refresh",
+            got="other tensors in place of the buffers of images",
+            fix="make another layer of the other experts",
+            kind=NotAvailable,
+        )
+        tensors = {name: self.get_buffer(key) for key, name in self._names.items()}
+        weights = ExpertWeights.from_state_dict(tensors, self._recipe)
+        self.take(weights)
+        self.was_loaded = True
+        return weights
+
+    def each(self) -> list[Tensor]:
+        """The tensors, by place: two may be one, which `buffers()` would name once."""
+        return [t for _, t in self.named_buffers(remove_duplicate=False)]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertModule:
         """Follow moves between devices, never casts: the bytes are the weights."""
@@ -82,15 +113,27 @@ class ExpertModule(nn.Module):
     ) -> None:
         """Load into tensors of this module's own: those it was built from may be others' too."""
         self.was_loaded = True
-        if self.weights.is_packed:
+        if self._of_buffers:
             self._load_packed(state_dict, prefix, local_metadata, *args)
             return
         if not self.owns:
             for key in self._names:
                 self._buffers[key] = self.get_buffer(key).clone()
             self.owns = True
+        mine = self._as_held(state_dict, prefix)
         self._weights, self._of_buffers = None, ()  # load_state_dict(assign=True) replaces tensors
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        super()._load_from_state_dict(mine, prefix, local_metadata, *args)
+
+    def _as_held(self, state_dict: Any, prefix: str) -> dict[str, Any]:
+        """This module's tensors of a state_dict, in its dtypes; refuses other ones, and NaN."""
+        mine = {key: value for key, value in state_dict.items() if key.startswith(prefix)}
+        for key, name in self._names.items():
+            t = mine.get(prefix + key)
+            if isinstance(t, Tensor):
+                held = checkpoint.as_dtype(t.detach(), self.get_buffer(key).dtype, prefix + key)
+                checkpoint.refuse_values(held, name, prefix + key)
+                mine[prefix + key] = held
+        return mine
 
     def _load_packed(self, state_dict: Any, prefix: str, local_metadata: Any, *args: Any) -> None:
         """From wherever the tensors lie into images, expert by expert: no whole copy is made."""
@@ -102,7 +145,8 @@ class ExpertModule(nn.Module):
             metadata = {**local_metadata, "assign_to_params_buffers": True}
             *_, errors = args
             num_errors = len(errors)
-            super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+            mine = self._as_held(state_dict, prefix)
+            super()._load_from_state_dict(mine, prefix, metadata, *args)
             if len(errors) > num_errors:
                 self.take(before)
                 return
@@ -140,7 +184,7 @@ def letting_go(*modules: ExpertModule | None) -> Iterator[None]:
     mine = [(module, module.weights) for module in modules if module is not None]
     for module, weights in mine:
         module._buffers.clear()
-        module._of_buffers, module._weights = (), weights
+        module._of_buffers, module._built, module._weights = (), (), weights
     try:
         yield
     except BaseException:

@@ -102,7 +102,7 @@ class Seal:
         """Compare on the device; nothing waits."""
         if self._differs is None:
             is_gpu = tensors[0].device.type == "cuda"
-            self._differs = torch.zeros((), dtype=torch.bool, pin_memory=is_gpu)
+            self._differs = torch.zeros((), dtype=torch.bool, device="cpu", pin_memory=is_gpu)
         differ = [
             torch.as_tensor(a != _content(t)).any()
             for a, t in zip(self._content, tensors, strict=True)

@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe import reference
 from megamoe.engine import backends, device_guard, status
 from megamoe.engine.call import Call
 from megamoe.engine.eager import eager
+from megamoe.engine.interface import backend_named
 from megamoe.engine.planning import Traits, log_once, plan_for, traits_of
+from megamoe.engine.reference import REFERENCE
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import (
     DeviceError,
@@ -29,7 +30,7 @@ from megamoe.planner.overrides import CHOICES, check_pairs, checked
 from megamoe.planner.plan import Plan, choose_backend
 from megamoe.planner.tables.blackwell import ACTIVATIONS as BLACKWELL_ACTIVATIONS
 from megamoe.problem import Options, check_top_k
-from megamoe.routing.permute import check_expert_ids, expert_counts
+from megamoe.routing.permute import check_expert_ids
 
 
 def moe(
@@ -84,7 +85,7 @@ def _compiled(
     topk_weights: Tensor,
     weights: ExpertWeights,
     shared: ExpertWeights | None,
-    how: dict[str, Any],
+    choices: dict[str, Any],
     overrides: Mapping[str, Value] | None,
 ) -> Tensor:
     """As one node of a compiled graph: tensors, and in words what they are."""
@@ -99,7 +100,7 @@ def _compiled(
             tensors += list(parts.values())
             pictures = ":".join([str(pictured(matrix)) for matrix in (one.w13, one.w2)])
             words += f"{one.recipe}:{','.join(parts)}:{pictures};"
-    for name, value in how.items():
+    for name, value in choices.items():
         words += f"|{name}={value}"
     for name, value in (overrides or {}).items():
         words += f"|overrides.{name}={value}"
@@ -210,26 +211,17 @@ def run(call: Call, plan: Plan) -> Tensor:
     """
     if plan.backend == "reference":
         check_values(call.topk_idx, call.topk_weights, call.weights.num_experts)
-        y = reference.moe(*call[:6])
-        if call.stats is not None:
-            call.stats.add_(expert_counts(call.topk_idx, call.weights.num_experts))
-        return y
+        return REFERENCE.run(call, plan)
     call.status.raise_if_seen()
     return launch(call, plan)
 
 
 def launch(call: Call, plan: Plan) -> Tensor:
     """The launches of a call on a GPU backend; nothing is read back, so they may be captured."""
-    if plan.backend == "hopper":
-        from megamoe.engine import hopper as compute
-    elif plan.backend == "blackwell":
-        from megamoe.engine import blackwell as compute  # type: ignore[no-redef]
-    else:
-        from megamoe.engine import portable as compute  # type: ignore[no-redef]
     if call.num_tokens == 0:
         return torch.empty(call.x.shape, dtype=torch.bfloat16, device=call.weights.device)
     with device_guard.on(call.weights.device):
-        y = compute.run(call, plan)
+        y = backend_named(plan.backend).run(call, plan)
         call.status.copy_to_host_async(call.top_k)
     return y
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megamoe.engine.call import Call
-from megamoe.engine.hopper import check_activation, num_of
+from megamoe.engine.gluon import Gluon
+from megamoe.engine.interface import backend_named
 from megamoe.engine.launch_options import bound_s
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.symm_buffer import SymmBuffer
@@ -21,23 +20,11 @@ from megamoe.planner.launches import GemmTmem, Launch, Mega
 from megamoe.problem import Options
 
 
-def _kernels(
-    config: Mega, weights: ExpertWeights, shared: ExpertWeights | None
-) -> tuple[Any, Any, Any]:
-    """(weights as the kernels read them, where pools are made, the launcher) of a configuration."""
-    if isinstance(config.tile, GemmTmem):
-        from megamoe.engine import blackwell
-        from megamoe.kernels.blackwell import launch as tmem_launch
-        from megamoe.kernels.blackwell.mega import launch as mega_tmem_launch
-
-        assert shared is None, "shared experts have launches of their own"
-        return blackwell.prepare(weights), tmem_launch, mega_tmem_launch
-    from megamoe.engine.images import prepared, with_shared
-    from megamoe.kernels.hopper import launch
-    from megamoe.kernels.hopper.mega import launch as mega_launch
-
-    packed = prepared(weights) if shared is None else with_shared(weights, shared)
-    return packed, launch, mega_launch
+def _backend_of(config: Mega) -> Gluon:
+    """The backend whose kernels a configuration is of."""
+    one = backend_named("blackwell" if isinstance(config.tile, GemmTmem) else "hopper")
+    assert isinstance(one, Gluon)
+    return one
 
 
 def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = -1) -> Tensor:
@@ -47,15 +34,15 @@ def run(call: Call, step: Launch, *, trace: Tensor | None = None, absent: int = 
     absent  a rank that never says it is done, for tests of the bound
     """
     weights, status = call.weights, call.status
-    num = call.topk_idx.numel() + call.num_tokens * num_of(call.shared)
+    num = call.topk_idx.numel() + call.num_tokens * call.num_shared
     assert isinstance(call.x, Tensor)
     rows, y = (
         torch.empty(n, weights.hidden, dtype=torch.bfloat16, device=weights.device)
         for n in (num, call.num_tokens)
     )
     tokens = Tokens(
-        call.x, call.topk_idx, call.topk_weights, call.num_valid, weights.x_global, rows, y,
-        status.bad_slot, call.stats,
+        x=call.x, idx=call.topk_idx, weights=call.topk_weights, num_valid=call.num_valid,
+        g=weights.x_global, rows=rows, y=y, error=status.bad_slot, stats=call.stats,
     )  # fmt: skip
     return _run(
         tokens, status.counters, weights, call.options, World(absent=absent),
@@ -92,9 +79,9 @@ def over(
     rows = buffer.rows[first * top_k : end * top_k]
     y = buffer.tokens.new_empty(world.local * num_tokens, buffer.tokens.shape[1])
     tokens = Tokens(
-        buffer.tokens[first:end], buffer.topk_idx[first:end], buffer.topk_weights[first:end],
-        buffer.num_valid[number : number + 1], weights.x_global, rows, y, status.bad_slot,
-        stats, first,
+        x=buffer.tokens[first:end], idx=buffer.topk_idx[first:end],
+        weights=buffer.topk_weights[first:end], num_valid=buffer.num_valid[number : number + 1],
+        g=weights.x_global, rows=rows, y=y, error=status.bad_slot, stats=stats, first=first,
     )  # fmt: skip
     return _run(
         tokens, buffer.counters, weights, options, world, step=step, status=status,
@@ -117,18 +104,19 @@ def _run(
     trace: Tensor | None = None,
     is_compiled_only: bool = False,
 ) -> Tensor:
-    config, device, extra = step.config, weights.device, num_of(shared)
+    config, device = step.config, weights.device
     assert isinstance(config, Mega)
-    check_activation(options)
-    packed, launch, mega_launch = _kernels(config, weights, shared)
+    backend, extra = _backend_of(config), 0 if shared is None else shared.num_experts
+    backend.check_activation(options)
+    packed = backend.prepare(weights, shared)
     slots = world.num * (tokens.idx.numel() + len(tokens.x) * extra)
     experts, block_m = weights.num_experts // world.local + extra, config.tile.block_m
-    pool = launch.pool(
-        packed.how, slots, weights.hidden, experts, block_m, device, ranks=world.local,
+    pool = backend.launch.pool(
+        packed.arithmetic, slots, weights.hidden, experts, block_m, device, ranks=world.local,
         is_far=world.num > 1, rows=config.pool_rows,
     )  # fmt: skip
-    acts = launch.pool(
-        packed.how, slots, weights.intermediate, experts, block_m, device, pool, world.local,
+    acts = backend.launch.pool(
+        packed.arithmetic, slots, weights.intermediate, experts, block_m, device, pool, world.local,
         rows=config.pool_rows,
     )  # fmt: skip
     words = align_up(4 * max_tiles(slots, experts, block_m), 32) + WAVE_TABLE.value
@@ -141,8 +129,8 @@ def _run(
     all_experts = Experts(
         packed.w13, packed.w2, experts, extra, weights.b13, weights.b2, weights.acts_global
     )
-    mega_launch.fused(
-        tokens, pool, acts, all_experts, step, packed.how, options, state, world=world,
+    backend.mega.fused(
+        tokens, pool, acts, all_experts, step, packed.arithmetic, options, state, world=world,
         timeout_s=bound_s(timeout_s), trace=trace, is_compiled_only=is_compiled_only,
     )  # fmt: skip
     return tokens.y

@@ -1,8 +1,7 @@
 """FusedGroup: fused calls of a layer whose ranks are processes, over symmetric memory.
 
 Every rank puts its tokens and routing into its buffer, then launches; the launch pushes them to the
-ranks that own their experts, and launches synchronise on the GPU. The host never waits. A rank that
-refuses its own input takes part with no tokens, so that no rank waits for it, and raises later.
+ranks that own their experts, and launches synchronise on the GPU.
 
 A launch holds all SMs until its peers have come. So the launches of all layers of a process and
 device follow each other in the order in which the host made them, whatever their streams: with two
@@ -11,35 +10,26 @@ layers on two streams one rank could begin the first and another the second, and
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megamoe.distributed.group import check_alike
-from megamoe.distributed.rendezvous import RESTART, Rendezvous
+from megamoe.distributed.rendezvous import Rendezvous
 from megamoe.engine import symm_buffer
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.group_memory import GroupMemory
+from megamoe.engine.group_mode import GroupMode, Inputs, order_after_last
 from megamoe.engine.launch_options import MAX_S
-from megamoe.engine.status import is_capturing
-from megamoe.errors import (
-    DTypeError,
-    MegaMoETimeout,
-    NotAvailable,
-    RankError,
-    require,
-)
-from megamoe.formats.quantized import Quantized
+from megamoe.errors import DTypeError, require
 from megamoe.layout.regions import Workspace
-from megamoe.planner.buckets import bucket_of
 from megamoe.planner.fused import check_grid
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
     from megamoe.engine.layer import MoE
-    from megamoe.kernels.portable.graph_io import Inputs
+    from megamoe.kernels.portable import graph_io
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -52,29 +42,26 @@ def regions(plan: Plan) -> Workspace:
     return plan.exchange
 
 
-class FusedGroup:
+class FusedGroup(GroupMode):
     """This rank's symmetric buffer, and its peers'. Make it on all ranks."""
 
     mode = "fused"
 
     def __init__(
-        self, layer: MoE, rendezvous: Rendezvous, most: int, memory: GroupMemory | None = None
+        self, layer: MoE, rendezvous: Rendezvous, max_tokens: int, memory: GroupMemory | None = None
     ) -> None:
         """
-        most    tokens of a rank in the largest call
-        memory  that of layers that are alike; None: its own
+        max_tokens  tokens of a rank in the largest call
+        memory      that of layers that are alike; None: its own
         """
         from megamoe.kernels.gluon.mega.arguments import World
 
-        weights = layer.weights
-        plan = layer._plan_in("fused", most)
-        self.num_tokens = most
+        plan = layer._plan_in("fused", max_tokens)
+        self.num_tokens = max_tokens
         self.num_passes, self._each = plan.num_passes, plan.fused_tokens
         where = regions(plan)
-        self.memory = memory or GroupMemory(layer._status)
-        self._shared = self.memory.share("fused", rendezvous, where.num_bytes, weights.device)
+        peers = self._share(layer, rendezvous, where, memory)
         self.buffer = symm_buffer.symm_buffer_in(self._shared.own, where)
-        peers = torch.tensor(self._shared.offsets, dtype=torch.int64, device=weights.device)
         self._world = World(
             rendezvous.num_ranks, 1, rendezvous.rank, peers, self.buffer.signals, self.buffer.inbox
         )
@@ -87,70 +74,34 @@ class FusedGroup:
             return {"CTAs of a launch": num_sms - taken}
 
         check_alike(rendezvous.gather("agree on the launch", card))
-        self.plan = layer._plan_in("fused", most)
+        self.plan = layer._plan_in("fused", max_tokens)
 
     def bucket(self, bound: int) -> int:
         """The bound that a call is planned for; calls of several launches always have all."""
-        return bucket_of(bound, self.num_tokens) if self.has_graphs else self.num_tokens
+        return super().bucket(bound) if self.has_graphs else self.num_tokens
 
     @property
     def why_eager(self) -> str:
         """Why no graph of the layer holds a call; "" where one does."""
         return "" if self.num_passes == 1 else f"in {self.num_passes} launches a call"
 
-    @property
-    def has_graphs(self) -> bool:
-        """Whether a call can be replayed: it is one launch."""
-        return not self.why_eager
+    def _accept(self, inputs: Inputs) -> None:
+        x, topk_idx, topk_weights = inputs
+        require(
+            isinstance(x, Tensor),
+            "a fused launch takes BF16 tokens",
+            got="quantised ones",
+            fix="dequantise them, or build the layer with mode='auto', 'chain' or 'staged'",
+            kind=DTypeError,
+        )
+        assert isinstance(x, Tensor)
+        self.buffer.put(x, topk_idx, topk_weights, self.plan.put(len(x)))
 
-    @property
-    def num_bytes(self) -> int:
-        """Symmetric memory of this rank."""
-        return self._shared.own.numel()
-
-    def __deepcopy__(self, memo: Any) -> FusedGroup:
-        return self  # a copied layer has the same peers
-
-    def __call__(
-        self,
-        layer: MoE,
-        x: Tensor | Quantized,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        stats: Tensor,
-        check: Callable[[], None],
-        bound: int | None = None,
-    ) -> Tensor:
-        """One call on this rank; all ranks make it. bf16 [T, H].
-
-        bound  tokens of a rank that it is planned for, the same on all; None: `num_tokens`
-        """
-        status = layer._status
-        status.remedy = REMEDY  # no rank knows how far its peers came
-        order_after_last(layer.weights.device)  # before the buffer is written to
-        refusal: Exception | None = None
-        try:
-            status.raise_if_seen()
-            check()
-            require(
-                isinstance(x, Tensor),
-                "a fused launch takes BF16 tokens",
-                got="quantised ones",
-                fix="dequantise them, or build the layer with mode='auto', 'chain' or 'staged'",
-                kind=DTypeError,
-            )
-            assert isinstance(x, Tensor)
-            self.buffer.put(x, topk_idx, topk_weights)
-        except (MegaMoETimeout, RankError):
-            raise  # the ranks stand at different calls
-        except Exception as error:
-            refusal = error
+    def _make(self, layer: MoE, inputs: Inputs | None, bound: int | None, stats: Tensor) -> Tensor:
+        if inputs is None:
             self.buffer.num_valid.zero_()
         y = self._launch(layer, bound, stats, layer._launch.timeout_s)
-        status.copy_to_host_async(layer.top_k)
-        if refusal is not None:
-            raise refusal
-        return y[: len(x)]
+        return y if inputs is None else y[: len(inputs[0])]
 
     def compile(self, layer: MoE, bound: int | None = None) -> None:
         """Compile what a call launches, and launch nothing: no rank waits for a peer's compiler."""
@@ -165,7 +116,8 @@ class FusedGroup:
         device = layer.weights.device
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, layer.top_k, dtype=dtype, device=device)
-        self.buffer.put(x, idx, torch.empty(0, layer.top_k, device=device))
+        gates = torch.empty(0, layer.top_k, dtype=torch.float32, device=device)
+        self.buffer.put(x, idx, gates, self.plan.put(0))
 
     def warm(self, layer: MoE, bound: int | None = None) -> None:
         """A call without tokens that all ranks make once they have compiled it."""
@@ -174,14 +126,16 @@ class FusedGroup:
         self._launch(layer, bound, torch.zeros_like(layer.stats), MAX_S)
         layer._status.check(layer.top_k)
 
-    def inputs(self, bound: int, layer: MoE) -> Inputs:
+    def inputs(self, bound: int, layer: MoE) -> graph_io.Inputs:
         """Where a graph of calls up to a bound finds its tokens: in the symmetric buffer."""
-        from megamoe.kernels.portable.graph_io import Inputs
+        from megamoe.kernels.portable import graph_io
 
         b = self.buffer
-        return Inputs(b.tokens[:bound], b.topk_idx[:bound], b.topk_weights[:bound], b.num_valid)
+        return graph_io.Inputs(
+            b.tokens[:bound], b.topk_idx[:bound], b.topk_weights[:bound], b.num_valid
+        )
 
-    def launch(self, layer: MoE, inputs: Inputs, bound: int) -> Tensor:
+    def launch(self, layer: MoE, inputs: graph_io.Inputs, bound: int) -> Tensor:
         """A call on the inputs of a graph, for its capture."""
         return self._launch(layer, bound, layer.stats, layer._launch.timeout_s)
 
@@ -194,18 +148,9 @@ class FusedGroup:
         *,
         is_compiled_only: bool = False,
     ) -> Tensor:
-        from megamoe.engine import fused, images
+        from megamoe.engine import fused
 
-        is_alike = self.plan.backend != "hopper" or (
-            images.fits_e4m3(layer.weights) == self.plan.call.fits_e4m3
-        )
-        require(
-            is_alike,
-            "weights of a fused layer over a group must keep the range that it was built for",
-            got="scales that changed what E4M3 can hold",
-            fix="build the layer anew on all ranks",
-            kind=NotAvailable,
-        )
+        self._check_range(layer)
         plan, each = self.plan, self._each
         if bound is not None and bound != self.num_tokens:
             plan, each = layer._plan_in("fused", bound), bound
@@ -220,20 +165,3 @@ class FusedGroup:
             for number in range(self.num_passes)
         ]  # fmt: skip
         return parts[0] if self.num_passes == 1 else torch.cat(parts)
-
-
-REMEDY = f"{RESTART} (ranks that pass different max_tokens may wait for each other so)"
-_LAST: dict[torch.device, torch.cuda.Stream] = {}  # of the last such call over a group
-
-
-def order_after_last(device: torch.device) -> None:
-    """Let the current stream wait for the last call over a group on this device, fused or a chain.
-
-    A fused launch may not take the SMs on which the rows of a chain's peers are to be computed.
-    """
-    if device.type != "cuda" or is_capturing(device):
-        return  # who replays a graph keeps the order
-    now, last = torch.cuda.current_stream(device), _LAST.get(device)
-    if last is not None and now != last:
-        now.wait_stream(last)
-    _LAST[device] = now

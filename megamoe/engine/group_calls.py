@@ -16,27 +16,25 @@ from torch import Tensor
 from megamoe.distributed.group import check_alike
 from megamoe.distributed.rendezvous import RESTART
 from megamoe.engine import chain_group, fused_group
+from megamoe.engine.bounds import check_bound
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.group_memory import memory_for
 from megamoe.engine.planning import log_once
 from megamoe.engine.status import CHAIN, DeviceStatus
 from megamoe.errors import (
-    CapacityError,
-    DTypeError,
     MegaMoEError,
     MegaMoETimeout,
     RankError,
-    require,
 )
 from megamoe.planner.buckets import UpTo
+from megamoe.planner.modes import WITHOUT_HOST
 from megamoe.planner.plan import Plan
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("fused", "chain", "split")  # that need no host between ranks
 NO_HOST = "no host between ranks"
 CAN = {"fused": "every rank can, in one launch", "chain": NO_HOST, "split": NO_HOST}
 
@@ -186,24 +184,6 @@ def _read_now(*words: Tensor) -> list[list[int]]:
         return [t.tolist() for t in words]
 
 
-def check_bound(max_tokens: int, most: int | None) -> None:
-    """Refuse what cannot be the bound of a call."""
-    require(
-        isinstance(max_tokens, int) and not isinstance(max_tokens, bool),
-        "max_tokens must be an integer",
-        got=repr(max_tokens),
-        kind=DTypeError,
-    )
-    limit = "" if most is None else f" and max_tokens_per_rank = {most}"
-    require(
-        max_tokens >= 0 and (most is None or max_tokens <= most),
-        f"max_tokens must lie between 0{limit}",
-        got=max_tokens,
-        fix="all ranks pass the tokens of the fullest rank, or more",
-        kind=CapacityError,
-    )
-
-
 def join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
     """(calls over the group without a host between ranks, "") or (None, why they are staged).
 
@@ -230,7 +210,7 @@ def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
         return None, f"backend {layer.backend} has only staged calls over a group"
     if mode == "staged":
         return None, "asked for"
-    if mode in MODES:
+    if mode in WITHOUT_HOST:
         assert most is not None  # or the plan was refused
         return _share(layer, world, most, (UpTo(most, mode, "asked for"),), None), ""
 
@@ -238,7 +218,7 @@ def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
         try:
             sizes, quantized = layer._modes()
             plans = _plans(layer, sizes, quantized)
-            if not any(one.mode in MODES for one in sizes):
+            if not any(one.mode in WITHOUT_HOST for one in sizes):
                 plans = {}
             how = {"fused": fused_group.describe, "chain": chain_group.describe}
             modes = [None if one is None else list(one) for one in (*sizes, quantized)]
@@ -258,7 +238,7 @@ def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
             *sizes, ready = cards[world.rendezvous.rank][0]
             assert most is not None
             quantized = None if ready is None else UpTo(*ready)
-            if quantized is not None and quantized.mode not in MODES:
+            if quantized is not None and quantized.mode not in WITHOUT_HOST:
                 log_once(f"calls with quantised tokens over the group are staged: {quantized.why}")
             return _share(layer, world, most, tuple(UpTo(*one) for one in sizes), quantized), ""
     except MegaMoETimeout:
@@ -272,7 +252,9 @@ def _join(layer: MoE, world: GroupWorld) -> tuple[GroupCalls | None, str]:
 def _plans(layer: MoE, sizes: Sequence[UpTo], quantized: UpTo | None) -> dict[str, Plan]:
     """The plan of the largest call of every mode without a host between ranks."""
     modes = [*sizes, *(() if quantized is None else (quantized,))]
-    return {one.mode: layer._plan_in(one.mode, one.tokens) for one in modes if one.mode in MODES}
+    return {
+        one.mode: layer._plan_in(one.mode, one.tokens) for one in modes if one.mode in WITHOUT_HOST
+    }
 
 
 def _share(

@@ -8,20 +8,21 @@ run eagerly what its peers replay.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
+from functools import partial
 from operator import is_
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megamoe.engine import device_guard, fused_group, parallel
+from megamoe.engine import device_guard, parallel
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.functional import Signature
 from megamoe.engine.graphs import experts_changed, verify_experts
 from megamoe.engine.group_calls import GroupCalls, Picked
+from megamoe.engine.group_mode import order_after_last, refusal_of
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import MegaMoETimeout, RankError
 from megamoe.formats.quantized import Quantized
 
 if TYPE_CHECKING:
@@ -48,8 +49,9 @@ class GroupParts(NamedTuple):
         assert layer._fused_group is not None
         weights, shared = layer._parts()
         return cls(
-            layer.backend, weights, shared, layer._status, layer.stats, layer._sent, layer.top_k,
-            layer._fused_group, layer,
+            backend=layer.backend, weights=weights, shared=shared, status=layer._status,
+            stats=layer.stats, sent=layer._sent, top_k=layer.top_k, calls=layer._fused_group,
+            layer=layer,
         )  # fmt: skip
 
     def inputs(self, bucket: Picked) -> Inputs:
@@ -105,23 +107,19 @@ def replay(
     picked = layer._fused_group.pick(max_tokens)
     if not serves(layer, picked):
         return None
-    status, graphs, device = layer._status, layer._graphs, layer.weights.device
+    graphs, device = layer._graphs, layer.weights.device
     assert graphs is not None
-    status.remedy = fused_group.REMEDY
-    refusal: Exception | None = None
-    try:
-        status.raise_if_seen()
-        layer._check_once(signature, x, topk_idx, topk_weights, max_tokens)
-    except (MegaMoETimeout, RankError):
-        raise  # the ranks stand at different calls
-    except Exception as error:
-        refusal = error
+    refusal = refusal_of(
+        layer._status,
+        partial(layer._check_once, signature, x, topk_idx, topk_weights, max_tokens),
+    )
+    if refusal is not None:
         x = torch.empty(0, layer.weights.hidden, dtype=torch.bfloat16, device=device)
         topk_idx = torch.empty(0, layer.top_k, dtype=torch.int32, device=device)
         topk_weights = torch.empty(0, layer.top_k, dtype=torch.float32, device=device)
         signature = None
     with torch.no_grad(), device_guard.on(device):
-        fused_group.order_after_last(device)
+        order_after_last(device)
         parts = GroupParts.of(layer)
         one = graphs.find((signature, picked))
         if one is None or not all(map(is_, parts, one.parts)):

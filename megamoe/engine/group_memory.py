@@ -1,7 +1,7 @@
 """GroupMemory: the symmetric memory of calls over a group, which layers that are alike share.
 
 A model has a layer of experts in every block, and no two of them are called at the same time: calls
-over a group follow each other on a device (`fused_group.order_after_last`). So layers whose memory
+over a group follow each other on a device (`group_mode.order_after_last`). So layers whose memory
 has the same regions use the same memory, and a model needs it once, not once a layer.
 
 The number of a call lies in the memory, so calls of all its layers are numbered together. What a
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Hashable
 
 # What layers must have alike -> the memory, as long as one of them lives.
-_MADE: WeakValueDictionary[Hashable, GroupMemory] = WeakValueDictionary()
+_MEMORIES: WeakValueDictionary[Hashable, GroupMemory] = WeakValueDictionary()
 
 
 class GroupMemory:
@@ -65,8 +65,8 @@ def memory_for(
     """
     device = own.storage.device
     key = rendezvous.members, device, top_k, tuple(sorted(where.items()))
-    memory = _MADE.get(key)
-    latest = max((one.serial for one in _MADE.values()), default=0)
+    memory = _MEMORIES.get(key)
+    latest = max((one.serial for one in _MEMORIES.values()), default=0)
 
     def card() -> list[int]:
         return [memory.serial if memory is not None and memory.is_usable else 0, latest]
@@ -75,5 +75,5 @@ def memory_for(
     if memory is not None and cards[0][0] and all(one[0] == cards[0][0] for one in cards):
         return memory
     memory = GroupMemory(own, 1 + max(one[1] for one in cards))
-    _MADE[key] = memory
+    _MEMORIES[key] = memory
     return memory

@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from megamoe.engine.bounds import check_devices
+
 if TYPE_CHECKING:
     from megamoe.engine.layer import MoE
 
@@ -42,4 +44,5 @@ def group_moe_op(
 
 @group_moe_op.register_fake
 def _(x, topk_idx, topk_weights, stats, sent, handle, max_tokens):  # type: ignore[no-untyped-def]
+    check_devices(x, topk_idx, topk_weights, stats, sent)
     return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)

@@ -7,6 +7,7 @@ lie sorted, or that are gathered), `grouped_finalize`. The plan decides backend,
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,18 +46,23 @@ def grouped_gemm(
     w          [G, n, k]; NVFP4 with one global scale, or one per group
     counts     int32 [G] on the device: rows of each group, M in all (never read back)
     backend    "auto", "portable", or "blackwell" (emulated and compiled, not yet run on hardware)
-    schedule   "static": tiles are dealt; "dynamic": drawn; "auto": as the plan says
+    schedule   "static": tiles go round robin; "dynamic": CTAs take them from a counter; "auto": as
+               the plan says
     sort_by_m  large groups first
     tile       block_m, block_n, ... in place of the plan's
     returns    bf16 [M, n]; every schedule, order and tile gives the same bits
     """
-    plan = _plan("gemm", x, w, counts, len(x), backend, schedule, sort_by_m, tile)
+    spec = _spec("gemm", x, w, counts, len(x))
+    plan = _plan(spec, w, backend, schedule, sort_by_m, tile)
+    _check_rows(x, len(x), plan)
     if plan.backend == "portable":
         from megamoe.kernels.portable.grouped import grouped_gemm as portable
+        from megamoe.kernels.portable.launch import arithmetic_of
 
         is_dynamic = plan["schedule"] == "dynamic"
         with device_guard.on(w.device):
-            return portable(x, w, counts, steps=_both(plan), is_dynamic=is_dynamic)
+            how = arithmetic_of(plan.spec.recipe, plan.numerics)
+            return portable(x, w, counts, how, steps=_both(plan), is_dynamic=is_dynamic)
     from megamoe.kernels.blackwell import grouped
 
     y = torch.empty(len(x), w.shape[-2], dtype=torch.bfloat16, device=w.device)
@@ -90,14 +96,16 @@ def grouped_swiglu(
     backend, schedule, sort_by_m, tile  as of `grouped_gemm`
     returns      [M, n] in the format of the recipe's activations
     """
-    from megamoe.engine.blackwell import check_activation
+    from megamoe.engine.blackwell import BLACKWELL
 
     options = Options(activation, clamp)
-    check_activation(options)
+    BLACKWELL.check_activation(options)
     num = len(x) if rows is None else len(rows)
     variant = "swiglu" if rows is None else "gather"
     _check_map("rows", rows, num, counts)
-    plan = _plan(variant, x, w13, counts, num, backend, schedule, sort_by_m, tile)
+    spec = _spec(variant, x, w13, counts, num)
+    plan = _plan(spec, w13, backend, schedule, sort_by_m, tile)
+    _check_rows(x, num, plan)
     if x.spec.has_global:
         require(
             acts_global is not None and acts_global.ndim == 0,
@@ -146,16 +154,18 @@ def grouped_finalize(
         kind=DTypeError,
     )
     _check_map("slots", slots, len(x), counts)
-    plan = _plan("finalize", x, w, counts, len(x), backend, schedule, sort_by_m, tile)
+    (num_tokens, top_k), n = weights.shape, w.shape[-2]
+    spec = _spec("finalize", x, w, counts, len(x))
+    spec = replace(spec, num_tokens=num_tokens if deterministic else 0)
+    plan = _plan(spec, w, backend, schedule, sort_by_m, tile)
+    _check_rows(x, len(x), plan)
     from megamoe.kernels.blackwell import grouped
     from megamoe.kernels.portable.combine import combine
-    from megamoe.planner.portable import combine as combine_step
 
-    (num_tokens, top_k), n = weights.shape, w.shape[-2]
     num = num_tokens * top_k
     with device_guard.on(w.device):
         if not deterministic:
-            sums = torch.zeros(num_tokens, n, device=w.device)
+            sums = torch.zeros(num_tokens, n, dtype=torch.float32, device=w.device)
             rows = grouped.Rows(None, slots, num, top_k, weights)
             _linear(x, w, counts, sums, plan, rows)
             return sums.to(torch.bfloat16)
@@ -164,14 +174,12 @@ def grouped_finalize(
         y = torch.empty(num_tokens, n, dtype=torch.bfloat16, device=w.device)
         if num_tokens:
             every = torch.zeros_like(weights, dtype=torch.int32)
-            step = combine_step(num_tokens, n)
-            combine(out, None, every, weights, y, step=step, weighted=True)
+            combine(out, None, every, weights, y, step=plan.launches[-1], weighted=True)
     return y
 
 
 def _both(plan: GroupedPlan) -> tuple[Launch, Launch]:
-    place, gemm = plan.launches
-    return place, gemm
+    return plan.maps, plan.gemm
 
 
 def _linear(
@@ -199,8 +207,10 @@ def _placed(w: Quantized, plan: GroupedPlan) -> Placed:
     return placed
 
 
-def _check_rows(x: Quantized, num_rows: int) -> None:
-    """What copies can read: rows of 16 bytes, from an address of 16 bytes."""
+def _check_rows(x: Quantized, num_rows: int, plan: GroupedPlan) -> None:
+    """What Blackwell's copies can read: rows of 16 bytes, from an address of 16 bytes."""
+    if plan.backend != "blackwell":
+        return
     data = x.data
     steps = data.stride(0) * data.element_size(), data.data_ptr()
     require(
@@ -234,21 +244,23 @@ def _check_map(name: str, index: Tensor | None, num: int, counts: Tensor) -> Non
     )
 
 
-def _plan(
-    variant: str, x: Quantized, w: Quantized, counts: Tensor, num_rows: int, backend: str,
-    schedule: str, sort_by_m: bool, tile: dict[str, Value],
-) -> GroupedPlan:  # fmt: skip
-    """The plan of these operands on their device, once they fit each other."""
+def _spec(variant: str, x: Quantized, w: Quantized, counts: Tensor, num_rows: int) -> GroupedSpec:
+    """These operands in integers, once they fit each other."""
     recipe = check_operands(x, w, counts, is_gated=variant in GATED)
-    device = w.device
-    hw = planning.hardware_of(device)
-    spec = GroupedSpec(recipe, num_rows, w.shape[0], w.shape[-2], w.shape[-1], variant)
+    groups, n, k = w.shape[0], w.shape[-2], w.shape[-1]
+    return GroupedSpec(recipe, num_rows, groups, n, k, variant)
+
+
+def _plan(
+    spec: GroupedSpec, w: Quantized, backend: str, schedule: str, sort_by_m: bool,
+    tile: dict[str, Value],
+) -> GroupedPlan:  # fmt: skip
+    """The plan on the device of the matrices."""
+    hw = planning.hardware_of(w.device)
     plan = plan_grouped(
         spec, hw, schedule=schedule, sort_by_m=sort_by_m, backend=backend,
-        is_certified=is_certified(device, hw.arch, recipe),
+        is_certified=is_certified(w.device, hw.arch, spec.recipe),
         **dict(checked(tile, legal=TILE)),
     )  # fmt: skip
-    backends.resolve(plan.backend, "auto", device)
-    if plan.backend == "blackwell":
-        _check_rows(x, num_rows)
+    backends.resolve(plan.backend, "auto", w.device)
     return plan

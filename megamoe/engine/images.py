@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from megamoe.engine import packing
 from megamoe.engine.fingerprint import Seal, counted
+from megamoe.engine.interface import Prepared
 from megamoe.engine.packed import PackedMatrix, Source, empty_matrix, fill, parts_of
 from megamoe.engine.planning import why_unlike
 from megamoe.engine.weights import ExpertWeights
@@ -23,22 +24,13 @@ from megamoe.errors import NotAvailable, require
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.launch import Arithmetic
 from megamoe.kernels.hopper.weights import pack
 from megamoe.kernels.hopper.weights.pack import Facts, Packed, joined, kind_of
+from megamoe.planner.numerics import decodes_to_e4m3, image_of
 
 MATRICES = ("w13", "w2")
 NO_IMAGE = Facts(can_be_placed=False)  # read as they are
 LIE_APART = "images of routed and shared experts that were packed apart"
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The experts of one rank as the kernels read them."""
-
-    w13: Packed
-    w2: Packed
-    how: Arithmetic
 
 
 class Image(NamedTuple):
@@ -143,7 +135,7 @@ class Packing:
 
     def __init__(self, recipe: str, num: int, device: torch.device) -> None:
         self._recipe, self._num, self._device = recipe, num, device
-        self._image = Image(recipe == "w4a8_block", is_placed=True)
+        self._image = Image(decodes_to_e4m3(recipe), is_placed=True)
         self._facts, self._images = Facts(), {}  # type: tuple[Facts, dict[str, PackedMatrix]]
 
     def put(self, expert: int, **parts: Quantized) -> None:
@@ -224,13 +216,13 @@ def lie_apart(weights: ExpertWeights, shared: ExpertWeights) -> str:
 
 def fits_e4m3(weights: ExpertWeights) -> bool:
     """Whether the layer multiplies in FP8, where its recipe does."""
-    return weights.recipe != "w4a8_block" or can_be_e4m3(weights)
+    return not decodes_to_e4m3(weights.recipe) or can_be_e4m3(weights)
 
 
 def traits(weights: ExpertWeights) -> tuple[bool, str]:
     """`fits_e4m3` and `why_not`, with one look."""
     known = facts(weights)
-    fits = weights.recipe != "w4a8_block" or known.fits_e4m3
+    fits = not decodes_to_e4m3(weights.recipe) or known.fits_e4m3
     return fits, _why_not(weights.recipe, known)
 
 
@@ -240,14 +232,16 @@ def why_not(weights: ExpertWeights) -> str:
 
 
 def _why_not(recipe: str, known: Facts) -> str:
-    if known.fits_bf16 or (recipe == "w4a8_block" and known.fits_e4m3):
+    if known.fits_bf16 or decodes_to_e4m3(recipe, fits_e4m3=known.fits_e4m3):
         return ""
     return "a scale of 2**-127"
 
 
 def can_be_e4m3(weights: ExpertWeights) -> bool:
     """Whether w4a8_block multiplies in FP8."""
-    return weights.recipe == "w4a8_block" and facts(weights).fits_e4m3
+    if not decodes_to_e4m3(weights.recipe):
+        return False
+    return decodes_to_e4m3(weights.recipe, fits_e4m3=facts(weights).fits_e4m3)
 
 
 def facts(weights: ExpertWeights) -> Facts:
@@ -263,8 +257,8 @@ def facts(weights: ExpertWeights) -> Facts:
 
 
 def _image_of(recipe: str, known: Facts) -> Image:
-    to_e4m3 = recipe == "w4a8_block" and known.fits_e4m3
-    return Image(to_e4m3, not to_e4m3 and known.can_be_placed)
+    kind = image_of(recipe, fits_e4m3=known.fits_e4m3, can_be_placed=known.can_be_placed)
+    return Image(kind == "e4m3_image", kind == "placed_image")
 
 
 # By the bytes of a canonical matrix: what is known of it, and the seal under which (decision 0026).

@@ -1,8 +1,8 @@
 """Images over the canonical bytes that they are made from: beside the weights lies one expert.
 
-It is done where those bytes would be free at once if the experts let go of them: then nobody can
-miss them. Whoever holds a tensor, a view, a storage or an exchange object of them makes the count
-of their storage another one, and gets images beside them instead.
+It is done where those bytes would be freed at once if the experts dropped them: then nothing else
+reads them. A tensor, a view, a storage or an exchange object of them elsewhere changes the
+reference count of their storage; images are made beside them instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megamoe.formats.quantized import Quantized, empty
 from megamoe.kernels.hopper.weights import pack
 from megamoe.kernels.hopper.weights.pack import Packed
 
-SAME_SCALES = ("placed_image", "mx_image", "nv_image")  # as many bytes as canonical ones
+SAME_SCALES = ("placed_image", "mx_image", "nv_image")  # their size is that of canonical ones
 
 
 def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
@@ -38,9 +38,9 @@ def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
     facts = packing.facts_each(getattr(weights, name))
     if packing.is_gpu(device):
         packing.agrees(kind, len(memory.shape) == 4, device)  # compiles
-    one = empty((1, *memory.shape[1:]), memory.fmt, device)
+    copy = empty((1, *memory.shape[1:]), memory.fmt, device)
     object.__setattr__(weights, name, None)
-    image, num_packed = None, -1  # `one` is this expert
+    image, last = None, -1  # `copy` is this expert
     try:
         if not memory.is_alone():
             weights._replace_parts(**{name: memory.canonical()})
@@ -48,19 +48,19 @@ def packed(weights: ExpertWeights, name: str, kind: str) -> PackedMatrix | None:
         image = memory.image()
         _synchronise(device)  # other streams may still read
         for expert in range(len(image)):
-            one = memory.copied(expert, one)
-            num_packed = expert
-            packing.write(image, [expert], one, [facts[expert]])
+            copy = memory.copied(expert, copy)
+            last = expert
+            packing.write(image, [expert], copy, [facts[expert]])
     except BaseException:
         if image is not None:
-            memory.restore(image, num_packed, one)
+            memory.restore(image, last, copy)
         weights._replace_parts(**{name: memory.canonical()})
         raise
     return image
 
 
 class _Memory:
-    """Canonical bytes that nothing but one matrix seems to hold."""
+    """Canonical bytes that belong to one matrix alone, as far as can be seen."""
 
     def __init__(self, matrix: Quantized, kind: str) -> None:
         self.shape, self.fmt, self.kind = matrix.shape, matrix.spec, kind
@@ -68,7 +68,7 @@ class _Memory:
 
     @classmethod
     def of(cls, matrix: Quantized, kind: str) -> _Memory | None:
-        """It, if its tensors fill their storages and the image takes as many bytes."""
+        """The memory, if tensors fill their storages and the image has their size; else None."""
         image = pack.empty_image(kind, matrix.shape, torch.device("meta"))
         assert image.scale is not None and matrix.scale is not None
         fits = matrix.data.nbytes == image.data.nbytes and (
@@ -79,10 +79,10 @@ class _Memory:
         )
 
     def is_alone(self) -> bool:
-        """Whether nobody else sees these bytes, or could write to them."""
+        """Whether nothing else reads these bytes, or could write to them."""
         if all(map(_is_sole, self._tensors.values())):
             return True
-        gc.collect()  # what is only held in a circle
+        gc.collect()  # reference cycles
         return all(map(_is_sole, self._tensors.values()))
 
     def canonical(self) -> Quantized:
@@ -102,7 +102,7 @@ class _Memory:
             else:
                 scale = torch.empty(like.scale.shape, dtype=torch.int32, device=data.device)
             if like.factor is not None:
-                factor = torch.empty(like.factor.shape, device=data.device)
+                factor = torch.empty(like.factor.shape, dtype=torch.float32, device=data.device)
         packed = Packed(
             self.kind, data, scale, factor, like.factor_is, like.num_outputs, like.width,
             like.is_gated,
@@ -116,14 +116,18 @@ class _Memory:
         _copy(source, into)
         return replace(into, global_scale=source.global_scale)
 
-    def restore(self, image: PackedMatrix, expert_idx: int, one: Quantized) -> None:
-        """Canonical bytes again, of which `one` is expert `kept`; those after it are there."""
-        into, spares = self.canonical(), image.aside.spares()
-        for expert in range(expert_idx + 1):
-            was = one
-            if expert < expert_idx:
-                was = pack.unpack(image.packed, spares, image.format, expert)
-            _copy(was, into[expert : expert + 1])
+    def restore(self, image: PackedMatrix, last: int, last_bytes: Quantized) -> None:
+        """Undo: unpack experts to canonical bytes again; those after `last` were not packed.
+
+        last        being packed when packing failed; -1: none was
+        last_bytes  its canonical bytes, [1, ...]
+        """
+        canonical, spares = self.canonical(), image.aside.spares()
+        for expert in range(last + 1):
+            source = last_bytes
+            if expert < last:
+                source = pack.unpack(image.packed, spares, image.format, expert)
+            _copy(source, canonical[expert : expert + 1])
 
 
 def _copy(source: Quantized, into: Quantized) -> None:
@@ -144,7 +148,12 @@ def _words(t: Tensor, shape: tuple[int, ...]) -> Tensor:
     """A tensor of its own over the bytes of another, as int32."""
     with torch.inference_mode(False), torch.no_grad():
         out = torch.empty(0, dtype=torch.int32, device=t.device)
-        return out.set_(t.untyped_storage(), 0, shape, torch.empty(shape, device="meta").stride())
+        return out.set_(
+            t.untyped_storage(),
+            0,
+            shape,
+            torch.empty(shape, dtype=torch.float32, device="meta").stride(),
+        )
 
 
 def _is_whole(t: Tensor) -> bool:
@@ -155,17 +164,17 @@ def _is_whole(t: Tensor) -> bool:
 
 
 def _is_sole(t: Tensor) -> bool:
-    """Whether a tensor is the only holder of its storage, and that is torch's own memory."""
+    """Whether a tensor alone refers to its storage, and that is torch's own memory."""
     count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
     if count is None or not _is_torchs(t.untyped_storage()):
         return False
     fresh = torch.empty(1, dtype=torch.uint8, device=t.device)
     fresh.untyped_storage()  # as often as that of `t`: a storage keeps its Python object
-    return _holders(t, count) == _holders(fresh, count)
+    return _references(t, count) == _references(fresh, count)
 
 
-def _holders(t: Tensor, count: Callable[[int], int]) -> tuple[int, int]:
-    """Tensors and others that hold the storage; objects that hold its Python object."""
+def _references(t: Tensor, count: Callable[[int], int]) -> tuple[int, int]:
+    """References to the storage, and to its Python object."""
     storage = t.untyped_storage()
     return count(storage._cdata), sys.getrefcount(storage)
 

@@ -20,6 +20,7 @@ from megamoe.engine import (
     partition,
     status,
 )
+from megamoe.engine.bounds import check_fits, check_num_experts
 from megamoe.engine.call import Call
 from megamoe.engine.expert_module import ExpertModule, letting_go, megabytes
 from megamoe.engine.fingerprint import counted
@@ -39,7 +40,7 @@ from megamoe.engine.op import describe, moe_op
 from megamoe.engine.planning import ONE_RANK, Ranks, Traits, plan_for, traits_of
 from megamoe.engine.refresh import Refresh
 from megamoe.engine.weights import ExpertWeights
-from megamoe.errors import CapacityError, DTypeError, NotAvailable, ShapeError, require
+from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.planner.buckets import UpTo, group_modes, quantized_mode
 from megamoe.planner.choice import Value
@@ -149,7 +150,7 @@ class MoE(nn.Module):
         self._ranks, self._why_staged = ONE_RANK, ""
 
         def build(num_ranks: int) -> Placement:
-            self.options = Options(activation, clamp, weight_at, combine, fast_math)
+            self._options = Options(activation, clamp, weight_at, combine, fast_math)
             return self._build(weights, shared, placement, num_ranks)
 
         if group is None:
@@ -235,6 +236,18 @@ class MoE(nn.Module):
         self._refresh()
         self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
         return placement
+
+    @property
+    def options(self) -> Options:
+        """The activation, its clamp and what else the results depend on."""
+        return self._options
+
+    @options.setter
+    def options(self, value: object) -> None:
+        require(
+            False, "a layer's options must stay as it was built", got=value,
+            fix="build the layer anew: compiled models and graphs hold these", kind=NotAvailable,
+        )  # fmt: skip
 
     @property
     def mode(self) -> str:
@@ -366,9 +379,10 @@ class MoE(nn.Module):
                     x, topk_idx, topk_weights, self.stats, self._sent, self._handle, max_tokens
                 )
                 return over
-            tensors = [*self.experts.buffers(), *(self.shared.buffers() if self.shared else ())]
+            tensors = [*self.experts.each(), *(self.shared.each() if self.shared else ())]
+            status = self._status.storage
             y: Tensor = moe_op(
-                x, topk_idx, topk_weights, tensors, self.stats, self._status.storage, self._what
+                x, topk_idx, topk_weights, tensors, self.stats, status, self._what, max_tokens
             )
             return y
         graphs = self._graphs
@@ -376,6 +390,8 @@ class MoE(nn.Module):
         if graphs is not None and self._world is None:
             one = graphs.find(signature)
             if one is not None and self._is_current(one.parts):
+                if max_tokens is not None:
+                    check_fits(x, max_tokens, self.max_tokens_per_rank)
                 return graphs.replay(one, x, topk_idx, topk_weights, copy)  # type: ignore[arg-type]
         self._renew()
         if self._world is not None:
@@ -418,23 +434,9 @@ class MoE(nn.Module):
         """The checks of a call; a call that looks like one that passed is not checked again."""
         if signature not in self._checked:
             self._check(x, idx, weights)
-        self._check_fits(x, max_tokens)
+        check_fits(x, max_tokens, self.max_tokens_per_rank)
         if signature is not None and len(self._checked) < MAX_CHECKED:
             self._checked.add(signature)
-
-    def _check_fits(self, x: Tensor | Quantized, max_tokens: int | None) -> None:
-        """Refuse more tokens than a call may have."""
-        limit, name = self.max_tokens_per_rank, "max_tokens_per_rank"
-        if max_tokens is not None:
-            group_calls.check_bound(max_tokens, limit)
-            limit, name = max_tokens, "max_tokens"
-        require(
-            limit is None or x.shape[0] <= limit,
-            f"a call may hold at most {name} = {limit} tokens",
-            got=x.shape[0],
-            fix="split the batch or build the layer for more",
-            kind=CapacityError,
-        )
 
     def _call_over_group(
         self,
@@ -459,7 +461,7 @@ class MoE(nn.Module):
             with torch.set_grad_enabled(grad):
                 self._check(x, topk_idx, topk_weights)
             if calls is not None or max_tokens is not None:  # else the ranks compare theirs
-                self._check_fits(x, max_tokens)
+                check_fits(x, max_tokens, self.max_tokens_per_rank)
 
         with torch.no_grad(), device_guard.on(self.weights.device):
             if calls is not None:
@@ -483,7 +485,9 @@ class MoE(nn.Module):
         return make(weights, shared, self.options, self.num_experts, stats, plan, self._status)
 
     def _parts(self) -> tuple[ExpertWeights, ExpertWeights | None]:
-        return self.experts.weights, None if self.shared is None else self.shared.weights
+        """The experts as they were when they were last looked at, as every call does."""
+        shared = self.shared
+        return self.experts.last, None if shared is None else shared.last
 
     def _captured_parts(self) -> Parts:
         weights, shared = self._parts()
@@ -498,11 +502,11 @@ class MoE(nn.Module):
         mine = self.__dict__
         other = mine["_modules"].get("shared")
         return (
-            mine["_modules"]["experts"]._weights is weights
-            and (None if other is None else other.weights) is shared
+            mine["_modules"]["experts"].look() is weights
+            and (None if other is None else other.look()) is shared
             and mine["_buffers"]["stats"] is stats
             and (
-                mine["options"] is options and mine["top_k"] is top_k and mine["_status"] is status
+                mine["_options"] is options and mine["top_k"] is top_k and mine["_status"] is status
             )
             and (mine["_launch"] is launch_options and mine["_backend"] is backend)
             and mine["_call_overrides"] is overrides
@@ -512,12 +516,7 @@ class MoE(nn.Module):
         weights, shared = self._parts()
         check_tokens(x, topk_idx, topk_weights, weights, self.num_experts)
         check_shared(shared, x, weights)
-        require(
-            topk_idx.shape[1] == self.top_k,
-            f"topk_idx must be [T, {self.top_k}]",
-            got=tuple(topk_idx.shape),
-            kind=ShapeError,
-        )
+        check_num_experts(topk_idx, self.top_k)
 
     @property
     def sent(self) -> Tensor:
@@ -596,6 +595,8 @@ class MoE(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if self._world is None and str(self.weights.device) != self._at:
+            self._refresh()  # torch.load(map_location=...)
         if self._world is not None:  # a copy is another layer to a compiled model
             self._handle = handle_of(self)
         if self._fused_group is not None:  # a copy's calls go through the same memory
@@ -605,6 +606,7 @@ class MoE(nn.Module):
         """What depends on the device: status, graphs, and what a compiled model passes."""
         weights, shared = self._parts()
         self._launch.check()
+        self._at = str(weights.device)
         name, traits, why = choose(*self._wanted, weights, shared, self.options.activation)
         self._backend, self._why_backend = name, why
         if not why and name == "portable" and self._wanted[0] == "auto":
@@ -618,8 +620,9 @@ class MoE(nn.Module):
             self._status = status.DeviceStatus(weights.device)
         self._call_overrides: Overrides = self._overrides(self._wanted[1])
         self._what = describe(
-            weights, shared, self.options, name, self._launch, self._call_overrides
-        )
+            weights, shared, self.options, name, self._launch, self._call_overrides,
+            top_k=self.top_k, max_tokens=self.max_tokens_per_rank,
+        )  # fmt: skip
         self._checked: set[Signature] = set()
         has_graphs = self._wants_graphs and name != "reference"
         self._graphs = Graphs(self._largest_replay(), self._graph_pool) if has_graphs else None
@@ -664,11 +667,16 @@ class MoE(nn.Module):
         if self._graphs is not None:
             self._graphs.drop()  # they hold the tensors that are about to be moved
         was_meta = self.stats.is_meta
-        self._pack_on(fn(torch.empty(0, device=self.stats.device)).device)
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._pack_on(fn(torch.empty(0, dtype=torch.float32, device=self.stats.device)).device)
+
+        def move(t: Tensor) -> Tensor:  # never a cast: counts stay counts
+            moved = fn(t)
+            return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+        super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         if was_meta and not self.stats.is_meta:  # to_empty: nothing may be read out of these bytes
-            buffers = (*self.experts.buffers(), *(self.shared.buffers() if self.shared else ()))
-            for t in (*buffers, self.stats):
+            each = (*self.experts.each(), *(self.shared.each() if self.shared else ()))
+            for t in (*each, self.stats):
                 t.view(torch.uint8).zero_()
         self._refresh()
         return self
@@ -687,8 +695,11 @@ class MoE(nn.Module):
             self._set_experts(images.hold_on(device, weights, shared))
 
     def _renew(self) -> None:
-        """After load_state_dict: other bytes, perhaps on another device."""
+        """After load_state_dict, or where buffers were replaced: other bytes, perhaps on another
+        device."""
         modules = [one for one in (self.experts, self.shared) if one is not None]
+        for one in modules:
+            one.look()
         if not any(one.was_loaded for one in modules):
             return
         for one in modules:
@@ -722,6 +733,13 @@ class MoE(nn.Module):
 
 
 def _after_load(layer: MoE, _: object) -> None:
-    """Compiled models pass images and what they are; a load may bring images of another kind."""
-    if layer.backend == "hopper":
+    """Compiled models pass what `_renew` makes: images and what they are, status words, counts."""
+    modules = [one for one in (layer.experts, layer.shared) if one is not None]
+    devices = {t.device for one in modules for t in one.each()}
+    if len(devices) > 1:
+        return  # a part of it: the rest is to come
+    if layer.backend == "hopper" or devices != {layer.stats.device}:
         layer._renew()
+    else:
+        for one in modules:
+            one.look()  # kernels read dense tensors

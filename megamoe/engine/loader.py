@@ -334,7 +334,11 @@ class Checkpoint:
                     if name in known:
                         factor = _factor(self.shards.read(prefix + name), direction)
                         factors.append(_checked(factor, prefix + name))
-        return torch.stack(factors).amax() if factors else torch.ones(())
+        return (
+            torch.stack(factors).amax()
+            if factors
+            else torch.ones((), dtype=torch.float32, device="cpu")
+        )
 
 
 class _Made:
@@ -349,17 +353,17 @@ class _Made:
         num_held = num if self._packing is None else 1
         self.w13 = empty((num_held, 2, wide, hidden), fmt, device)
         if fmt.has_global:  # gate and up may have different ones
-            ones = torch.ones(num_held, 2, device=device)
+            ones = torch.ones(num_held, 2, dtype=torch.float32, device=device)
             w = self.w13
             self.w13 = Quantized(w.data, w.scale, w.format, w.shape, ones)
         self.w2 = empty((num_held, hidden, wide), fmt, device)
         self._has_acts_global = recipe_named(picked.recipe).acts.has_global
-        self.acts_global = torch.ones(num, device=device)
+        self.acts_global = torch.ones(num, dtype=torch.float32, device=device)
         self.biases: dict[str, Tensor] = {}
         if picked.has_bias:
             self.biases = {
-                "b13": torch.empty(num, 2, wide, device=device),
-                "b2": torch.empty(num, hidden, device=device),
+                "b13": torch.empty(num, 2, wide, dtype=torch.float32, device=device),
+                "b2": torch.empty(num, hidden, dtype=torch.float32, device=device),
             }
 
     def put(self, slot: int, expert: int, matrices: tuple[Stored, Stored, Stored]) -> None:

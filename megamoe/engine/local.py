@@ -69,7 +69,7 @@ class LocalRanks:
     ) -> None:
         self.weights, self.num_ranks, self.options = weights, num_ranks, options or Options()
         self._launch = LaunchOptions(timeout_s, debug_poison)
-        _check_how(mode, links_gbs, latency_us)
+        _check_mode(mode, links_gbs, latency_us)
         routes: dict[str, Value | None] = {
             "mode": mode,
             "reserve_sms": reserve_sms,
@@ -99,7 +99,7 @@ class LocalRanks:
         self._status = DeviceStatus(device, ranks=num_ranks)
         self._top_k = 1
         self._buffers: list[symm_buffer.SymmBuffer] = []
-        self._peers = torch.empty(0)
+        self._peers = torch.empty(0, dtype=torch.float32)
         self._captured = CapturedMemory(device)
         self._chain: LocalChain | None = None
         if mode == "chain":
@@ -127,15 +127,17 @@ class LocalRanks:
         if max_tokens == 0:
             return [torch.empty_like(t) for t in x]
         self._top_k = topk_idx[0].shape[1]
-        step = self.plan(max_tokens, self._top_k).mega
+        plan = self.plan(max_tokens, self._top_k)
+        step = plan.mega
         assert step is not None
         self._make_buffers(max_tokens)
         self._captured.note()
         num = self.num_ranks
         with torch.no_grad(), device_guard.on(self.weights.device):
             self._status.order_after_last()  # before the buffers are written to
-            for buffer, *one in zip(self._buffers, x, topk_idx, topk_weights, strict=True):
-                buffer.put(*one)
+            calls = zip(self._buffers, x, topk_idx, topk_weights, strict=True)
+            for buffer, own, ids, gates in calls:
+                buffer.put(own, ids, gates, plan.put(len(own)))
             y = fused.over(
                 self._buffers[0], max_tokens, self.weights, self.options,
                 World(num, num, 0, self._peers, self._buffers[0].signals, self._buffers[0].inbox),
@@ -220,7 +222,7 @@ class LocalRanks:
         return [len(t) for t in x]
 
 
-def _check_how(mode: str, links_gbs: float | None, latency_us: float) -> None:
+def _check_mode(mode: str, links_gbs: float | None, latency_us: float) -> None:
     """Refuse modes and links that ranks of one GPU do not have."""
     require(
         mode not in ("staged", "split"),

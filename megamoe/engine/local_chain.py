@@ -49,7 +49,7 @@ class LocalChain:
         self._status = [DeviceStatus(device) for _ in range(num_ranks)]
         self._members: list[chain.Member] = []
         self._captured = CapturedMemory(device)
-        self._most = (0, 0)  # tokens of a rank and top_k that there is memory for
+        self._sizes = (0, 0)  # tokens of a rank and top_k that there is memory for
         self._streams: list[torch.cuda.Stream] = []
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device) for _ in range(num_ranks)]
@@ -77,7 +77,7 @@ class LocalChain:
                 timeout_s=self._launch.timeout_s,
             )  # fmt: skip
             plan = self.plan(len(one), top_k, is_quantized=not isinstance(one, Tensor))
-            return chain.stretches(self._members[rank], call, plan, self.links)
+            return chain.phases(self._members[rank], call, plan, self.links)
 
         with torch.no_grad():
             y = self._side_by_side(launches)
@@ -88,11 +88,11 @@ class LocalChain:
     def plan(self, num_tokens: int, top_k: int, *, is_quantized: bool = False) -> Plan:
         """What a rank launches in a call with so many tokens of its own."""
         w = self._all
-        most = max(num_tokens, self._most[0])
+        max_tokens = max(num_tokens, self._sizes[0])
         return plan_for(
             w, self.options, traits_of(self._backend, w, None), num_tokens=num_tokens, top_k=top_k,
             overrides=self._overrides, is_quantized=is_quantized,
-            ranks=Ranks(self.num_ranks, w.num_experts, self.num_ranks, max_tokens=most),
+            ranks=Ranks(self.num_ranks, w.num_experts, self.num_ranks, max_tokens=max_tokens),
         )  # fmt: skip
 
     def check(self, top_k: int) -> None:
@@ -105,7 +105,7 @@ class LocalChain:
         for status in self._status:
             status.reset()
         self._captured.clear()
-        self._members, self._most = [], (0, 0)
+        self._members, self._sizes = [], (0, 0)
 
     def _side_by_side(self, launches: Callable[[int], Iterator[Tensor | None]]) -> list[Tensor]:
         """Every rank on its own stream, or, where there is no GPU, in its own thread."""
@@ -136,12 +136,12 @@ class LocalChain:
 
     def _make(self, num_tokens: int, top_k: int) -> None:
         """Memory of every rank, as large as the largest call so far."""
-        had, had_k = self._most
+        had, had_k = self._sizes
         if self._members and had >= num_tokens and had_k == top_k:
             return
         self._captured.replace(self._members)
-        most, device = max(num_tokens, had, 1), self._all.device
-        where = planned.memory(self.plan(most, top_k).call, self._backend)
+        max_tokens, device = max(num_tokens, had, 1), self._all.device
+        where = planned.memory(self.plan(max_tokens, top_k).call, self._backend)
         with torch.inference_mode(False):
             memory = [
                 torch.zeros(where.num_bytes, dtype=torch.uint8, device=device)
@@ -153,12 +153,15 @@ class LocalChain:
             chain.Member(chain.buffer_in(m, where), peers, rank, self.num_ranks)
             for rank, (m, peers) in enumerate(zip(memory, away, strict=True))
         ]
-        self._most = most, top_k  # not before: where there is no such memory, there is the old
+        self._sizes = (
+            max_tokens,
+            top_k,
+        )  # not before: where there is no such memory, there is the old
 
 
-def _last(stretches: Iterator[Tensor | None]) -> Tensor:
+def _last(phases: Iterator[Tensor | None]) -> Tensor:
     """All of a rank's launches; its result."""
     with torch.no_grad():  # which is a thread's own
-        *_, y = stretches
+        *_, y = phases
     assert y is not None
     return y

@@ -14,7 +14,7 @@ ACTIVATIONS = {
 }  # fmt: skip
 OTHER_ACTS = ("expert_hidden_act", "moe_hidden_act", "mlp_hidden_act")  # said of experts alone
 SITU = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}  # what is built
-GPT_OSS_ALPHA = 1.702
+GATES = ((None, 0), (1.702, 0), (1.702, 1))  # swiglu_alpha and swiglu_beta: ours, gpt-oss's
 SOFTCAPS = ("mlp_gate_softcap", "mlp_up_softcap")
 GPT_OSS = ("gpt_oss",)  # model types with gpt-oss's gate, interleaved rows, transposed floats
 # Model types whose one tensor of gate and up has all rows of gate first; other types are refused.
@@ -141,17 +141,25 @@ def activation_of(config: dict[str, Any]) -> tuple[str, float | None]:
     alpha = config.get("swiglu_alpha")
     is_oss = is_gpt_oss(config) or alpha is not None
     activation = "gpt_oss" if is_oss else ACTIVATIONS[str(name)]
-    values = {key: config.get(key) for key in (*SITU, "swiglu_alpha", *SOFTCAPS)}
+    values = {key: config.get(key) for key in (*SITU, "swiglu_alpha", "swiglu_beta", *SOFTCAPS)}
     require(
         (activation != "situ" or all(values[key] == value for key, value in SITU.items()))
-        and alpha in (None, GPT_OSS_ALPHA)
+        and (alpha, config.get("swiglu_beta") or 0) in GATES
         and not any(values[key] for key in SOFTCAPS),
-        f"SiTU must have {SITU}, swiglu_alpha be {GPT_OSS_ALPHA}, and gates have no softcap",
+        f"SiTU must have {SITU}, swiglu_alpha be 1.702, swiglu_beta 1, and gates have no softcap",
         got=values,
         kind=NotAvailable,
     )
-    clamp = config.get("swiglu_limit")
-    return activation, None if clamp is None else float(clamp)
+    limit = config.get("swiglu_limit")
+    clamp = float(limit) if limit is not None and limit > 0 else None  # 0 is no clamp
+    require(
+        activation != "gpt_oss" or clamp is not None or (alpha is None and limit is None),
+        "swiglu_alpha must come with a positive swiglu_limit: without one gpt-oss's is 7",
+        got=f"swiglu_alpha {alpha} and swiglu_limit {limit}",
+        fix='give activation="gpt_oss" and the clamp of the model yourself, float("inf") for none',
+        kind=NotAvailable,
+    )
+    return activation, clamp
 
 
 def has_bf16_inputs(config: dict[str, Any], folder: Path) -> bool:

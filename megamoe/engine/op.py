@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.engine.bounds import check_devices, check_fits, check_num_experts
 from megamoe.engine.call import Call
 from megamoe.engine.functional import check_shared, check_tokens, moe, run
 from megamoe.engine.launch_options import AUTO, LaunchOptions
@@ -33,15 +34,22 @@ def describe(
     backend: str,
     launch_options: LaunchOptions = AUTO,
     overrides: Overrides = (),
+    *,
+    top_k: int | None = None,
+    max_tokens: int | None = None,
 ) -> str:
-    """What the operator must know beside the tensors."""
+    """What the operator must know beside the tensors.
+
+    top_k, max_tokens  what the layer was built for: other calls are refused; None: any
+    """
     parts = [
         (w.recipe, list(w.held()), [pictured(m) for m in (w.w13, w.w2)])
         for w in (weights, shared)
         if w is not None
     ]
     how = {"options": asdict(options), "backend": backend, "launch_options": asdict(launch_options)}
-    return json.dumps({"parts": parts, **how, "overrides": overrides})
+    bounds = {"top_k": top_k, "max_tokens": max_tokens}
+    return json.dumps({"parts": parts, **how, "overrides": overrides, "bounds": bounds})
 
 
 @torch.library.custom_op("megamoe::moe", mutates_args=("stats", "error"))
@@ -53,15 +61,19 @@ def moe_op(
     stats: Tensor,
     error: Tensor,
     what: str,
+    max_tokens: int | None = None,
 ) -> Tensor:
     """bf16 [T, H], [T, k], [T, k] -> bf16 [T, H]; `what` comes from `describe`.
 
     error  the words of the layer's `DeviceStatus`, the counters of fused launches among them
+    max_tokens  that this call may have; None: those of the layer
     """
-    parts, options, backend, launch_options, overrides = _parse(what)
+    parts, options, backend, launch_options, overrides, bounds = _parse(what)
     weights, shared = _both(parts, tensors)
     check_tokens(x, topk_idx, topk_weights, weights)
     check_shared(shared, x, weights)
+    check_num_experts(topk_idx, bounds["top_k"])
+    check_fits(x, max_tokens, bounds["max_tokens"])
     traits = traits_of(backend, weights, shared)
     plan = plan_for(
         weights, options, traits, num_tokens=len(x), top_k=topk_idx.shape[1], overrides=overrides
@@ -86,7 +98,8 @@ def _experts(recipe: str, tensors: dict[str, Tensor], pictures: list[Any]) -> Ex
 
 
 @moe_op.register_fake
-def _(x, topk_idx, topk_weights, tensors, stats, error, what):  # type: ignore[no-untyped-def]
+def _(x, topk_idx, topk_weights, tensors, stats, error, what, max_tokens=None):  # type: ignore[no-untyped-def]
+    check_devices(x, topk_idx, topk_weights, *tensors, stats, error)
     return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
 
 
@@ -102,6 +115,7 @@ def call_op(
 
 @call_op.register_fake
 def _(x, topk_idx, topk_weights, tensors, words):  # type: ignore[no-untyped-def]
+    check_devices(x, topk_idx, topk_weights, *tensors)
     return torch.empty_like(x, dtype=torch.bfloat16, memory_format=torch.contiguous_format)
 
 
@@ -139,8 +153,11 @@ def _pairs(texts: list[str], sign: str) -> list[tuple[str, str]]:
 
 
 @functools.lru_cache(maxsize=256)
-def _parse(what: str) -> tuple[list[Any], Options, str, LaunchOptions, Overrides]:
+def _parse(
+    what: str,
+) -> tuple[list[Any], Options, str, LaunchOptions, Overrides, dict[str, int | None]]:
     read = json.loads(what)
     launch_options = LaunchOptions(**read["launch_options"])
     overrides = tuple((name, value) for name, value in read["overrides"])
-    return read["parts"], Options(**read["options"]), read["backend"], launch_options, overrides
+    options, bounds = Options(**read["options"]), read["bounds"]
+    return read["parts"], options, read["backend"], launch_options, overrides, bounds

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -134,13 +134,14 @@ def agrees(kind: str, is_gated: bool, device: torch.device) -> bool:
     from megamoe.kernels.hopper.weights import pack_on_gpu
 
     name = "nvfp4" if kind == "nv_image" else "mxfp4"
-    fmt, rng = format_named(name), torch.Generator().manual_seed(0)
+    fmt, rng = format_named(name), torch.Generator("cpu").manual_seed(0)
+    how: dict[str, Any] = {"generator": rng, "dtype": torch.uint8, "device": "cpu"}
     cols = 384  # as wide a step as that of layers: the same compilation
     shape = (1, 2, 96, cols) if is_gated else (1, 160, cols)
-    codes = torch.randint(256, (*shape[:-1], cols // 2), generator=rng, dtype=torch.uint8)
+    codes = torch.randint(256, (*shape[:-1], cols // 2), **how)
     codes[..., 16:32] &= 0x88  # groups of zeros, some of them -0
-    scale = torch.randint(116, 124, (*shape[:-1], cols // fmt.block[1]), generator=rng).byte()
-    g = torch.ones(1) if fmt.has_global else None
+    scale = torch.randint(116, 124, (*shape[:-1], cols // fmt.block[1]), **how)
+    g = torch.ones(1, dtype=torch.float32, device="cpu") if fmt.has_global else None
     held = scale.view(torch.float8_e4m3fn) if fmt.scale is Scale.E4M3 else scale
     w = Quantized(codes, held, name, shape, g).to(device)
     both = [pack.empty_image(kind, shape, device) for _ in range(2)]

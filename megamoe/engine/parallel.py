@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,31 +15,32 @@ from megamoe.balance.placement import Placement
 from megamoe.balance.statistics import Statistics
 from megamoe.distributed.wire import Wire
 from megamoe.engine import chain_group, fused_group, partition
+from megamoe.engine.call import Call
 from megamoe.engine.functional import check_values
+from megamoe.engine.interface import SlotRows, backend_named
+from megamoe.engine.reference import REFERENCE
 from megamoe.engine.status import DeviceStatus
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
 from megamoe.formats.quantize import dequantize, quantize
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
-from megamoe.planner.launches import Pass
-from megamoe.planner.plan import Plan, rows_plan, shared_plan
-from megamoe.planner.portable import quantize_rows
+from megamoe.planner.plan import MODES, Plan, rows_plan, shared_plan
 from megamoe.problem import Options
-from megamoe.reference import layer as reference
+from megamoe.reference import layer as oracle
 
 if TYPE_CHECKING:
     from megamoe.distributed.group import GroupWorld
     from megamoe.engine.layer import MoE
 
-MODES = ("auto", "staged", "fused", "chain", "split")
-
-
 Planned = Callable[[int, bool], Plan]  # tokens of this rank, whether they come quantised
 
 
-class RankCompute(ABC):
-    """One rank's part in a call: its tokens quantised, its experts' rows, its tokens combined."""
+class RankCompute:
+    """One rank's part in a call: its tokens quantised, its experts' rows, its tokens combined.
+
+    The rows are those of a backend, in the launches of a staged plan: the bits of one rank.
+    """
 
     def __init__(
         self,
@@ -70,16 +70,61 @@ class RankCompute(ABC):
             return Quantized(x, None, "bf16", tuple(x.shape))
         return self._quantize(x)
 
-    @abstractmethod
-    def _quantize(self, x: Tensor) -> Quantized: ...
+    def _quantize(self, x: Tensor) -> Quantized:
+        from megamoe.kernels.portable.dispatch import quantize as launch
 
-    @abstractmethod
-    def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized: ...
+        steps = self.plan(len(x), False).before
+        step = steps[0] if steps else None
+        return launch(x, self.acts, g=self.weights.x_global, step=step)
 
-    @abstractmethod
+    def _received(self, x: Tensor | Quantized, expert: Tensor, weight: Tensor) -> Call:
+        """The call of rows that came: one slot each."""
+        slot = expert.int()[:, None], weight[:, None].contiguous()
+        return Call(x, *slot, self.weights, self.options, None, self.status, self.stats)
+
+    def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
+        from megamoe.engine import staged
+
+        plan, (num, hidden) = self.plan(1, True), x.shape
+        backend, is_fp8 = backend_named(plan.backend), self.options.combine == "fp8"
+        out = SlotRows.empty(
+            num, 1, hidden, expert.device, is_fp8=is_fp8 and (backend.has_fp8_rows or num == 0)
+        )
+        if num > 0:
+            tokens = x.data if x.format == "bf16" else x
+            call = self._received(tokens, expert, weight)
+            steps = rows_plan(plan.call, plan.backend, plan.hardware, num, plan.overrides)
+            backend.rows(call, plan, steps, out)
+            to_fp8 = steps.find("rows_to_fp8")
+            if to_fp8 is not None:
+                out = staged.as_fp8(out.data, to_fp8)
+        data, scale = out.data.view(num, hidden), out.scale
+        if scale is None:
+            return Quantized(data, None, "bf16", (num, hidden))
+        codes, scale = data.view(torch.float8_e4m3fn), scale.flatten(0, 1)
+        return Quantized(codes, scale, "fp8_combine", (num, hidden))
+
     def combine(
         self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
-    ) -> Tensor: ...
+    ) -> Tensor:
+        from megamoe.engine import staged
+
+        (num_tokens, top_k), hidden, device = idx.shape, rows.shape[1], idx.device
+        if num_tokens == 0:
+            return torch.empty(0, hidden, dtype=torch.bfloat16, device=device)
+        plan = self.plan(num_tokens, not isinstance(x, Tensor))
+        call = Call(x, idx, weights, self.weights, self.options, self.shared, self.status)
+        total, is_fp8 = top_k + call.num_shared, self.options.combine == "fp8"
+        out = SlotRows.empty(num_tokens, total, hidden, device, is_fp8=is_fp8)
+        at = slots // top_k * total + slots % top_k
+        out.data.view(-1, hidden)[at] = rows.data.view(out.data.dtype)
+        if out.scale is not None and rows.scale is not None:
+            out.scale.flatten(0, 1)[at] = rows.scale
+        shared = None if self.shared is None else shared_plan(plan)
+        return staged.finish(
+            backend_named(plan.backend), call, plan, out, idx.int(), weights, shared=shared,
+            to_fp8=None if shared is None else shared.find("rows_to_fp8"),
+        )  # fmt: skip
 
 
 class ReferenceCompute(RankCompute):
@@ -90,14 +135,9 @@ class ReferenceCompute(RankCompute):
 
     def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
         num, hidden = x.shape
-        y = torch.empty(num, hidden, dtype=torch.bfloat16, device=expert.device)
-        plain = replace(self.options, combine="bf16")  # FP8 rows are made of the BF16 ones
-        for e in sorted(set(expert.tolist())):
-            at = (expert == e).nonzero()[:, 0]
-            values = dequantize(_pick(x, at), torch.float64)
-            y[at] = reference.expert_rows(values, weight[at], self.weights, e, plain)
-        self.stats += torch.bincount(expert, minlength=len(self.stats))
-        return quantize(y, self.rows_wire.format)
+        out = SlotRows.empty(num, 1, hidden, expert.device, is_fp8=False)
+        REFERENCE.rows(self._received(x, expert, weight), self.plan(1, True), None, out)
+        return quantize(out.data.view(num, hidden), self.rows_wire.format)
 
     def combine(
         self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
@@ -106,213 +146,15 @@ class ReferenceCompute(RankCompute):
         slot_rows = torch.zeros(idx.numel(), rows.shape[1], dtype=values.dtype, device=idx.device)
         slot_rows[slots] = values
         slot_rows = slot_rows.view(*idx.shape, rows.shape[1])
-        y = reference.combine(slot_rows, idx >= 0, weights, self.options)
+        y = oracle.combine(slot_rows, idx >= 0, weights, self.options)
         if self.shared is not None:
-            y = reference.add_shared(y, x, self.shared, self.options)
+            y = oracle.add_shared(y, x, self.shared, self.options)
         return y.to(torch.bfloat16)
-
-
-class KernelCompute(RankCompute):
-    """With a backend's kernels, in the launches of a staged plan."""
-
-    backend: str
-
-    def _quantize(self, x: Tensor) -> Quantized:
-        from megamoe.kernels.portable.dispatch import quantize as launch
-
-        steps = self.plan(len(x), False).before
-        step = steps[0] if steps else None
-        return launch(x, self.acts, g=self.weights.x_global, step=step)
-
-    def steps(self, num_rows: int) -> Pass:
-        """The launches of so many received rows."""
-        plan = self.plan(1, True)
-        return rows_plan(plan.call, self.backend, plan.hardware, num_rows, plan.overrides)
-
-    def rows(self, x: Quantized, expert: Tensor, weight: Tensor) -> Quantized:
-        num, hidden = x.shape
-        if num == 0:
-            slot_rows, scale = self._slot_rows(0, 1, hidden, expert.device)
-        else:
-            tokens = x.data if x.format == "bf16" else x
-            chosen = expert.int()[:, None], weight[:, None].contiguous()
-            slot_rows, scale = self._rows(tokens, *chosen, self.steps(num))
-        slot_rows = slot_rows.view(num, hidden)
-        if scale is None:
-            return Quantized(slot_rows, None, "bf16", (num, hidden))
-        return Quantized(
-            slot_rows.view(torch.float8_e4m3fn),
-            scale.view(num, scale.shape[-1]),
-            "fp8_combine",
-            (num, hidden),
-        )
-
-    def combine(
-        self, rows: Quantized, slots: Tensor, x: Tensor | Quantized, idx: Tensor, weights: Tensor
-    ) -> Tensor:
-        from megamoe.kernels.portable.combine import combine
-
-        (num_tokens, top_k), hidden = idx.shape, rows.shape[1]
-        extra = 0 if self.shared is None else self.shared.num_experts
-        y = torch.empty(num_tokens, hidden, dtype=torch.bfloat16, device=idx.device)
-        if num_tokens == 0:
-            return y
-        plan = self.plan(num_tokens, not isinstance(x, Tensor))
-        slot_rows, scale = self._slot_rows(num_tokens, top_k + extra, hidden, idx.device)
-        at = slots // top_k * (top_k + extra) + slots % top_k
-        slot_rows.view(-1, hidden)[at] = rows.data.view(slot_rows.dtype)
-        if scale is not None and rows.scale is not None:
-            scale.view(-1, scale.shape[-1])[at] = rows.scale
-        if self.shared is not None:
-            self._shared(x, slot_rows, scale, top_k, plan)
-        weighted = self.options.weight_at == "combine"
-        combine(slot_rows, scale, idx.int(), weights, y, step=plan.rest[-1], weighted=weighted)
-        return y
-
-    def _slot_rows(
-        self, num: int, slots: int, hidden: int, device: torch.device
-    ) -> tuple[Tensor, Tensor | None]:
-        from megamoe.engine import portable
-
-        return portable.slots(num, slots, hidden, self.options, device)
-
-    @abstractmethod
-    def _rows(
-        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
-    ) -> tuple[Tensor, Tensor | None]:
-        """Rows of one slot each [T, 1, H], and their scales where combine takes FP8."""
-
-    @abstractmethod
-    def _shared(
-        self,
-        x: Tensor | Quantized,
-        slot_rows: Tensor,
-        scale: Tensor | None,
-        first_slot: int,
-        plan: Plan,
-    ) -> None:
-        """The shared experts' rows into `slot_rows` [T, slots, H] from `first_slot` on."""
-
-
-class PortableCompute(KernelCompute):
-    """With the portable kernels."""
-
-    backend = "portable"
-
-    def _rows(
-        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
-    ) -> tuple[Tensor, Tensor | None]:
-        from megamoe.engine import portable
-
-        slot_rows, scale = self._slot_rows(len(idx), 1, self.weights.hidden, idx.device)
-        plan = self.plan(1, True)
-        one = portable.ExpertPass(x, self.weights, self.options, slot_rows, scale, plan)
-        one.run(idx, weight, steps, first_slot=0, stats=self.stats)
-        return slot_rows, scale
-
-    def _shared(
-        self,
-        x: Tensor | Quantized,
-        slot_rows: Tensor,
-        scale: Tensor | None,
-        first_slot: int,
-        plan: Plan,
-    ) -> None:
-        from megamoe.engine import portable
-
-        assert self.shared is not None
-        every = portable.all_experts(len(x), self.shared.num_experts, slot_rows.device)
-        one = portable.ExpertPass(x, self.shared, self.options, slot_rows, scale, plan)
-        one.run(*every, shared_plan(plan), first_slot=first_slot)
-
-
-class HopperCompute(KernelCompute):
-    """With the Hopper kernels: the bits of fused launches and of one rank."""
-
-    backend = "hopper"
-
-    def _rows(
-        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
-    ) -> tuple[Tensor, Tensor | None]:
-        from megamoe.engine import hopper
-        from megamoe.kernels.portable.routing import Routing
-
-        num, hidden = len(idx), self.weights.hidden
-        slot_rows = torch.empty(num, 1, hidden, dtype=torch.bfloat16, device=idx.device)
-        checked = torch.empty_like(idx), torch.empty_like(weight)
-        routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
-        hopper.run_pass(
-            x, self.weights, self.options, routing, slot_rows, steps, 0, self.stats, pdl=False
-        )
-        return self._as_wire(slot_rows)
-
-    def _as_wire(self, slot_rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        from megamoe.engine import hopper
-
-        if self.options.combine == "bf16":
-            return slot_rows, None
-        num = slot_rows.shape[0] * slot_rows.shape[1]
-        step = quantize_rows("rows_to_fp8", num, slot_rows.shape[2], "codes-fp8_combine")
-        return hopper.as_fp8(slot_rows, step, pdl=False)
-
-    def _shared(
-        self,
-        x: Tensor | Quantized,
-        slot_rows: Tensor,
-        scale: Tensor | None,
-        first_slot: int,
-        plan: Plan,
-    ) -> None:
-        assert self.shared is not None
-        num, hidden = self.shared.num_experts, self.weights.hidden
-        own = torch.empty(len(x), num, hidden, dtype=torch.bfloat16, device=slot_rows.device)
-        self._shared_rows(x, own, plan)
-        rows, row_scale = self._as_wire(own)
-        slot_rows[:, first_slot:] = rows.view(slot_rows.dtype)
-        if scale is not None and row_scale is not None:
-            scale[:, first_slot:] = row_scale
-
-    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
-        """Rows of the shared experts, in launches of their own."""
-        from megamoe.engine import hopper
-
-        assert self.shared is not None
-        hopper.shared_rows(
-            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
-        )
-
-
-class BlackwellCompute(HopperCompute):
-    """With the Blackwell kernels: the bits of one rank."""
-
-    backend = "blackwell"
-
-    def _rows(
-        self, x: Tensor | Quantized, idx: Tensor, weight: Tensor, steps: Pass
-    ) -> tuple[Tensor, Tensor | None]:
-        from megamoe.engine import blackwell
-        from megamoe.kernels.portable.routing import Routing
-
-        out = torch.empty(len(idx), 1, self.weights.hidden, dtype=torch.bfloat16, device=idx.device)
-        checked = torch.empty_like(idx), torch.empty_like(weight)
-        routing = Routing(idx, weight, *checked, self.status.bad_slot, None)
-        blackwell.rows(x, self.weights, self.options, routing, out, steps, 0, self.stats, pdl=False)
-        return self._as_wire(out)
-
-    def _shared_rows(self, x: Tensor | Quantized, own: Tensor, plan: Plan) -> None:
-        from megamoe.engine import blackwell
-
-        assert self.shared is not None
-        blackwell.shared_rows(
-            x, self.shared, self.options, self.status.bad_slot, own, shared_plan(plan), 0, pdl=False
-        )
 
 
 COMPUTE: dict[str, type[RankCompute]] = {
     "reference": ReferenceCompute,
-    "portable": PortableCompute,
-    "hopper": HopperCompute,
-    "blackwell": BlackwellCompute,
+    **dict.fromkeys(("portable", "hopper", "blackwell"), RankCompute),
 }
 
 
@@ -347,7 +189,7 @@ def join(layer: MoE, build: Callable[[int], Placement], group: Any, timeout_s: f
 def placement_of(
     num_experts: int, num_ranks: int, weights: ExpertWeights, placement: Placement | None
 ) -> Placement:
-    """The placement in force; the weights must be as many as it has places on a rank."""
+    """The placement in force; a rank has one place for each expert of its weights."""
     if placement is None:
         local = weights.num_experts
         require(
@@ -389,14 +231,17 @@ def add_counts(counts: Tensor, topk_idx: Tensor) -> None:
 def statistics(layer: MoE, world: GroupWorld | None) -> Statistics:
     """What all ranks sent and received."""
 
-    def mine() -> list[list[int]]:
+    def own_counts() -> list[list[int]]:
         return [layer.sent.tolist(), layer.stats.tolist()]
 
     w = layer.weights
     if world is None:
-        placement, counts = Placement.contiguous(layer.num_experts, 1), [mine()]
+        placement, counts = Placement.contiguous(layer.num_experts, 1), [own_counts()]
     else:
-        placement, counts = world.placement, world.rendezvous.gather("gather statistics", mine)
+        placement, counts = (
+            world.placement,
+            world.rendezvous.gather("gather statistics", own_counts),
+        )
     sent, received = (tuple(tuple(rank[i]) for rank in counts) for i in range(2))
     return Statistics(w.hidden, w.intermediate, layer.top_k, w.recipe, placement, sent, received)
 
@@ -431,12 +276,3 @@ def _shape(weights: ExpertWeights) -> dict[str, Any]:
         "hidden": weights.hidden,
         "intermediate": weights.intermediate,
     }
-
-
-def _pick(q: Quantized, at: Tensor) -> Quantized:
-    """Some rows of tokens; the wire gave every row its own global scale."""
-    parts: dict[str, Any] = {}
-    for name, t in q.tensors().items():  # as bytes where they are FP8: every torch indexes those
-        raw = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
-        parts[name] = raw[at].view(t.dtype)
-    return replace(q, shape=(len(at), q.shape[1]), **parts)

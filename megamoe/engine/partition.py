@@ -138,7 +138,7 @@ def prepare(plan: Plan, device: torch.device) -> None:
         streams_of(device, l1_sms, plan.hardware.num_sms)
 
 
-_MADE: dict[tuple[int, int], Pair] = {}
+_PAIRS: dict[tuple[int, int], Pair] = {}
 _LOCK = threading.Lock()
 
 
@@ -146,7 +146,7 @@ def streams_of(device: torch.device, l1_sms: int, num_sms: int) -> tuple[torch.c
     """The streams of a device's two parts; made the first time."""
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:
-        if (index, l1_sms) not in _MADE:
+        if (index, l1_sms) not in _PAIRS:
             require(
                 not is_capturing(device),
                 "the SMs must be parted before a capture",
@@ -156,15 +156,15 @@ def streams_of(device: torch.device, l1_sms: int, num_sms: int) -> tuple[torch.c
             )
             with device_guard.on(torch.device("cuda", index)):
                 torch.cuda.init()
-                _MADE[index, l1_sms] = _part(index, l1_sms, num_sms)
-        pair = _MADE[index, l1_sms]
+                _PAIRS[index, l1_sms] = _part(index, l1_sms, num_sms)
+        pair = _PAIRS[index, l1_sms]
     return pair.captured if is_capturing(device) else pair.eager
 
 
 def _part(index: int, l1_sms: int, num_sms: int) -> Pair:
     """Green contexts and streams of the first SMs, and of those that remain."""
     driver = _Driver()
-    torch.empty(1, device=f"cuda:{index}")  # the device's own context is there
+    torch.empty(1, dtype=torch.float32, device=f"cuda:{index}")  # the device's own context is there
     device, whole, first, rest = ctypes.c_int(), *(_resource() for _ in range(3))
     groups = ctypes.c_uint(1)
     driver("cuDeviceGet", ctypes.byref(device), index)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -127,29 +127,46 @@ def plan_for(
     is_captured: bool = False,
 ) -> Plan:
     """The plan of a call; overrides name the backend."""
-    return _planned(
-        weights.device, num_tokens, weights.hidden, weights.intermediate,
-        weights.num_experts if ranks.num_experts is None else ranks.num_experts, top_k,
-        weights.recipe, options.combine, traits, ranks, is_quantized, is_captured, overrides,
+    kind = _Kind(
+        device=weights.device, num_tokens=num_tokens, hidden=weights.hidden,
+        intermediate=weights.intermediate,
+        num_experts=weights.num_experts if ranks.num_experts is None else ranks.num_experts,
+        top_k=top_k, recipe=weights.recipe, combine=options.combine, is_quantized=is_quantized,
+        is_captured=is_captured,
     )  # fmt: skip
+    return _planned(kind, traits, ranks, overrides)
+
+
+class _Kind(NamedTuple):
+    """A kind of call, as it is asked for."""
+
+    device: torch.device
+    num_tokens: int
+    hidden: int
+    intermediate: int
+    num_experts: int  # of all ranks
+    top_k: int
+    recipe: str
+    combine: str
+    is_quantized: bool
+    is_captured: bool
 
 
 @functools.lru_cache(maxsize=8192)
-def _planned(
-    device: torch.device, num_tokens: int, hidden: int, intermediate: int, num_experts: int,
-    top_k: int, recipe: str, combine: str, traits: Traits, ranks: Ranks, *rest: Any,
-) -> Plan:  # fmt: skip
-    is_quantized, is_captured, overrides = rest
-    hw = hardware_of(device)
-    problem = Problem(num_tokens, hidden, intermediate, num_experts, top_k, ranks.num, recipe)
+def _planned(kind: _Kind, traits: Traits, ranks: Ranks, overrides: Overrides) -> Plan:
+    device, recipe, hw = kind.device, kind.recipe, hardware_of(kind.device)
+    problem = Problem(
+        num_tokens=kind.num_tokens, hidden=kind.hidden, intermediate=kind.intermediate,
+        num_experts=kind.num_experts, top_k=kind.top_k, num_ranks=ranks.num, recipe=recipe,
+    )  # fmt: skip
     call = CallSpec(
         problem,
-        combine=combine,
+        combine=kind.combine,
         fits_e4m3=traits.fits_e4m3,
         not_hopper=traits.not_hopper,
         shared=traits.shared,
-        is_quantized=is_quantized,
-        is_captured=is_captured,
+        is_quantized=kind.is_quantized,
+        is_captured=kind.is_captured,
         local_ranks=ranks.local,
         is_placed=ranks.is_placed,
         max_tokens=ranks.max_tokens,

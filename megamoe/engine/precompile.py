@@ -26,7 +26,6 @@ class Compiled(NamedTuple):
     num: int
     num_found: int
     seconds: float
-    cpu_seconds: float  # of the workers that compiled
 
     def __str__(self) -> str:
         new = self.num - self.num_found
@@ -69,18 +68,18 @@ def compile_layers(
             progress(done, len(cubins))
         num = min(processes or os.cpu_count() or 1, len(wanted))
         others = [_Worker(works) for _ in range(num - 1)]
-        cpu = _share(wanted, [first, *others], progress, done, len(cubins)) if wanted else 0.0
-    return Compiled(len(cubins), done, time.monotonic() - start, cpu)
+        if wanted:
+            _share(wanted, [first, *others], progress, done, len(cubins))
+    return Compiled(len(cubins), done, time.monotonic() - start)
 
 
 def _share(
     wanted: Sequence[str], workers: Sequence[_Worker],
     progress: Callable[[int, int], None] | None, done: int, total: int,
-) -> float:  # fmt: skip
-    """Have the workers take one hash after the other; -> their CPU time."""
+) -> None:  # fmt: skip
+    """Have the workers take one hash after the other."""
     left, lock = list(reversed(wanted)), threading.Lock()
     failed: list[BaseException] = []
-    times: list[float] = []
     num_done = [done]
 
     def feed(worker: _Worker) -> None:
@@ -88,18 +87,16 @@ def _share(
             with worker:
                 if worker is not workers[0]:
                     worker.read()
-                cpu = 0.0
                 while True:
                     with lock:
                         if not left or failed:
                             break
                         one = left.pop()
-                    cpu = worker.ask(one)["cpu_s"]
+                    worker.ask(one)
                     with lock:
                         num_done[0] += 1
                         if progress is not None:
                             progress(num_done[0], total)
-                times.append(cpu)
         except BaseException as error:
             failed.append(error)
 
@@ -110,7 +107,6 @@ def _share(
         thread.join()
     if failed:
         raise failed[0]
-    return sum(times)
 
 
 class _Worker:
@@ -188,18 +184,12 @@ def work() -> None:
     _say(out, {"cubins": kernels})
     for line in sys.stdin:
         by_hash[line.strip()].compile()
-        _say(out, {"cpu_s": _cpu_seconds()})
+        _say(out, {})
 
 
 def _say(out: IO[str], what: dict[str, Any]) -> None:
     out.write(json.dumps(what) + "\n")
     out.flush()
-
-
-def _cpu_seconds() -> float:
-    """Of this process and the assemblers it ran."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 if __name__ == "__main__":

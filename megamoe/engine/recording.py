@@ -46,6 +46,7 @@ from megamoe.planner.buckets import bucket_of, planned_bound
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.copies import around
+from megamoe.planner.numerics import image_of
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import Plan, plan_call
 from megamoe.planner.tables.hopper import COUNTERS
@@ -408,7 +409,7 @@ def _over_group(
         memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
         symm = symm_buffer.symm_buffer_in(memory, where)
         for dtype in layer.ids:
-            symm.put(*_tokens(layer, num_tokens, dtype))
+            symm.put(*_tokens(layer, num_tokens, dtype), plan.put(num_tokens))
         peers = torch.empty(layer.num_ranks, dtype=torch.int64, device=META)
         world = World(layer.num_ranks, 1, 0, peers, symm.signals, symm.inbox)
         for number in range(passes):
@@ -430,7 +431,9 @@ def _over_group(
         for rows in row_counts(slots, layer.num_ranks):
             received = _like(sent, rows)
             expert = torch.empty(rows, dtype=torch.int64, device=META)
-            result = compute.rows(received, expert, torch.empty(rows, device=META))
+            result = compute.rows(
+                received, expert, torch.empty(rows, dtype=torch.float32, device=META)
+            )
             if rows == slots:
                 at = torch.empty(rows, dtype=torch.int64, device=META)
                 compute.combine(result, at, x, idx, gates)
@@ -463,14 +466,14 @@ def _like(tokens: Quantized, rows: int) -> Quantized:
     acts = empty((rows, tokens.shape[1]), tokens.spec, META)
     if acts.global_scale is None:
         return acts
-    ones = torch.empty(rows, device=META)
+    ones = torch.empty(rows, dtype=torch.float32, device=META)
     return Quantized(acts.data, acts.scale, acts.format, acts.shape, ones)
 
 
 def _tokens(layer: LayerSpec, num: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     x = torch.empty(num, layer.hidden, dtype=torch.bfloat16, device=META)
     idx = torch.empty(num, layer.top_k, dtype=dtype, device=META)
-    return x, idx, torch.empty(num, layer.top_k, device=META)
+    return x, idx, torch.empty(num, layer.top_k, dtype=torch.float32, device=META)
 
 
 def _status() -> DeviceStatus:
@@ -507,17 +510,18 @@ def _experts(
         if backend != "hopper" or fmt.element.bits != 4:
             parts[name] = plain
             continue
-        to_e4m3 = recipe == "w4a8_block" and facts.fits_e4m3
-        is_placed = not to_e4m3 and facts.can_be_placed
-        kind = pack.kind_of(plain, to_e4m3=to_e4m3, is_placed=is_placed)
+        kind = image_of(recipe, fits_e4m3=facts.fits_e4m3, can_be_placed=facts.can_be_placed)
         image = pack.empty_image(kind, shape, META)
         parts[name] = PackedMatrix(image, fmt.name, Aside(num, facts))
     if fmt.has_global:
-        parts |= {"x_global": torch.empty((), device=META), "acts_global": _floats(num)}
+        parts |= {
+            "x_global": torch.empty((), dtype=torch.float32, device=META),
+            "acts_global": _floats(num),
+        }
     if layer.has_bias:
         parts |= {"b13": _floats(num, 2, intermediate), "b2": _floats(num, hidden)}
     return ExpertWeights(recipe, **parts)
 
 
 def _floats(*shape: int) -> Tensor:
-    return torch.empty(*shape, device=META)
+    return torch.empty(*shape, dtype=torch.float32, device=META)

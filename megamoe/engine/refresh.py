@@ -25,6 +25,7 @@ from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError, one
 from megamoe.formats.quantize import quantize_into, weight_global_scale
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.kernels.hopper.weights.pack import Facts, facts_of, fits_bf16
+from megamoe.planner.numerics import decodes_to_e4m3
 
 # By kind of image: which fact it rests on, and what to say of values without it.
 NEEDS: dict[str, tuple[str, str]] = {
@@ -169,6 +170,8 @@ class Refresh:
             self._check_bias(name, getattr(self, name), getattr(weights, name))
         values, held = ({n: getattr(t, n) for n in MATRICES + BIASES} for t in (self, weights))
         aliases.refuse(values, held, self.experts)
+        held |= {"x_global": weights.x_global, "acts_global": weights.acts_global}
+        aliases.refuse_shared([name for name, t in values.items() if t is not None], held)
 
     def _renew_derived(self, weights: ExpertWeights) -> None:
         """Scales that a backend placed: graphs read them where they lie."""
@@ -346,7 +349,7 @@ def _check_factors(name: str, values: object, held: Quantized) -> None:
 
 def _check_decoded(name: str, values: Tensor | Quantized, held: Quantized) -> None:
     """Refuse scales that kernels which decode to BF16 would lose, where such have read experts."""
-    if isinstance(held, PackedMatrix) or not derived.holds(held, "fits_bf16"):
+    if isinstance(held, PackedMatrix) or not derived.is_true(held, "fits_bf16"):
         return
     if isinstance(values, Quantized) and values.scale is not None:
         is_small = bool((values.scale.view(torch.uint8) == 0).any())  # nearly never
@@ -380,7 +383,7 @@ def check_image(kind: str, facts: Facts, what: str) -> None:
 def _rests_on_facts(weights: ExpertWeights) -> bool:
     """Whether what may be written depends on what all experts are then."""
     both = weights.w13, weights.w2
-    return weights.recipe == "w4a8_block" and all(
+    return decodes_to_e4m3(weights.recipe) and all(
         isinstance(w, PackedMatrix) and w.kind != "e4m3_image" for w in both
     )
 

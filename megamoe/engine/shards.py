@@ -98,7 +98,8 @@ class Shards:
         if idx is not None:
             shape = shape[1:]
             start += idx * math.prod(shape) * dtype.itemsize
-        data = torch.empty(math.prod(shape) * dtype.itemsize, dtype=torch.uint8)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        data = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         with entry.file.open("rb") as file:
             file.seek(start)
             got = file.readinto(memoryview(data.numpy()))  # type: ignore[arg-type]

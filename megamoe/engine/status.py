@@ -81,7 +81,8 @@ class DeviceStatus:
         return status
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (self.storage.device, self._ranks, self._resets_itself)  # a copy has its own
+        where = self.storage[:0]  # which follows map_location; a copy has words of its own
+        return _again, (where.clone(), self._ranks, self._resets_itself)
 
     @functools.cached_property
     def bad_slot(self) -> Tensor:
@@ -178,8 +179,8 @@ class DeviceStatus:
             words[:REPORT].fill_(NONE)
 
 
-def _again(device: torch.device, ranks: int, resets_itself: bool) -> DeviceStatus:
-    return DeviceStatus(device, ranks=ranks, resets_itself=resets_itself)
+def _again(where: Tensor, ranks: int, resets_itself: bool) -> DeviceStatus:
+    return DeviceStatus(where.device, ranks=ranks, resets_itself=resets_itself)
 
 
 def is_capturing(device: torch.device) -> bool:

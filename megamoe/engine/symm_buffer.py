@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megamoe.layout.regions import Workspace
-from megamoe.planner.copies import put as planned_put
+from megamoe.planner.launches import Launch
 
 if TYPE_CHECKING:
     from megamoe.kernels.gluon.mega.arguments import Inbox
@@ -42,17 +43,21 @@ class SymmBuffer(NamedTuple):
 
         return Inbox(*self[-len(Inbox._fields) :])
 
-    def put(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> None:
+    def put(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, step: Launch | None = None
+    ) -> None:
         """The tokens of a call, on the current stream: one launch on a GPU.
 
         The call's launches take equally many each.
+
+        step  the plan's launch of so many tokens (`Plan.put`); a CPU, which only copies, needs none
         """
         num = len(x)
         if x.device.type != "cpu":
             from megamoe.kernels.portable.put import put
 
             into = self.tokens, self.topk_idx, self.topk_weights
-            step = planned_put(num, x.shape[1], topk_idx.shape[1], len(self.num_valid))
+            assert step is not None
             put(x, topk_idx, topk_weights, into, self.num_valid, step=step)
             return
         self.tokens[:num].copy_(x)
@@ -69,9 +74,10 @@ class SymmBuffer(NamedTuple):
 
 def symm_buffer_in(memory: Tensor, of: Workspace) -> SymmBuffer:
     """uint8 memory as a symmetric buffer."""
-    return SymmBuffer(
-        *(
-            memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape)
-            for r in (of[name] for name in SymmBuffer._fields)
-        )
-    )
+    return SymmBuffer(*regions_in(memory, of, SymmBuffer._fields))
+
+
+def regions_in(memory: Tensor, of: Workspace, names: Sequence[str]) -> list[Tensor]:
+    """Regions of uint8 memory by name, in their shapes and types."""
+    regions = [of[name] for name in names]
+    return [memory[r.offset : r.end].view(DTYPES[r.dtype]).view(r.shape) for r in regions]

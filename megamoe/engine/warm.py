@@ -97,7 +97,7 @@ def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
         x = torch.zeros(num, weights.hidden, dtype=torch.bfloat16, device=device)
         slot = torch.arange(num * top_k, device=device)
         idx = (slot % weights.num_experts).view(num, top_k)
-        gates = torch.ones(num, top_k, device=device)
+        gates = torch.ones(num, top_k, dtype=torch.float32, device=device)
         if layer._world is None:
             call = layer._call(x, idx, gates)._replace(status=DeviceStatus(device), stats=stats)
             run(call, layer.plan(num))
@@ -108,7 +108,7 @@ def run_all(layer: MoE, token_counts: Sequence[int]) -> None:
         for rows in row_counts(num * top_k, ranks):
             tokens = compute.tokens(x.new_zeros(rows, weights.hidden))
             expert = torch.arange(rows, device=device) % weights.num_experts
-            compute.rows(tokens, expert, torch.ones(rows, device=device))
+            compute.rows(tokens, expert, torch.ones(rows, dtype=torch.float32, device=device))
         compute.combine(compute.rows(compute.tokens(x.repeat_interleave(top_k, 0)), idx.flatten(),
                                gates.flatten()), slot, x, idx, gates)  # fmt: skip
 

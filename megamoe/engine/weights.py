@@ -88,13 +88,15 @@ class ExpertWeights:
             fix="move them with .to(device)",
             kind=DeviceError,
         )
-        for name in ("w13", "w2"):  # what is packed from them must see writes to them
+        for name in ("w13", "w2"):
             part = getattr(self, name)
-            if isinstance(part, PackedMatrix):
-                continue
-            if any(t.is_inference() for t in part.tensors().values()):
-                tensors = {key: counted(t) for key, t in part.tensors().items()}
-                object.__setattr__(self, name, replace(part, **tensors))
+            if not isinstance(part, PackedMatrix):
+                tensors = {k: _plain(t, dense=k != "data") for k, t in part.tensors().items()}
+                if any(tensors[k] is not t for k, t in part.tensors().items()):
+                    object.__setattr__(self, name, replace(part, **tensors))
+        for name in ("b13", "b2", "x_global", "acts_global"):
+            if (t := getattr(self, name)) is not None:
+                object.__setattr__(self, name, _plain(t, dense=True))
 
     # -- making --------------------------------------------------------------------------------
 
@@ -169,7 +171,8 @@ class ExpertWeights:
             )
             part = weights[done : done + 1]
             for name, out in (("w13", part.w13), ("w2", part.w2)):
-                source = checkpoint.gate_then_up(w13, gate_up) if name == "w13" else w2
+                source = w13.detach() if name == "w13" else w2.detach()
+                source = checkpoint.gate_then_up(source, gate_up) if name == "w13" else source
                 source = source.unsqueeze(0)
                 if out.global_scale is not None:
                     out.global_scale.copy_(weight_global_scale(source))
@@ -351,6 +354,12 @@ class ExpertWeights:
 
         experts  their numbers, in the order wanted
         """
+        require(
+            all(isinstance(e, int) and 0 <= e < self.num_experts for e in experts),
+            f"experts must be numbers from 0 to {self.num_experts - 1}",
+            got=list(experts)[:16],
+            kind=RangeError,
+        )
         return self.cat([self[e : e + 1] for e in experts])
 
     @classmethod
@@ -468,6 +477,8 @@ class ExpertWeights:
     def load(cls, path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
         """Read what `save` wrote; a foreign or truncated file is refused."""
         tensors, recipe = files.load(path, device)
+        for name, t in tensors.items():
+            checkpoint.refuse_values(t, name, name)
         return cls.from_state_dict(tensors, recipe)
 
     def _each(self, change: Callable[[Any], Any]) -> ExpertWeights:
@@ -475,6 +486,12 @@ class ExpertWeights:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         held = {k: v for k, v in values.items() if isinstance(v, Quantized | Tensor)}
         return replace(self, **{k: change(v) for k, v in held.items()})
+
+
+def _plain(t: Tensor, *, dense: bool) -> Tensor:
+    """A tensor as kernels read it and as writes to it are counted, without gradients."""
+    t = counted(t).detach() if t.requires_grad else counted(t)
+    return t.contiguous() if dense else t
 
 
 def _empty(

@@ -211,7 +211,7 @@ def _global_scale(scale: Tensor | float | None, x: Tensor, fmt: Format) -> Tenso
         got=type(scale).__name__,
         kind=DTypeError,
     )
-    factor = torch.as_tensor(scale, device=x.device).to(torch.float32)
+    factor = torch.as_tensor(scale, dtype=torch.float32, device=x.device)
     require(
         bool((factor > 0).all() and factor.isfinite().all()),
         "the global scale must be positive and finite",

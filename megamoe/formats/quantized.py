@@ -136,7 +136,7 @@ def empty(shape: tuple[int, ...], fmt: Format, device: torch.device) -> Quantize
     if fmt.scale is Scale.NONE:
         return Quantized(data, None, fmt.name, shape)
     scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=device)
-    g = torch.ones(shape[:1], device=device) if fmt.has_global else None
+    g = torch.ones(shape[:1], dtype=torch.float32, device=device) if fmt.has_global else None
     return Quantized(data, scale, fmt.name, shape, g)
 
 

@@ -182,8 +182,8 @@ def gate_of(config: Any) -> Gate | None:
     alpha, beta, limit = config.gemm1_alpha, config.gemm1_beta, config.gemm1_clamp_limit
     if alpha is None and beta is None:
         # Without alpha, gemm1_clamp_limit is of silu(gate) (Step-3.5); swiglu_limit of the gate.
-        return None if limit is not None else Gate("swiglu", config.swiglu_limit, "split")
-    if alpha == GPT_OSS and beta in (None, 1.0) and config.swiglu_limit is None:
+        return None if limit else Gate("swiglu", config.swiglu_limit or None, "split")
+    if alpha == GPT_OSS and beta in (None, 1.0) and not config.swiglu_limit and limit != 0:
         return Gate("gpt_oss", limit, "interleaved" if config.gate_up_interleaved else "split")
     return None
 

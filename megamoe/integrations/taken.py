@@ -20,6 +20,7 @@ from megamoe.engine.layer import MoE
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import Scale
+from megamoe.integrations.transformers_gate import Asked
 
 TAKEN = "megamoe_taken"  # attribute of a module
 
@@ -48,6 +49,7 @@ class Taken:
     like: dict[str, Tensor]
     masks: bool = True
     lent: list[tuple[StorageWeakRef, Tensor, int]] = field(default_factory=list)
+    gate: Asked | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the module has lent nothing yet; a weak reference has one owner."""
@@ -62,6 +64,20 @@ class Taken:
             ref = StorageWeakRef(t.untyped_storage())
             self.lent.append((ref, counter, counter._version))
         return t
+
+    def refuse_changed(self, module: nn.Module) -> None:
+        """Raise if somebody wrote to a copy, or changed what the gate reads."""
+        if self.gate is None:
+            self.gate = Asked(module)
+        require(
+            self.gate.holds(module),
+            "experts that were taken run as they were taken",
+            got="another gate: an attribute of the module has changed",
+            fix="give_back(model) first",
+            kind=NotAvailable,
+        )
+        if self.lent:
+            self.refuse_written()
 
     def refuse_written(self) -> None:
         """Raise if somebody wrote to a copy."""
@@ -151,9 +167,11 @@ def take(
     for name, p in parameters.items():
         p.data = torch.empty(0, dtype=p.dtype, device=p.device)
         del module._parameters[name]
-    object.__setattr__(module, TAKEN, Taken(key, layer, form, parameters, like, masks))
+    taken = Taken(key, layer, form, parameters, like, masks)
+    object.__setattr__(module, TAKEN, taken)
     theirs: Any = type(module)
     module.__class__ = _class_of(theirs, tuple(parameters))
+    taken.gate = Asked(module)
 
 
 def give_back(module: nn.Module) -> None:

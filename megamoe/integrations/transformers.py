@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megamoe.engine import backends, checkpoint
 from megamoe.engine.fingerprint import Seal
@@ -31,7 +32,7 @@ from megamoe.formats.spec import recipe_named, recipe_on
 from megamoe.integrations import taken as one_copy
 from megamoe.integrations.stacked import e8m0_codes
 from megamoe.integrations.taken import TAKEN, Form, Taken
-from megamoe.integrations.transformers_gate import Gate, gate_of
+from megamoe.integrations.transformers_gate import Asked, Gate, gate_of
 from megamoe.problem import WIDTH_MULTIPLE
 
 PARAMETERS = ("gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias",
@@ -51,12 +52,19 @@ class CachedLayer:
     copied: tuple[str, ...]  # parameters whose memory the layer does not share
     seal: Seal
     masks: bool  # as of `taken.Taken`
+    gate: Asked
 
     def is_current(self, module: nn.Module, top_k: int) -> bool:
-        """Whether the module's parameters are still those."""
-        return self.places == (top_k, *_places(module)) and self.seal.holds(
-            [getattr(module, name) for name in self.copied]
+        """Whether the module's parameters are still those, and what its gate may read."""
+        return (
+            self.places == (top_k, *_places(module))
+            and self.gate.holds(module)
+            and self.seal.holds([getattr(module, name) for name in self.copied])
         )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy is of no module; a weak reference has one owner."""
+        return CachedLayer, (self.layer, (), self.copied, self.seal, self.masks, self.gate)
 
 
 _ours: set[str] = set()  # names that `register` gave
@@ -246,11 +254,12 @@ def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callabl
         self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
         taken = _taken(self, mine)
+        refuse_gradients(self if taken is None else taken.parameters)
         if taken is None:
             y: Tensor = watched(self, hidden_states, top_k_index, top_k_weights)
             return y
-        if taken.lent and not torch.compiler.is_compiling():
-            taken.refuse_written()
+        if not torch.compiler.is_compiling():
+            taken.refuse_changed(self)
         return run(taken.layer, taken.masks, hidden_states, top_k_index, top_k_weights)
 
     @torch.compiler.disable(  # type: ignore[untyped-decorator]
@@ -266,6 +275,23 @@ def experts_forward(recipe: str | None = None, backend: str = "auto") -> Callabl
         return run(prepared.layer, prepared.masks, hidden_states, top_k_index, top_k_weights)
 
     return forward
+
+
+def refuse_gradients(parameters: nn.Module | dict[str, nn.Parameter]) -> None:
+    """Refuse experts that a caller trains: the layer has no backward, and they would get nothing.
+
+    parameters  those of a module, or a module that has them
+    """
+    if not torch.is_grad_enabled():
+        return
+    own = parameters._parameters if isinstance(parameters, nn.Module) else parameters
+    require(
+        not any(p is not None and p.requires_grad for p in own.values()),
+        "the layer has no backward: the experts' parameters must not require grad",
+        got="requires_grad under grad mode",
+        fix="call it under torch.no_grad(), or freeze the experts with requires_grad_(False)",
+        kind=NotAvailable,
+    )
 
 
 def run(
@@ -287,7 +313,8 @@ def keep(module: nn.Module, top_k: int, layer: MoE) -> CachedLayer:
     """A layer that was just made of a module, with what tells whether it is still current."""
     copied = _copied(module, layer)
     seal = Seal([getattr(module, name) for name in copied])
-    return CachedLayer(layer, (top_k, *_places(module)), copied, seal, not _has_all(module, layer))
+    masks = not _has_all(module, layer)
+    return CachedLayer(layer, (top_k, *_places(module)), copied, seal, masks, Asked(module))
 
 
 def call(layer: MoE, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -421,7 +448,7 @@ def _places(module: nn.Module) -> tuple[Any, ...]:
     """Changes when a parameter is replaced, moved or cast."""
     tensors = (getattr(module, name, None) for name in PARAMETERS)
     return tuple(
-        (t.untyped_storage()._cdata, t.data_ptr(), t.dtype, t.device)
+        (StorageWeakRef(t.untyped_storage()), t.data_ptr(), t.dtype, t.device)
         for t in tensors  # under expert parallelism they are new aliases in every call
         if isinstance(t, Tensor)
     )

@@ -34,6 +34,7 @@ def implementation(
         def __call__(
             self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
         ) -> Tensor:
+            ours.refuse_gradients(self.experts)
             prepared = self._cached(top_k_index.shape[-1])
             if self.sharers.num == 1:
                 return ours.call(prepared.layer, hidden_states, top_k_index, top_k_weights)

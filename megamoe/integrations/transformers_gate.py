@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,8 @@ from megamoe.engine.gates import gated
 from megamoe.errors import NotAvailable, require
 from megamoe.problem import OWN_CLAMP
 
+PLAIN = (int, float, str, bool, type(None))
+FAR = 1e4  # beyond the clamp of any model
 LIMITS = ("limit", "swiglu_limit")  # where models keep their clamp
 
 
@@ -28,9 +30,15 @@ def gate_of(module: nn.Module) -> Gate:
     gates: list[Gate] = []
     if callable(apply):
         limits = [getattr(module, name, None) for name in LIMITS]
-        clamps = [None, *(float(c) for c in limits if isinstance(c, (int, float)))]
+        numbers = [float(c) for c in limits if isinstance(c, (int, float))]
+        numbers += [float(c) for c in limits if isinstance(c, Tensor) and c.ndim == 0]
+        clamps = [None, *numbers]
         far = max([24.0] + [2 * clamp for clamp in clamps if clamp])
-        probe = torch.linspace(-far, far, 64, device="cpu").view(8, 8)
+        where = next((c.device for c in limits if isinstance(c, Tensor)), torch.device("cpu"))
+        ranges = [
+            torch.linspace(-to, to, 64, dtype=torch.float32, device=where) for to in (far, FAR)
+        ]
+        probe = torch.cat(ranges).view(16, 8)
         probe = torch.stack((probe, probe.flip(0) * 0.7), dim=2).flatten(1)  # gate, up, gate, up
         with torch.no_grad():
             theirs = apply(probe).float()
@@ -49,6 +57,35 @@ def gate_of(module: nn.Module) -> Gate:
         kind=NotAvailable,
     )
     return gates[0]
+
+
+class Asked:
+    """The attributes of a module that its gate may read, as they were when it was asked."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._values = _attributes(module)
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether they are the same objects or numbers, and no tensor of them was written to."""
+        now = _attributes(module)
+        return now.keys() == self._values.keys() and all(
+            (a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)) and v == w
+            for (a, v), (b, w) in zip(now.values(), self._values.values(), strict=True)
+        )
+
+
+def _attributes(module: nn.Module) -> dict[str, tuple[Any, int]]:
+    """By name: an attribute, and how often it was written to if it is a tensor."""
+    own = vars(module)
+    every = {n: v for n, v in own.items() if n[0] != "_" and n not in ("training", "forward")}
+    every |= {"_apply_gate": own.get("_apply_gate"), **module._modules, **module._buffers}
+    return {
+        name: (
+            getattr(v, "__func__", v),  # a bound method would keep the module alive
+            v._version if isinstance(v, Tensor) and not v.is_inference() else 0,
+        )
+        for name, v in every.items()
+    }
 
 
 def _apply(gate: Gate, x: Tensor) -> Tensor:

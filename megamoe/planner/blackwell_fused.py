@@ -114,7 +114,7 @@ def why_not_fused(call: CallSpec, overrides: Mapping[str, Value]) -> fused.Refus
         )
     if overrides.get("schedule", "strided") != "strided":
         return fused.Refusal(
-            "a fused launch draws tiles by tickets of its own, whatever the schedule"
+            "a fused launch takes tiles from a counter of its own, whatever the schedule"
         )
     _, each = passes_of(call)
     slots = fused.num_slots(call, each)
@@ -123,39 +123,6 @@ def why_not_fused(call: CallSpec, overrides: Mapping[str, Value]) -> fused.Refus
         return refusal
     tile, why = fused_tile(call, each, overrides)
     return fused.Refusal(why, CapacityError) if tile is None else None
-
-
-def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
-    """(mode, why); refuses `fused` with the reason where no launch takes the call."""
-    p = call.problem
-    if asked == "staged":
-        return "staged", "asked for"
-    refusal = why_not_fused(call, overrides)
-    if asked == "fused":
-        fused.require_mode("fused", refusal)
-        return "fused", "asked for; emulated and compiled, not yet run on the hardware"
-    if asked == "chain" or call.is_group:
-        return _over_group(call, asked)
-    if refusal is not None:
-        return "staged", refusal.why
-    slots = p.num_tokens * p.top_k * p.num_ranks
-    return next((mode, why) for edge, mode, why in tables.MODES if slots <= edge)
-
-
-def _over_group(call: CallSpec, asked: str) -> tuple[str, str]:
-    """The chain, asked for or, for `auto`, where the machine has proven it; else staged."""
-    from megamoe.planner import chain
-
-    refusal = chain.why_not(call)
-    if asked == "chain":
-        fused.require_mode("chain", refusal)
-        return "chain", "asked for; emulated and compiled, not yet run on the hardware"
-    if refusal is not None:
-        return "staged", refusal.why
-    if not call.is_certified:
-        why = "the machine has no certificate, and it was emulated and compiled, not yet run"
-        return "staged", f"mode='chain' takes it, but is opt-in: {why}"
-    return "chain", "no host between ranks; emulated, compiled, and in the machine's certificate"
 
 
 # -- launches --------------------------------------------------------------------------------------
@@ -176,4 +143,14 @@ def fused_launch(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -
     tile, why = fused_tile(call, each, overrides)
     assert tile is not None, "why_not_fused would have refused it"
     rows, align = blackwell.num_rows(slots, experts, tile.block_m), tile.block_m
-    return fused.launch("mega_tmem_kernel", call, each, tile, why, rows, num_sms, overrides, align)
+    return fused.launch(
+        kernel="mega_tmem_kernel",
+        call=call,
+        each=each,
+        tile=tile,
+        why=why,
+        most_rows=rows,
+        num_sms=num_sms,
+        overrides=overrides,
+        align=align,
+    )

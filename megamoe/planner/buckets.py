@@ -11,6 +11,7 @@ from megamoe.layout.regions import align_up
 from megamoe.planner import hopper
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
+from megamoe.planner.modes import auto_over_group
 
 STEP = 256  # buckets above this are its multiples
 
@@ -38,7 +39,7 @@ def group_modes(call: CallSpec, overrides: Mapping[str, Value]) -> tuple[UpTo, .
     modes: list[UpTo] = []
     for bound in sorted({min(edge, most) or most, most}):
         here = replace(call, problem=replace(p, num_tokens=min(bound, 1)), max_tokens=bound)
-        mode, why = hopper.over_group(here, hopper.why_not_fused(here, overrides), "auto")
+        mode, why = auto_over_group(here, hopper.why_not_fused(here, overrides))
         if modes and modes[-1].mode == mode:
             modes.pop()
         modes.append(UpTo(bound, mode, why))
@@ -58,7 +59,7 @@ def quantized_mode(call: CallSpec, overrides: Mapping[str, Value]) -> UpTo | Non
         return None
     small = replace(p, num_tokens=min(p.num_tokens, most, 1))
     here = replace(call, problem=small, is_quantized=True)
-    mode, why = hopper.over_group(here, hopper.why_not_fused(here, overrides), "auto")
+    mode, why = auto_over_group(here, hopper.why_not_fused(here, overrides))
     return UpTo(most, mode, why)
 
 

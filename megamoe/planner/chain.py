@@ -176,7 +176,7 @@ class Following(NamedTuple):
 
 def following(tile: Tile | GemmTmem, *, is_split: bool = False) -> Following:
     """How the GEMMs of a tile follow."""
-    if isinstance(tile, Gemm) and tile.schedule == "dynamic":
+    if isinstance(tile, Gemm) and tile.is_dynamic:
         return Following(True, False, False)  # L2 follows by the tile list, as on one rank
     if isinstance(tile, Gemm) and tile.decode_ahead and not is_split:
         return Following(True, False, False)
@@ -353,11 +353,6 @@ def _tmem_tile(call: CallSpec, load: float, overrides: Mapping[str, Value]) -> t
     return changed, asked or why
 
 
-def is_drawn(tile: Tile | GemmTmem) -> bool:
-    """Whether CTAs draw their tiles: those that begin late cost nothing."""
-    return isinstance(tile, Gemm | GemmTmem) and tile.schedule == "dynamic"
-
-
 def gemm_launch(name: str, tile: Tile | GemmTmem, depth: int, num_sms: int, why: str) -> Launch:
     """One linear of the chain over K of `depth` columns."""
     if isinstance(tile, GemmTmem):
@@ -411,9 +406,9 @@ def owner_passes(
         rows, passes = split.windows(max_rows(call, tile), overrides)
     else:
         rows, passes = windows(call, tile, overrides)
-    is_dynamic = is_drawn(tile)
+    is_dynamic = tile.is_dynamic
     l1_sms = on.l1 + on.pull if is_dynamic else on.l1
-    has_items = isinstance(tile, Gemm) and tile.has_items
+    has_items = tile.has_items
     slots, local = bound(call) * p.num_ranks * p.top_k, p.num_local_experts
     sizes = hopper.Sizes(min(slots, rows), 1, local, 0, p.hidden, p.intermediate)
     waves = (0, 0)
@@ -423,9 +418,17 @@ def owner_passes(
     words = words_of(call, backend)
     chunks = ceil_div(list_capacity(bound(call) * p.top_k, local), LIST_CHUNK)
     config = Rows(
-        p.num_ranks, next_power_of_2(local, 2), tile.block_m, row_align(tile), chunks, 0, rows,
-        waves, next_power_of_2(max(l1_sms, on.l2)) if has_items else 0, has_items and is_dynamic,
-    )  # fmt: skip
+        num_ranks=p.num_ranks,
+        max_experts=next_power_of_2(local, 2),
+        block_m=tile.block_m,
+        row_align=row_align(tile),
+        chunks=chunks,
+        first_row=0,
+        pool_rows=rows,
+        waves=waves,
+        max_ctas=next_power_of_2(max(l1_sms, on.l2)) if has_items else 0,
+        is_dynamic=has_items and is_dynamic,
+    )
     pull = Pull(
         p.num_ranks, tile.block_m, min(next_power_of_2(words.data, 256), PULL_COLS),
         next_power_of_2(words.pitch - words.data, 256) if words.pitch > words.data else 0,
@@ -460,7 +463,7 @@ def _on(partition: str, one: Launch) -> Launch:
 
 
 def _how_l1(tile: Tile | GemmTmem) -> str:
-    sms = "as they become free" if is_drawn(tile) else "that do not pull"
+    sms = "as they become free" if tile.is_dynamic else "that do not pull"
     return f"follows the pull tile by tile, on the SMs {sms}"
 
 

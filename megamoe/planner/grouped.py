@@ -17,7 +17,7 @@ from megamoe.planner import blackwell, copies, portable
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.hopper import max_tiles
 from megamoe.planner.launches import GemmTmem, Launch, PlaceGroups, next_power_of_2
-from megamoe.planner.numerics import not_on, numerics
+from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import checked
 from megamoe.planner.plan import NO_CERTIFICATE, OPT_IN, choose_backend, reasons_on
 from megamoe.planner.tables import blackwell as tables
@@ -37,7 +37,9 @@ SCALE_COLS = 32  # scales of a row that the launch before moves at a time
 class GroupedSpec:
     """A grouped GEMM in integers: sorted rows [num_rows, k], matrices [num_groups, n, k].
 
-    n  outputs of a row; a gated variant has twice as many weight rows
+    n           outputs of a row; a gated variant has twice as many weight rows
+    num_tokens  finalize: rows of the result, if a launch of its own adds them up in their order; 0:
+                the product adds them atomically
     """
 
     recipe: str
@@ -46,9 +48,11 @@ class GroupedSpec:
     n: int
     k: int
     variant: str = "gemm"
+    num_tokens: int = 0
 
     def __post_init__(self) -> None:
         one_of(self.variant, tuple(VARIANTS), "variant")
+        assert self.num_tokens == 0 or self.variant == "finalize"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +62,18 @@ class GroupedPlan:
     spec: GroupedSpec
     hardware: Hardware
     backend: str
-    launches: tuple[Launch, ...]  # what places rows or makes their maps, then the product
+    numerics: Numerics
+    maps: Launch  # places rows or makes their maps
+    gemm: Launch  # multiplies
     choices: tuple[Choice, ...]
 
     @property
-    def gemm(self) -> Launch:
-        """The launch that multiplies."""
-        return self.launches[-1]
+    def launches(self) -> tuple[Launch, ...]:
+        """Every launch in order; the first two where there are rows, and `finalize` adds them."""
+        s = self.spec
+        product = (self.maps, self.gemm) if s.num_rows else ()
+        added = (portable.combine(s.num_tokens, s.n),) if s.num_tokens else ()
+        return (*product, *added)
 
     @property
     def shared_memory(self) -> SharedMemory | None:
@@ -158,7 +167,7 @@ def _portable(
         spec.num_rows, spec.k, spec.num_groups, tile.block_m,
         decodes=portable.is_ordered(spec.recipe, how), is_sorted=sort_by_m,
     )  # fmt: skip
-    return GroupedPlan(spec, hw, "portable", (maps, step), choices)
+    return GroupedPlan(spec, hw, "portable", how, maps, step, choices)
 
 
 def tile_of(spec: GroupedSpec, overrides: Mapping[str, Value]) -> tuple[GemmTmem, str]:
@@ -200,7 +209,7 @@ def _schedule(spec: GroupedSpec, tile: GemmTmem, num_sms: int, asked: str) -> Ch
     if asked != "auto":
         return Choice("schedule", asked, "given")
     if tiles <= num_sms:
-        return Choice("schedule", "static", f"at most {tiles} tiles: none is left to draw")
+        return Choice("schedule", "static", f"at most {tiles} tiles: none is left to take")
     why = f"up to {tiles} tiles on {num_sms} SMs: a CTA that is done takes the next"
     return Choice("schedule", "dynamic", why)
 
@@ -217,10 +226,8 @@ def _blackwell(
     place = PlaceGroups(tile.block_m, groups, SCALE_COLS, sort_by_m)
     order = "large groups first: the last tiles are of short groups" if sort_by_m else "as given"
     grid = (1 + places // tile.block_m,)
-    launches = (
-        Launch("place", "_place_groups_kernel", grid, place, "tiles, rows, scales of every place"),
-        Launch("gemm", "gemm_tmem_kernel", (hw.num_sms,), tile, why),
-    )
+    maps = Launch("place", "_place_groups_kernel", grid, place, "tiles, rows, scales of a place")
+    gemm = Launch("gemm", "gemm_tmem_kernel", (hw.num_sms,), tile, why)
     columns = blackwell.tmem_columns(spec.recipe, tile)
     choices = (
         backend,
@@ -233,4 +240,5 @@ def _blackwell(
         Choice("order", "sorted" if sort_by_m else "groups", order),
         Choice("tmem_columns", columns, "of 512: sums, scales, decoded weights"),
     )
-    return GroupedPlan(spec, hw, "blackwell", launches, choices)
+    by = numerics("blackwell", spec.recipe)
+    return GroupedPlan(spec, hw, "blackwell", by, maps, gemm, choices)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import lru_cache
+from typing import NamedTuple
 
 from megamoe.errors import CapacityError, NotAvailable, RangeError, require
 from megamoe.formats.spec import recipe_named
@@ -25,15 +26,12 @@ from megamoe.planner.launches import (
     Tile,
     next_power_of_2,
 )
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics, decodes_to_e4m3, numerics
 from megamoe.planner.overrides import TILE, word
 from megamoe.planner.portable import combine, quantize_rows
 from megamoe.planner.tables import hopper as tables
 from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import MAX_TOP_K
-
-if TYPE_CHECKING:
-    from megamoe.planner.plan import Plan
 
 KERNELS = ("swap_ab", "gemm")
 BLOCK_MS = (8, 16, 32, 64, 128)
@@ -42,10 +40,11 @@ BLOCK_MS = (8, 16, 32, 64, 128)
 # -- tiles ----------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=4096)
 def pick(recipe: str, rows_per_expert: float, *, fits_e4m3: bool = True) -> tuple[Tile, str]:
-    """(the table's tile of both linears, why)."""
+    """(the table's tile of both linears, why); the table is read once for each load."""
     shape: Shape | Gemm
-    if recipe == "w4a8_block" and not fits_e4m3:
+    if decodes_to_e4m3(recipe) and not fits_e4m3:
         shape, why = next((t, w) for edge, t, w in tables.WIDE_RANGE if rows_per_expert <= edge)
     else:
         shape, why = next(
@@ -170,7 +169,7 @@ def _swap_ab(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Val
     )
     k = _int(overrides, "block_k", base.block_k if base and base.block_m == m else 128)
     shape = Shape(m, n // 128, k // 128, _int(overrides, "group_m", base.group_m if base else 1))
-    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or recipe != "w4a8_block")
+    changed = tile_of(recipe, shape, fits_e4m3=how.mma == "fp8" or not decodes_to_e4m3(recipe))
     assert isinstance(changed, GemmSwapAb)
     if base is not None and base.block_m == m:
         changed = replace(changed, evict_first=base.evict_first)
@@ -183,8 +182,8 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     _one_of(overrides, "block_m", (128,), "two halves of 64 tokens")
     _one_of(overrides, "block_n", (256,), "128 rows for each of two warpgroups")
     _one_of(overrides, "block_k", (128,), "one activation scale a stage")
-    is_fp4 = recipe == "w4a8_block"
-    own = Gemm(3, 3, 8, 216, 56, 24) if is_fp4 else Gemm(4)
+    is_fp4 = how.decodes
+    own = tables.PER_TILE if is_fp4 else Gemm(4)
     base = tile if isinstance(tile, Gemm) else own
     schedule = word(overrides, "schedule", SCHEDULES) or base.schedule
     ahead = _int(overrides, "decode_ahead", base.decode_ahead)
@@ -200,7 +199,7 @@ def _gemm(recipe: str, how: Numerics, tile: Tile, overrides: Mapping[str, Value]
     )
     _refuse(
         is_fp4 and schedule == "dynamic",
-        "CTAs draw their items only with FP8 weights",
+        "CTAs take their items from a counter only with FP8 weights",
         "schedule dynamic with w4a8_block",
     )
     if "schedule" in overrides and "decode_ahead" not in overrides and schedule != base.schedule:
@@ -343,56 +342,6 @@ def tile_for(call: CallSpec, load: float, chosen: Mapping[str, Value]) -> tuple[
     return (changed, overrides) if overrides else (tile, why)
 
 
-def mode_of(call: CallSpec, overrides: Mapping[str, Value], asked: str) -> tuple[str, str]:
-    """(mode, why); refuses `fused` with the reason where no launch takes the call."""
-    p = call.problem
-    refusal = why_not_fused(call, overrides)
-    if asked == "fused":
-        fused.require_mode("fused", refusal)
-        return "fused", "asked for"
-    if asked == "staged":
-        return "staged", "asked for"
-    if asked == "split":
-        return _split(call)
-    if asked == "chain" or (asked == "auto" and call.is_group):
-        return over_group(call, refusal, asked)
-    if refusal is not None:
-        return "staged", refusal.why
-    slots = p.num_tokens * p.top_k * p.num_ranks
-    return next((mode, why) for edge, mode, why, *_ in tables.MODES if slots <= edge)
-
-
-def _split(call: CallSpec) -> tuple[str, str]:
-    """Split as asked for, or a refusal with the reason."""
-    from megamoe.planner import split
-
-    refusal = split.why_not(call)
-    fused.require_mode("split", refusal)
-    return "split", "asked for"
-
-
-def over_group(call: CallSpec, not_fused: fused.Refusal | None, asked: str) -> tuple[str, str]:
-    """Over a group: one fused launch, else the chain (`tables.AUTO_TAKES_CHAIN`), else staged."""
-    from megamoe.planner import chain
-
-    refusal = chain.why_not(call)
-    if asked == "chain":
-        fused.require_mode("chain", refusal)
-        return "chain", "asked for"
-    num, _ = passes_of(call)
-    if not_fused is None and num == 1:
-        return "fused", "one launch, and no host between ranks"
-    why = not_fused.why if not_fused else (
-        f"a call would take {num} fused launches, each of which reads all weights"
-    )  # fmt: skip
-    if refusal is not None:
-        return "staged", f"{why}; {refusal.why}"
-    if not tables.AUTO_TAKES_CHAIN:
-        return "staged", f"{why}; mode='chain' takes it, but is opt-in: {tables.WHY_OPT_IN}"
-    how = "no host between ranks, and transfers overlap the GEMMs"
-    return "chain", f"{how}; {tables.WHY_CHAIN}; {why}"
-
-
 # -- launches -------------------------------------------------------------------------------------
 
 
@@ -446,7 +395,7 @@ class Sizes(NamedTuple):
 def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) -> Pass:
     """Permute, L1 and L2 of the slots of one set of experts."""
     slots, max_experts = sizes.num_slots, next_power_of_2(sizes.num_experts, 2)
-    has_items = isinstance(tile, Gemm) and tile.has_items
+    has_items = tile.has_items
     is_small = slots <= tables.SMALL_SLOTS and not has_items
     is_counted = slots > tables.MIDDLE_SLOTS
     launches: list[Launch] = []
@@ -461,7 +410,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
             is_counted=is_counted,
             max_experts=max_experts,
             max_ctas=next_power_of_2(num_sms) if has_items else 0,
-            is_dynamic=isinstance(tile, Gemm) and tile.schedule == "dynamic",
+            is_dynamic=tile.is_dynamic,
             num_warps=tables.PLACE_WARPS[sizes.num_shared > 0],
             row_align=tables.ROW_ALIGN,
         )
@@ -585,12 +534,3 @@ def shared_memory(call: CallSpec, tile: Tile) -> SharedMemory:
         return smem.gemm(recipe, tile)
     how = numerics("hopper", recipe, fits_e4m3=call.fits_e4m3)
     return smem.gemm_swap_ab(recipe, how, tile)
-
-
-def with_tile(plan: Plan, tile: Tile) -> Plan:
-    """A staged plan of routed experts with another tile in both linears, as sweeps try them."""
-    call, p = plan.call, plan.problem
-    sizes = Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
-    one = staged_pass(sizes, tile, plan.hardware.num_sms, "given", "routed")
-    rest = tuple(finish(call, p.num_tokens))
-    return replace(plan, mode="staged", passes=(one,), mega=None, rest=rest)

@@ -58,6 +58,16 @@ class GemmSwapAb:
         """Columns of a stage."""
         return K_BLOCK * self.k_blocks
 
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether CTAs take their tiles from a counter: they stride over them."""
+        return False
+
+    @property
+    def has_items(self) -> bool:
+        """Whether its work items are written down before the launch."""
+        return False
+
     def constants(self) -> Constants:
         """Of `gemm_swap_ab_kernel`."""
         return {
@@ -84,7 +94,7 @@ class Gemm:
     decode_regs: int = 0  # of the warpgroup that decodes FP4
     load_regs: int = 40
     # static: work items are written before the launch, so that half tiles spread evenly;
-    # dynamic: CTAs draw the items, and L2 follows L1 tile by tile
+    # dynamic: CTAs take the items from a counter, and L2 follows L1 tile by tile
     schedule: str = "strided"
     decode_ahead: int = 0  # K blocks of each ring that FP4 is decoded into once for many tiles
     decode_chunk: int = 0  # K blocks that are decoded together; follows from the width
@@ -101,6 +111,11 @@ class Gemm:
         return K_BLOCK
 
     @property
+    def is_dynamic(self) -> bool:
+        """Whether CTAs take their tiles from a counter."""
+        return self.schedule == "dynamic"
+
+    @property
     def has_items(self) -> bool:
         """Whether its work items are written down before the launch."""
         return self.schedule != "strided" or self.decode_ahead > 0
@@ -108,7 +123,7 @@ class Gemm:
     def constants(self) -> Constants:
         """Of `gemm_kernel`."""
         constants: Constants = {
-            "HAS_ITEMS": self.has_items, "DYNAMIC": self.schedule == "dynamic",
+            "HAS_ITEMS": self.has_items, "DYNAMIC": self.is_dynamic,
             "DEPTH": self.decode_ahead, "CHUNK": self.decode_chunk if self.decode_ahead else 0,
             "STAGES": self.num_stages, "IMAGES": self.num_image_stages,
             "SPAN": 0 if self.has_items else self.group_m, "MATH_REGS": self.math_regs,
@@ -140,7 +155,7 @@ class GemmTmem:
     block_rows: int = 128  # weight rows of one MMA
     num_halves: int = 2  # of so many rows in a tile; a gated linear has two
     num_ctas: int = 1  # that share a product; 2: a pair of a cluster, each with rows of its own
-    schedule: str = "strided"  # dynamic: CTAs draw tiles; sorted: those of large experts first
+    schedule: str = "strided"  # dynamic: tiles come from a counter; sorted: large experts' first
     math_regs: int = 0  # fused: of each of two warpgroups that take tiles in turn
     decode_regs: int = 0  # fused, w4a16: of the warpgroup that decodes
 
@@ -151,8 +166,13 @@ class GemmTmem:
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether CTAs draw their tiles."""
+        """Whether CTAs take their tiles from a counter: those that begin late cost nothing."""
         return self.schedule != "strided"
+
+    @property
+    def has_items(self) -> bool:
+        """Whether its work items are written down before the launch."""
+        return False
 
     def constants(self) -> Constants:
         """Of `gemm_tmem_kernel`."""
@@ -304,7 +324,7 @@ class Window:
     num_rows: int
     is_whole: bool  # it is the only window: slots keep their rows
     waves: tuple[int, int]  # of work items, of L1 and L2; (0, 0): there are none
-    max_ctas: int  # CTAs that work items are dealt to, to a power of two; 0: there are no items
+    max_ctas: int  # CTAs that work items go to round robin, to a power of two; 0: no items
     is_dynamic: bool
     num_warps: int = 4
 
@@ -380,7 +400,8 @@ class Quantize:
     cols: int
     num_warps: int
     is_deep: bool  # more row tiles than the grid's second axis holds
-    group: int = 0  # FP4: values under a scale, in the kernel that packs words; 0: the general one
+    group: int = 0  # FP4: values under a scale, in the kernel that packs words; 0: the general one.
+    # Rows that begin between two words, which a view of other rows may have, are copied first.
 
     def constants(self) -> Constants:
         """Of `_dispatch_kernel`, or of `_pack_kernel` where there are groups."""
@@ -516,6 +537,7 @@ class Launch:
     config: Config
     why: str
     partition: str = ""  # split: the part of the SMs that it runs on, "l1" or "l2"; "": all
+    overlaps: bool = False  # it is placed while the launch before it on its stream ends (PDL)
 
     @property
     def num_ctas(self) -> int:

@@ -13,10 +13,9 @@ from functools import lru_cache
 from typing import Any
 
 from megamoe.errors import NotAvailable, RangeError, one_of, require
-from megamoe.formats.spec import BF16, recipe_named
+from megamoe.formats.spec import recipe_named
 from megamoe.hardware import Hardware
-from megamoe.layout.regions import Workspace, align_up
-from megamoe.layout.rows import stored_bytes
+from megamoe.layout.regions import Workspace
 from megamoe.planner import (
     blackwell,
     blackwell_fused,
@@ -24,13 +23,13 @@ from megamoe.planner import (
     copies,
     fused,
     hopper,
+    memory,
     portable,
     split,
 )
-from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Choice, SharedMemory, Value
-from megamoe.planner.floor import Floor, floor, weight_bytes
+from megamoe.planner.floor import Floor, floor
 from megamoe.planner.launches import (
     Gemm,
     GemmSwapAb,
@@ -40,13 +39,12 @@ from megamoe.planner.launches import (
     Pass,
     PortableGemm,
     Tile,
-    Window,
 )
+from megamoe.planner.memory import Buffer
+from megamoe.planner.modes import mode_of
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import Overrides, check_pairs, checked, word
 from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
-from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
-from megamoe.planner.tables.hopper import WIDTH
 from megamoe.planner.tables.split import why_not_auto
 from megamoe.problem import Problem
 
@@ -63,16 +61,6 @@ BACKEND_MODES = {
     "portable": ("staged",),
     "reference": ("staged", "fused", "chain", "split"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Buffer:
-    """Memory of a rank: what it holds, and who sees it."""
-
-    name: str
-    num_bytes: int
-    kind: str  # "weights", "local" (of a call, from the caching allocator) or "symmetric"
-    about: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +112,7 @@ class Plan:
         if self.mega is not None:
             if p.num_ranks == 1:
                 return ()
-            put = copies.put(p.num_tokens, p.hidden, p.top_k, self.num_passes)
-            return (put,) * self.call.local_ranks
+            return (self.put(p.num_tokens),) * self.call.local_ranks
         if not self.call.is_group or self.backend == "reference" or self.call.is_quantized:
             return ()
         if self.is_chained:
@@ -134,6 +121,14 @@ class Plan:
         if acts == "bf16" or p.num_tokens == 0:
             return ()
         return (portable.quantize_rows("quantize", p.num_tokens, p.hidden, f"codes-{acts}"),)
+
+    def put(self, num_tokens: int) -> Launch:
+        """Fused over ranks: the launch that puts the tokens of one rank, which may have fewer.
+
+        num_tokens  of that rank
+        """
+        p = self.problem
+        return copies.put(num_tokens, p.hidden, p.top_k, self.num_passes)
 
     def launch(self, name: str) -> Launch:
         """The first launch of that name.
@@ -403,14 +398,27 @@ def choose_backend(
 
 
 def reasons_on(arch: str) -> dict[str, str]:
-    """Why each backend cannot run on an architecture."""
-    is_gpu = arch.startswith("sm_")
-    return {
-        "hopper": "" if arch == "sm_90a" else f"needs sm_90a, this is {arch}",
-        "blackwell": "" if arch.startswith("sm_10") else f"needs sm_100a, this is {arch}",
-        "portable": "" if is_gpu else "needs a GPU; on a CPU only Triton's interpreter runs it",
-        "reference": "",
+    """Why each backend cannot run on an architecture, best first; "" where it can.
+
+    >>> reasons_on("sm_75")["portable"]
+    'needs sm_80 or newer, this is sm_75'
+    """
+    if not arch.startswith("sm_"):
+        needs = {"hopper": "an H100, H200 or H20", "blackwell": "a B200, B300 or GB200"}
+        reasons = {name: f"needs {gpus}" for name, gpus in needs.items()}
+        reasons["portable"] = "needs a GPU; on a CPU only Triton's interpreter runs it"
+        return {**reasons, "reference": ""}
+    version = int(arch.removeprefix("sm_").rstrip("af"))
+    legal = {
+        "hopper": (version // 10 == 9, "sm_90a"),
+        "blackwell": (version // 10 == 10, "sm_100a"),
+        "portable": (version >= 80, "sm_80 or newer"),
     }
+    reasons = {
+        name: "" if works else f"needs {what}, this is {arch}"
+        for name, (works, what) in legal.items()
+    }
+    return {**reasons, "reference": ""}
 
 
 def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Value) -> Plan:
@@ -447,7 +455,7 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     not_certified = "" if call.is_certified else NO_CERTIFICATE
     backend, passed = choose_backend(asked, wanted, reasons, call.not_hopper, not_certified)
     how = numerics(backend, call.problem.recipe, arch=hw.arch, fits_e4m3=call.fits_e4m3)
-    mode, why = _mode(call, backend, chosen, wanted)
+    mode, why = mode_of(call, backend, chosen, wanted)
     require(
         "l1_sms" not in chosen or mode == "split" or backend == "reference",
         "l1_sms parts the SMs of mode split",
@@ -482,8 +490,11 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     else:
         passes = portable.staged_passes(call, hw.arch, chosen)
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
-    plan = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
-    return _with_buffers(plan)
+    plan = Plan(
+        call=call, hardware=hw, backend=backend, mode=mode, why=why, numerics=how, passes=passes,
+        mega=mega, num_passes=num, rest=rest, buffers=(), overrides=overrides,
+    )  # fmt: skip
+    return _with_buffers(_with_overlaps(plan))
 
 
 def _is_chained(call: CallSpec, mode: str) -> bool:
@@ -495,24 +506,47 @@ def _fused(backend: str) -> Any:
     return blackwell_fused if backend == "blackwell" else hopper
 
 
+def with_tile(plan: Plan, tile: Tile) -> Plan:
+    """A staged plan of Hopper's routed experts with another tile in both linears, for sweeps."""
+    p = plan.problem
+    sizes = hopper.Sizes(p.num_tokens, p.top_k, p.num_experts, 0, p.hidden, p.intermediate)
+    one = hopper.staged_pass(sizes, tile, plan.hardware.num_sms, "given", "routed")
+    rest = tuple(hopper.finish(plan.call, p.num_tokens))
+    changed = replace(plan, mode="staged", passes=(one,), mega=None, rest=rest)
+    return _with_buffers(_with_overlaps(changed))
+
+
 def rows_plan(
     call: CallSpec, backend: str, hw: Hardware, num_rows: int, overrides: Overrides
 ) -> Pass:
     """Staged over a group: the launches of the rows that a rank received."""
-    if backend == "hopper":
-        return hopper.rows_pass(call, num_rows, hw.num_sms, dict(overrides))
-    if backend == "blackwell":
-        return blackwell.rows_pass(call, num_rows, hw.num_sms, dict(overrides))
-    return portable.rows_pass(call, num_rows, hw.arch, dict(overrides))
+    if backend == "portable":
+        return portable.rows_pass(call, num_rows, hw.arch, dict(overrides))
+    gluon = blackwell if backend == "blackwell" else hopper
+    return _to_wire(call, gluon.rows_pass(call, num_rows, hw.num_sms, dict(overrides)))
+
+
+def _to_wire(call: CallSpec, one: Pass) -> Pass:
+    """The pass whose BF16 rows cross the links, rounded to FP8 last where combine takes that."""
+    if call.combine != "fp8":
+        return one
+    step = portable.quantize_rows(
+        "rows_to_fp8", one.num_slots, call.problem.hidden, "codes-fp8_combine"
+    )
+    return replace(one, launches=(*one.launches, step))
 
 
 def shared_plan(plan: Plan) -> Pass:
-    """Staged over a group: the launches of the shared experts, which see this rank's tokens."""
-    if plan.backend == "hopper":
-        return hopper.shared_pass(plan.call, plan.hardware.num_sms)
-    if plan.backend == "blackwell":
-        return blackwell.shared_pass(plan.call, plan.hardware.num_sms)
-    return portable.shared_pass(plan.call, plan.hardware.arch)
+    """Over a group: the launches of the shared experts, which see this rank's tokens."""
+    return _shared_pass(plan.call, plan.backend, plan.hardware, plan.is_chained)
+
+
+def _shared_pass(call: CallSpec, backend: str, hw: Hardware, is_chained: bool) -> Pass:
+    if backend == "portable":
+        return portable.shared_pass(call, hw.arch)
+    gluon = blackwell if backend == "blackwell" else hopper
+    one = gluon.shared_pass(call, hw.num_sms)
+    return one if is_chained else _to_wire(call, one)
 
 
 def _over_group(
@@ -523,143 +557,45 @@ def _over_group(
     rows = p.num_tokens * p.top_k
     passes = [rows_plan(call, backend, hw, rows, tuple(overrides.items()))]
     rest: list[Launch] = []
-    if backend in ("hopper", "blackwell") and call.combine == "fp8":
-        kind = "codes-fp8_combine"
-        rest.append(portable.quantize_rows("rows_to_fp8", rows, p.hidden, kind))
     if call.shared is not None:
-        if backend == "hopper":
-            rest += hopper.shared_pass(call, hw.num_sms).launches
-        elif backend == "blackwell":
-            rest += blackwell.shared_pass(call, hw.num_sms).launches
-        else:
-            rest += portable.shared_pass(call, hw.arch).launches
+        rest += _shared_pass(call, backend, hw, is_chained=False).launches
     rest.append(portable.combine(p.num_tokens, p.hidden))
     return tuple(passes), tuple(rest)
 
 
-def _mode(
-    call: CallSpec, backend: str, overrides: Mapping[str, Value], wanted: str
-) -> tuple[str, str]:
-    if backend == "reference":
-        mode = "staged" if wanted == "auto" else wanted
-        return mode, "computed by the oracle: the same result, no launches"
-    if backend == "portable":
-        return "staged", "portable has no fused launch"
-    if backend == "blackwell":
-        return blackwell_fused.mode_of(call, overrides, wanted)
-    return hopper.mode_of(call, overrides, wanted)
+def _with_overlaps(plan: Plan) -> Plan:
+    """Each launch with whether it is placed while the one before it on its stream ends.
+
+    Split: a launch that waits for one of the other part, or for both parts, is not.
+    """
+    if not plan.overlaps:
+        return plan
+    is_split = plan.mode == "split"
+    passes: list[Pass] = []
+    for one in plan.passes:
+        is_later = any(before.experts == one.experts for before in passes[plan.is_chained :])
+        waits = _waiting(is_later, plan.is_chained) if is_split and one.find("l1") else ()
+        passes.append(_overlapping(one, waits if one.experts != "shared" else ()))
+    rest = Pass("", 0, 0, plan.rest)
+    waits = ("finish",) if plan.is_chained else (plan.rest[0].name,) if plan.rest else ()
+    is_joined = is_split and (plan.is_chained or passes[-1].experts != "shared")
+    rest = _overlapping(rest, waits if is_joined else ())
+    return replace(plan, passes=tuple(passes), rest=rest.launches)
+
+
+def _waiting(is_later: bool, is_chained: bool) -> tuple[str, ...]:
+    """Launches of a window in mode split that wait for the other part of the SMs."""
+    first = ("window", "rows") if is_later else ("pull",) if is_chained else ("l1",)
+    return (*first, "l2", "scales")
+
+
+def _overlapping(one: Pass, waits: tuple[str, ...]) -> Pass:
+    """The pass with its launches overlapping, but for those that wait by name and `decode`."""
+    launches = (
+        replace(step, overlaps=step.name not in (*waits, "decode")) for step in one.launches
+    )
+    return replace(one, launches=tuple(launches))
 
 
 def _with_buffers(plan: Plan) -> Plan:
-    return replace(plan, buffers=tuple(_buffers(plan)))
-
-
-def _buffers(plan: Plan) -> list[Buffer]:
-    """What a rank holds: weights, and the memory of one call."""
-    call, p = plan.call, plan.problem
-    local = p.num_experts // p.num_ranks * call.local_ranks
-    each, about = weight_bytes(p), "as the checkpoint has them"
-    if plan.backend == "hopper" and recipe_named(p.recipe).weights.element.bits == 4:
-        each, about = _image_bytes(call), "as images, and in no other form"
-    buffers = [Buffer("experts", local * each, "weights", f"{local} routed experts {about}")]
-    if plan.mega is not None:
-        assert isinstance(plan.mega.config, Mega)
-        rows = plan.mega.config.pool_rows * call.local_ranks
-        buffers += _pools(plan, rows)
-        if not call.is_group:
-            each = plan.fused_tokens
-            num = each * (p.top_k + call.joined) * p.num_ranks * p.hidden * 2
-            buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    elif plan.is_chained and plan.routed is not None:
-        config = plan.routed["rows"].config
-        assert isinstance(config, chain.Rows)
-        is_ring = plan.mode == "split" and len(plan.passes) > 2
-        tokens, acts = _pools(plan, config.pool_rows)
-        buffers += [tokens, _pools(plan, split.WINDOWS * config.pool_rows)[1] if is_ring else acts]
-        if not call.is_group:
-            buffers.append(_exchange(call, plan.backend, "chain"))
-    elif plan.mode == "split" and plan.routed is not None:
-        config = plan.routed["window"].config
-        assert isinstance(config, Window)
-        tokens, acts = _pools(plan, config.num_rows)
-        ring = acts if config.is_whole else _pools(plan, split.WINDOWS * config.num_rows)[1]
-        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
-        buffers += [tokens, ring, Buffer("combine rows", num, "local", "BF16, a row a slot")]
-    elif plan.passes:
-        one = plan.passes[0]
-        rows = one.num_slots
-        if plan.backend == "hopper":
-            rows = hopper.num_rows(one.num_slots, one.num_experts)
-        elif isinstance(plan.tile, GemmTmem):
-            rows = blackwell.num_rows(one.num_slots, one.num_experts, plan.tile.block_m)
-        buffers += _pools(plan, rows)
-        num = p.num_tokens * (p.top_k + call.num_shared) * p.hidden * 2
-        buffers.append(Buffer("combine rows", num, "local", "BF16, a row a slot"))
-    return buffers + (_exchanges(plan) if call.is_group else [])
-
-
-def _exchanges(plan: Plan) -> list[Buffer]:
-    """What a layer shares with its peers: of every mode that its calls may have."""
-    call, overrides = plan.call, dict(plan.overrides)
-    if plan.backend == "blackwell" and plan.mega is not None:
-        about = f"tokens, inbox and combine rows, {plan.num_passes} x {plan.fused_tokens}"
-        about = f"fused: {about} tokens a rank"
-        return [Buffer("exchange", plan.exchange.num_bytes, "symmetric", about)]
-    if overrides.get("mode") == "staged" or not (plan.backend == "hopper" or plan.is_chained):
-        return []
-    small = replace(call.problem, num_tokens=min(call.problem.num_tokens, 1))
-    most = max(call.shared_tokens or 0, call.max_tokens or 0, call.problem.num_tokens)
-    whole = replace(call, problem=small, max_tokens=most)
-    modes: tuple[tuple[int, str], ...] = ((most, plan.mode),)
-    if plan.backend == "hopper" and overrides.get("mode", "auto") == "auto":
-        ready = quantized_mode(whole, overrides)
-        sizes = [*group_modes(whole, overrides), *(() if ready is None else (ready,))]
-        modes = tuple({one.mode: (one.tokens, one.mode) for one in sizes}.values())
-    return [
-        _exchange(
-            replace(whole, max_tokens=tokens),
-            plan.backend,
-            mode,
-            "exchange" if mode == plan.mode else "",
-        )
-        for tokens, mode in modes
-        if mode in ("fused", "chain")
-    ]
-
-
-def _exchange(call: CallSpec, backend: str, mode: str, name: str = "exchange") -> Buffer:
-    """The memory of one mode."""
-    tokens = chain.bound(call)
-    if mode == "chain":
-        num = chain.memory(call, backend).num_bytes
-        about = f"tokens, lists and combine rows, {tokens}"
-    else:
-        launches, each = hopper.passes_of(call)
-        num = hopper.exchange_of(call).num_bytes
-        about = f"tokens, inbox and combine rows, {launches} x {each}"
-    name = name or f"exchange, {mode}"
-    return Buffer(name, num, "symmetric", f"{mode}: {about} tokens a rank")
-
-
-def _image_bytes(call: CallSpec) -> int:
-    """Bytes of one expert of FP4 as Hopper's kernels read it: padded to whole tiles."""
-    p, fmt = call.problem, recipe_named(call.problem.recipe).weights
-    hidden, wide = align_up(p.hidden, WIDTH), align_up(p.intermediate, WIDTH)
-    values = 3 * hidden * wide
-    if fmt.has_global:
-        return int(values * fmt.bits_per_value / 8) + 3 * 4  # of gate, up and down
-    if p.recipe == "w4a8_block" and call.fits_e4m3:  # four-bit exponents, FP32 of each row
-        return values // 2 + values // 32 // 2 + 4 * (2 * wide + hidden)
-    return int(values * fmt.bits_per_value / 8)
-
-
-def _pools(plan: Plan, rows: int) -> list[Buffer]:
-    """Tokens sorted by expert, and activations between the linears."""
-    p, how = plan.problem, plan.numerics
-    fmt = recipe_named(p.recipe).acts if how.acts in ("codes", "placed") else BF16
-    widths = (("tokens", p.hidden), ("activations", p.intermediate))
-    wide = {"hopper": WIDTH, "blackwell": BLACKWELL_WIDTH}.get(plan.backend, 1)
-    return [
-        Buffer(name, rows * stored_bytes(align_up(width, wide), fmt), "local", f"{rows} rows")
-        for name, width in widths
-    ]
+    return replace(plan, buffers=memory.buffers(plan))

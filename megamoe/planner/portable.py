@@ -51,12 +51,18 @@ def row_grid(row_tiles: int, col_tiles: int) -> tuple[int, int, int]:
     return col_tiles, min(row_tiles, GRID_AXIS), ceil_div(row_tiles, GRID_AXIS)
 
 
-def quantize_rows(name: str, num_rows: int, width: int, kind: str) -> Launch:
-    """Rows [num_rows, width] into the activations `kind`; width 1 checks the routing alone."""
+def quantize_rows(
+    name: str, num_rows: int, width: int, kind: str, *, is_bf16: bool = True
+) -> Launch:
+    """Rows [num_rows, width] into the activations `kind`; width 1 checks the routing alone.
+
+    is_bf16  as tokens are: FP4 is packed from words of two values
+    """
     (rows, cols), warps = tables.QUANTIZE_AS.get(kind, tables.QUANTIZE)
     cols = min(cols, next_power_of_2(width, 128))
     tiles = ceil_div(num_rows, rows)
-    group = tables.PACKED.get(kind, 0) if width > 1 else 0
+    group = tables.PACKED.get(kind, 0) if is_bf16 else 0
+    group = group if group and width % group == 0 else 0
     config = Quantize(rows, cols, warps, tiles > GRID_AXIS, group)
     why = "block of a sweep over formats"
     kernel = "_pack_kernel" if group else "_dispatch_kernel"
@@ -75,7 +81,7 @@ def tiles_for(
     recipe: str, how: Numerics, load: float, chosen: Mapping[str, Value]
 ) -> tuple[PortableGemm, PortableGemm, str]:
     """(tile of L1, tile of L2, why) with what was given in place of the table's, checked."""
-    l1, l2, why = pick(recipe, load, is_native=how.acts == "codes" and how.promotion == 0)
+    l1, l2, why = pick(recipe, load, is_native=how.is_native)
     overrides = {name: chosen[name] for name in TILE_OVERRIDES if name in chosen}
     for name in ("kernel", "schedule", "decode_ahead"):
         require(
@@ -94,7 +100,7 @@ def tiles_for(
 
 def check(recipe: str, how: Numerics, tile: PortableGemm, *, is_l1: bool) -> None:
     """Refuse what the kernels cannot do."""
-    is_fp4 = recipe.startswith(("w4", "nvfp4")) and how.mma == "bf16"
+    is_fp4 = how.decodes
 
     def refuse(when: bool, what: str, got: str) -> None:
         require(not when, what, got=got, kind=NotAvailable)
@@ -155,12 +161,15 @@ def sort(num_slots: int, num_experts: int, block_m: int) -> list[Launch]:
 def grouped(
     tile: PortableGemm, num_rows: int, num_groups: int, num_cols: int, num_sms: int | None
 ) -> Launch:
-    """One linear over rows that are sorted by group; with `num_sms` programs draw their tiles."""
+    """One linear over rows sorted by group; with `num_sms` programs take tiles from a counter."""
     tiles = max(max_tiles(num_rows, num_groups, tile.block_m), 1)
     grid = tiles * ceil_div(num_cols, tile.block_n)
     why = "one program a tile"
     if num_sms is not None:
-        grid, why = min(grid, tables.PROGRAMS_PER_SM * num_sms), "programs draw their tiles"
+        grid, why = (
+            min(grid, tables.PROGRAMS_PER_SM * num_sms),
+            "programs take tiles from a counter",
+        )
     return Launch("linear", "_linear_kernel", (grid,), tile, why)
 
 
@@ -201,7 +210,7 @@ def staged_pass(
 
 def is_ordered(recipe: str, how: Numerics) -> bool:
     """Whether activations are BF16 in the order of K that FP4 weights want, however they come."""
-    return recipe.startswith(("w4", "nvfp4")) and how.mma == "bf16"
+    return how.decodes
 
 
 def acts_kind(recipe: str, how: Numerics) -> str:

@@ -10,10 +10,11 @@ from typing import NamedTuple
 
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import SMEM_PER_CTA
+from megamoe.layout.images import block_bytes
 from megamoe.layout.regions import align_up
 from megamoe.planner.choice import SharedMemory, Term
 from megamoe.planner.launches import K_BLOCK, SLAB, WARPGROUPS, Gemm, GemmSwapAb
-from megamoe.planner.numerics import Numerics
+from megamoe.planner.numerics import Numerics, image_of
 
 RESERVE = 4096  # epilogue operands, work queue, and the compiler's scratch
 WIDE_OPERANDS = 2048
@@ -42,12 +43,7 @@ def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
     """Of `gemm_swap_ab_kernel`."""
     m, k = tile.block_m, tile.k_blocks
     slabs = WARPGROUPS * tile.slabs
-    weights = recipe_named(recipe).weights
-    bits = weights.bits_per_value
-    if weights.block[0] > 1:
-        bits = weights.element.bits  # scales of 128x128 do not pass through the ring
-    if weights.element.bits == 4 and how.mma == "fp8":
-        bits = 4.125  # exponents of four bits, one for 32 values
+    block = block_bytes(image_of(recipe, fits_e4m3=how.mma == "fp8"))
     element = 1 if how.mma == "fp8" else 2
     has_scales = how.promotion > 0
     transpose = WARPGROUPS * m * 64 if m >= TRANSPOSE_FROM else 0
@@ -58,7 +54,7 @@ def gemm_swap_ab(recipe: str, how: Numerics, tile: GemmSwapAb) -> SharedMemory:
     )
     padding = align_up(sum(t.num_bytes for t in fixed), 1024) - sum(t.num_bytes for t in fixed)
     stage = (
-        Term("weights", k * int(SLAB * K_BLOCK * bits / 8) * slabs, "as packed, with their scales"),
+        Term("weights", k * block * slabs, "as packed, with their scales"),
         Term("tokens", k * m * K_BLOCK * element, "as the tensor cores read them"),
         Term(
             "token scales",
@@ -75,7 +71,7 @@ def fused(recipe: str, how: Numerics, tile: GemmSwapAb, beside: Beside) -> Share
     """Of Hopper's `mega_kernel`: the stages of `gemm_swap_ab`, and what a fused launch holds."""
     m, outputs = tile.block_m, 4 * tile.block_n
     has_global = recipe_named(recipe).weights.has_global
-    has_factor = has_global or (recipe == "w4a8_block" and how.mma == "fp8")
+    has_factor = has_global or (how.decodes and how.mma == "fp8")
     scratch = SCRATCH + SCRATCH_OF_AN_EXPERT * beside.max_experts
     if beside.num_ranks > 1:
         scratch = max(scratch, RANKS_SCRATCH[m])
@@ -94,9 +90,10 @@ def fused(recipe: str, how: Numerics, tile: GemmSwapAb, beside: Beside) -> Share
 def gemm(recipe: str, tile: Gemm) -> SharedMemory:
     """Of `gemm_kernel`; `num_image_stages` more of FP4 images where it decodes."""
     is_fp4 = recipe_named(recipe).weights.element.bits == 4
-    image = 256 * K_BLOCK // 2 + 256 * K_BLOCK // 64  # two exponents share a byte
+    block = block_bytes("e4m3_image")
+    image = 256 // SLAB * block
     if tile.decode_ahead:
-        image = (tile.decode_chunk or 4) * (SLAB * K_BLOCK // 2 + SLAB * K_BLOCK // 64) + 64
+        image = (tile.decode_chunk or 4) * block + 64
     fixed = (
         Term("amax", 4 * tile.block_m * 4, "one FP32 a token and warpgroup, twice"),
         Term("transpose", WARPGROUPS * SLAB * 64 * 2, "rows, transposed before they are stored"),

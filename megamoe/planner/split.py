@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from megamoe.errors import CapacityError, require
 from megamoe.layout.regions import align_up, ceil_div
-from megamoe.planner import fused, hopper
+from megamoe.planner import hopper
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.launches import (
@@ -44,17 +44,6 @@ class Parts(NamedTuple):
     l1: int
     l2: int
     why: str
-
-
-def why_not(call: CallSpec) -> fused.Refusal | None:
-    """Why no call like this is split; None where one is."""
-    if call.problem.num_ranks == 1:
-        return None
-    from megamoe.planner import chain
-
-    if call.local_ranks > 1:
-        return fused.Refusal("ranks that share a GPU have no parts of its SMs to themselves")
-    return chain.why_not(call)
 
 
 def parts(num_sms: int, overrides: Mapping[str, Value]) -> Parts:
@@ -88,7 +77,7 @@ def parts(num_sms: int, overrides: Mapping[str, Value]) -> Parts:
 
 def publishes(tile: Tile) -> bool:
     """Whether L1 counts its tiles in words of their own, and not in the tile list."""
-    return not (isinstance(tile, Gemm) and tile.schedule == "dynamic")
+    return not (isinstance(tile, Gemm) and tile.is_dynamic)
 
 
 def tile_for(call: CallSpec, on: Parts, overrides: Mapping[str, Value]) -> tuple[Tile, str]:
@@ -166,7 +155,7 @@ def _window(
 ) -> list[Launch]:
     """The launches of window number `number` of `num`."""
     max_experts, is_whole = next_power_of_2(sizes.num_experts, 2), num == 1
-    has_items = isinstance(tile, Gemm) and tile.has_items
+    has_items = tile.has_items
     inside = sizes._replace(num_tokens=min(sizes.num_slots, rows), top_k=1)
     waves = (0, 0)
     if has_items:
@@ -176,7 +165,7 @@ def _window(
         block_m=tile.block_m, chunk=split_tables.CHUNK, chunks=chunks, max_experts=max_experts,
         first_row=number * rows, num_rows=rows, is_whole=is_whole, waves=waves,
         max_ctas=next_power_of_2(max(on.l1, on.l2)) if has_items else 0,
-        is_dynamic=isinstance(tile, Gemm) and tile.schedule == "dynamic",
+        is_dynamic=tile.is_dynamic,
     )  # fmt: skip
     cols, warps = tables.PERMUTE_COLS[False]
     permute = Permute(

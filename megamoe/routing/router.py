@@ -20,7 +20,8 @@ def route(logits: Tensor, router: Router, bias: Tensor | None = None) -> tuple[T
     bias     [num_experts] float, DeepSeek-V3's e_score_correction_bias; or None
     returns  topk_idx int64 [T, top_k], best first; topk_weights float32 [T, top_k]
 
-    The result for a token depends on its row alone. A row with NaN gets NaN weights.
+    The result for a token depends on its row alone. A row with NaN gets NaN weights, with NaN in
+    the bias all rows do: the layer refuses them.
     """
     for name, value in (("logits", logits), ("bias", bias)):
         require(
@@ -51,6 +52,8 @@ def route(logits: Tensor, router: Router, bias: Tensor | None = None) -> tuple[T
         choice = _keep_groups(choice, router.num_groups, router.num_kept_groups)
     topk_idx = _best(choice, router.top_k)
     weights = scores.gather(1, topk_idx)
+    if bias is not None:  # NaN would win over every score
+        weights = weights.masked_fill(bias.isnan().any(), float("nan"))
     if router.renormalize:
         weights = weights / (weights.sum(dim=1, keepdim=True) + _TINY)
     return topk_idx, weights * router.scale

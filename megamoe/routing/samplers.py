@@ -44,16 +44,17 @@ def sample_routing(
         got=masked_ratio,
         kind=RangeError,
     )
-    rng = torch.Generator().manual_seed(seed)
+    rng = torch.Generator("cpu").manual_seed(seed)
     logits = _log_popularity(skew, num_experts, top_k, num_ranks, rng)
     # Gumbel top-k: sampling without replacement in proportion to popularity.
-    noise = -torch.empty(num_tokens, num_experts).exponential_(generator=rng).log()
+    noise = torch.empty(num_tokens, num_experts, dtype=torch.float32, device="cpu")
+    noise = -noise.exponential_(generator=rng).log()
     topk_idx = (logits + noise).topk(top_k, dim=1).indices
     topk_weights = _weights(num_tokens, top_k, rng)
     if skew == "masked":
         topk_idx.fill_(-1)
     elif masked_ratio:
-        topk_idx[torch.rand(num_tokens, top_k, generator=rng) < masked_ratio] = -1
+        topk_idx[_uniform(num_tokens, top_k, rng) < masked_ratio] = -1
     return topk_idx, topk_weights
 
 
@@ -65,14 +66,20 @@ def even_routing(
     returns  as `sample_routing`; the seed picks the experts, more of them with all that fewer have
     """
     check_touched(num_touched, num_tokens, num_experts, top_k)
-    rng = torch.Generator().manual_seed(seed)
-    touched = torch.randperm(num_experts, generator=rng)[:num_touched]
-    cycle = torch.arange(num_tokens * top_k) % num_touched  # top_k turns in a row are distinct
+    rng = torch.Generator("cpu").manual_seed(seed)
+    touched = torch.randperm(num_experts, generator=rng, device="cpu")[:num_touched]
+    cycle = (
+        torch.arange(num_tokens * top_k, device="cpu") % num_touched
+    )  # top_k turns in a row are distinct
     return touched[cycle].view(num_tokens, top_k), _weights(num_tokens, top_k, rng)
 
 
+def _uniform(num_tokens: int, top_k: int, rng: torch.Generator) -> Tensor:
+    return torch.rand(num_tokens, top_k, dtype=torch.float32, device="cpu", generator=rng)
+
+
 def _weights(num_tokens: int, top_k: int, rng: torch.Generator) -> Tensor:
-    weights = torch.rand(num_tokens, top_k, generator=rng).add_(0.1)
+    weights = _uniform(num_tokens, top_k, rng).add_(0.1)
     return weights.div_(weights.sum(dim=1, keepdim=True))
 
 
@@ -80,10 +87,11 @@ def _log_popularity(
     skew: str, num_experts: int, top_k: int, num_ranks: int, rng: torch.Generator
 ) -> Tensor:
     """Unnormalised log-probability of each expert; -inf never, +inf always chosen."""
-    logits = torch.zeros(num_experts)
-    hot = int(torch.randint(num_experts, (1,), generator=rng))
+    logits = torch.zeros(num_experts, dtype=torch.float32, device="cpu")
+    hot = int(torch.randint(num_experts, (1,), generator=rng, device="cpu"))
     if skew == "zipf":
-        logits = -torch.arange(1, num_experts + 1).log()[torch.randperm(num_experts, generator=rng)]
+        places = torch.arange(1, num_experts + 1, dtype=torch.float32, device="cpu")
+        logits = -places.log()[torch.randperm(num_experts, generator=rng, device="cpu")]
     elif skew == "dirichlet":
         draw = numpy.random.default_rng(rng.initial_seed()).dirichlet([0.3] * num_experts)
         logits = torch.from_numpy(draw).float().clamp_min(1e-30).log()
@@ -98,6 +106,6 @@ def _log_popularity(
         )
         per_rank = num_experts // num_ranks
         first = hot // per_rank * per_rank
-        logits = torch.full((num_experts,), float("-inf"))
+        logits = torch.full((num_experts,), float("-inf"), dtype=torch.float32, device="cpu")
         logits[first : first + per_rank] = 0.0
     return logits

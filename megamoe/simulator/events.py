@@ -1,4 +1,4 @@
-"""The event loop of the simulator: SMs draw blocks, blocks wait, load, multiply and leave.
+"""The event loop of the simulator: SMs take blocks, blocks wait, load, multiply and leave.
 
 One heap for all ranks. Each rank has an HBM queue, two link queues (in and out) and a pool of tiles
 of tokens; each serves in order of request. A block waits for its rows (L1) or for the L1 blocks of
@@ -61,7 +61,7 @@ class Rank:
     hbm_bytes: float = 0.0
     in_bytes: float = 0.0
 
-    def draw(self, sm: int) -> Block | None:
+    def take(self, sm: int) -> Block | None:
         """The SM's next block."""
         for which in self.queues_of[sm]:
             queue, places = self.queues[which], self.places[which]
@@ -97,7 +97,7 @@ class Machine:
     ) -> None:
         self.ranks, self.costs, self.constants = ranks, costs, constants
         self.pools_at_once, self.is_staged, self.progress = pools_at_once, is_staged, progress
-        # Those before `late_end`, or the last ones of each rank: they pull first, then draw blocks.
+        # Those before `late_end`, or the last ones of each rank: they pull first, then take blocks.
         self.late_sms, self.late_end = late_sms, late_end
         # Of all SMs that pull together, local rows too: a group of PULL_ROWS, and a byte.
         self.group_us, self.pull_byte_us = pull_us
@@ -141,9 +141,9 @@ class Machine:
             else:
                 if block is not None:
                     self._scatter(rank, sm, block, now)
-                drawn = rank.draw(sm)
-                if drawn is not None:
-                    self._begin(rank, sm, drawn, now)
+                block = rank.take(sm)
+                if block is not None:
+                    self._begin(rank, sm, block, now)
         for rank in ranks.values():
             assert not rank.parked, "every block must run"
         self._report(self._num_run % _REPORT)
@@ -172,7 +172,17 @@ class Machine:
         start = max(since, ready)
         if start - since > SHORT_US:
             self.spans.append(
-                Span(rank.idx, sm, "wait", since, start, what, block.wave, block.expert, block.m)
+                Span(
+                    rank=rank.idx,
+                    sm=sm,
+                    role="wait",
+                    start_us=since,
+                    end_us=start,
+                    phase=what,
+                    wave=block.wave,
+                    expert=block.expert,
+                    m=block.m,
+                )
             )
         early = start - self.costs.of(block.phase).lead_us
         if early > self._now:
@@ -218,7 +228,20 @@ class Machine:
             end = max(done, rank.stores_us[sm]) + cost.epilogue(rows)
             free = max(done, rank.stores_us[sm])
             rank.stores_us[sm] = end
-        self.spans.append(Span(rank.idx, sm, "math", start, free, phase, wave, expert, m, n))
+        self.spans.append(
+            Span(
+                rank=rank.idx,
+                sm=sm,
+                role="math",
+                start_us=start,
+                end_us=free,
+                phase=phase,
+                wave=wave,
+                expert=expert,
+                m=m,
+                n=n,
+            )
+        )
         rank.end_us = max(rank.end_us, end)
         self._push(free, _FREE, rank.idx, sm, block)
         if phase == L1:

@@ -48,7 +48,7 @@ def rank_of(
     """One rank before its launch. `only` keeps the blocks of one phase: a launch of its own.
 
     There is one queue for all SMs; split has one of L1 and one of L2, each on its partition. Where
-    some SMs pull first and L1's blocks are dealt, L1 has the others, and then L2 all of them.
+    some SMs pull first and L1's blocks go round robin, L1 has the others, and then L2 all of them.
     """
     rows = local_rows(counts, rank, experts.num_local)
     order = tuple(how.order.blocks(experts, rows))
@@ -82,10 +82,10 @@ def rank_of(
 def _queues(
     how: Schedule, order: Sequence[Block], only: str | None, *, pulls: bool
 ) -> tuple[tuple[Queue, ...], tuple[tuple[int, ...], ...]]:
-    """(queues, which of them each SM draws from)."""
+    """(queues, which of them each SM takes from)."""
     sms = range(how.num_sms)
     end = how.num_sms if how.l1_sms is None else how.l1_sms
-    pullers = range(end - how.pull_sms, end) if pulls and not how.pullers_draw else range(0)
+    pullers = range(end - how.pull_sms, end) if pulls and not how.pullers_take else range(0)
     if only is not None:
         left_out = pullers if only == L1 else range(0)
         own = tuple(b for b in order if b.phase == only)

@@ -78,7 +78,7 @@ class Experts:
 
 
 class Order(Protocol):
-    """The order in which the blocks of a rank are drawn."""
+    """The order in which the blocks of a rank are taken."""
 
     def blocks(self, experts: Experts, rows: Sequence[int]) -> Iterator[Block]:
         """Every block once, each L2 block after the L1 blocks it reads."""
@@ -169,7 +169,7 @@ class Schedule:
     num_joined: int = 0  # shared experts that are the last ones of `experts`
     num_passes: int = 1  # fused launches of a call, or passes of a chain, each with its part
     pull_sms: int = 0  # of the chain's launches: SMs that pull rows before they compute
-    pullers_draw: bool = True  # they draw blocks of L1 then; False: L1 is dealt to the others
+    pullers_take: bool = True  # they take blocks of L1 then; False: the others have them
     shares_gpu: bool = False  # `hardware` is one rank's part of a GPU that all ranks share
     links_alone: bool = False  # of a chain: rows come and go home, and nothing is computed
     l2_follows: bool = False  # of the chain's launches: L2 follows L1 tile by tile
@@ -353,7 +353,7 @@ def _staged(plan: Plan) -> Schedule:
     call = plan.call
     shared = _shared_pass(plan)
     tile = plan.tile
-    is_drawn = isinstance(tile, PortableGemm) or (
+    is_dynamic = isinstance(tile, PortableGemm) or (
         isinstance(tile, Gemm) and tile.schedule == "dynamic"
     )
     return Schedule(
@@ -368,7 +368,7 @@ def _staged(plan: Plan) -> Schedule:
         steps=tuple(_steps(plan)),
         shared=None if shared is None else _experts(plan, shared),
         num_joined=call.joined if plan.passes[0].experts == "routed and shared" else 0,
-        assignment="ticket" if is_drawn else "static",
+        assignment="ticket" if is_dynamic else "static",
         is_own_stream=plan.backend == "hopper",
         **_halves(tile),
         **_of_tmem(plan.problem.recipe, tile),
@@ -439,7 +439,7 @@ def _chain(plan: Plan) -> Schedule:
         l1_sms, num_sms = asked_sms, num_sms + asked_sms
     shared, tile = _shared_pass(plan), owner[0]["l1"].config
     assert isinstance(tile, GemmSwapAb | Gemm | GemmTmem)
-    is_dynamic = chain.is_drawn(tile)
+    is_dynamic = tile.is_dynamic
     ranks = plan.call.local_ranks
     return Schedule(
         problem=plan.problem,
@@ -459,7 +459,7 @@ def _chain(plan: Plan) -> Schedule:
         **_halves(tile),
         **_of_tmem(plan.problem.recipe, tile),
         pull_sms=owner[0]["pull"].num_ctas,
-        pullers_draw=is_dynamic,
+        pullers_take=is_dynamic,
         shares_gpu=plan.call.local_ranks > 1,
         l2_follows=l1_sms is not None or not (isinstance(tile, Gemm) and tile.decode_ahead > 0),
     )

@@ -126,7 +126,17 @@ class _Cta(NamedTuple):
             ("weights", to_us, end),
         ):
             if stop - start > SHORT_US:
-                yield Span(self.rank, self.sm, "wait", start, stop, phase, 0, expert, m)
+                yield Span(
+                    rank=self.rank,
+                    sm=self.sm,
+                    role="wait",
+                    start_us=start,
+                    end_us=stop,
+                    phase=phase,
+                    wave=0,
+                    expert=expert,
+                    m=m,
+                )
 
     def _span(self, role: str, event: Event, phase: str = "") -> Span:
         return Span(self.rank, self.sm, role, *_us(event, self.first), phase)

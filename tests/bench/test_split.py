@@ -8,8 +8,9 @@ import pytest
 from megamoe.bench import split
 from megamoe.bench.cells import SPLIT, cells_named
 from megamoe.cli import split as cli
-from megamoe.engine import backends, hopper
+from megamoe.engine import backends
 from megamoe.engine.call import Call
+from megamoe.engine.hopper import HOPPER
 from megamoe.engine.status import DeviceStatus
 from tests import emulator, pretending
 from tests.kernels.support import INTERPRETED
@@ -30,7 +31,7 @@ class Layer:
 
     def __call__(self, *inputs):
         plan = self.plan(len(inputs[0]))
-        y = hopper.run(Call(*inputs, self.w, self.options, None, self.status), plan)
+        y = HOPPER.run(Call(*inputs, self.w, self.options, None, self.status), plan)
         return y + (self.wrong == self.mode)
 
     def check(self):

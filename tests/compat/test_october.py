@@ -12,6 +12,7 @@ import torch
 import megamoe as mm
 from megamoe.compat import deep_gemm
 from megamoe.compat.deep_gemm import mega
+from megamoe.compat.deep_gemm.shared import shared_rows
 from megamoe.errors import DTypeError, NotAvailable, RangeError, ShapeError
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
@@ -143,7 +144,7 @@ def test_a_clamp_of_0_lets_nothing_through():
     case = Case("fp8xfp4", 5)
     buffer = case.buffer()
     case.fill(buffer)
-    assert not case.run(buffer, clamp=0).any()
+    assert not case.run(buffer, clamp=0.0).any()
 
 
 def plain_bytes(words):
@@ -214,6 +215,15 @@ def test_shared_experts_are_added_to_every_token(weights, num_shared):
     l1[0].data.zero_() if weights != "bf16" else l1.data.zero_()  # not kept out of date
     y = case.run(buffer, clamp=10.0, shared_l1_weights=l1, shared_l2_weights=l2)
     assert error(y, case.expected(10.0)) < recipe_named("w4a8").tolerance
+
+
+def test_shared_weights_are_of_the_width_of_each_call():
+    case, rng = Case("bf16xbf16", 3), torch.Generator().manual_seed(7)
+    plain = (torch.randn(shape, generator=rng).bfloat16() for shape in ((2 * I, H), (H, I)))
+    l1, l2 = deep_gemm.transform_weights_for_mega_moe(*plain)
+    shared_rows(l1, l2, case.x, I, mm.Options())
+    with pytest.raises(ShapeError, match="shared_l1_weights must be"):
+        shared_rows(l1, l2, case.x, 2 * I, mm.Options())
 
 
 def cast_shared(w, kind):
@@ -484,3 +494,77 @@ def fp4_weights_to_nvfp4_buffer():
 def test_what_is_not_built_is_refused_by_name(use, kind, says):
     with pytest.raises(kind, match=says):
         use()
+
+
+# -- integers where types tell arguments apart -------------------------------------------------
+
+
+@pytest.mark.parametrize("mma_type", ["fp8xfp4", "bf16xbf16"])
+def test_an_integer_for_fast_math_is_no_clamp(mma_type):
+    case = Case(mma_type, 5)
+    buffer = case.buffer()
+    case.fill(buffer)
+    wanted = case.run(buffer)
+    for value in (0, 1, None):
+        assert torch.equal(case.run(buffer, fast_math=value), wanted)
+    assert torch.equal(case.run(buffer, clamp=0.5, fast_math=1), case.run(buffer, clamp=0.5))
+    with pytest.raises(RangeError, match="fast_math must be True or False"):
+        case.run(buffer, fast_math=0.5)
+    for value in (0, 1):
+        with pytest.raises(RangeError, match=f"the integer {value}, which may be either"):
+            case.run(buffer, clamp=value)
+
+
+def test_nvfp4s_scale_of_l2s_input_may_be_any_number():
+    import numpy as np
+
+    case, made, l1, l2 = nvfp4_case(5, "nvfp4")
+    buffer = deep_gemm.NVFP4SymmBuffer(None, E, 40, K, H, I, device="cpu")
+    deep_gemm.mega_moe_pre_dispatch(
+        case.x, case.idx, case.weight, buffer.x, buffer.x_sf, buffer.topk_idx,
+        buffer.topk_weights, 5, 16, "nvfp4", buffer.x_scales,
+    )  # fmt: skip
+
+    def run(scale, **options):
+        y = torch.empty(5, H, dtype=torch.bfloat16)
+        deep_gemm.nvfp4_mega_moe(
+            y, l1, l2, buffer, use_x_scales=True, l1_alpha=made.w13.global_scale,
+            l2_alpha=made.w2.global_scale, l2_activation_scale=scale, **options,
+        )  # fmt: skip
+        return y
+
+    for kind in (int, np.float32):
+        few, many = run(kind(1)), run(kind(4))
+        assert torch.equal(many, run(4.0)) and not torch.equal(few, many)
+    assert torch.equal(run(1.0, fast_math=1), few)
+
+
+def test_an_integer_for_use_fp8_dispatch_is_no_shared_expert():
+    with pytest.warns(DeprecationWarning, match="use_fp8_dispatch"):
+        buffer = deep_gemm.get_symm_buffer_for_mega_moe(*SIZES, use_fp8_dispatch=1, device="cpu")
+    assert buffer.num_shared_experts == 0
+    for make in (deep_gemm.SymmBuffer, deep_gemm.get_symm_buffer_for_mega_moe):
+        with pytest.raises(RangeError, match="must agree with mma_type fp8xfp4; got False"):
+            make(*SIZES, False, device="cpu")
+
+
+def test_a_call_with_another_activation_than_its_buffer_is_refused():
+    case = Case("fp8xfp4", 5)
+    buffer = case.buffer(activation="swigluoai")
+    case.fill(buffer)
+    wanted = case.run(buffer, activation="swigluoai")
+    assert torch.equal(case.run(buffer, activation_alpha=1.702, activation_beta=1.0), wanted)
+    with pytest.raises(RangeError, match="activation of its buffer, swigluoai"):
+        case.run(buffer)
+
+
+def test_fp4_tokens_that_are_not_finite_stay_so():
+    case = Case("mxf4xmxf4", 5)
+    case.x[1, 3], case.x[2, 40] = torch.nan, torch.inf
+    buffer = case.buffer()
+    deep_gemm.mega_moe_pre_dispatch(
+        case.x, case.idx, case.weight, buffer.x, buffer.x_sf, buffer.topk_idx, buffer.topk_weights,
+        5, mma_type="mxf4xmxf4",
+    )  # fmt: skip
+    y = case.run(buffer)
+    assert y.isnan().any(dim=1).tolist() == [False, True, True, False, False]

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import megamoe as mm
 from megamoe.engine import backends
-from megamoe.kernels.portable import dispatch
+from megamoe.planner.tables import portable as tables
 from megamoe.routing.samplers import sample_routing
 from tests import emulator
 from tests.emulator import blackwell
@@ -30,7 +30,7 @@ def pretend(patch, backend="hopper"):
         replace(b, why_not=lambda device: "") if b.name == backend else b for b in backends.BACKENDS
     )
     patch.setattr(backends, "BACKENDS", there)
-    patch.setattr(dispatch, "can_pack", lambda x, acts: False)  # words are packed in PTX
+    patch.setattr(tables, "PACKED", {})  # words are packed in PTX
     if backend == "blackwell":
         return blackwell.install_chain(patch, 2)
     return emulator.install(patch, 2)

@@ -328,7 +328,7 @@ def test_a_graph_of_local_chains_keeps_the_memory_that_it_was_captured_with(monk
     monkeypatch.setattr(device_status, "is_capturing", lambda device: busy[0])
     w = weights_of("w8a8")
     there = LocalRanks(w, 2, timeout_s=30.0, mode="chain")._chain
-    monkeypatch.setattr(chain, "stretches", lambda me, call, *_: iter([call.x]))
+    monkeypatch.setattr(chain, "phases", lambda me, call, *_: iter([call.x]))
 
     def call(num, is_captured=False):
         busy[0] = is_captured

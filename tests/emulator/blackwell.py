@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from megamoe.engine import backends, blackwell
+from megamoe.engine import backends
+from megamoe.engine.blackwell import BLACKWELL
 from megamoe.engine.call import Call
 from megamoe.engine.planning import plan_for, traits_of
 from megamoe.engine.status import DeviceStatus
@@ -126,7 +127,7 @@ def layer(inputs, w, options=None, shared=None, stats=None, **given):
         is_quantized=not isinstance(x, torch.Tensor),
     )  # fmt: skip
     status = DeviceStatus(CPU)
-    y = blackwell.run(Call(*inputs, w, options, shared, status, stats, None), plan)
+    y = BLACKWELL.run(Call(*inputs, w, options, shared, status, stats, None), plan)
     status.check(idx.shape[1])
     return y
 
@@ -157,7 +158,7 @@ def fused_layer(
     )  # fmt: skip
     status = status or DeviceStatus(CPU)
     call = Call(*inputs, w, options, None, status, stats, count, 30.0, is_poisoned)
-    y = blackwell.run(call, plan)
+    y = BLACKWELL.run(call, plan)
     if not is_poisoned:
         status.check(idx.shape[1])
     return y

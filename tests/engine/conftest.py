@@ -12,7 +12,7 @@ from tests.pretending import pretend_h200
 @pytest.fixture
 def gpu(monkeypatch):
     """A CPU that the hopper backend takes for its own."""
-    from megamoe.engine import hopper
+    from megamoe.engine import gluon
     from megamoe.kernels.hopper.mega import launch as mega_launch
 
     fake = Launches()
@@ -23,7 +23,7 @@ def gpu(monkeypatch):
     )
     monkeypatch.setattr(backends, "BACKENDS", there)
     monkeypatch.setattr(mega_launch, "fused", fake.fused)
-    monkeypatch.setattr(hopper, "staged", fake.staged)
+    monkeypatch.setattr(gluon, "run_staged", fake.staged)
     pretend_h200(monkeypatch)
     monkeypatch.setattr(status, "_BY_STREAM", {})
     return fake

@@ -70,7 +70,7 @@ class Launches:
         if self.report is not None:
             kept.report.copy_(torch.tensor(self.report, dtype=torch.int32))
 
-    def staged(self, call, plan):
+    def staged(self, backend, call, plan):
         self.log.append("staged" if plan.overlaps else "staged alone")
         return reference.moe(*call[:6])
 

@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 
 import megamoe as mm
 from megamoe.balance.placement import Placement
-from megamoe.engine import chain, fused_group, group_calls, images, packing, status
+from megamoe.engine import chain, chain_group, group_calls, group_mode, images, packing, status
 from megamoe.engine.chain_group import ChainGroup
 from megamoe.engine.compile_only import compiled_only
 from megamoe.engine.group_calls import GroupCalls
@@ -119,7 +119,8 @@ def call(one, x, idx, gates):
 def test_every_call_takes_its_place_in_the_order_of_fused_ones(one, monkeypatch):
     """A fused launch that waits for its peers holds the SMs that a chain of its peers needs."""
     ordered = []
-    monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
+    for module in (chain_group, group_mode):
+        monkeypatch.setattr(module, "order_after_last", ordered.append)
     call(one, *tokens(4))
     one._fused_group.chain.warm(one)
     assert ordered == [one.weights.device] * 2

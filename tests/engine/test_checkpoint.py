@@ -341,6 +341,12 @@ def test_activations_are_those_of_the_config(config, activation, tmp_path):
     assert mm.Checkpoint(write(tmp_path, bf16(), config)).picked(3).activation == activation
 
 
+@pytest.mark.parametrize("limit", [0, 0.0, -1.0, None])
+def test_a_limit_of_0_is_no_clamp(limit, tmp_path):
+    folder = write(tmp_path, bf16(), {"swiglu_limit": limit})
+    assert mm.Checkpoint(folder).picked(3).clamp is None
+
+
 def test_reading_streams():
     """Beside the result at most two experts lie in memory."""
     script = Path(__file__).parents[2] / "scripts" / "load_speed.py"
@@ -489,6 +495,9 @@ REFUSED = [
     ("FP4 with float scales", lambda: change(mxfp4(), "0.gate_proj.weight_scale", lambda t: t.float()), {}, DTypeError, "MXFP4", 3),
     ("an activation", lambda: bf16(), {"hidden_act": "relu2"}, NotAvailable, "hidden_act 'relu2'", 3),
     ("another alpha", lambda: bf16(), {"swiglu_alpha": 1.5}, NotAvailable, "swiglu_alpha be 1.702", 3),
+    ("alpha without a limit", lambda: bf16(), {"swiglu_alpha": 1.702}, NotAvailable, "positive swiglu_limit", 3),
+    ("alpha with a limit of 0", lambda: bf16(), {"swiglu_alpha": 1.702, "swiglu_limit": 0.0}, NotAvailable, "positive swiglu_limit", 3),
+    ("another beta", lambda: bf16(), {"swiglu_alpha": 1.702, "swiglu_beta": 0.5, "swiglu_limit": 7.0}, NotAvailable, "swiglu_beta 1", 3),
     ("a softcap", lambda: bf16(), {"mlp_gate_softcap": 10.0}, NotAvailable, "softcap", 3),
     ("rows in an unknown order", lambda: gpt_oss(True), OSS | {"model_type": "other", "swiglu_alpha": 1.702}, NotAvailable, "order of rows", 3),
     ("another SiTU", lambda: bf16(), {"hidden_act": "situ", "activation_situ_beta": 1.0}, NotAvailable, "SiTU must have", 3),

@@ -7,7 +7,8 @@ import torch
 
 import megamoe as mm
 from megamoe import reference
-from megamoe.engine import blackwell, derived, graphs, layer, planning
+from megamoe.engine import derived, graphs, layer, planning
+from megamoe.engine.blackwell import BLACKWELL
 from megamoe.errors import NotAvailable
 from megamoe.kernels.blackwell.weights import place, place_into
 from megamoe.layout.regions import align_up
@@ -61,7 +62,7 @@ def blackwell_gpu(cuda, monkeypatch):
 
     def launch(call, plan):
         w, num = call.weights, call.num_valid
-        ready = blackwell.prepare(w)
+        ready = BLACKWELL.prepare(w)
         y = torch.empty_like(call.x)
 
         def run():
@@ -125,7 +126,7 @@ def test_what_was_made_is_written_over_and_not_made_twice(is_inference):
 
 def test_scales_that_no_kernel_decodes_are_refused_before_a_write():
     one = mm.MoE(experts("w4a16"), E, K, backend="reference")
-    blackwell.prepare(one.weights)
+    BLACKWELL.prepare(one.weights)
     new = experts("w4a16", 1)
     new.w2.scale[2, 0, 0] = 0
     before = one.weights.w13.data.clone()

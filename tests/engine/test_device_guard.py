@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megamoe.engine import device_guard, functional, hopper, warm
+from megamoe.engine import device_guard, functional, warm
+from megamoe.engine.hopper import HOPPER
 
 
 class Current:
@@ -41,7 +42,7 @@ def test_a_launch_enters_the_device_of_its_weights_where_it_is_not_the_current_o
     current, monkeypatch, index, entered
 ):
     seen = []
-    monkeypatch.setattr(hopper, "run", lambda call, plan: seen.append(current.index))
+    monkeypatch.setattr(HOPPER, "run", lambda call, plan: seen.append(current.index))
     weights = SimpleNamespace(device=torch.device("cuda", index))
     status = SimpleNamespace(copy_to_host_async=lambda top_k: seen.append(current.index))
     call = SimpleNamespace(weights=weights, num_tokens=4, top_k=2, status=status)

@@ -313,7 +313,7 @@ def test_poison_fills_all_memory_before_the_launch(gpu):
 
 def test_the_operator_knows_the_mode_and_uses_the_layers_words(gpu):
     one = make(gpu, reserve_sms=2)
-    _, options, backend, how, _ = op._parse(one._what)
+    _, options, backend, how, *_ = op._parse(one._what)
     assert (backend, how, options) == ("hopper", one._launch, one.options)
     inputs = tokens()
     y = op.moe_op(*inputs, list(one.experts.buffers()), one.stats, one._status.storage, one._what)

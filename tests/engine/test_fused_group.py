@@ -8,7 +8,7 @@ import torch
 import megamoe as mm
 from megamoe.distributed import symmetric
 from megamoe.distributed.rendezvous import RESTART
-from megamoe.engine import fused_group, parallel, symm_buffer
+from megamoe.engine import fused_group, group_mode, parallel, symm_buffer
 from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.group_calls import GroupCalls
 from megamoe.engine.planning import Ranks
@@ -189,8 +189,8 @@ class Streams:
 
     def __init__(self, monkeypatch):
         self.now, self.log = None, []
-        monkeypatch.setattr(fused_group, "_LAST", {})
-        monkeypatch.setattr(fused_group, "is_capturing", lambda device: False)
+        monkeypatch.setattr(group_mode, "_LAST", {})
+        monkeypatch.setattr(group_mode, "is_capturing", lambda device: False)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.now)
         self.a, self.b = (self._stream(name) for name in "ab")
 
@@ -205,8 +205,8 @@ def test_launches_of_all_layers_of_a_device_follow_each_other_whatever_their_str
     streams, device = Streams(monkeypatch), torch.device("cuda", 1)
     for stream in (streams.a, streams.b, streams.b, streams.a):
         streams.now = stream
-        fused_group.order_after_last(device)
-    fused_group.order_after_last(torch.device("cuda", 0))  # another GPU
+        group_mode.order_after_last(device)
+    group_mode.order_after_last(torch.device("cuda", 0))  # another GPU
     assert streams.log == ["b waits for a", "a waits for b"]
 
 
@@ -214,7 +214,8 @@ def test_every_call_takes_its_place_in_the_order_before_the_buffer_is_written_to
     gpu, peers, monkeypatch
 ):
     one, ordered = join(gpu, peers, 0), []
-    monkeypatch.setattr(fused_group, "order_after_last", ordered.append)
+    for module in (fused_group, group_mode):
+        monkeypatch.setattr(module, "order_after_last", ordered.append)
     monkeypatch.setattr(
         symm_buffer.SymmBuffer, "put", lambda buffer, *inputs: ordered.append("written")
     )

@@ -288,7 +288,7 @@ def test_graphs_go_when_what_they_hold_changes(cuda, change):
     elif change == "stats":
         one.stats = torch.zeros_like(one.stats)
     elif change == "options":
-        one.options = copy.copy(one.options)
+        one._options = copy.copy(one.options)
     else:
         one.load_state_dict(copy.deepcopy(other.state_dict()), assign=change == "assigned")
     assert torch.equal(one(*inputs), wanted(inputs, one))

@@ -148,8 +148,8 @@ def test_biases_leave_all_tiles_the_same_bits(recipe, monkeypatch):
 
 
 def test_weights_beyond_e4m3_take_the_exact_path():
-    assert images.prepared(plain("w4a8_block")).how.is_fp8
-    assert not images.prepared(plain(WIDE)).how.is_fp8
+    assert images.prepared(plain("w4a8_block")).arithmetic.is_fp8
+    assert not images.prepared(plain(WIDE)).arithmetic.is_fp8
 
 
 @pytest.mark.parametrize("recipe", ["w4a16", "w4a8"])
@@ -387,14 +387,14 @@ def test_an_l2_whose_l1_never_came_gives_up_and_the_next_call_is_right():
     error_word = torch.full((1,), NONE, dtype=torch.int32, device=device)
     routing = Routing(idx, weight, idx.int(), weight.clone(), error_word, None)
     sizes = idx.numel(), E, tile.block_m, device
-    pool = launch.pool(made.how, sizes[0], H, *sizes[1:])
+    pool = launch.pool(made.arithmetic, sizes[0], H, *sizes[1:])
     (steps,) = pretending.plan_of(inputs, w, tile=tile, mode="staged").passes
     work = launch.work_items(pool, (made.w13, made.w2), steps["l1"])
-    route(Tokens(x), routing, made.how.acts, pool, steps, work=work)
-    acts = launch.pool(made.how, sizes[0], I, *sizes[1:], pool)
+    route(Tokens(x), routing, made.arithmetic.acts, pool, steps, work=work)
+    acts = launch.pool(made.arithmetic, sizes[0], I, *sizes[1:], pool)
     rows = torch.empty(len(x), K, H, dtype=torch.bfloat16, device=device)
     launch.linear(
-        acts, made.w2, rows, steps["l2"], made.how, Options(), items=work.each()[1],
+        acts, made.w2, rows, steps["l2"], made.arithmetic, Options(), items=work.each()[1],
         error=error_word, chain=launch.Chain(after=made.w13),
     )  # fmt: skip
     assert int(error_word) == -1

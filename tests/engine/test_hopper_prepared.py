@@ -11,8 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe as mm
 from megamoe.engine import backends
+from megamoe.engine.call import Call
 from megamoe.engine.functional import choose
-from megamoe.engine.hopper import check_activation, run_pass
+from megamoe.engine.hopper import HOPPER
 from megamoe.engine.images import LIE_APART, hold, lie_apart, prepared, why_apart, with_shared
 from megamoe.engine.planning import log_once
 from megamoe.errors import NotAvailable
@@ -30,7 +31,7 @@ def experts(recipe, seed=0):
 
 def same(a, b):
     tensors = [[t for p in (x.w13, x.w2) for t in (p.data, p.scale, p.factor)] for x in (a, b)]
-    return a.how == b.how and all(
+    return a.arithmetic == b.arithmetic and all(
         (s is None) == (t is None) and (s is None or torch.equal(s, t))
         for s, t in zip(*tensors, strict=True)
     )
@@ -126,8 +127,8 @@ def test_a_parameter_that_others_hold_is_watched_and_not_held():
 def test_experts_that_share_tensors_are_kept_apart():
     w, other = experts("w4a8_block"), experts("w4a8_block", seed=1)
     twin = mm.ExpertWeights("w4a16", w.w13, w.w2)
-    assert prepared(w).how.is_fp8
-    assert not prepared(twin).how.is_fp8 and prepared(w).w13.kind == "e4m3_image"
+    assert prepared(w).arithmetic.is_fp8
+    assert not prepared(twin).arithmetic.is_fp8 and prepared(w).w13.kind == "e4m3_image"
     late = replace(w, recipe="w4a16")  # of images that are there: unpacked, then packed
     assert prepared(late).w13.kind == "placed_image" and same(prepared(late), prepared(twin))
     mixed = replace(w, w2=other.w2)
@@ -199,9 +200,9 @@ def spread(w, codes):
 
 def test_exponents_that_e4m3_lacks_choose_bf16_for_the_layer():
     w = experts("w4a8_block")
-    assert prepared(w).how.is_fp8 and prepared(w).w2.kind == "e4m3_image"
+    assert prepared(w).arithmetic.is_fp8 and prepared(w).w2.kind == "e4m3_image"
     made = prepared(spread(w, 20))
-    assert not made.how.is_fp8 and made.how.is_promoted
+    assert not made.arithmetic.is_fp8 and made.arithmetic.is_promoted
     assert made.w13.kind == made.w2.kind == "placed_image"
 
 
@@ -242,10 +243,9 @@ def test_activations_that_the_kernels_lack_are_not_taken_for_another(activation,
         with pytest.raises(NotAvailable, match=f"activation {activation}"):
             choose(backend, mode, w, None, activation)
     with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
-        check_activation(Options(activation))
-    none = [None] * 4
+        HOPPER.check_activation(Options(activation))
     with pytest.raises(NotAvailable, match="computes swiglu and gpt_oss"):
-        run_pass(*none[:1], w, Options(activation), *none[:3], 0, None, pdl=False)
+        HOPPER.rows(Call(*[None] * 3, w, Options(activation), None, None), None, None, None)
 
 
 def test_auto_passes_over_hopper_where_it_cannot_hold_the_weights(monkeypatch, caplog):

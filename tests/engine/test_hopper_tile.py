@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper
+from megamoe.engine import gluon, staged
+from megamoe.engine.call import Call
+from megamoe.engine.hopper import HOPPER
 from megamoe.engine.status import DeviceStatus
 from megamoe.planner.hopper import pick, tile_of
 from megamoe.planner.tables.hopper import Shape
@@ -22,13 +24,13 @@ def taken(monkeypatch):
     pretending.pretend_h200(monkeypatch)
     for linear in ("gated", "linear"):
         monkeypatch.setattr(
-            hopper.launch, linear, lambda x, w, out, step, *rest, **more: seen.append(step.config)
+            HOPPER.launch, linear, lambda x, w, out, step, *rest, **more: seen.append(step.config)
         )
     monkeypatch.setattr(
-        hopper, "route",
+        gluon, "route",
         lambda x, routing, acts, pool, steps, **more: seen.append(steps["permute"].config.block_m),
     )  # fmt: skip
-    monkeypatch.setattr(hopper, "combine", lambda *args, **more: None)
+    monkeypatch.setattr(staged, "combine", lambda *args, **more: None)
     return seen
 
 
@@ -49,6 +51,6 @@ def test_a_given_tile_is_used_and_shared_experts_of_their_own_launches_keep_thei
     wide = tile_of("w4a8_block", Shape(64, 2, 2))
     given = {"block_m": 64, "block_k": 256}
     plan = pretending.plan_of(inputs, w, shared=others, mode="staged", **given)
-    call = hopper.Call(*inputs, w, Options(), others, DeviceStatus(x.device))
-    hopper.run(call, plan)
+    call = Call(*inputs, w, Options(), others, DeviceStatus(x.device))
+    HOPPER.run(call, plan)
     assert taken == [64, wide, wide, *more]

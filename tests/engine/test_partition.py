@@ -49,7 +49,7 @@ def driver(monkeypatch):
         monkeypatch.setattr(partition.ctypes, "CDLL", lambda name: found)
         return found
 
-    monkeypatch.setattr(partition, "_MADE", {})
+    monkeypatch.setattr(partition, "_PAIRS", {})
     monkeypatch.setattr(partition, "is_capturing", lambda device: False)
     monkeypatch.setattr(partition.device_guard, "on", lambda device: torch.no_grad())
     stream = lambda handle, device: (handle, device)  # noqa: E731
@@ -81,7 +81,7 @@ def test_a_layer_in_mode_split_parts_its_gpu_as_it_is_built(driver):
     for mode, device, num in (("staged", GPU, 0), ("split", cpu, 0), ("split", GPU, 1)):
         partition.prepare(mm.plan(problem, "h200", mode=mode), device)
         assert found.asked.count("cuDevSmResourceSplitByCount") == num
-    assert (1, 88) in partition._MADE
+    assert (1, 88) in partition._PAIRS
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,14 @@ def config(**changes):
     return SimpleNamespace(**usual | changes)
 
 
+def test_a_limit_of_0_is_none():
+    assert ours.gate_of(config(swiglu_limit=0.0)) == ("swiglu", None, "split")
+    assert ours.gate_of(config(gemm1_clamp_limit=0.0)) == ("swiglu", None, "split")
+    oss = {"gemm1_alpha": 1.702, "gemm1_beta": 1.0, "gate_up_interleaved": False}
+    assert ours.gate_of(config(**oss)) == ("gpt_oss", None, "split")
+    assert ours.gate_of(config(**oss, gemm1_clamp_limit=0.0)) is None  # ours would clamp at 7
+
+
 def layer_of(tensors, **names):
     made = torch.nn.Module()
     for key, value in tensors.items():

@@ -268,6 +268,62 @@ def test_a_gate_is_known_by_what_it_computes():
         ours.gate_of(Stub(late_clamp, limit=2.0))
 
 
+def hidden_clamp(self, x):
+    gate, up = x.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate.clamp(max=30)) * up.clamp(-30, 30)
+
+
+def test_clamps_are_found_wherever_they_are():
+    assert ours.gate_of(Stub(clamped, limit=torch.tensor(40.0))) == ("split", "swiglu", 40.0)
+    with pytest.raises(NotAvailable, match="another one in Stub"):
+        ours.gate_of(Stub(hidden_clamp, most=30.0))
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_another_gate_than_at_the_first_call_is_seen(is_taken):
+    module, forward = experts(model("qwen3"))[0], ours.experts_forward()
+    module.gate_up_proj.data.normal_()
+    module.bfloat16()
+    call(forward, module)
+    if is_taken:
+        ours.Implementation(None, "auto").take(module, 2)
+    module.act_fn = torch.nn.GELU()
+    if is_taken:
+        with pytest.raises(NotAvailable, match="run as they were taken; got another gate"):
+            call(forward, module)
+        return
+    assert torch.equal(call(forward, module), call(ours.experts_forward(), module))
+    module.act_fn = torch.nn.Mish()
+    with pytest.raises(NotAvailable, match="must be one of swiglu"):
+        call(forward, module)
+
+
+@pytest.mark.parametrize("is_taken", [False, True])
+def test_experts_that_are_trained_are_refused(is_taken):
+    module, forward = experts(model("qwen3"))[0].bfloat16(), ours.experts_forward()
+    if is_taken:
+        ours.Implementation(None, "auto").take(module, 2)
+    x, idx = torch.ones(3, 64, dtype=torch.bfloat16), torch.arange(2).repeat(3, 1)
+    given = x, idx, torch.full((3, 2), 0.5)
+    with pytest.raises(NotAvailable, match="experts' parameters must not require grad"):
+        forward(module, *given)
+    with torch.no_grad():
+        wanted = forward(module, *given)
+    if not is_taken:
+        module.requires_grad_(False)
+        assert torch.equal(forward(module, *given), wanted)
+
+
+def test_memory_at_the_address_of_other_experts_is_not_theirs():
+    module, forward = experts(model("qwen3"))[0], ours.experts_forward()
+    call(forward, module)
+    first = ours._places(module)
+    storage = module.down_proj.untyped_storage()._cdata
+    module.down_proj.data = module.down_proj.data.clone()
+    assert ours._places(module) != first
+    assert any(place[0].cdata == storage for place in first)  # held weakly: no other has its number
+
+
 def quantised(dtype):
     module = experts(model("qwen3"))[0]
     for name in ("gate_up_proj", "down_proj"):

@@ -174,6 +174,10 @@ def test_mxfp4_has_the_recipe_that_was_asked_for():
 GATES = {
     ("silu", None, None, None): ("swiglu", None, "split"),
     ("silu", 10.0, None, None): ("swiglu", 10.0, "split"),
+    ("silu", 0.0, None, None): ("swiglu", None, "split"),
+    ("swigluoai_uninterleave", 0.0, None, None): ("swiglu", None, "split"),
+    ("swigluoai_uninterleave", 0.0, 1.702, 1.0): None,
+    ("swigluoai", 0.0, None, None): None,
     ("swigluoai", None, None, None): ("gpt_oss", None, "interleaved"),
     ("swigluoai_uninterleave", 7.0, 1.702, 1.0): ("gpt_oss", 7.0, "split"),
     ("swigluoai_uninterleave", 7.0, None, None): ("swiglu", 7.0, "split"),

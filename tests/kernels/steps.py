@@ -1,11 +1,20 @@
 """Launches for tests of single kernels, made by the planner's own functions."""
 
+import torch
+
 from megamoe.engine.planning import hardware_of
-from megamoe.kernels.portable import graph_io, grouped, launch
+from megamoe.kernels.portable import dispatch, graph_io, grouped, launch
+from megamoe.kernels.portable.acts import CODES
 from megamoe.layout.regions import ceil_div
 from megamoe.planner import copies, hopper, portable
 from megamoe.planner.launches import Launch, Pass
+from megamoe.planner.numerics import numerics
 from megamoe.routing.spec import max_tiles
+
+
+def arithmetic(recipe, arch="sm_90a"):
+    """Portable: the arithmetic of plans for an architecture."""
+    return launch.arithmetic_of(recipe, numerics("portable", recipe, arch=arch))
 
 
 def sort_steps(num_slots, num_experts, block_m):
@@ -21,9 +30,15 @@ def gemm_step(tile, num_slots, num_experts, width, *, is_ordered=False, kernel="
     return Launch(kernel, kernel, (tiles * ceil_div(cols, tile.block_n),), tile, "test")
 
 
-def rows_step(num_rows, width, acts):
+def rows_step(num_rows, width, acts, *, is_bf16=True):
     """Rows quantised into `acts`."""
-    return portable.quantize_rows("quantize", num_rows, width, acts.name)
+    return portable.quantize_rows("quantize", num_rows, width, acts.name, is_bf16=is_bf16)
+
+
+def quantize(x, name, *, g=None):
+    """`formats.quantize` as one launch."""
+    step = rows_step(*x.shape, CODES[name], is_bf16=x.dtype == torch.bfloat16)
+    return dispatch.quantize(x, name, g=g, step=step)
 
 
 def combine_step(num_tokens, hidden):
@@ -51,14 +66,14 @@ def copy_output(now, y):
 def grouped_gemm(x, w, counts, *, schedule="static", sort_by_m=False, tile=None):
     """Portable's grouped GEMM alone, in any tile that its kernel takes."""
     recipe, (rows, width), (groups, n, _) = grouped.check_operands(x, w, counts), x.shape, w.shape
-    how = launch.arithmetic_on(w.device, recipe)
+    how = arithmetic(recipe, hardware_of(w.device).arch)
     tile = tile or portable.pick(recipe, rows / groups, is_native=how.is_native)[1]
     sms = hardware_of(w.device).num_sms if schedule == "dynamic" else None
     maps = copies.prepare(
         rows, width, groups, tile.block_m, decodes=how.is_ordered, is_sorted=sort_by_m
     )
     steps = maps, portable.grouped(tile, rows, groups, n, sms)
-    return grouped.grouped_gemm(x, w, counts, steps=steps, is_dynamic=schedule == "dynamic")
+    return grouped.grouped_gemm(x, w, counts, how, steps=steps, is_dynamic=schedule == "dynamic")
 
 
 def hopper_steps(x, idx, tile, num_experts, *, num_shared=0, num_sms=132, intermediate=64):

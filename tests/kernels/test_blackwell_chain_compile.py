@@ -21,7 +21,7 @@ from tests.kernels.compiling import compile_kernel, resources
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_blackwell_compile import assert_is_as_planned
 from tests.kernels.test_chain_compile import Ignored, accesses
-from tests.plan.test_plan_is_launch import META, experts
+from tests.plan.support import META, experts
 from tests.pretending import pretend_b200
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

@@ -23,8 +23,8 @@ from megamoe.problem import Options
 from tests.kernels.compiling import resources
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_hopper_compile import META, SHARED_LIMIT, Compiler
-from tests.plan import test_plan_is_launch
-from tests.plan.test_plan_is_launch import experts
+from tests.plan import support
+from tests.plan.support import experts
 from tests.pretending import pretend_h200
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -129,7 +129,7 @@ OTHER_WIDTHS = {"wide-fp8": pytest.mark.every, "factor": pytest.mark.every}
 @pytest.mark.parametrize("case", [pytest.param(c, marks=OTHER_WIDTHS.get(c, ())) for c in PULLS])
 def test_tokens_are_pulled_sixteen_bytes_at_a_time_in_one_trip(case, monkeypatch):
     recipe, hidden, links, (num_data, num_scales) = PULLS[case]
-    for module in (sys.modules[__name__], test_plan_is_launch):
+    for module in (sys.modules[__name__], support):
         monkeypatch.setattr(module, "H", hidden)
     (made,) = compiled(monkeypatch, recipe, 512, ("pull_kernel",), links)["pull_kernel"]
     assert resources(made)["stack"] == 0

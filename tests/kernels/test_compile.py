@@ -13,12 +13,12 @@ from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS
 from megamoe.kernels.portable.dispatch import _dispatch_kernel
 from megamoe.kernels.portable.grouped import _prepare_kernel
-from megamoe.kernels.portable.launch import arithmetic
 from megamoe.kernels.portable.pack import _pack_kernel
 from megamoe.planner.portable import pick as tiles
 from megamoe.planner.tables.copies import DECODE_VALUES, PREPARE_CHUNK
 from megamoe.problem import OWN_CLAMP, RECIPES
 from tests.kernels.compiling import Stand, advice, compile_kernel, main_loop, resources
+from tests.kernels.steps import arithmetic
 from tests.kernels.support import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
@@ -38,7 +38,7 @@ MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma"}
 def compiled(
     recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=False, activation="swiglu"
 ):
-    how = arithmetic(recipe, has_mx=has_mx)
+    how = arithmetic(recipe, "sm_100a" if has_mx else "sm_90a")
     is_coded = how.acts.HOLD.value == "codes"
     x, out, some = Stand(how.data_dtype), Stand(U8 if is_coded else BF16), Stand(F32)
     weights = how.weights.name

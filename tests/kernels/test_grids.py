@@ -7,8 +7,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import megamoe as mm
-from megamoe.engine import portable
 from megamoe.engine.call import Call
+from megamoe.engine.portable import PORTABLE
 from megamoe.kernels.portable import graph_io
 from megamoe.kernels.portable.acts import CODES
 from megamoe.kernels.portable.dispatch import dispatch
@@ -59,7 +59,7 @@ def test_every_launch_of_a_layer_takes_a_million_tokens(recipe, has_mx, first, g
         CallSpec(Problem(T, H, I, E, TOP_K, recipe=recipe), combine="fp8"),
         "b200" if has_mx else "h200", backend="portable",
     )  # fmt: skip
-    portable.run(Call(empty(T, H), idx, gates, weights, options, None, status), plan)
+    PORTABLE.run(Call(empty(T, H), idx, gates, weights, options, None, status), plan)
     assert grids[first] == (H // 1024, LONGEST, 8) and grids["_combine_kernel"] == (4, LONGEST, 16)
     assert len(grids) == 7 and fits(grids)
 

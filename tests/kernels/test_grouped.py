@@ -7,12 +7,11 @@ import megamoe as mm
 from megamoe.engine import grouped as engine
 from megamoe.formats.quantize import dequantize, weight_global_scale
 from megamoe.formats.spec import recipe_named
-from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.decode_tokens import TOKEN_FORMATS, decode_tokens
 from megamoe.kernels.portable.k_order import position
 from megamoe.planner.launches import PortableGemm as Tile
 from megamoe.problem import RECIPES
-from tests.kernels.steps import decode_step, grouped_gemm
+from tests.kernels.steps import arithmetic, decode_step, grouped_gemm
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, tolerance
 
 pytestmark = MARKS
@@ -111,7 +110,7 @@ def test_rows_that_come_quantised_keep_their_values(name):
     x[3, 5], x[4] = float("nan"), 0.0
     recipes = {"bf16": "w4a16", "mxfp4": "w4a4", "mxfp8": "w4a8", "fp8_1x128": "w4a8_block"}
     q = mm.quantize(x, name).to(DEVICE)
-    how = launch.arithmetic(recipes.get(name, name))
+    how = arithmetic(recipes.get(name, name))
     held = decode_tokens(q, how, decode_step(q, how))
     wanted = dequantize(q) if held.scale is None else q.data.to(torch.float32)
     assert held.data.dtype == torch.bfloat16 and (held.data == 0).sum() >= 70 * 96

@@ -11,7 +11,6 @@ import megamoe as mm
 from megamoe.formats.quantized import Quantized
 from megamoe.kernels.common.compat import to_fp32
 from megamoe.kernels.common.numbers import DECODE_ASM, e2m1_words, e4m3_twice, e8m0_twice
-from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.acts import ORDERED
 from megamoe.kernels.portable.dispatch import dispatch
 from megamoe.kernels.portable.k_order import (
@@ -21,8 +20,9 @@ from megamoe.kernels.portable.k_order import (
     tile_in_order,
     tile_positions,
 )
-from tests.kernels.steps import grouped_gemm, rows_step
+from tests.kernels.steps import arithmetic, grouped_gemm, rows_step
 from tests.kernels.support import DEVICE, MARKS, error, tolerance
+from tests.pretending import pretend_b200
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 on_device = pytest.mark.gpu if MARKS else lambda f: f
@@ -67,7 +67,7 @@ def test_tiles_are_reordered_as_columns_are(first_col, cols):
 @pytest.mark.parametrize("width", [32, 160, 1024, 2880])
 def test_dispatch_holds_tokens_in_order_and_zeros_behind(width):
     x = torch.randn(5, width, generator=torch.Generator().manual_seed(0)).bfloat16().to(DEVICE)
-    held = launch.arithmetic("w4a16").allocate(5, width, torch.device(DEVICE)).data
+    held = arithmetic("w4a16").allocate(5, width, torch.device(DEVICE)).data
     held.fill_(float("nan"))
     dispatch(x, held, None, ORDERED, step=rows_step(5, width, ORDERED))
     wanted = torch.zeros_like(held)
@@ -170,14 +170,11 @@ def test_products_are_exact_under_the_least_and_largest_scales(code):
 def test_codes_on_both_sides_give_the_reference_layer(recipe, monkeypatch):
     from tests.kernels.support import experts, tokens
 
-    def native(device, name):
-        return launch.arithmetic(name, has_mx=True)
-
     w = experts(recipe, 5, 160, 192, bias=True)
     x, idx, weight = tokens(40, 5, 3, 192, masked_ratio=0.1)
     wanted = mm.moe(x, idx, weight, w, backend="reference")
     values = mm.moe(x, idx, weight, w, backend="portable")
-    monkeypatch.setattr(launch, "arithmetic_on", native)
+    pretend_b200(monkeypatch)
     got = mm.moe(x, idx, weight, w, backend="portable")
     assert error(got, wanted) <= tolerance(recipe)
     assert error(got, values) <= tolerance(recipe)

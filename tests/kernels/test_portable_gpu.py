@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import portable, status
+from megamoe.engine import status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, plan_for
+from megamoe.engine.portable import PORTABLE
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED, error, experts, tokens, tolerance
 
@@ -21,7 +22,7 @@ def run(inputs, w, device_status, count=None, *, overlaps=False):
     x, idx, _ = inputs
     given = ("backend", "portable"), ("overlap_launches", overlaps)
     plan = plan_for(w, Options(), Traits(), num_tokens=len(x), top_k=idx.shape[1], overrides=given)
-    return portable.run(Call(*inputs, w, Options(), None, device_status, None, count), plan)
+    return PORTABLE.run(Call(*inputs, w, Options(), None, device_status, None, count), plan)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import portable, status
+from megamoe.engine import status
 from megamoe.engine.call import Call
 from megamoe.engine.planning import Traits, plan_for
+from megamoe.engine.portable import PORTABLE
 from megamoe.formats.quantize import dequantize
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
@@ -17,7 +18,14 @@ from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner.launches import PortableGemm
 from megamoe.planner.portable import pick
 from megamoe.problem import RECIPES, Options
-from tests.kernels.steps import combine_step, decode_step, gemm_step, rows_step, sort_steps
+from tests.kernels.steps import (
+    arithmetic,
+    combine_step,
+    decode_step,
+    gemm_step,
+    rows_step,
+    sort_steps,
+)
 from tests.kernels.support import DEVICE, INTERPRETED, MARKS, error, experts, tokens, tolerance
 
 pytestmark = MARKS
@@ -132,7 +140,7 @@ def test_rows_behind_the_valid_ones_are_padding(recipe):
     plan = plan_for(
         w, Options(), Traits(), num_tokens=len(x), top_k=K, overrides=(("backend", "portable"),)
     )
-    y = portable.run(Call(x, idx, weight, w, Options(), None, device_status, None, count), plan)
+    y = PORTABLE.run(Call(x, idx, weight, w, Options(), None, device_status, None, count), plan)
     assert torch.equal(y[:5], wanted) and (y[5:] == 0).all()
     device_status.check(K)
 
@@ -148,7 +156,7 @@ def test_the_plain_grouped_gemm_and_the_atomic_finalise(recipe):
     """The variants that the layer does not use: permuted rows in, rows or sums out."""
     w = experts(recipe, E, I, H)
     _, idx, weight = tokens(T, E, K, H, masked_ratio=0.2)
-    how = launch.arithmetic(recipe)
+    how = arithmetic(recipe)
     tile = pick(recipe, 1)[1]
     order = Order.empty(idx.numel(), E, tile.block_m, torch.device(DEVICE))
     sort_slots(idx.int(), order, sort_steps(idx.numel(), E, tile.block_m))
@@ -188,7 +196,7 @@ def _globals(recipe):
 def test_the_raster_changes_no_bit(group_m):
     w = experts("w4a16", 3, I, H)
     x, idx, weight = tokens(T, 3, 2, H)
-    how = launch.arithmetic("w4a16")
+    how = arithmetic("w4a16")
     held = how.allocate(T, H, torch.device(DEVICE))
     dispatch(x, held.data, None, how.acts, step=rows_step(T, H, how.acts))
     outs = []
@@ -206,7 +214,7 @@ def test_the_raster_changes_no_bit(group_m):
 def test_gather_equals_a_permuted_copy():
     w = experts("w8a8", E, I, H)
     x, idx, weight = tokens(T, E, K, H)
-    how, tile = launch.arithmetic("w8a8"), pick("w8a8", 1)[0]
+    how, tile = arithmetic("w8a8"), pick("w8a8", 1)[0]
     q = mm.quantize(x, "fp8_1x128")
     order = Order.empty(idx.numel(), E, tile.block_m, torch.device(DEVICE))
     sort_slots(idx.int(), order, sort_steps(idx.numel(), E, tile.block_m))

@@ -16,7 +16,7 @@ from tests.kernels.compiling import resources
 from tests.kernels.support import INTERPRETED
 from tests.kernels.test_chain_compile import Ignored, sums_of
 from tests.kernels.test_hopper_compile import SHARED_LIMIT, Compiler
-from tests.plan.test_plan_is_launch import K, OneByOne, experts, inputs, status
+from tests.plan.support import K, OneByOne, experts, inputs, status
 from tests.pretending import pretend_h200
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")

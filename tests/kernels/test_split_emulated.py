@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import hopper
 from megamoe.engine.call import Call
+from megamoe.engine.hopper import HOPPER
 from megamoe.engine.status import GAVE_UP, NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
 from megamoe.kernels.gluon import pipeline
@@ -54,7 +54,7 @@ def split(inputs, w, options=None, shared=None, stats=None, count=None, status=N
     """One call in mode split, checked for faults."""
     options, status = options or Options(), status or DeviceStatus(CPU)
     plan = pretending.plan_of(inputs, w, options, shared, mode="split", **given)
-    y = hopper.run(Call(*inputs, w, options, shared, status, stats, count), plan)
+    y = HOPPER.run(Call(*inputs, w, options, shared, status, stats, count), plan)
     assert int(status.bad_slot) == NONE
     return y, plan
 
@@ -104,7 +104,7 @@ def test_no_slot_at_all_and_a_bad_one():
     assert not y.any()
     idx[4, 1], status = E, DeviceStatus(CPU)
     plan = pretending.plan_of((x, idx, gates), w, mode="split")
-    y = hopper.run(Call(x, idx, gates, w, Options(), None, status), plan)
+    y = HOPPER.run(Call(x, idx, gates, w, Options(), None, status), plan)
     with pytest.raises(mm.MegaMoEError, match="token 4, slot 1"):
         status.check(K)
     idx[4, 1] = -1
@@ -155,7 +155,7 @@ def test_without_l1_the_wait_ends_by_its_bound_and_the_layer_says_so(monkeypatch
     w, inputs, status = weights_of("w8a8"), tokens(6), DeviceStatus(CPU)
     begin = time.monotonic()
     plan = pretending.plan_of(inputs, w, mode="split")
-    hopper.run(Call(*inputs, w, Options(), None, status, timeout_s=0.5), plan)
+    HOPPER.run(Call(*inputs, w, Options(), None, status, timeout_s=0.5), plan)
     assert 0.5 < time.monotonic() - begin < running.WAIT_S / 2  # an unbounded wait ends at WAIT_S
     with pytest.raises(MegaMoETimeout, match="tiles or weights of other CTAs"):
         status.check(K)

@@ -4,102 +4,62 @@ On a pretended GPU: tensors without memory, and Triton's own entry (`JITFunction
 launch, so nothing between the plan and the compiler can decide again without being seen here.
 """
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from triton.runtime.jit import JITFunction
 
 import megamoe as mm
 from megamoe.engine import (
     backends,
     blackwell,
-    chain,
     graphs,
     grouped,
-    images,
-    packed,
-    parallel,
+    local,
     partition,
     planning,
-    symm_buffer,
+    staged,
 )
 from megamoe.engine.call import Call
 from megamoe.engine.functional import launch
-from megamoe.engine.fused_group import FusedGroup
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.planning import Ranks, Traits, plan_for
-from megamoe.engine.status import DeviceStatus
-from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_shape, scale_shape
-from megamoe.formats.spec import format_named, recipe_named
-from megamoe.kernels.gluon.mega.arguments import World
-from megamoe.kernels.hopper.weights import pack
+from megamoe.formats.spec import recipe_named
+from megamoe.kernels.portable import combine as portable_combine
+from megamoe.kernels.portable import launch as portable_launch
 from megamoe.kernels.portable.graph_io import ReplayArgs
-from megamoe.planner import chain as planned
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import Launch
 from megamoe.planner.numerics import BLACKWELL_RECIPES, HOPPER_RECIPES, TABLE
 from megamoe.planner.overrides import checked
 from megamoe.problem import RECIPES, Options
 from tests.kernels.support import INTERPRETED
-from tests.pretending import pretend_b200, pretend_h200
+from tests.plan.support import (
+    MACHINE,
+    META,
+    E,
+    H,
+    I,
+    K,
+    OneByOne,
+    alone,
+    chain_over_ranks,
+    experts,
+    fused_over_ranks,
+    inputs,
+    quantized,
+    staged_over_ranks,
+    status,
+)
+from tests.pretending import pretend_b200
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter has no launches")
 
-META = torch.device("meta")
 TOKENS = (1, 8, 32, 64, 128, 512, 2048, 8192)
-E, I, H, K = 32, 2048, 4096, 6  # of one rank
 BACKENDS = ("hopper", "portable")
 BLACKWELL = [("blackwell", r, num) for r in RECIPES for num in (8, 512, 8192)]
 BLACKWELL = [one for one in BLACKWELL if one[:2] in TABLE]
-MACHINE = {"hopper": "h200", "portable": "h200", "blackwell": "b200"}
-
-
-def quantized(name, *shape):
-    """A tensor in a format, without memory."""
-    fmt = format_named(name)
-    data = torch.empty(data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=META)
-    scale = None
-    if name != "bf16":
-        scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=META)
-    g = torch.ones(shape[0] if len(shape) > 2 else (), device=META) if fmt.has_global else None
-    return Quantized(data, scale, name, shape, g)
-
-
-def experts(recipe, num=E, intermediate=I):
-    name = recipe_named(recipe).weights.name
-    extra = {}
-    if recipe_named(recipe).acts.has_global:
-        one, each = torch.ones((), device=META), torch.ones(num, device=META)
-        extra = {"x_global": one, "acts_global": each}
-    w13, w2 = quantized(name, num, 2, intermediate, H), quantized(name, num, H, intermediate)
-    return mm.ExpertWeights(recipe, w13, w2, **extra)
-
-
-@pytest.fixture
-def launched(monkeypatch):
-    """(kernel, grid, constants) of all that would have been launched, on a pretended H200."""
-    found = []
-
-    def keep(kernel, *args, grid, warmup, **constants):
-        found.append((kernel.__name__, tuple(grid), constants))
-
-    pretend_h200(monkeypatch)
-    monkeypatch.setattr(JITFunction, "run", keep)
-    facts = pack.Facts(True, True, True)
-    monkeypatch.setattr(pack, "facts_of", lambda w: facts)
-    monkeypatch.setattr(packed, "facts_of", lambda w: facts)
-    monkeypatch.setattr(images, "_facts", lambda w: facts)
-    monkeypatch.setattr(images, "fill", lambda *_: None)  # images without memory
-    return found
-
-
-def status():
-    """Words without memory."""
-    made = DeviceStatus.around(torch.empty(4352, dtype=torch.int32, device=META))
-    made.order_after_last = made.raise_if_seen = lambda: None
-    made.copy_to_host_async = lambda top_k: None
-    return made
 
 
 def assert_planned(launched, steps):
@@ -109,33 +69,12 @@ def assert_planned(launched, steps):
         assert isinstance(step, Launch)
         wanted = step.config.constants()
         assert grid == step.grid, (kernel, step.name)
+        assert constants.get("launch_pdl", False) == step.overlaps, (kernel, step.name)
         assert {name: constants.get(name) for name in wanted} == wanted, (kernel, step.name)
-
-
-def inputs(num, *, is_quantized=False, recipe="w8a8"):
-    x = torch.empty(num, H, dtype=torch.bfloat16, device=META)
-    if is_quantized:
-        x = quantized(recipe_named(recipe).acts.name, num, H)
-        if x.global_scale is not None:
-            x = Quantized(x.data, x.scale, x.format, x.shape, torch.ones(num, device=META))
-    idx = torch.empty(num, K, dtype=torch.int64, device=META)
-    return x, idx, torch.empty(num, K, device=META)
 
 
 CASES = [(b, r, t) for b in BACKENDS for r in RECIPES for t in TOKENS if (b, r) in TABLE]
 CASES += BLACKWELL
-
-
-@pytest.fixture
-def machine(launched, monkeypatch, request):
-    """The machine of the backend; a pretended H200 is there already."""
-    backend = request.node.callspec.params["backend"]
-    if backend == "blackwell":
-        pretend_b200(monkeypatch)
-        monkeypatch.setattr(
-            blackwell, "known", lambda w, what, find, *_: what == "fits_bf16" or find(w)
-        )
-    return MACHINE[backend]
 
 
 @pytest.mark.parametrize(("backend", "recipe", "num"), CASES)
@@ -222,6 +161,62 @@ def test_a_grouped_gemm_of_portable(launched, monkeypatch, recipe, schedule):
     assert_planned(launched, plan.launches)
 
 
+FINALIZE = [(rows, in_order) for rows in (300, 0) for in_order in (True, False)]
+
+
+@pytest.mark.parametrize("variant", ["gemm", "swiglu", "gather"])
+@pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
+def test_a_grouped_gemm_of_blackwell(launched, alone_on_b200, recipe, variant):
+    if (recipe, variant) == ("w4a16", "gather"):
+        pytest.skip("refused: tests/kernels/test_blackwell_grouped.py")
+    x, w, counts, spec = alone(recipe, 300, variant)
+    plan = plan_grouped(spec, "b200", backend="blackwell")
+    if variant == "gemm":
+        grouped.grouped_gemm(x, w, counts, backend="blackwell")
+    else:
+        rows = torch.empty(300, dtype=torch.int32, device=META) if variant == "gather" else None
+        g = torch.ones((), device=META) if x.spec.has_global else None
+        grouped.grouped_swiglu(x, w, counts, rows=rows, acts_global=g, backend="blackwell")
+    assert len(plan.launches) == 2
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize(("num", "in_order"), FINALIZE)
+def test_a_grouped_product_that_goes_back_to_tokens(launched, alone_on_b200, num, in_order):
+    """In order, a launch adds the rows of each token: the plan has it. No rows, no product."""
+    x, w, counts, spec = alone("w4a8", num, "finalize", 50 if in_order else 0)
+    slots = torch.empty(num, dtype=torch.int32, device=META)
+    plan = plan_grouped(spec, "b200", backend="blackwell")
+    gates = torch.empty(50, K, device=META)
+    grouped.grouped_finalize(
+        x, w, counts, slots, gates, deterministic=in_order, backend="blackwell"
+    )
+    assert ("combine" in [one.name for one in plan.launches]) == in_order
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_tokens_whose_rows_begin_anywhere(launched, monkeypatch, backend, recipe):
+    """An odd stride or offset changes no launch, also where tokens are packed word by word."""
+    if (backend, recipe) not in TABLE:
+        pytest.skip("no kernel")
+    if backend == "portable":
+        pretend_b200(monkeypatch)  # FP4 tokens are packed there alone
+    w, num = experts(recipe), 512
+    plan = plan_for(
+        w, Options(), Traits(), num_tokens=num, top_k=K, overrides=(("backend", backend),)
+    )
+    wide = torch.empty(num, H + 1, dtype=torch.bfloat16, device=META)
+    flat = torch.empty(num * H + 1, dtype=torch.bfloat16, device=META)
+    for x in (wide[:, :H], wide[:, 1:], flat[1:].view(num, H)):
+        launched.clear()
+        launch(Call(x, *inputs(num)[1:], w, Options(), None, status()), plan)
+        assert_planned(launched, plan.launches)
+    is_packed = backend == "portable" and recipe in ("w4a4", "nvfp4")
+    assert is_packed == ("_pack_kernel" in [one.kernel for one in plan.launches])
+
+
 @pytest.mark.parametrize("recipe", BLACKWELL_RECIPES)
 def test_fused_on_blackwell(launched, monkeypatch, recipe):
     """One rank, and eight as processes: mode fused must be asked for there."""
@@ -287,35 +282,84 @@ def test_split(launched, monkeypatch, recipe, num, given):
     assert [one.partition for one in plan.launches if one.partition] == sides
 
 
-class OneByOne:
-    """Both sides, in the order in which they are given work; `sides` gets each launch's."""
-
-    def __init__(self, launched, sides):
-        self.launched, self.sides = launched, sides
-
-    def run(self, side, launches):
-        before = len(self.launched)
-        launches()
-        self.sides += [("l1", "l2")[side]] * (len(self.launched) - before)
-
-    def mark(self, side):
-        return side
-
-    def wait(self, side, mark):
-        assert side != mark
-
-    def join(self):
-        pass
-
-
+@pytest.mark.parametrize("combine", ["bf16", "fp8"])
+@pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("recipe", ["w8a8", "w4a8_block"])
-def test_eight_staged_ranks(launched, recipe):
-    w, options, num = experts(recipe), Options(), 512
+@pytest.mark.parametrize("backend", (*BACKENDS, "blackwell"))
+def test_eight_staged_ranks(launched, machine, backend, recipe, has_shared, combine):
+    """Rows that cross as FP8 are rounded by a launch of their own, and so are the shared ones'."""
+    w, options, num = experts(recipe), Options(combine=combine), 512
+    shared = experts("w4a16", 1) if has_shared else None
+    spec = None if shared is None else planning._shared_spec(shared, apart="w4a16")
+    for is_quantized in (False, True)[: 1 if has_shared else 2]:  # w4a16 takes BF16 tokens
+        launched.clear()
+        plan = plan_for(
+            w, options, Traits(shared=spec), num_tokens=num, top_k=K,
+            ranks=Ranks(8, 8 * E, max_tokens=num), is_quantized=is_quantized,
+            overrides=(("backend", backend), ("mode", "staged")),
+        )  # fmt: skip
+        ready = inputs(num, is_quantized=is_quantized, recipe=recipe)
+        staged_over_ranks(plan, w, options, num, shared, ready[0])
+        assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+@pytest.mark.parametrize("is_quantized", [True, False])
+@pytest.mark.parametrize("backend", (*BACKENDS, "blackwell"))
+def test_whether_launches_overlap_is_planned(launched, machine, backend, is_quantized, wanted):
+    w, options, num = experts("w4a8"), Options(combine="fp8"), 512
+    given = {"backend": backend, "mode": "staged", "overlap_launches": wanted}
     plan = plan_for(
-        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, max_tokens=num),
-        overrides=(("backend", "hopper"), ("mode", "staged")),
+        w, options, Traits(), num_tokens=num, top_k=K, overrides=checked(given),
+        is_quantized=is_quantized,
     )  # fmt: skip
-    staged_over_ranks(plan, w, options, num)
+    ready = inputs(num, is_quantized=is_quantized, recipe="w4a8")
+    launch(Call(*ready, w, options, None, status()), plan)
+    assert_planned(launched, plan.launches)
+    alone = ["decode"] if backend == "portable" and is_quantized else []
+    assert [one.name for one in plan.launches if one.overlaps != wanted] == alone * wanted
+
+
+@pytest.mark.parametrize("backend", ["hopper", "blackwell"])
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_a_fused_launch_whose_pool_is_a_ring(launched, machine, backend, ranks):
+    w, options, num = experts("w4a8"), Options(), 64
+    given = {"backend": backend, "mode": "fused", "pool_rows": 3000 if ranks == 8 else 600}
+    of = Ranks(8, 8 * E, max_tokens=num) if ranks == 8 else Ranks()
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, overrides=checked(given), ranks=of
+    )
+    assert plan.mega.config.is_ring
+    if ranks == 8:
+        fused_over_ranks(plan, w, options, num)
+    else:
+        launch(Call(*inputs(num), w, options, None, status()), plan)
+    assert_planned(launched, plan.launches)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "blackwell"])
+def test_ranks_on_one_gpu(launched, machine, backend, monkeypatch):
+    """Fused: a put for each, and one launch. Chain: each rank's launches on its SMs."""
+    monkeypatch.setattr(local, "traits_of", lambda *_: Traits())
+    w, options, num = experts("w4a8", 8 * E), Options(), 64
+    given = {"backend": backend, "mode": "fused"}
+    ranks = object.__new__(local.LocalRanks)
+    ranks.weights, ranks.num_ranks, ranks.options, ranks._chain = w, 8, options, None
+    ranks._launch = SimpleNamespace(timeout_s=1.0, is_poisoned=False)
+    ranks._backend, ranks._chosen, ranks._buffers = backend, checked(given), []
+    ranks._peers, ranks._status = torch.empty(0), status()
+    ranks._captured = SimpleNamespace(note=lambda: None, replace=lambda _: None)
+    ranks.stats = torch.empty(8 * E, dtype=torch.int64, device=META)
+    ranks([*[inputs(num)[0]] * 8], [inputs(num)[1]] * 8, [inputs(num)[2]] * 8)
+    plan = ranks.plan(num, K)
+    assert [one.name for one in plan.launches] == ["put"] * 8 + ["mega"]
+    assert_planned(launched, plan.launches)
+    launched.clear()
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, 8),
+        overrides=checked({**given, "mode": "chain"}),
+    )  # fmt: skip
+    chain_over_ranks(plan, experts("w4a8"), options, num)
     assert_planned(launched, plan.launches)
 
 
@@ -347,67 +391,36 @@ def test_split_over_eight_ranks(launched, monkeypatch, given):
     assert [one.partition for one in plan.launches if one.partition] == sides
 
 
-def fused_over_ranks(plan, w, options, num):
-    """A call of `FusedGroup` on this rank, in memory that no rank shares."""
-    group = object.__new__(FusedGroup)
-    where = plan.exchange
-    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
-    group.buffer = symm_buffer.symm_buffer_in(memory, where)
-    peers = torch.empty(8, dtype=torch.int64, device=META)
-    group._world = World(8, 1, 0, peers, group.buffer.signals, group.buffer.inbox)
-    group.plan, group.num_tokens = plan, num
-    group.num_passes, group._each = plan.num_passes, plan.fused_tokens
-    layer = SimpleNamespace(
-        _status=status(), weights=w, options=options, top_k=K,
-        _launch=SimpleNamespace(timeout_s=1.0, is_poisoned=False),
-    )  # fmt: skip
-    group(layer, *inputs(num), torch.empty(E, dtype=torch.int64, device=META), lambda: None)
+def _one_stage_less(*args):
+    step = args[0]
+    return replace(step.config, num_stages=step.config.num_stages - 1)
 
 
-def chain_over_ranks(plan, w, options, num, shared=None):
-    """What `ChainGroup` launches on this rank."""
-    where = planned.memory(plan.call, plan.backend)
-    memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
-    peers = torch.empty(8, dtype=torch.int64, device=META)
-    me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)
-    stats = torch.empty(E, dtype=torch.int64, device=META)
-    chain.run(me, Call(*inputs(num), w, options, shared, status(), stats), plan)
+def _other_grid(*args, step, **more):
+    portable_combine.combine(*args, step=replace(step, grid=(1, 1, 1)), **more)
 
 
-def staged_over_ranks(plan, w, options, num):
-    """What this rank computes between the all-to-alls, under even routing."""
-    x, idx, gates = inputs(num)
-    stats = torch.empty(E, dtype=torch.int64, device=META)
-    compute = parallel.COMPUTE[plan.backend](
-        w, None, options, 8 * E, stats, lambda tokens, is_quantized: plan, status()
-    )
-    sent = compute.tokens(x)
-    rows = num * K
-    received = Quantized(inputs(rows)[0], None, "bf16", (rows, H))
-    if sent.format != "bf16":
-        received = inputs(rows, is_quantized=True, recipe=w.recipe)[0]
-    expert = torch.empty(rows, dtype=torch.int64, device=META)
-    made = compute.rows(received, expert, torch.empty(rows, device=META))
-    slots = torch.empty(rows, dtype=torch.int64, device=META)
-    compute.combine(made, slots, x, idx, gates)
+def _other_overlap(*args, pdl, **more):
+    portable_combine.combine(*args, pdl=not pdl, **more)
 
 
-def test_a_second_decision_is_seen(launched, monkeypatch):
-    """A launcher that changes a stage count, or a grid, fails."""
+@pytest.mark.parametrize(
+    ("place", "name", "planted", "says"),
+    [
+        (portable_launch, "_tile", _one_stage_less, "num_stages"),
+        (staged, "combine", _other_grid, "combine"),
+        (staged, "combine", _other_overlap, "launch_pdl"),
+    ],
+)
+def test_a_second_decision_is_seen(launched, monkeypatch, place, name, planted, says):
+    """A launcher of the library that changes a stage count, a grid or an overlap fails."""
     w, options = experts("w8a8"), Options()
     plan = plan_for(
-        w, options, Traits(), num_tokens=512, top_k=K, overrides=(("backend", "hopper"),)
+        w, options, Traits(), num_tokens=512, top_k=K, overrides=(("backend", "portable"),)
     )
-    true_run = JITFunction.run
-
-    def other(kernel, *args, grid, warmup, **constants):
-        if "STAGES" in constants:
-            constants["STAGES"] -= 1
-        true_run(kernel, *args, grid=grid, warmup=warmup, **constants)
-
-    monkeypatch.setattr(JITFunction, "run", other)
+    monkeypatch.setattr(place, name, planted)
     launch(Call(*inputs(512), w, options, None, status()), plan)
-    with pytest.raises(AssertionError, match="STAGES"):
+    with pytest.raises(AssertionError, match=says):
         assert_planned(launched, plan.launches)
 
 

@@ -16,6 +16,7 @@ from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import GemmTmem
 from megamoe.planner.numerics import BLACKWELL_RECIPES
 from megamoe.planner.plan import choose_backend
+from megamoe.planner.tables import blackwell as tables
 
 PROBLEM = mm.Problem(512, 4096, 2048, 32, 6, 1, "w4a8")
 
@@ -209,7 +210,7 @@ def test_schedules_reach_every_launch_with_a_reason(tokens):
         assert drawn == {schedule != "strided"} and plan["schedule"] == schedule
         assert {one.constants()["SORTED"] for one in lists} == {schedule == "sorted"}
         (choice,) = [one for one in plan.choices if one.name == "schedule"]
-        assert choice.why.startswith("given; d")
+        assert choice.why == f"given; {tables.SCHEDULES[schedule]}"
     assert mm.plan(problem, "b200", backend="blackwell")["schedule"] == "strided"
 
 

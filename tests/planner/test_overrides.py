@@ -42,7 +42,7 @@ def test_an_override_reaches_every_launch_and_says_so(problem, given, field, val
         if name in chosen:
             assert chosen[name].why.startswith("given")
     assert all(f"{name} {given[name]}" in chosen["tile"].why for name in given)
-    assert found != plan(problem, "h200", mode="staged")
+    assert found.launches != plan(problem, "h200", mode="staged").launches
 
 
 def test_fused_launches_take_overrides_too():
@@ -143,7 +143,7 @@ BAD = [
     (PREFILL, {"kernel": "swap_ab", "block_m": 128}, NotAvailable,
      "block_m must be at most 64: more accumulators spill"),
     (PREFILL, {"kernel": "gemm", "block_m": 64}, RangeError, "block_m must be 128"),
-    (PREFILL, {"schedule": "dynamic"}, NotAvailable, "draw their items only with FP8 weights"),
+    (PREFILL, {"schedule": "dynamic"}, NotAvailable, "from a counter only with FP8 weights"),
     (PREFILL, {"decode_ahead": 30}, NotAvailable, "a multiple of 4, at most 64; got 30"),
     (W8A8, {"decode_ahead": 16}, NotAvailable, "only FP4 weights are decoded ahead"),
     (W8A8, {"schedule": "fair"}, RangeError, "schedule must be one of strided, static, dynamic"),

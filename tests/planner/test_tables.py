@@ -14,7 +14,6 @@ from megamoe.planner import fused, hopper, portable, smem
 from megamoe.planner.launches import Gemm, GemmSwapAb
 from megamoe.planner.numerics import (
     HOPPER_RECIPES,
-    TABLE,
     narrowest_mma,
     not_on,
     numerics,
@@ -42,10 +41,16 @@ def test_every_load_has_a_tile_that_fits_and_fills_shared_memory(recipe, fits):
         assert tile.num_stages >= 2 and used.num_bytes <= SMEM_PER_CTA and len(why) > 10
         if isinstance(tile, GemmSwapAb) and tile.num_stages < tables.MAX_STAGES:
             assert used.num_bytes + used.stage_bytes > SMEM_PER_CTA, "another stage would fit"
-    native = [False, True] if ("native", recipe) in TABLE else [False]
-    for is_native in native:
-        l1, l2, why = portable.pick(recipe, load, is_native=is_native)
-        assert l1.block_m == l2.block_m, "slots are sorted once"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_load_has_portable_tiles_that_its_kernels_can_have(recipe):
+    for arch in ("sm_80", "sm_90a", "sm_100a"):
+        for load in LOADS:
+            how = numerics("portable", recipe, arch=arch)
+            l1, l2, why = portable.tiles_for(recipe, how, load, {})
+            assert l1.block_m == l2.block_m, "slots are sorted once"
+            assert len(why) > 10
 
 
 @pytest.mark.parametrize("machine", ["h200", "b200"])

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, blackwell
+from megamoe.engine import backends
+from megamoe.engine.blackwell import BLACKWELL
 from megamoe.engine.call import Call
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks, plan_for, traits_of
@@ -46,7 +47,7 @@ def case_of(recipe, tile, counts=(9, 3), num_sms=2, hidden=384, intermediate=256
             }),
         )  # fmt: skip
         call = Call(*inputs, w, options, None, DeviceStatus(targets.CPU))
-        blackwell.run(call, with_tmem_tile(plan, tile))
+        BLACKWELL.run(call, with_tmem_tile(plan, tile))
     return targets.Case("tmem", kept, is_early=True)
 
 
@@ -115,7 +116,7 @@ def fused_case(recipe, tokens=5, experts=2, num_sms=2, pool_rows=None, has_bias=
         found = fused_plan(w, tokens, pool_rows=pool_rows, num_stages=stages, **given)
         status, stats = DeviceStatus(targets.CPU), torch.zeros(experts, dtype=torch.int64)
         call = Call(*inputs, w, options, None, status, stats, None, 30.0, True)
-        blackwell.run(call, found)
+        BLACKWELL.run(call, found)
     return targets.Case("fused", kept)
 
 

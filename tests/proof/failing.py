@@ -39,7 +39,7 @@ class Failing(Live):
         call = self.ranks.call(self.given[number][1][rank], rank, self.status[rank])
         plan = self.plans[number][rank]
         found = []
-        for y in chain.stretches(self.members[rank], call, plan):
+        for y in chain.phases(self.members[rank], call, plan):
             found.append(y)
             if len(found) == 3 and meanwhile is not None:
                 device.synchronize()

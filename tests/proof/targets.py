@@ -15,8 +15,9 @@ import pytest
 import torch
 
 import megamoe as mm
-from megamoe.engine import backends, fused, hopper, symm_buffer
+from megamoe.engine import backends, fused, symm_buffer
 from megamoe.engine.call import Call
+from megamoe.engine.hopper import HOPPER
 from megamoe.engine.local import LocalRanks
 from megamoe.engine.planning import Ranks
 from megamoe.engine.status import DeviceStatus
@@ -467,7 +468,7 @@ def staged_case(recipe, tile, counts=(5, 3), num_sms=2, hidden=256, intermediate
     both = {name: Recorder(name, kept) for name in ("swap_ab", "plain")}
     with installed(num_sms, both):
         plan = staged_plan(inputs, w, few_stages(tile, stages))
-        hopper.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
+        HOPPER.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
     return Case("staged", kept, is_early=is_early)
 
 
@@ -495,7 +496,7 @@ def split_case(recipe, tile, counts=(5, 3), num_sms=3, hidden=256, intermediate=
             for step in one.launches
         )
         plan = replace(plan, passes=(replace(one, launches=few),))
-        hopper.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
+        HOPPER.run(Call(*inputs, w, Options(), None, DeviceStatus(CPU)), plan)
     kept.sort(key=lambda one: not one[2]["GATED"])  # each was launched by a thread of its own
     assert len(kept) == 2
     return Case("split", kept, is_early=True)
@@ -520,7 +521,7 @@ def whole_case(tile, tokens, recipe="w8a8", experts=3, hidden=256, intermediate=
 
         def host():
             for one in given:
-                got.append(hopper.run(Call(*one, w, Options(), None, status, stats), plan))
+                got.append(HOPPER.run(Call(*one, w, Options(), None, status, stats), plan))
 
         def check():
             if not wanted:

@@ -98,7 +98,7 @@ def test_what_is_scheduled_is_the_layer(recipe, tile):
         plan = targets.staged_plan(inputs, w, tile)
         status = targets.DeviceStatus(targets.CPU)
         found.append(
-            targets.hopper.run(targets.Call(*inputs, w, targets.Options(), None, status), plan)
+            targets.HOPPER.run(targets.Call(*inputs, w, targets.Options(), None, status), plan)
         )
 
     with targets.installed(2, targets.kernels()):

@@ -71,6 +71,13 @@ def test_the_bias_steers_the_choice_but_not_the_weight():
     assert weights.item() == 0.5
 
 
+def test_nan_in_the_bias_makes_all_weights_nan():
+    router = mm.Router(4, 2, renormalize=False)
+    bias = torch.tensor([0.0, float("nan"), 0.0, float("-inf")])
+    assert mm.route(torch.randn(3, 4), router, bias)[1].isnan().all()
+    assert mm.route(torch.randn(3, 4), router, bias.nan_to_num(0.0))[1].isfinite().all()
+
+
 def test_groups_can_shut_out_the_best_expert():
     router = mm.Router(4, 1, "sigmoid", num_groups=2, num_kept_groups=1)
     logits = torch.tensor([[3.0, -9.0, 1.0, 1.0]])  # group marks: 0.95 against 1.46

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from megamoe.compat.deep_gemm.kinds import (
     BUFFER,
     activation_of,
+    check_fp8_dispatch,
     mma_named,
     refuse_old_switches,
     sorted_out,
@@ -82,6 +82,7 @@ class SymmBuffer:
         activation_of(activation)
         refuse_old_switches()
         self.mma = mma_named(mma_type)
+        check_fp8_dispatch(args["use_fp8_dispatch"], mma_type)
         self.group = group
         self.mma_type, self.recipe, self.backend = mma_type, self.mma.recipe, backend
         self.activation, self.num_shared_experts = activation, num_shared
@@ -135,7 +136,11 @@ class SymmBuffer:
         g = None
         if acts.has_global:
             assert self.x_scales is not None
-            g = self.x_scales[:num_tokens] if use_x_scales else torch.ones((), device=self.device)
+            g = (
+                self.x_scales[:num_tokens]
+                if use_x_scales
+                else torch.ones((), dtype=torch.float32, device=self.device)
+            )
         return Quantized(data, scale, acts.name, (num_tokens, self.hidden), g)
 
     def check_scales(self, num_tokens: int, recipe: str) -> None:
@@ -155,7 +160,8 @@ class SymmBuffer:
         if recipe == "w8a8":
             is_likely = bool((rows.view(torch.float32).abs() <= 2.0**60).all())
         else:
-            is_likely = bool((rows.view(torch.uint8) <= 127 + 60).all())
+            codes = rows.view(torch.uint8)
+            is_likely = bool(((codes <= 127 + 60) | (codes == 255)).all())  # 255 is NaN
         require(
             is_likely,
             "x_sf must hold " + ("float32" if recipe == "w8a8" else "four UE8M0 codes a word"),
@@ -198,18 +204,11 @@ def get_symm_buffer_for_mega_moe(
     What follows the sizes may come in the order of older releases too: (use_fp8_dispatch,
     mma_type, activation) or (use_fp8_dispatch, activation).
     """
+    if use_fp8_dispatch in (0, 1):  # an integer at its place is no number of shared experts
+        use_fp8_dispatch = bool(use_fp8_dispatch)
     args = sorted_out((num_shared_experts, use_fp8_dispatch, mma_type, activation), BUFFER)
-    use_fp8_dispatch, mma_type = args.pop("use_fp8_dispatch"), args["mma_type"]
-    mma_named(mma_type)
-    if use_fp8_dispatch is not None:
-        require(
-            use_fp8_dispatch == mma_type.startswith("fp8"),
-            f"use_fp8_dispatch must agree with mma_type {mma_type}",
-            got=use_fp8_dispatch,
-            fix="leave it out; mma_type says it all",
-            kind=RangeError,
-        )
-        warnings.warn("use_fp8_dispatch is old: give mma_type", DeprecationWarning, stacklevel=2)
+    mma_named(args["mma_type"])
+    check_fp8_dispatch(args.pop("use_fp8_dispatch"), args["mma_type"])
     return SymmBuffer(
         group, num_experts, num_max_tokens_per_rank, num_topk, hidden, intermediate_hidden,
         **args, device=device, backend=backend,
@@ -336,7 +335,9 @@ def _allocate(
 
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
-        return torch.empty(0, device=device).device  # "cuda" is the current one
+        return torch.empty(
+            0, dtype=torch.float32, device=device
+        ).device  # "cuda" is the current one
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

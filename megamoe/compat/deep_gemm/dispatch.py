@@ -59,7 +59,9 @@ def mega_moe_pre_dispatch(
             g = (x.float().abs().amax(1) / 2688.0).clamp(min=2.0**-100)
             buf_x_scales[:num_tokens].copy_(g)
         quantized = quantize(
-            x, "nvfp4", global_scale=torch.ones((), device=x.device) if g is None else g
+            x,
+            "nvfp4",
+            global_scale=torch.ones((), dtype=torch.float32, device=x.device) if g is None else g,
         )
         assert quantized.scale is not None
         data, scale = quantized.data, pack_ue4m3_to_int(quantized.scale)
@@ -69,7 +71,13 @@ def mega_moe_pre_dispatch(
             kind=RangeError,
         )  # fmt: skip
         cast = per_token_cast_to_fp4 if recipe == "w4a4" else per_token_cast_to_fp8
-        data, scale = cast(x, True, 32 if group_size is None else group_size, True)
+        group = 32 if group_size is None else group_size
+        data, scale = cast(x, True, group, True)
+        if recipe == "w4a4":  # E2M1 has no NaN: the scale has it
+            is_bad = ~x.isfinite().unflatten(1, (-1, group)).all(dim=2)
+            code = scale.contiguous().view(torch.uint8)
+            code[:, : is_bad.shape[1]].masked_fill_(is_bad, 255)
+            scale = code.view(torch.int32)
     _put(data, scale, topk_idx, topk_weights, (buf_x, buf_x_sf, buf_topk_idx, buf_topk_weights))
 
 

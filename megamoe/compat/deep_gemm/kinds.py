@@ -7,6 +7,7 @@ a value that stands at another release's place is known by its type.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -157,3 +158,39 @@ CALL: tuple[Kind, ...] = (
     ("fast_math", lambda v: isinstance(v, bool), True),
     ("clamp", lambda v: isinstance(v, (int, float)) and not isinstance(v, bool), None),
 )
+
+
+def call_arguments(values: tuple[Any, ...], fast_math: Any) -> dict[str, Any]:
+    """The arguments of a call by name.
+
+    values     what stands between the buffer and `fast_math`, in any release's order
+    fast_math  what stands at its own place, which is no other argument in any release
+    """
+    require(
+        fast_math is None or isinstance(fast_math, int), "fast_math must be True or False",
+        got=repr(fast_math)[:80], kind=RangeError,
+    )  # fmt: skip
+    for value in values:
+        require(
+            not _is_int(value) or value not in (0, 1),
+            "a clamp must be a float, and fast_math True or False",
+            got=f"the integer {value}, which may be either",
+            fix=f"give {float(value)} or {bool(value)}" if _is_int(value) else "",
+            kind=RangeError,
+        )
+    own = None if fast_math is None else bool(fast_math)
+    return sorted_out((*values, own), CALL)
+
+
+def check_fp8_dispatch(value: Any, mma_type: str) -> None:
+    """Refuse an old flag that says other than `mma_type`; warn of one that agrees."""
+    if value is None:
+        return
+    require(
+        value == mma_type.startswith("fp8"),
+        f"use_fp8_dispatch must agree with mma_type {mma_type}",
+        got=value,
+        fix="leave it out; mma_type says it all",
+        kind=RangeError,
+    )
+    warnings.warn("use_fp8_dispatch is old: give mma_type", DeprecationWarning, stacklevel=3)

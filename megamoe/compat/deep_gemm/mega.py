@@ -13,7 +13,7 @@ from megamoe.compat.deep_gemm.buffer import (
     get_symm_buffer_for_sm90_mega_moe,
 )
 from megamoe.compat.deep_gemm.dispatch import mega_moe_pre_dispatch, mega_moe_pre_dispatch_sm90
-from megamoe.compat.deep_gemm.kinds import CALL, sorted_out
+from megamoe.compat.deep_gemm.kinds import call_arguments
 from megamoe.compat.deep_gemm.prepared import (
     Alphas,
     Packed,
@@ -92,10 +92,9 @@ def fp8_fp4_mega_moe(
     The arguments after `sym_buffer` may come in the order of releases without shared experts.
     """
     refuse(weight_layout, post_expert_norm, post_expert_norm_weight)
-    args = sorted_out(
+    args = call_arguments(
         (shared_l1_weights, shared_l2_weights, cumulative_local_expert_recv_stats, recipe,
-         activation, activation_clamp, fast_math),
-        CALL,
+         activation, activation_clamp), fast_math,
     )  # fmt: skip
     check_global_num_tokens(global_num_tokens, sym_buffer)
     run(
@@ -142,10 +141,9 @@ def nvfp4_mega_moe(
                  where `l2_act_scales` divides
     """
     refuse(weight_layout, post_expert_norm, post_expert_norm_weight)
-    args = sorted_out(
+    args = call_arguments(
         (shared_l1_weights, shared_l2_weights, cumulative_local_expert_recv_stats, activation,
-         activation_clamp, fast_math),
-        CALL,
+         activation_clamp), fast_math,
     )  # fmt: skip
     check_global_num_tokens(global_num_tokens, sym_buffer)
     for one, other in (
@@ -196,10 +194,9 @@ def bf16_mega_moe(
     """The same in BF16; the buffer's `mma_type` is "bf16xbf16"."""
     gamma = post_expert_norm_weight if post_expert_norm_gamma is None else post_expert_norm_gamma
     refuse(weight_layout, post_expert_norm, gamma)
-    args = sorted_out(
+    args = call_arguments(
         (shared_l1_weights, shared_l2_weights, cumulative_local_expert_recv_stats, activation,
-         activation_clamp, fast_math),
-        CALL,
+         activation_clamp), fast_math,
     )  # fmt: skip
     check_global_num_tokens(global_num_tokens, sym_buffer)
     run(
@@ -229,7 +226,7 @@ def fp8_mega_moe(
     sym_buffer   of `get_symm_buffer_for_sm90_mega_moe`; one of "fp8xfp4", whose x_sf then holds
                  float32 as `mega_moe_pre_dispatch_sm90` writes it, is taken too
     """
-    args = sorted_out(
-        (cumulative_local_expert_recv_stats, recipe, activation, activation_clamp, fast_math), CALL
+    args = call_arguments(
+        (cumulative_local_expert_recv_stats, recipe, activation, activation_clamp), fast_math
     )
     run(Call(y, l1_weights, l2_weights, sym_buffer, **args), ("w8a8",))

@@ -102,7 +102,7 @@ class Alphas(NamedTuple):
 
     def factors(self, num_experts: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         """Global scales of w13, w2 and the activations: each multiplies."""
-        ones = torch.ones(num_experts, device=device)
+        ones = torch.ones(num_experts, dtype=torch.float32, device=device)
         w13, l2 = (ones if t is None else t.detach().float() for t in (self.l1, self.l2))
         acts = ones if self.l2_act is None else ones * self.l2_act
         if self.is_divisor:
@@ -214,7 +214,7 @@ def prepare(source: Source, is_packed: bool, alphas: Alphas | None = None) -> Pr
     if holder is not None:
         return holder
     alphas = alphas or Alphas()
-    number = alphas.l2_act if isinstance(alphas.l2_act, float) else None
+    number = None if isinstance(alphas.l2_act, Tensor | None) else float(alphas.l2_act)
     key = (*key, is_packed, alphas.l1 is None, alphas.l2 is None, alphas.l2_act is None, number)
     tensors = [*source.tensors(), *alphas.tensors()]
     prepared = _PREPARED.get(key)

@@ -65,6 +65,13 @@ def run(call: Call, legal: tuple[str, ...]) -> None:
         kind=DTypeError,
     )
     _check_buffer(buffer, legal)
+    require(
+        buffer.activation == "swiglu" or activation_of(buffer.activation) == options.activation,
+        f"a call must name the activation of its buffer, {buffer.activation}",
+        got=f"{call.activation}, in our words {options.activation}",
+        fix="give both the same, or none to the buffer",
+        kind=RangeError,
+    )
     recipe = buffer.recipe if buffer.recipe in legal else legal[0]
     _check_y(y, buffer)
     _check_weights(call, recipe)

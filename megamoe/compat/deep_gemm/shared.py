@@ -27,7 +27,7 @@ class _Prepared(NamedTuple):
     seal: Seal
 
 
-_PREPARED: dict[tuple[StorageWeakRef, int], _Prepared] = {}
+_PREPARED: dict[tuple[StorageWeakRef, int, int], _Prepared] = {}
 
 
 def shared_rows(
@@ -50,7 +50,7 @@ def _prepared(l1: Weights, l2: Weights, width: int) -> _Prepared:
     pairs = [w if isinstance(w, (tuple, list)) else (w,) for w in (l1, l2)]
     tensors = [t for pair in pairs for t in pair]
     first = tensors[0]
-    key = StorageWeakRef(first.untyped_storage()), first.data_ptr()
+    key = StorageWeakRef(first.untyped_storage()), first.data_ptr(), width
     for old in [k for k in _PREPARED if k[0].expired()]:
         del _PREPARED[old]
     prepared = _PREPARED.get(key)

@@ -20,13 +20,13 @@ from torch import Tensor
 from megamoe.engine import backends
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.layer import MoE
-from megamoe.engine.parallel import MODES
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import RECIPES, recipe_named
 from megamoe.integrations.stacked import Stacked, drop, experts_of, local_ids
 from megamoe.integrations.vllm.exchange import Over
 from megamoe.planner.numerics import not_on
+from megamoe.planner.plan import MODES
 from megamoe.planner.tables.hopper import ACTIVATIONS
 from megamoe.problem import MAX_TOP_K, WIDTH_MULTIPLE
 
@@ -109,10 +109,12 @@ def gate_of(layer: Any) -> Gate | None:
     """What stands between the linears of a layer; None if it is none of ours."""
     name = getattr(layer.activation, "value", layer.activation)
     limit = layer.swiglu_limit
-    clamp = None if limit is None else float(limit)
+    clamp = float(limit) if limit else None  # vLLM clamps where the limit is above 0
     shape = layer.swiglu_alpha, layer.swiglu_beta
     is_oss = shape == GPT_OSS
     is_plain = shape in ((None, None), (1.0, 0.0))
+    if limit == 0 and not (name == "silu" or (name == "swigluoai_uninterleave" and is_plain)):
+        return None  # ours would clamp at gpt-oss's 7
     if name == "silu" and is_plain:
         return Gate("swiglu", clamp)
     if name == "swigluoai" and (is_oss or shape == (None, None)):

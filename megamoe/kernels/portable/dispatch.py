@@ -1,7 +1,5 @@
 """Dispatch: tokens into the activation format, routing checked and padded, in one launch (D007)."""
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -19,10 +17,9 @@ from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable.acts import CODES, store_acts
 from megamoe.kernels.portable.grid import row_tile
-from megamoe.kernels.portable.pack import can_pack, pack
+from megamoe.kernels.portable.pack import pack
 from megamoe.kernels.portable.routing import Routing, check_routing, routing_arguments
 from megamoe.planner.launches import Launch, Quantize
-from megamoe.planner.portable import quantize_rows
 
 
 @triton.jit
@@ -75,15 +72,14 @@ def dispatch(
         return
     config = step.config
     assert isinstance(config, Quantize)
-    if config.group and x is not None and out is not None and can_pack(x, acts):
-        assert out_scale is not None
+    if config.group:
+        assert x is not None and out is not None and out_scale is not None
         pack(
             x, out, out_scale, acts, g=g, routing=routing, num_experts=num_experts, step=step,
             pdl=pdl,
         )  # fmt: skip
         return
     unused = next(t for t in (x, routing and routing.idx) if t is not None)
-    config = replace(config, group=0)  # rows that lie at odd places are not read as words
     _dispatch_kernel[step.grid](
         x=unused, x_stride=0 if x is None else x.stride(0), g=unused if g is None else g,
         out=unused if out is None else out, out_scale=unused if out_scale is None else out_scale,
@@ -93,20 +89,19 @@ def dispatch(
     )  # fmt: skip
 
 
-def quantize(
-    x: Tensor, format: str, *, g: Tensor | None = None, step: Launch | None = None
-) -> Quantized:
+def quantize(x: Tensor, format: str, *, g: Tensor | None = None, step: Launch | None) -> Quantized:
     """`formats.quantize` of rows [T, k] as one launch: the same bytes, for the 1-row formats.
 
-    step  the planner's unless given
+    step  None where there are no rows
     """
     fmt = format_named(format)
     shape = tuple(x.shape)
     data = torch.empty(data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=x.device)
     scale = torch.empty(scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=x.device)
     if fmt.has_global:
-        g = torch.ones((), device=x.device) if g is None else g
+        g = torch.ones((), dtype=torch.float32, device=x.device) if g is None else g
     raw = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    step = step or quantize_rows("quantize", *shape, CODES[format].name)
-    dispatch(x, data.view(torch.uint8), raw, CODES[format], g=g, step=step)
+    if step is not None:
+        dispatch(x, data.view(torch.uint8), raw, CODES[format], g=g, step=step)
+    assert step is not None or len(x) == 0, "rows are quantised by a planned launch"
     return Quantized(data, scale, format, shape, g if fmt.has_global else None)

@@ -194,7 +194,7 @@ def _linear_kernel(
     """One linear over permuted rows. STORE: "rows" as they stand, "slots" at (token, slot),
     "atomic" added to the token in FP32 in any order.
 
-    A program takes the tile of its own number, or with DYNAMIC draws tiles from `ticket` until none
+    A program takes the tile of its own number, or with DYNAMIC takes tiles from `ticket` until none
     is left (C005); which program computes a tile changes no bit of it.
     """
     after_previous()

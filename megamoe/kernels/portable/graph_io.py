@@ -53,7 +53,7 @@ class Inputs(NamedTuple):
         return cls(
             torch.zeros(num_tokens, hidden, dtype=torch.bfloat16, device=device),
             torch.full((num_tokens, top_k), -1, dtype=torch.int32, device=device),
-            torch.zeros(num_tokens, top_k, device=device),
+            torch.zeros(num_tokens, top_k, dtype=torch.float32, device=device),
             torch.zeros(1, dtype=torch.int32, device=device),
         )
 

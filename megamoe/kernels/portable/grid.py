@@ -11,20 +11,6 @@ import triton.language as tl
 MAX_BLOCKS = tl.constexpr(65_535)
 
 
-def tiles(rows: int, cols: int) -> tuple[int, int, int]:
-    """The grid of so many row tiles x column tiles; the third axis has what the second lacks.
-
-    >>> tiles(100, 7), tiles(65_536, 7)
-    ((7, 100, 1), (7, 65535, 2))
-    """
-    return cols, min(rows, MAX_BLOCKS.value), triton.cdiv(rows, MAX_BLOCKS.value)
-
-
-def is_deep(rows: int) -> bool:
-    """Whether so many row tiles need the third axis: kernels are compiled for it."""
-    return rows > MAX_BLOCKS.value
-
-
 @triton.jit
 def row_tile(IS_DEEP: tl.constexpr):
     """The row tile of this program; beyond the last ones in the third axis' last layer."""

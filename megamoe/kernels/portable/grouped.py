@@ -18,6 +18,7 @@ from megamoe.formats.quantized import Quantized
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.portable import launch
 from megamoe.kernels.portable.decode_tokens import decode_blocks, decoding
+from megamoe.kernels.portable.launch import Arithmetic
 from megamoe.kernels.portable.sort import Order
 from megamoe.planner.launches import Launch, PortableGemm
 from megamoe.problem import RECIPES, check_width
@@ -68,13 +69,15 @@ def _prepare_kernel(
 
 
 def grouped_gemm(
-    x: Quantized, w: Quantized, counts: Tensor, *, steps: tuple[Launch, Launch], is_dynamic: bool
-) -> Tensor:
+    x: Quantized, w: Quantized, counts: Tensor, how: Arithmetic, *,
+    steps: tuple[Launch, Launch], is_dynamic: bool,
+) -> Tensor:  # fmt: skip
     """y[r] = w[g] @ x[r] for the rows r of each group g, in the formats of any recipe.
 
     x           [M, k], sorted by group; NVFP4 with one global scale
     w           [G, n, k]; NVFP4 with one global scale, or one per group
     counts      int32 [G] on the device: rows of each group, M in all (not checked: never read back)
+    how         the plan's numerics
     steps       the planned launches, that of the maps and that of the product
     is_dynamic  programs take tiles until none is left
     returns     bf16 [M, n]; every schedule, order and tile gives the same bits
@@ -84,13 +87,12 @@ def grouped_gemm(
     y = torch.empty(num_rows, n, dtype=torch.bfloat16, device=device)
     if num_rows == 0:
         return y
-    how = launch.arithmetic_on(device, check_operands(x, w, counts))
     assert isinstance(gemm.config, PortableGemm)
     order = Order.empty(num_rows, num_groups, gemm.config.block_m, device)
     ticket = torch.empty(1, dtype=torch.int32, device=device)
     todo = decoding(x, how)
     g = x.global_scale
-    spread = counts if g is None else torch.empty(num_groups, device=device)
+    spread = counts if g is None else torch.empty(num_groups, dtype=torch.float32, device=device)
     _prepare_kernel[prepare.grid](
         counts=counts, globals_in=counts if g is None else g, globals_out=spread,
         to_row=order.permuted_idx_to_expanded_idx, tile_group=order.tile_idx_to_group_idx,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from megamoe.errors import RangeError, require
-from megamoe.formats.quantized import Quantized
+from megamoe.formats.quantized import DATA_DTYPE, Quantized
+from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.common.compat import overlap
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.portable import gemm
@@ -21,7 +21,7 @@ from megamoe.kernels.portable.k_order import stored_width
 from megamoe.kernels.portable.operands import TOKENS, WEIGHTS
 from megamoe.kernels.portable.sort import Order
 from megamoe.planner.launches import Launch, PortableGemm
-from megamoe.planner.numerics import Numerics, numerics
+from megamoe.planner.numerics import Numerics
 from megamoe.problem import Options
 
 
@@ -86,7 +86,7 @@ class Arithmetic:
 
     @property
     def is_native(self) -> bool:
-        """Whether the MMA takes codes and scales of both operands."""
+        """As `Numerics` has it."""
         return bool(self.tokens.CODED.value)
 
     def allocate(self, rows: int, width: int, device: torch.device) -> Activations:
@@ -101,52 +101,23 @@ class Arithmetic:
         return Activations(data, scale)
 
 
-_F8, _U8 = torch.float8_e4m3fn, torch.uint8
-_ANYWHERE = {
-    "bf16": Arithmetic(WEIGHTS["bf16"], TOKENS["plain"], PLAIN),
-    "w8a8": Arithmetic(WEIGHTS["fp8_128x128"], TOKENS["scaled"], CODES["fp8_1x128"], _F8, 128),
-    "w4a16": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], ORDERED),
-    "w4a8": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp8"]),
-    "w4a8_block": Arithmetic(
-        WEIGHTS["mxfp4"], TOKENS["ordered_scaled"], SCALED["fp8_1x128"], group=128
-    ),
-    "w4a4": Arithmetic(WEIGHTS["mxfp4"], TOKENS["ordered"], VALUES["mxfp4"]),
-    "nvfp4": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], VALUES["nvfp4"]),
-    "nvfp4a16": Arithmetic(WEIGHTS["nvfp4"], TOKENS["ordered"], ORDERED),
-}
-_NATIVE = {
-    "w4a8": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp8"], CODES["mxfp8"], _F8, 32, _U8),
-    "w4a4": Arithmetic(WEIGHTS["mxfp4_codes"], TOKENS["mxfp4"], CODES["mxfp4"], _U8, 32, _U8),
-    "nvfp4": Arithmetic(WEIGHTS["nvfp4_codes"], TOKENS["nvfp4"], CODES["nvfp4"], _U8, 16, _U8),
-}
-
-
-def arithmetic(recipe: str, *, has_fp8: bool = True, has_mx: bool = False) -> Arithmetic:
-    """The operand kinds of a recipe.
-
-    has_fp8   the GPU has an FP8 MMA; without it E4M3 is multiplied as BF16: exact too
-    has_mx    the GPU has block-scaled MMAs for the codes of MX formats and NVFP4
-    """
-    how = _NATIVE.get(recipe) if has_mx else None
-    how = how or _ANYWHERE[recipe]
-    return how if has_fp8 or recipe != "w8a8" else replace(how, weights=WEIGHTS["upcast"])
-
-
 @functools.cache
 def arithmetic_of(recipe: str, how: Numerics) -> Arithmetic:
-    """The row of `planner.numerics` as the kernels take it."""
-    is_native = how.acts == "codes" and how.promotion == 0
-    return arithmetic(recipe, has_fp8=how.mma == "fp8" or recipe != "w8a8", has_mx=is_native)
-
-
-@functools.cache
-def arithmetic_on(device: torch.device, recipe: str) -> Arithmetic:
-    """The one of this device; the interpreter multiplies FP8."""
-    arch = "cpu"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        arch = f"sm_{major}{minor}"
-    return arithmetic_of(recipe, numerics("portable", recipe, arch=arch))
+    """The words of the plan's numerics as the kernels' kinds."""
+    fmt = recipe_named(recipe).acts
+    if how.is_native:
+        tokens = fmt.name
+    elif how.decodes:
+        tokens = "ordered_scaled" if how.promotion else "ordered"
+    else:
+        tokens = "scaled" if how.promotion else "plain"
+    if how.acts == "plain":
+        return Arithmetic(WEIGHTS[how.weights], TOKENS[tokens], ORDERED if how.decodes else PLAIN)
+    acts = {"codes": CODES, "values": VALUES, "scaled": SCALED}[how.acts][fmt.name]
+    data = DATA_DTYPE[fmt.element.name] if how.acts == "codes" else torch.bfloat16
+    group = 0 if how.acts == "values" else fmt.block[1]
+    scale = torch.uint8 if group and fmt.scale is not Scale.FP32 else torch.float32
+    return Arithmetic(WEIGHTS[how.weights], TOKENS[tokens], acts, data, group, scale)
 
 
 def gated(
@@ -167,12 +138,7 @@ def gated(
     """L1, activation, weight and quantisation: x [T, H] (or permuted rows) -> out [rows, I]."""
     intermediate, hidden = w13.shape[2:]
     tile = _tile(step, how, order)
-    require(
-        128 % tile.block_n == 0 or not how.is_ordered,
-        "acts are written in blocks of 128 columns",
-        got=f"block_n {tile.block_n}",
-        kind=RangeError,
-    )
+    assert 128 % tile.block_n == 0 or not how.is_ordered, "acts are written in blocks of 128"
     unused = x.data
     bias, x_global, acts_global = factors
     gemm._gated_kernel[step.grid](
@@ -214,18 +180,8 @@ def linear(
     """
     num_cols, width = w.shape[1:]
     tile = _tile(step, how, order)
-    require(
-        to.scale is None or tile.block_n % 128 == 0,
-        "one scale of FP8 combine is one block of 128 columns",
-        got=f"block_n {tile.block_n}",
-        kind=RangeError,
-    )
-    require(
-        to.store in ("rows", "slots", "atomic"),
-        "store is rows, slots or atomic",
-        got=to.store,
-        kind=RangeError,
-    )
+    assert to.scale is None or tile.block_n % 128 == 0, "one scale of FP8 combine is 128 columns"
+    assert to.store in ("rows", "slots", "atomic")
     unused = x.data
     bias, x_global, _ = factors
     gemm._linear_kernel[step.grid](
@@ -247,33 +203,13 @@ def linear(
 
 
 def _tile(step: Launch, how: Arithmetic, order: Order) -> PortableGemm:
-    """The step's tile, held to what the kernels can do (`planner.portable.check` says why)."""
+    """The step's tile; `planner.portable.check` refuses what the kernels cannot do, and why."""
     tile = step.config
     assert isinstance(tile, PortableGemm)
-    require(
-        tile.block_m == order.tile_m,
-        "the token tile must be the one the slots were sorted for",
-        got=f"block_m {tile.block_m}, sorted for {order.tile_m}",
-        kind=RangeError,
-    )
-    require(
-        tile.block_k == 128 or not how.tokens.PROMOTED.value,
-        "one step of K must be one 1x128 scale",
-        got=f"block_k {tile.block_k}",
-        kind=RangeError,
-    )
-    require(
-        tile.block_k % 128 == 0 or not how.is_ordered,
-        "FP4 weights are multiplied in whole blocks of 128",
-        got=f"block_k {tile.block_k}",
-        kind=RangeError,
-    )
-    require(
-        tile.block_n == 128 or how.acts.HOLD.value not in ("codes", "scaled"),
-        "a block of 128 columns must lie in one program",
-        got=f"block_n {tile.block_n}",
-        kind=RangeError,
-    )
+    assert tile.block_m == order.tile_m, "slots were sorted for other tiles"
+    assert tile.block_k == 128 or not how.tokens.PROMOTED.value
+    assert tile.block_k % 128 == 0 or not how.is_ordered
+    assert tile.block_n == 128 or how.acts.HOLD.value not in ("codes", "scaled")
     return tile
 
 

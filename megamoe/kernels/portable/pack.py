@@ -172,12 +172,11 @@ def _pack_kernel(
         )  # fmt: skip
 
 
-def can_pack(x: Tensor, acts: Kind) -> bool:
-    """Whether rows of this tensor can be read as words and packed here."""
-    if acts.HOLD.value != "codes" or acts.BITS.value != 4:
-        return False
-    pairs = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
-    return x.dtype == torch.bfloat16 and pairs and x.shape[1] % acts.GROUP.value == 0
+def as_words(x: Tensor) -> Tensor:
+    """BF16 rows as words of two values; rows that begin between words are copied first."""
+    assert x.dtype == torch.bfloat16, "the planned kernel reads words of two BF16 values"
+    is_aligned = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
+    return (x if is_aligned else x.clone(memory_format=torch.contiguous_format)).view(torch.int32)
 
 
 def pack(
@@ -197,7 +196,7 @@ def pack(
     num_blocks = width // acts.GROUP.value
     config = step.config
     assert isinstance(config, Quantize)
-    words = x.view(torch.int32)
+    words = as_words(x)
     _pack_kernel[step.grid](
         x=words, x_stride=words.stride(0), g=x if g is None else g, out=out.view(torch.int64),
         out_scale=out_scale, num_rows=num_rows, num_blocks=num_blocks, num_experts=num_experts,

@@ -40,9 +40,9 @@ ACTIVATIONS = ("swiglu", "gpt_oss")  # that the epilogues compute
 # How CTAs come to their tiles, and why. A tile costs as much as any other of its width, however many
 # of its rows are used: all its weights are read and multiplied.
 SCHEDULES = {
-    "strided": "dealt in turn: tiles cost the same, and every role knows its own",
-    "dynamic": "drawn from a counter: a CTA that began or ended early takes the next",
-    "sorted": "drawn, tiles of experts with many rows first",
+    "strided": "round robin: tiles cost the same, and every role knows its own",
+    "dynamic": "from a counter: a CTA that began or ended early takes the next",
+    "sorted": "from a counter, tiles of experts with many rows first",
 }
 
 

@@ -27,7 +27,7 @@ SLOT_SIZES = (128, 512, 1024, 2048, MAX_SLOTS)  # that the kernel is compiled fo
 MAX_RANKS = 8  # of one call
 COUNTERS = 192 + MAX_SLOTS  # words of a rank: six lines, and one for each tile of tokens
 MAX_WAVES = 32  # of a pool that is a ring
-MATH_REGS, LOAD_REGS = 216, 72  # roles that wait and draw work need more than loaders alone
+MATH_REGS, LOAD_REGS = 216, 72  # roles that wait and take work items need more than loaders alone
 ROUTING_BYTES = (
     4096  # of routing up to which a launch has as many stages as staged ones, if they fit
 )
@@ -77,6 +77,7 @@ class Shape(NamedTuple):
 
 
 PER_TILE_ROWS = 200.0  # rows an expert up to which `w4a8_block` is decoded per tile
+PER_TILE = Gemm(3, 3, 8, 216, 56, 24)  # each CTA decodes the FP4 of its own tiles
 _FP8 = ("w4a8_block", "w8a8")
 _FP4 = ("w4a16", "w4a8", "w4a4", "nvfp4")  # decoded to BF16
 _BF16 = (*_FP4, "bf16")
@@ -93,7 +94,7 @@ TILES: tuple[tuple[tuple[str, ...], float, Shape | Gemm, str, str], ...] = (
     (("w4a8_block",), 13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits", "V4-Flash, 64 tokens, fused: 118.7 us, with four warpgroups of one slab 119.0, and 127 in tiles of 32"),
     (("w4a8_block",), 22.5, Shape(32, 2, 2),       "two slabs a warpgroup and two K blocks a stage are faster than four warpgroups of one, or than one K block", "V3, 64 tokens: fused 191.3 us, with four warpgroups of one slab 196.1; staged 205.5, with one K block a stage 210.3"),
     (("w4a8_block",), 70.0, Shape(64, 2, 2, 1, 1), "weights are read once and evicted from L2 first", "48 experts of 6144 x 2048, 43 rows each: 322.6 us, without that hint 328.6, with four warpgroups 335.2; V4-Pro, 512 tokens (64 rows): 820.3, 827.9, 852.4"),
-    (("w4a8_block",), PER_TILE_ROWS, Gemm(3, 3, 8, 216, 56, 24), "each CTA decodes the FP4 of its own tiles: few tiles share a weight", "V4-Flash, 512 tokens: 274 us, decoded once per wave 529; V3: 617 and 930"),
+    (("w4a8_block",), PER_TILE_ROWS, PER_TILE, "each CTA decodes the FP4 of its own tiles: few tiles share a weight", "V4-Flash, 512 tokens: 274 us, decoded once per wave 529; V3: 617 and 930"),
     (("w4a8_block",), 700.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=16), "FP4 is decoded once per wave, for all tiles that share it", "2048 tokens: V4-Flash 818-841 us, per tile 878, with a ring of 32 K blocks 924; V3 1603-1648, per tile 1940; V4-Pro 2242-2286, per tile 2312-2522"),
     (("w4a8_block",), 1200.0, Gemm(3, 3, 24, 216, 56, 24, decode_ahead=32), "decoded once per wave into a ring of 32 K blocks", "V4-Pro, 8192 tokens: 6603-6901 us, with rings of 16 and 64 6740-6880 and 7021, with group_m 16 6976"),
     (("w4a8_block",), INF,  Gemm(3, 3, 24, 216, 56, 24, decode_ahead=64), "decoded once per wave into a ring of 64 K blocks", "8192 tokens: V4-Flash 2582 us, with rings of 32 and 16 2737 and 2816; V3 5883, with 32 5923"),
@@ -101,9 +102,9 @@ TILES: tuple[tuple[tuple[str, ...], float, Shape | Gemm, str, str], ...] = (
     (("w8a8",),       13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits", "V4-Flash, 64 tokens: 208.7 us, with one K block a stage 211.8, in tiles of 32 213.4"),
     (("w8a8",),       22.5, Shape(32, 2, 2),       "two K blocks a stage are faster than one", "V3, 64 tokens: 349.2 us, with one 356.5"),
     (("w8a8",),       40.0, Shape(64, 2, 1),       "with two K blocks a stage only two stages would fit", "not compared"),
-    (("w8a8",),       200.0, Gemm(4, schedule="dynamic"), "CTAs draw tiles, and L2 follows L1 tile by tile", "512 tokens: V3 504 us, statically scheduled 523; V4-Pro 817-843, strided 866; V4-Flash 262-267, strided 270"),
-    (("w8a8",),       300.0, Gemm(4, schedule="static"), "neighbouring CTAs have tiles of the same weights, which then come from L2", "V4-Pro, 2048 tokens: 1766-1835 us, drawn dynamically 1852-1886"),
-    (("w8a8",),       INF,  Gemm(4, group_m=16, schedule="dynamic"), "16 token tiles share each weight tile, and CTAs draw them", "V4-Pro, 8192 tokens: 6361 us, with group_m 8 6547, statically scheduled 6441-6604; V3 5837, static 5781-5879; V4-Flash, 2048 tokens: 650, static 672"),
+    (("w8a8",),       200.0, Gemm(4, schedule="dynamic"), "CTAs take tiles from a counter, and L2 follows L1 tile by tile", "512 tokens: V3 504 us, statically scheduled 523; V4-Pro 817-843, strided 866; V4-Flash 262-267, strided 270"),
+    (("w8a8",),       300.0, Gemm(4, schedule="static"), "neighbouring CTAs have tiles of the same weights, which then come from L2", "V4-Pro, 2048 tokens: 1766-1835 us, from a counter 1852-1886"),
+    (("w8a8",),       INF,  Gemm(4, group_m=16, schedule="dynamic"), "16 token tiles share each weight tile, and CTAs take them from a counter", "V4-Pro, 8192 tokens: 6361 us, with group_m 8 6547, statically scheduled 6441-6604; V3 5837, static 5781-5879; V4-Flash, 2048 tokens: 650, static 672"),
     (_FP4,            4.0,  Shape(8, 2, 2),        "two K blocks a stage are faster than one", "V4-Flash, 8 tokens: w4a16 132 us, with one 139; nvfp4 166, with one 172"),
     (_FP4,            13.0, Shape(16, 2, 2),       "the narrowest tile that a busy expert fits", "V4-Flash, 64 tokens: w4a16 146 us, with one K block a stage 153, in tiles of 32 161; nvfp4 186, with one K block 190"),
     (_FP4,            22.5, Shape(32, 2, 2),       "two K blocks a stage are as fast as one, or faster", "V3, 64 tokens: w4a16 262 us, with one 273; nvfp4 338, with one 337-338"),

@@ -8,7 +8,7 @@ INF = float("inf")
 
 CHUNK = 128  # slots a program ranks against each other
 COMBINE_COLS, COMBINE_WARPS = 2048, 4
-PROGRAMS_PER_SM = 4  # that draw tiles: more than fit find none left and end at once
+PROGRAMS_PER_SM = 4  # that take tiles from a counter: more than fit find none left and end at once
 
 # kind of activations -> (rows and columns of a program, warps) where they are not QUANTIZE's: from
 # a sweep on one H200 at 8192 x 7168 (docs/measurements/portable.md).

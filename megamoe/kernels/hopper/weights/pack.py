@@ -119,7 +119,7 @@ def empty_image(
         scale = torch.empty(shape[0], slabs, words * blocks, dtype=torch.int32, device=device)
         if factor_is != "none":
             lead = (rows,) if factor_is == "row" else (2,) if is_gated else ()
-            factor = torch.empty(shape[0], *lead, device=device)
+            factor = torch.empty(shape[0], *lead, dtype=torch.float32, device=device)
     return Packed(kind, data, scale, factor, factor_is, outputs, width, is_gated)
 
 
