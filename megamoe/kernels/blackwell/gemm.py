@@ -28,7 +28,7 @@ Tokens and results of a layer and of a grouped GEMM alone (`grouped.py`)
 Tiles are dealt in turn, or DYNAMIC: load_weights draws each CTA's next one from a counter and posts
 it in shared memory for the other roles.
 
-In a chain (FOLLOWS) tiles wait for their tokens, not for the launch before (`gluon/follow.py`): L1
+In a chain (FOLLOWS) tiles wait for their tokens, not for the launch before (`tile_scheduler`): L1
 for rows that are pulled, L2 for L1's tiles, which it counts (PUBLISHES). L2's rows go home to other
 ranks (IS_FAR).
 
@@ -87,7 +87,6 @@ from megamoe.kernels.blackwell.memory import DECODES, allocate_stages, allocate_
 from megamoe.kernels.blackwell.pair import ring_barriers, scales_layout
 from megamoe.kernels.gluon.compat import blackwell_tma as tma
 from megamoe.kernels.gluon.compat import get_tmem_reg_layout, reinterpret
-from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
 from megamoe.kernels.gluon.mega.sync import publish_count
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
@@ -100,11 +99,13 @@ from megamoe.kernels.gluon.pipeline import (
     stamp_begin,
     wait_for_launch,
 )
+from megamoe.kernels.gluon.pool import read_tile_list
 from megamoe.kernels.gluon.tile_scheduler import (
     next_item,
     num_work_items,
-    read_tile_list,
     tile_in_list,
+    tile_word,
+    wait_for_tile,
 )
 
 BLOCK_ROWS = gl.constexpr(128)  # the MMA's M

@@ -35,14 +35,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.gluon.pipeline import Tile, fence_stores
+from megamoe.kernels.gluon.pipeline import Tile, bounded_wait, fence_stores
 from megamoe.kernels.gluon.pool import (
     ROW_ALIGN,
-    TILE_EXPERT,
     TILE_L1_DONE,
-    TILE_ROW_BEGIN,
-    TILE_ROW_END,
     TILE_WORDS,
+    num_n_tiles,
+    read_tile_list,
 )
 from megamoe.planner.tables.hopper import MAX_CTAS
 
@@ -66,6 +65,17 @@ SLABS = tl.constexpr(4)  # of 64 weight rows
 # Words after the number of tiles.
 NEXT_ITEM = gl.constexpr(1)  # L1's counter of taken items, then L2's
 GIVEN_UP_WORD = gl.constexpr(3)  # whether a wait was given up
+BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs, before it is given up
+# Unless $1 >= $2: the word at $3 becomes 1, and the one at $4 -1.
+GIVE_UP = gl.constexpr("""{
+.reg .pred p;
+setp.ge.s32 p, $1, $2;
+@p bra done;
+st.relaxed.gpu.global.b32 [$3], 1;
+red.relaxed.gpu.global.min.s32 [$4], -1;
+done:
+mov.b32 $0, 0;
+}""")
 
 
 # Arguments of kernels that write items; num_ctas would be an option of Triton's.
@@ -267,13 +277,6 @@ def schedule(work: WorkItems, counts: Tensor) -> None:
 
 
 @gluon.jit
-def num_n_tiles(gemm, ROWS: gl.constexpr):
-    """N tiles of one tile of tokens; L1's weight rows are twice its outputs."""
-    outputs: gl.constexpr = ROWS // 2 if gemm.GATED else ROWS
-    return (gemm.num_outputs + outputs - 1) // outputs
-
-
-@gluon.jit
 def num_work_items(gemm, ROWS: gl.constexpr):
     """Work items of the launch; round robin, a CTA takes every num_programs-th."""
     return gl.load(gemm.num_tiles) * num_n_tiles(gemm, ROWS)
@@ -287,18 +290,6 @@ def tile_in_list(gemm, item, ROWS: gl.constexpr):
     size = gl.minimum(gl.load(gemm.num_tiles) - first, gemm.SPAN)
     inside = item % (gemm.SPAN * n_tiles)
     return first + inside % size, inside // size
-
-
-@gluon.jit
-def read_tile_list(tiles, tile_idx, n_tile_idx):
-    """The tile of an entry of the tile list."""
-    at = tiles + tile_idx * TILE_WORDS
-    return Tile(
-        expert=gl.load(at + TILE_EXPERT),
-        n_tile_idx=n_tile_idx,
-        row_begin=gl.load(at + TILE_ROW_BEGIN),
-        row_end=gl.load(at + TILE_ROW_END),
-    )
 
 
 @gluon.jit
@@ -382,3 +373,40 @@ def publish_l1_tile(counter):
     """One more L1 tile is in memory, once all warpgroups have stored it."""
     fence_stores()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def tile_word(words, row_begin):
+    """The word of the tile that begins with a row."""
+    return words + row_begin // ROW_ALIGN
+
+
+@gluon.jit
+def wait_for_tile(gemm, tile, error):
+    """Wait until the tokens of a tile are in memory; all threads of a role call it."""
+    want = tile.row_end - tile.row_begin
+    if not gemm.GATED:
+        want = gemm.l1_n_tiles
+    given_up = gemm.num_tiles + GIVEN_UP_WORD
+    bound_ns = gl.to_tensor(1000).to(gl.int64) * gemm.bound_us
+    word = tile_word(gemm.follows, tile.row_begin)
+    reached = bounded_wait(word, want, given_up, bound_ns, "gpu", "ge")
+    gl.inline_asm_elementwise(
+        GIVE_UP, "=r,r,r,l,l", [reached, want, given_up.to(gl.int64), error.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_until_reached(gemm, counter, value, given_up):
+    """Wait until the words at `counter` are `value` or more; all threads of a role call it.
+
+    After BOUND_NS it gives up: `given_up` and the layer's error word are set.
+    """
+    bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
+    reached = bounded_wait(counter, value, given_up, bound_ns, "gpu", "ge")
+    gl.inline_asm_elementwise(
+        GIVE_UP, "=r,r,r,l,l",
+        [reached, value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

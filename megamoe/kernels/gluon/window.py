@@ -9,7 +9,7 @@ numbers of rows in it begin at zero. Tiles that lie across its ends are cut, whi
   the rest     a wave of work items each, of L1 and then of L2
 
 Each waits for the launch before, all of it. Counters of L1's tiles stand by the first row of a tile
-(`follow.py`).
+(`tile_scheduler`).
 """
 
 from __future__ import annotations

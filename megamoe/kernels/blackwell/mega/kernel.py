@@ -70,8 +70,6 @@ from megamoe.kernels.gluon.mega.dispatch import (
     fill_pool,
     prefetch_inputs,
     read_routing,
-    wait_for_pool,
-    wait_for_wave,
 )
 from megamoe.kernels.gluon.mega.events import (
     COMBINE,
@@ -91,6 +89,8 @@ from megamoe.kernels.gluon.mega.events import (
 from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
+    wait_for_pool,
+    wait_for_wave,
     wave_of,
 )
 from megamoe.kernels.gluon.mega.state import KernelArgs
@@ -109,7 +109,7 @@ from megamoe.kernels.gluon.pipeline import (
     fast_div,
     first_stage,
 )
-from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
+from megamoe.kernels.gluon.pool import num_n_tiles
 
 
 @gluon.jit

@@ -33,7 +33,6 @@ from megamoe.kernels.gluon.mega.scheduler import (
     ring_row,
     running_sum,
     tiles_of_wave,
-    wave_of,
     write_wave_table,
 )
 from megamoe.kernels.gluon.mega.state import FLAT, PAIR_SLOTS, PAIRS, PART_COLS, num_parts
@@ -41,7 +40,6 @@ from megamoe.kernels.gluon.mega.sync import (
     FILLED,
     L2_DONE,
     POOL,
-    WAIT_POOL,
     WAIT_WAVE,
     own,
     publish_count,
@@ -370,24 +368,6 @@ def fill_wave(cta, wave, item, WG: gl.constexpr):
     begin = item * GROUPS + WG
     end = gl.minimum(begin + 1, num_parts(cta.args, cta.num_tokens))
     _fill_parts(cta, begin, end, wave, wave + 1, cta.counters + FILLED + wave)
-
-
-@gluon.jit
-def wait_for_pool(cta):
-    """One warp: until all tokens are in the pool; the CTA's other roles wait for `pool_filled`."""
-    want = num_parts(cta.args, cta.num_tokens)
-    wait_for(cta, cta.counters + POOL, want, WAIT_POOL, cta.rank)
-    mbarrier.arrive(cta.pool_filled, count=1)
-
-
-@gluon.jit
-def wait_for_wave(cta, tile_idx):
-    """RING: until the tile's pool wave is in the pool; `wait_for_pool` waits for the first two."""
-    if cta.args.RING:
-        wave = wave_of(cta, tile_idx)
-        if wave >= 2:
-            want = num_parts(cta.args, cta.num_tokens)
-            wait_for(cta, cta.counters + FILLED + wave, want, WAIT_WAVE, wave)
 
 
 @gluon.jit

@@ -29,17 +29,21 @@ from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, num_parts
 from megamoe.kernels.gluon.mega.sync import (
     CALL,
     EXIT,
+    FILLED,
     L1_DONE,
+    POOL,
     TICKET,
+    WAIT_POOL,
     WAIT_TICKETS,
+    WAIT_WAVE,
     expect_equal,
     own,
     signal_done,
+    wait_for,
     wait_for_done,
 )
 from megamoe.kernels.gluon.pipeline import GROUPS, Tile, fast_div, record
-from megamoe.kernels.gluon.pool import TILE_WAVE, TILE_WORDS
-from megamoe.kernels.gluon.tile_scheduler import num_n_tiles, read_tile_list
+from megamoe.kernels.gluon.pool import TILE_WAVE, TILE_WORDS, num_n_tiles, read_tile_list
 from megamoe.planner.tables.hopper import MAX_WAVES
 
 WAVES = gl.constexpr(MAX_WAVES)
@@ -176,6 +180,27 @@ def _num_fill_tickets(cta, num_tiles, num_fills):
     """Tickets of all fills: of pool waves from the third on."""
     last = wave_of(cta, gl.maximum(num_tiles - 1, 0))
     return gl.where(num_tiles > 0, gl.maximum(last - 1, 0), 0) * num_fills
+
+
+# -- waits for the pool ----------------------------------------------------------------------------
+
+
+@gluon.jit
+def wait_for_pool(cta):
+    """One warp: until all tokens are in the pool; the CTA's other roles wait for `pool_filled`."""
+    want = num_parts(cta.args, cta.num_tokens)
+    wait_for(cta, cta.counters + POOL, want, WAIT_POOL, cta.rank)
+    mbarrier.arrive(cta.pool_filled, count=1)
+
+
+@gluon.jit
+def wait_for_wave(cta, tile_idx):
+    """RING: until the tile's pool wave is in the pool; `wait_for_pool` waits for the first two."""
+    if cta.args.RING:
+        wave = wave_of(cta, tile_idx)
+        if wave >= 2:
+            want = num_parts(cta.args, cta.num_tokens)
+            wait_for(cta, cta.counters + FILLED + wave, want, WAIT_WAVE, wave)
 
 
 # -- tickets -------------------------------------------------------------------------------------

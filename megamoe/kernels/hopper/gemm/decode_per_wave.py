@@ -16,10 +16,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from megamoe.kernels.gluon.compat import gl, tma
-from megamoe.kernels.gluon.follow import GIVE_UP
 from megamoe.kernels.gluon.pipeline import (
     advance,
-    bounded_wait,
     fast_div,
     first_stage,
     record,
@@ -33,6 +31,7 @@ from megamoe.kernels.gluon.tile_scheduler import (
     num_waves,
     place_of,
     tiles_of_wave,
+    wait_until_reached,
 )
 from megamoe.kernels.hopper.weights.decode import (
     E4M3_OPERAND,
@@ -41,7 +40,6 @@ from megamoe.kernels.hopper.weights.decode import (
     read_words,
 )
 
-BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs, before it is given up
 # 64 rows x 128 of K: eight threads have a row, so that a store of a warp is whole lines.
 _ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 JOB_WORDS = gl.constexpr(3)
@@ -73,21 +71,6 @@ class DecodePerWave:
     DEPTH: gl.constexpr  # K blocks of the ring of a run; 0: weights are not decoded here
     CHUNK: gl.constexpr  # K blocks of a job
     JOBS: gl.constexpr  # jobs in flight in a CTA
-
-
-@gluon.jit
-def wait_until_reached(gemm, counter, value, given_up):
-    """Wait until the words at `counter` are `value` or more; all threads of a role call it.
-
-    After BOUND_NS it gives up: `given_up` and the layer's error word are set.
-    """
-    bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
-    reached = bounded_wait(counter, value, given_up, bound_ns, "gpu", "ge")
-    gl.inline_asm_elementwise(
-        GIVE_UP, "=r,r,r,l,l",
-        [reached, value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit

@@ -9,51 +9,11 @@ those of a row together, after L2.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.common.numbers import abs_bits, e8m0_scale, pow2
 from megamoe.kernels.gluon.pipeline import allow_next_launch, wait_for_launch
 from megamoe.kernels.gluon.pool import TILE_ROW_BEGIN, TILE_ROW_END, TILE_WORDS
-from megamoe.kernels.portable.acts import CODES
 
 GROUP = 32  # rows whose scales a CTA sends at a time
 _GROUP = gl.constexpr(GROUP)
-_EXPONENT = gl.constexpr(CODES["fp8_combine"].EXPONENT)
-_MANTISSA = gl.constexpr(CODES["fp8_combine"].MANTISSA)
-
-
-@gluon.constexpr_function
-def is_fp8(pointer_dtype):
-    """Whether rows leave as E4M3."""
-    return pointer_dtype.element_ty.primitive_bitwidth == 8
-
-
-@gluon.jit
-def row_codes(gemm, one, two, tile, first_col, START: gl.constexpr, AXIS: gl.constexpr):
-    """E4M3 of BF16 values of the tile's rows from number START on; their scales are kept.
-
-    one, two  64 columns each along AXIS, the first from `first_col` on: a block that shares scales
-    """
-    one = _within(gemm, one, first_col, AXIS)
-    two = _within(gemm, two, first_col + 64, AXIS)
-    bits = gl.maximum(gl.max(abs_bits(one), AXIS), gl.max(abs_bits(two), AXIS))
-    code = e8m0_scale(bits, _EXPONENT, _MANTISSA)
-    row = tile.row_begin + START + gl.arange(0, code.shape[0], code.type.layout)
-    block = first_col // 128
-    at = gemm.out_scale + block.to(gl.int64) * gemm.pool_rows + row
-    gl.store(at, code.to(gl.uint8), mask=row < tile.row_end)
-    is_dead = code == 255  # a value is not finite: all are +0
-    inverse = gl.expand_dims(pow2(254 - gl.where(is_dead, 0, code)), AXIS)
-    is_dead = gl.expand_dims(is_dead, AXIS)
-    one = gl.where(is_dead, 0.0, one * inverse)
-    two = gl.where(is_dead, 0.0, two * inverse)
-    return one.to(gl.float8e4nv), two.to(gl.float8e4nv)
-
-
-@gluon.jit
-def _within(gemm, values, first_col, AXIS: gl.constexpr):
-    """FP32 of 64 columns along AXIS, zero from the last column of a row on."""
-    col = first_col + gl.arange(0, 64, gl.SliceLayout(1 - AXIS, values.type.layout))
-    inside = gl.expand_dims(col < gemm.num_outputs, 1 - AXIS)
-    return gl.where(inside, values.to(gl.float32), 0.0)
 
 
 @gluon.jit

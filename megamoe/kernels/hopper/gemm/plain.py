@@ -56,18 +56,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megamoe.kernels.common.numbers import abs_bits
 from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, times
 from megamoe.kernels.gluon.compat import gl, tma
-from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
-from megamoe.kernels.gluon.operands import (
-    PREFETCH_STEPS,
-    EpilogueOperands,
-    allocate_operands,
-    fetch_operands,
-    post_tile,
-    publish_operands,
-    read_tile,
-    release_operands,
-    wait_for_operands,
-)
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     Tile,
@@ -93,6 +81,9 @@ from megamoe.kernels.gluon.tile_scheduler import (
     num_work_items,
     publish_l1_tile,
     tile_at,
+    tile_word,
+    wait_for_tile,
+    wait_until_reached,
 )
 from megamoe.kernels.hopper.gemm.decode_per_tile import decode, load_images
 from megamoe.kernels.hopper.gemm.decode_per_wave import (
@@ -104,10 +95,21 @@ from megamoe.kernels.hopper.gemm.decode_per_wave import (
     publish_jobs,
     publish_read,
     publish_rest,
-    wait_until_reached,
 )
-from megamoe.kernels.hopper.gemm.epilogue import store_transposed
-from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8, row_codes
+from megamoe.kernels.hopper.gemm.epilogue import (
+    PREFETCH_STEPS,
+    EpilogueOperands,
+    allocate_operands,
+    fetch_operands,
+    is_fp8,
+    post_tile,
+    publish_operands,
+    read_tile,
+    release_operands,
+    row_codes,
+    store_transposed,
+    wait_for_operands,
+)
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 
 

@@ -55,18 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.kernels.gluon.compat import gl, tma
 from megamoe.kernels.gluon.compiler_hooks import ours
-from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
 from megamoe.kernels.gluon.l2_policy import L2_WARM_BYTES, stream_copy, stream_policy
-from megamoe.kernels.gluon.operands import (
-    EpilogueOperands,
-    allocate_operands,
-    fetch_operands,
-    post_tile,
-    publish_operands,
-    read_tile,
-    release_operands,
-    wait_for_operands,
-)
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     GROUPS,
@@ -81,14 +70,28 @@ from megamoe.kernels.gluon.pipeline import (
     stamp_begin,
     wait_for_launch,
 )
+from megamoe.kernels.gluon.pool import read_tile_list
 from megamoe.kernels.gluon.tile_scheduler import (
     num_work_items,
     publish_l1_tile,
-    read_tile_list,
     tile_in_list,
+    tile_word,
+    wait_for_tile,
 )
-from megamoe.kernels.hopper.gemm.epilogue import finish_fp8, finish_gated, finish_linear
-from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8
+from megamoe.kernels.hopper.gemm.epilogue import (
+    EpilogueOperands,
+    allocate_operands,
+    fetch_operands,
+    finish_fp8,
+    finish_gated,
+    finish_linear,
+    is_fp8,
+    post_tile,
+    publish_operands,
+    read_tile,
+    release_operands,
+    wait_for_operands,
+)
 
 
 @record

@@ -67,8 +67,6 @@ from megamoe.kernels.gluon.mega.dispatch import (
     fill_pool,
     prefetch_inputs,
     read_routing,
-    wait_for_pool,
-    wait_for_wave,
 )
 from megamoe.kernels.gluon.mega.events import (
     COMBINE,
@@ -90,6 +88,8 @@ from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
     tiles_of_wave,
+    wait_for_pool,
+    wait_for_wave,
     wave_of,
 )
 from megamoe.kernels.gluon.mega.state import KernelArgs
@@ -100,15 +100,14 @@ from megamoe.kernels.gluon.mega.sync import (
     read_report,
     wait_for,
 )
-from megamoe.kernels.gluon.operands import fetch_operands, publish_operands
 from megamoe.kernels.gluon.pipeline import (
     GROUPS,
     fast_div,
     fence_stores,
     first_stage,
 )
-from megamoe.kernels.gluon.pool import ROW_ALIGN
-from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
+from megamoe.kernels.gluon.pool import ROW_ALIGN, num_n_tiles
+from megamoe.kernels.hopper.gemm.epilogue import fetch_operands, publish_operands
 from megamoe.kernels.hopper.gemm.swap_ab import (
     compute,
     finish,
