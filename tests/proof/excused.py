@@ -43,7 +43,7 @@ EXCUSED = {
     "mega.sync._see_ranks: ge is eq in bounded_wait(words, call + 0 * number, args.report, "
     "bound_ns, _scope(args), 'ge')":
         "no peer is a call ahead; one that gave up is then seen when the bound has come",
-    "gluon.tile_scheduler.wait_for_tile: ge is eq in bounded_wait(word, want, given_up, bound_ns, "
+    "gluon.tile_scheduler.wait_for_tile: ge is eq in bounded_wait(word, want, timeout, bound_ns, "
     "'gpu', 'ge')": "a tile's count ends at what is wanted",
     "gluon.tile_scheduler.no_items: no tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)":
         "no CTA has a tile, so nobody decodes and nobody waits",

@@ -20,8 +20,7 @@ from megamoe.kernels.blackwell import launch
 from megamoe.kernels.blackwell.launch import BYTES, Arithmetic
 from megamoe.kernels.blackwell.weights import BLOCK, Placed
 from megamoe.kernels.gluon.permute import write_tiles
-from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
-from megamoe.kernels.gluon.placed import placed_group, placed_row
+from megamoe.kernels.gluon.placed import PLACED_ROWS, placed_group, placed_row
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import expert_rows, first_above
 from megamoe.kernels.portable.acts import PLAIN
@@ -45,7 +44,7 @@ def _place_groups_kernel(
     Place p of a group is row `first + p` of all: it reads row source_in[that] of x, and goes to row
     dest_in[that] // TOP_K; without these to its own. SCALES: "placed", "codes" (FP32) or "plain".
     Groups whose counts go beyond the rows are cut there. A source that x does not have is the row
-    after its last, which copies take for zeros; such a destination is -1, which nobody stores to.
+    after its last, which copies take for zeros; such a destination is -1, which is not stored to.
     """
     group = tl.arange(0, GROUPS)
     count = tl.maximum(tl.load(counts + group, mask=group < num_groups, other=0), 0).to(tl.int64)

@@ -78,7 +78,7 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
 
     is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
-    rows    of a ring on each rank, instead of as many as any routing needs
+    rows    of a ring on each rank, instead of what the worst routing needs
     """
     wide, rows = align_up(width, WIDTH), ranks * (rows or num_rows(slots, experts, block))
 

@@ -1,4 +1,4 @@
-"""What every Hopper kernel shares: records, the stage ring, barriers, bounded waits, fences."""
+"""What all Gluon kernels share: records, the stage ring, barriers, bounded waits, fences."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -5,7 +5,7 @@ Three ways, from the simplest:
   static        work items are written before the launch (`schedule_wave`), a wave after another;
                 a wave is one tile of every CTA. Tiles of an expert stand together under each n
                 tile, so that a wave reads few weights. A tile of 64 rows at most takes half the
-                time; such tiles rotate over the CTAs, so that each gets as many of them.
+                time; such tiles rotate over the CTAs, so that each gets its share of them.
   dynamic       the same items in their own order; a CTA takes the next one from an atomic counter
 
 A work item, int32 [ITEM_WORDS]:
@@ -57,15 +57,15 @@ ITEM_TILE = tl.constexpr(6)
 ITEM_READ = tl.constexpr(7)
 
 # The tile of the plain GEMM.
-TOKENS = tl.constexpr(128)  # rows of the pool
-HALF = tl.constexpr(64)  # rows that a wgmma takes; a tile may have no more
-ROWS = tl.constexpr(256)  # weight rows
-SLABS = tl.constexpr(4)  # of 64 weight rows
+PLAIN_TOKENS = tl.constexpr(128)  # rows of the pool
+PLAIN_HALF = tl.constexpr(64)  # rows that a wgmma takes; a tile may have no more
+PLAIN_ROWS = tl.constexpr(256)  # weight rows
+PLAIN_SLABS = tl.constexpr(4)  # of 64 weight rows
 
 # Words after the number of tiles.
 NEXT_ITEM = gl.constexpr(1)  # L1's counter of taken items, then L2's
-GIVEN_UP_WORD = gl.constexpr(3)  # whether a wait was given up
-BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs, before it is given up
+TIMEOUT_WORD = gl.constexpr(3)  # 1 once a wait was given up
+BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs of the launch
 # Unless $1 >= $2: the word at $3 becomes 1, and the one at $4 -1.
 GIVE_UP = gl.constexpr("""{
 .reg .pred p;
@@ -191,8 +191,8 @@ def schedule_wave(
     slabs = tl.where(is_l2, l2[1], l1[1])
     wave = tl.where(is_l2, wave - l1_waves, wave)
     items += tl.where(is_l2, l1_waves * num_ctas * ITEM_WORDS, 0)
-    blocks = (count + TOKENS - 1) // TOKENS
-    ends_half = ((count > 0) & (count - (blocks - 1) * TOKENS <= HALF)).to(tl.int32)
+    blocks = (count + PLAIN_TOKENS - 1) // PLAIN_TOKENS
+    ends_half = ((count > 0) & (count - (blocks - 1) * PLAIN_TOKENS <= PLAIN_HALF)).to(tl.int32)
     last = tl.cumsum(blocks, 0)
     place = tl.arange(0, CTAS)
     item = wave * num_ctas + place
@@ -200,7 +200,7 @@ def schedule_wave(
     own = tl.where(used, item // num_n_tiles, 0)  # a tile of the same expert
     expert = first_above(last, own)
     rows = tl.gather(count, expert, 0)
-    size = tl.maximum(tl.cdiv(rows, TOKENS), 1)
+    size = tl.maximum(tl.cdiv(rows, PLAIN_TOKENS), 1)
     first = tl.gather(last, expert, 0) - size  # the expert's first tile
     expert_begin = tl.gather(row_begin, expert, 0)
     width = tl.cdiv(size, tl.cdiv(size, span))  # tiles of a part
@@ -209,9 +209,11 @@ def schedule_wave(
     inside_part = item - begin * num_n_tiles
     n_tile_idx = inside_part // width
     tile = begin + inside_part % width
-    row = expert_begin + (tile - first) * TOKENS
+    row = expert_begin + (tile - first) * PLAIN_TOKENS
     # Only an expert's last tile may be half, the last of its run.
-    has_half = used & (rows - (size - 1) * TOKENS <= HALF) & (begin + width == first + size)
+    has_half = (
+        used & (rows - (size - 1) * PLAIN_TOKENS <= PLAIN_HALF) & (begin + width == first + size)
+    )
     halves = tl.gather(tl.cumsum(ends_half, 0) - ends_half, expert, 0) * num_n_tiles
     halves += tl.where(has_half, n_tile_idx, 0)
     is_half = has_half & (tile == first + size - 1)
@@ -230,10 +232,10 @@ def schedule_wave(
     at = items + (wave * num_ctas + cta) * ITEM_WORDS
     tl.store(at + ITEM_EXPERT, tl.where(used, expert, -1), mask=mask)
     tl.store(at + ITEM_ROW_BEGIN, row, mask=mask)
-    tl.store(at + ITEM_ROW_END, tl.minimum(row + TOKENS, expert_begin + rows), mask=mask)
+    tl.store(at + ITEM_ROW_END, tl.minimum(row + PLAIN_TOKENS, expert_begin + rows), mask=mask)
     tl.store(at + ITEM_N_TILE, n_tile_idx, mask=mask)
     tl.store(at + ITEM_PLACE, run | num_runs << 10 | place << 20, mask=mask)
-    slab = expert * slabs + n_tile_idx * SLABS
+    slab = expert * slabs + n_tile_idx * PLAIN_SLABS
     tl.store(items + (wave * num_ctas + run) * ITEM_WORDS + ITEM_SLAB, slab, mask=begins)
     zero = tl.zeros([CTAS], tl.int32)
     own_item = items + item * ITEM_WORDS
@@ -295,13 +297,13 @@ def tile_in_list(gemm, item, ROWS: gl.constexpr):
 @gluon.jit
 def num_waves(gemm):
     """Waves of the launch; some CTAs have no tile in the last."""
-    return (num_work_items(gemm, ROWS) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    return (num_work_items(gemm, PLAIN_ROWS) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
 def end_item(gemm):
     """The end of this CTA's items, of which it takes every num_programs-th."""
-    end = num_work_items(gemm, ROWS)
+    end = num_work_items(gemm, PLAIN_ROWS)
     if gemm.HAS_ITEMS:
         last = gl.maximum(num_waves(gemm) - 1, 0) * gl.num_programs(0) + gl.program_id(0)
         end = last + gl.where(gl.load(gemm.items + last * ITEM_WORDS) < 0, 0, 1)
@@ -321,14 +323,14 @@ def tile_at(gemm, item):
             row_end=gl.load(at + ITEM_ROW_END),
         )
     else:
-        tile_idx, n_tile_idx = tile_in_list(gemm, item, ROWS)
+        tile_idx, n_tile_idx = tile_in_list(gemm, item, PLAIN_ROWS)
         return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
 
 
 @gluon.jit
-def tiles_of_wave(gemm, wave):
+def ctas_of_wave(gemm, wave):
     """CTAs that have a tile in the wave that begins with item `wave`."""
-    return gl.minimum(num_work_items(gemm, ROWS) - wave, gl.num_programs(0))
+    return gl.minimum(num_work_items(gemm, PLAIN_ROWS) - wave, gl.num_programs(0))
 
 
 @gluon.jit
@@ -387,26 +389,27 @@ def wait_for_tile(gemm, tile, error):
     want = tile.row_end - tile.row_begin
     if not gemm.GATED:
         want = gemm.l1_n_tiles
-    given_up = gemm.num_tiles + GIVEN_UP_WORD
+    timeout = gemm.num_tiles + TIMEOUT_WORD
     bound_ns = gl.to_tensor(1000).to(gl.int64) * gemm.bound_us
     word = tile_word(gemm.follows, tile.row_begin)
-    reached = bounded_wait(word, want, given_up, bound_ns, "gpu", "ge")
+    reached = bounded_wait(word, want, timeout, bound_ns, "gpu", "ge")
     gl.inline_asm_elementwise(
-        GIVE_UP, "=r,r,r,l,l", [reached, want, given_up.to(gl.int64), error.to(gl.int64)],
+        GIVE_UP, "=r,r,r,l,l", [reached, want, timeout.to(gl.int64), error.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def wait_until_reached(gemm, counter, value, given_up):
+def wait_until_reached(gemm, counter, value, timeout):
     """Wait until the words at `counter` are `value` or more; all threads of a role call it.
 
-    After BOUND_NS it gives up: `given_up` and the layer's error word are set.
+    After BOUND_NS, whatever the layer's own bound, it gives up: `timeout` and the layer's error
+    word are set.
     """
     bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
-    reached = bounded_wait(counter, value, given_up, bound_ns, "gpu", "ge")
+    reached = bounded_wait(counter, value, timeout, bound_ns, "gpu", "ge")
     gl.inline_asm_elementwise(
         GIVE_UP, "=r,r,r,l,l",
-        [reached, value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)],
+        [reached, value, timeout.to(gl.int64), gemm.decoded.error.to(gl.int64)],
         dtype=gl.int32, is_pure=False, pack=1,
     )  # fmt: skip

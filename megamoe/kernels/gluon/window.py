@@ -1,7 +1,7 @@
 """Split: a window of the rows, so that two GEMMs can share a pool smaller than all of them.
 
-Rows of all slots are known before (`permute.place`). A window holds so many of them, from one on;
-numbers of rows in it begin at zero. Tiles that lie across its ends are cut, which changes no bit.
+Rows of all slots are known before (`permute.place`). A window has `pool_rows` of them from
+`first_row` on, counted from zero. Tiles that lie across its ends are cut, which changes no bit.
 
   program      makes
   0            the tile list

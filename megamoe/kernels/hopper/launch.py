@@ -16,7 +16,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
 from megamoe.kernels.gluon.pool import Pool
-from megamoe.kernels.gluon.tile_scheduler import HALF, LinearTiles, WorkItems
+from megamoe.kernels.gluon.tile_scheduler import PLAIN_HALF, LinearTiles, WorkItems
 from megamoe.kernels.hopper.gemm.plain import gemm_kernel
 from megamoe.kernels.hopper.gemm.swap_ab import gemm_swap_ab_kernel
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS
@@ -62,7 +62,7 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
 
     is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
-    rows    of a ring on each rank, instead of as many as any routing needs
+    rows    of a ring on each rank, instead of what the worst routing needs
     """
     wide, rows = align_up(width, WIDTH), ranks * (rows or num_rows(slots, experts))
 
@@ -194,7 +194,7 @@ def _gemm(x: Pool, w: Packed, step: Launch, tile: Gemm, rest: dict[str, Any]) ->
         data, scale = weight_descriptors(w, 1, 256)
     rest = {name: value for name, value in rest.items() if name != "ACTS"}
     gemm_kernel[step.grid](
-        w=data, w_scale=scale, x=token_descriptor(x.data, HALF.value),
+        w=data, w_scale=scale, x=token_descriptor(x.data, PLAIN_HALF.value),
         x_scale=scale_descriptor(x.scale, tile.block_m), fp4=fp4, fp4_scale=fp4_scale, ring=ring,
         steps=x.data.shape[1] // 128, DECODED=w.kind == "e4m3_image", **rest, **tile.constants(),
     )  # fmt: skip
@@ -234,7 +234,7 @@ def weight_descriptors(
 
 
 def token_descriptor(data: Tensor, tokens: int) -> TensorDescriptor:
-    """TMA over tokens, so many at a time."""
+    """TMA over tokens, `tokens` at a time."""
     return _tma(data, (tokens, 128), 128)
 
 
@@ -252,8 +252,8 @@ def _described(
     t: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...],
     swizzle: int,
 ) -> TensorDescriptor:  # fmt: skip
-    """Of a tensor as it lies now: only what does not depend on the memory is remembered, so that
-    weights may move, and none that were freed are kept."""
+    """Builds a TMA descriptor. Only the layout is cached, never the pointer, so weights may move or
+    be freed."""
     form = _form(t.dtype, shape, strides, block, swizzle)
     assert t.data_ptr() % 16 == 0, "TMA reads from multiples of 16 bytes"
     descriptor = object.__new__(TensorDescriptor)

@@ -76,7 +76,7 @@ class Arithmetic:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether activations lie in the order of K that FP4 weights want (korder.py)."""
+        """Whether activations lie in the order of K that FP4 weights want (k_order.py)."""
         return bool(self.tokens.ORDERED.value)
 
     @property
@@ -269,7 +269,7 @@ def _tile(step: Launch, how: Arithmetic, order: Order) -> PortableGemm:
         kind=RangeError,
     )
     require(
-        tile.block_n == 128 or how.acts.HOLD.value not in ("codes", "scaled"),
+        tile.block_n == 128 or how.acts.STORED_AS.value not in ("codes", "scaled"),
         "a block of 128 columns must lie in one program",
         got=f"block_n {tile.block_n}",
         kind=RangeError,

@@ -174,7 +174,7 @@ def _pack_kernel(
 
 def can_pack(x: Tensor, acts: Kind) -> bool:
     """Whether rows of this tensor can be read as words and packed here."""
-    if acts.HOLD.value != "codes" or acts.BITS.value != 4:
+    if acts.STORED_AS.value != "codes" or acts.BITS.value != 4:
         return False
     pairs = x.stride(0) % 2 == 0 and x.storage_offset() % 2 == 0
     return x.dtype == torch.bfloat16 and pairs and x.shape[1] % acts.GROUP.value == 0

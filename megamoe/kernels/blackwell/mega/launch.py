@@ -52,7 +52,7 @@ def fused(
         linears |= {f"{name}_{key}": value for key, value in linear.items()}
     g = tokens.g
     # Codes that threads pack are bytes; those that the tokens' format has a type for have it.
-    codes = as_bytes(pool.data) if how.acts.HOLD.value == "placed" else pool.data
+    codes = as_bytes(pool.data) if how.acts.STORED_AS.value == "placed" else pool.data
     scale = as_bytes(pool.scale)
     run = mega_tmem_kernel[step.grid]
     if is_compiled_only:
@@ -68,7 +68,7 @@ def fused(
         signals=or_unused(world.signals, unused), peers=or_unused(world.peers, unused),
         **inbox_of(world, codes.dtype, scale.dtype), report=state.report,
         trace=or_unused(trace, unused), bound_ns=int(timeout_s * 1e9),
-        early_steps=config.weights_ahead, absent_rank=world.absent, first_rank=world.first,
+        weights_ahead=config.weights_ahead, absent_rank=world.absent, first_rank=world.first,
         first_slot=tokens.first * top_k, num_slots=world.num * num_tokens * top_k,
         tokens_per_rank=num_tokens, num_experts=experts.num,
         rows_per_rank=pool.data.shape[0] // world.local, pool_rows=pool.data.shape[0],

@@ -46,8 +46,7 @@ from megamoe.kernels.gluon.mega.sync import (
     wait_for,
 )
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, fast_div
-from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
-from megamoe.kernels.gluon.placed import placed_group, placed_row
+from megamoe.kernels.gluon.placed import PLACED_ROWS, placed_group, placed_row
 from megamoe.kernels.gluon.pool import (
     TILE_EXPERT,
     TILE_ROW_BEGIN,
@@ -98,8 +97,8 @@ def _count_slots(cta):
     args = cta.args
     E: gl.constexpr = args.EXPERTS
     count = gl.zeros([E], gl.int32, FLAT)
-    for chunk in gl.static_range(args.SLOTS // args.CHUNK):
-        slot = chunk * args.CHUNK + gl.arange(0, args.CHUNK, FLAT)
+    for chunk in gl.static_range(args.SLOTS // args.SLOT_CHUNK):
+        slot = chunk * args.SLOT_CHUNK + gl.arange(0, args.SLOT_CHUNK, FLAT)
         expert, _, _ = read_slots(args, cta.rank, slot, slot // args.TOP_K, slot < args.num_slots)
         mine = local_expert(args, cta.rank, expert)
         cta.slot_expert.index(chunk).store(mine.to(gl.int16))
@@ -210,7 +209,8 @@ def _in_waves(cta, begin, row, is_here, wave_begin, wave_end):
 def prefetch_inputs(args, cta_idx, num_ctas):
     """Bring routing and this CTA's first parts of tokens into the L2 cache: they are read soon.
 
-    Where a token is no whole number of parts, other parts come; a division would cost more.
+    If a token's width is not a multiple of PART_COLS, neighbouring parts are prefetched instead;
+    that is harmless, and cheaper than a division.
     """
     thread = gl.arange(0, 128, FLAT)
     item = cta_idx * _parts_per_cta(args, args.num_slots, num_ctas)
@@ -230,7 +230,8 @@ def prefetch_inputs(args, cta_idx, num_ctas):
 def _computed(values):
     """A volatile no-op, to have the values computed before the wait that follows.
 
-    The assembler still puts some after it, but takes no bytes apart: 48 instructions less.
+    The assembler still sinks some of them below the wait, but no longer unpacks bytes there (48
+    fewer instructions).
     """
     PACK: gl.constexpr = 32 // values.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
@@ -264,7 +265,7 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])  # [slots, columns]
     SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # slots as in PAIRS
     PACK: gl.constexpr = values_per_element(args.ACTS)
-    IS_PLACED: gl.constexpr = args.ACTS.HOLD == "placed"
+    IS_PLACED: gl.constexpr = args.ACTS.STORED_AS == "placed"
     parts = (args.width + PART_COLS - 1) // PART_COLS
     width = args.width  # elements of a row in memory
     if PACK == 2:

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.gluon.compat import reinterpret
 from megamoe.kernels.gluon.mega.state import FLAT, PAIRS, PART_COLS
-from megamoe.kernels.gluon.mega.sync import UNLIKE, expect_equal, own
+from megamoe.kernels.gluon.mega.sync import LAUNCH_MISMATCH, expect_equal, own
 from megamoe.planner.tables.hopper import MAX_RANKS
 
 SOURCES = gl.constexpr(MAX_RANKS)
@@ -32,13 +32,13 @@ def count_stride(experts):
 @gluon.constexpr_function
 def values_per_element(acts):
     """Of a pooled token: two codes of FP4 share a byte."""
-    return 2 if acts.HOLD == "placed" and acts.BITS == 4 else 1
+    return 2 if acts.STORED_AS == "placed" and acts.BITS == 4 else 1
 
 
 @gluon.jit
 def scale_stride(args):
     """Scales of a token in `inbox_scale`, to whole 16 bytes: FP32, or placed ones' bytes."""
-    if args.ACTS.HOLD == "placed":
+    if args.ACTS.STORED_AS == "placed":
         stride = (args.width // args.ACTS.GROUP + 15) // 16 * 16
     else:
         stride = (args.width + 511) // 512 * 4
@@ -66,16 +66,16 @@ def num_inbox_tokens(args, rank):
 
 @gluon.jit
 def limits_agree(args, rank):
-    """Whether all ranks have planned this launch for as many tokens; a report of who has not.
+    """Whether all ranks have planned this launch for the same number of tokens; else a report.
 
-    Places in an inbox follow from that number: with another one its rows are nobody's.
+    Places in an inbox follow from that number: with another one its rows would be wrong.
     """
     source = gl.arange(0, SOURCES, FLAT)
     at = own(args, args.inbox_counts, rank) + source * count_stride(args.EXPERTS)
     want = args.tokens_per_rank + 0 * source
     limit = gl.load(at + (args.EXPERTS + LIMIT_WORD), mask=source < args.RANKS, other=0)
     limit = gl.where(source < args.RANKS, limit, want)
-    expect_equal(args, rank, limit, want, UNLIKE, source)
+    expect_equal(args, rank, limit, want, LAUNCH_MISMATCH, source)
     return gl.min((limit == want).to(gl.int32), 0) != 0
 
 

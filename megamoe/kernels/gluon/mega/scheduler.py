@@ -11,8 +11,8 @@ it. Tickets then come in this order:
 
     L1(0) L1(1) | L2(0) fill(2) L1(2) | L2(1) fill(3) L1(3) | ...
 
-fill(w) waits for L2(w - 2), the last to read what it replaces (rows' destinations, and activations
-that L1(w) will replace); L1(w) waits for fill(w).
+fill(w) overwrites the half of pool wave w - 2, so it waits until L2(w - 2) has read it (its rows,
+their destinations, and the activations that L1(w) overwrites); L1(w) waits for fill(w).
 
 Records
   tile list  int32 [tiles, TILE_WORDS] of each CTA in global memory: expert, row_begin, row_end,
@@ -27,10 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.gluon.mega.events import FILL, L1, L2
 from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, num_parts
 from megamoe.kernels.gluon.mega.sync import (
-    CALL,
     EXIT,
     FILLED,
     L1_DONE,
+    LAST_CALL,
     POOL,
     TICKET,
     WAIT_POOL,
@@ -251,14 +251,14 @@ def _finish(cta, num_own, num_tickets):
             gl.store(cta.counters + start + word, zero, mask=start + word < args.num_counters)
         if args.RANKS > 1:
             signals = own(args, args.signals, cta.rank)
-            gl.store(signals + CALL, gl.load(signals + CALL) + 1)
+            gl.store(signals + LAST_CALL, gl.load(signals + LAST_CALL) + 1)
 
 
 @gluon.jit
 def schedule_tiles(cta, l1, l2):
-    """One warp: take tickets and push what they mean, a tile ahead of the other roles.
+    """One warp: take tickets and push what they mean, one work item ahead of the other roles.
 
-    The next ticket is taken when the CTA's last tile begins: taken earlier, a slow CTA would hold a
+    The next ticket is taken when the CTA's last tile begins: taken earlier, a slow CTA would have a
     ticket for which others wait at the end. The other roles do not wait for what takes long here:
     the counter, the tile list, divisions, code that is fetched once a tile.
     """

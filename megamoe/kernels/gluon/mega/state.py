@@ -46,7 +46,7 @@ class KernelArgs:
     report: gl.tensor
     trace: gl.tensor
     bound_ns: gl.tensor
-    early_steps: gl.tensor  # steps of a CTA's first tile that do not wait for the whole pool
+    weights_ahead: gl.tensor  # steps of a CTA's first tile that do not wait for the whole pool
     absent_rank: gl.tensor  # a rank that never signals its end, for tests of the bound; -1: none
     first_rank: gl.tensor  # of this launch
     first_slot: gl.tensor  # of the call: where this launch's slots begin, on each rank
@@ -74,7 +74,7 @@ class KernelArgs:
     LOCAL: gl.constexpr  # ranks of this launch
     EXPERTS: gl.constexpr  # num_experts to the next power of two
     SLOTS: gl.constexpr  # num_slots to the next size that kernels are compiled for
-    CHUNK: gl.constexpr  # slots of which one warpgroup reads the routing at a time
+    SLOT_CHUNK: gl.constexpr  # slots of which one warpgroup reads the routing at a time
     TOP_K: gl.constexpr  # slots of a token, those of shared experts included
     SHARED: gl.constexpr  # shared experts: the last experts, in the last slots of every token
     K_SLOTS: gl.constexpr  # TOP_K to the next power of two
@@ -106,7 +106,7 @@ class CtaState:
     num_tokens: gl.tensor  # several ranks: of all; 0 where this CTA did not see all of them
     tile_list: gl.tensor  # this CTA's
     counters: gl.tensor  # this rank's
-    # One rank: int16 [SLOTS / CHUNK, CHUNK], each slot's expert or -1; int32 [EXPERTS].
+    # One rank: int16 [SLOTS / SLOT_CHUNK, SLOT_CHUNK], each slot's expert or -1; int32 [EXPERTS].
     # Several: no slots; int32 [sources, EXPERTS], the first row of each source's slots.
     slot_expert: gl.shared_memory_descriptor
     expert_row_begin: gl.shared_memory_descriptor

@@ -1,6 +1,6 @@
 """Synchronisation between CTAs and between launches of several ranks: counters, signals, waits.
 
-A wait that does not see what it expects within its bound writes who, what, expected and seen to the
+A wait that times out writes its CTA, what it waited for, what it expected and what it saw to the
 report, which every wait polls, and goes on: roles keep completing stages of the ring, so no other
 wait is left pending and the launch ends. Its result is then worthless, and the host raises.
 """
@@ -24,8 +24,8 @@ L1_DONE = gl.constexpr(192)  # and on, of each tile of tokens: finished L1 tiles
 # stored, not added, and a wait is for this one or any later one.
 BEGUN = gl.constexpr(0)  # by rank, the last call whose tokens it has pushed here
 ENDED = gl.constexpr(8)  # by rank, the last call in which it has no tile left
-CALL = gl.constexpr(31)  # the number of this rank's last call
-GAVE_UP = gl.constexpr(2**31 - 1)  # as a number of a call: that rank has a report
+LAST_CALL = gl.constexpr(31)  # the number of this rank's last call
+TIMED_OUT = gl.constexpr(2**31 - 1)  # stored in place of a call number: the rank timed out
 
 # What a report names.
 WAIT_POOL = gl.constexpr(1)
@@ -36,7 +36,7 @@ WAIT_RANK = gl.constexpr(5)
 WAIT_WAVE = gl.constexpr(6)
 WAIT_PEER = gl.constexpr(7)
 WAIT_END = gl.constexpr(8)
-UNLIKE = gl.constexpr(9)  # no wait: a rank planned its launch for other bounds
+LAUNCH_MISMATCH = gl.constexpr(9)  # no wait: a rank planned its launch for other bounds
 
 # Unless $2 == $3: the words at $1 become 1, $4 to $7, $3 and $2, if they are not taken. Every
 # thread by itself: warps of a role may see different values, so none may wait for another.
@@ -66,7 +66,8 @@ def _log2_bytes(dtype):
 
 @gluon.jit
 def on_rank(args, pointer, rank):
-    """The same address in a rank's memory, as well aligned: buffers lie whole cache lines apart."""
+    """The same address in another rank's buffer; alignment is kept because buffers are multiples of
+    128 bytes apart."""
     if args.RANKS > 1:
         LOG2: gl.constexpr = _log2_bytes(pointer.dtype)
         pointer += gl.multiple_of(gl.load(args.peers + rank) >> LOG2, 128 >> LOG2)
@@ -100,7 +101,7 @@ def wait_for(cta, counter, want, WHAT: gl.constexpr, where):
 
 @gluon.jit
 def expect_equal(args, rank, value, want, WHAT: gl.constexpr, where):
-    """Report it where what was seen is not what was wanted."""
+    """Write the report if `value` differs from `want`."""
     _expect(args, rank, value, want, gl.to_tensor(WHAT), where)
 
 
@@ -127,7 +128,8 @@ def read_report(args):
 
 @gluon.constexpr_function
 def signal_text(scope):
-    """PTX: the words at $1 become $2 where $3 is not 0, after all that this thread knows of.
+    """PTX: the words at $1 become $2 where $3 is not 0, after all stores that happen before in this
+    thread.
 
     One fence for all of a warp's words, then plain stores: PCIe has no atomics.
     """
@@ -155,12 +157,13 @@ def _lanes():
 @gluon.jit
 def _call(args, rank):
     """The number of this call."""
-    return gl.load(own(args, args.signals, rank) + CALL) + 1
+    return gl.load(own(args, args.signals, rank) + LAST_CALL) + 1
 
 
 @gluon.jit
 def _see_ranks(args, rank, WORD: gl.constexpr, call, bound_ns):
-    """[32]: what each rank's word says, once all say this call; then the last rank's again."""
+    """[32] signal words, one per rank, once all have reached this call; lanes beyond RANKS repeat
+    the last rank."""
     number = gl.minimum(_lanes(), args.RANKS - 1)
     words = own(args, args.signals, rank) + WORD + number
     return bounded_wait(words, call + 0 * number, args.report, bound_ns, _scope(args), "ge")
@@ -183,9 +186,9 @@ def _signal_ranks(args, rank, WORD: gl.constexpr, value, to):
 def _expect_ranks(args, rank, value, call, WHAT: gl.constexpr):
     """Report the ranks that do not say this call; -> whether all do."""
     number = gl.minimum(_lanes(), args.RANKS - 1)
-    gave_up = value == GAVE_UP
-    what = gl.where(gave_up, WAIT_PEER, WHAT)
-    value = gl.where(gave_up, value, gl.minimum(value, call))
+    timed_out = value == TIMED_OUT
+    what = gl.where(timed_out, WAIT_PEER, WHAT)
+    value = gl.where(timed_out, value, gl.minimum(value, call))
     _expect(args, rank, value, call + 0 * number, what, number)
     return gl.min((value == call).to(gl.int32), 0) != 0
 
@@ -222,7 +225,7 @@ def signal_done(cta):
         if (num == cta.num_ctas - 1) & (cta.rank != args.absent_rank):
             call = _call(args, cta.rank)
             begun = _see_ranks(args, cta.rank, BEGUN, call, 0 * args.bound_ns)
-            value = gl.where(read_report(args) == 0, call, GAVE_UP)
+            value = gl.where(read_report(args) == 0, call, TIMED_OUT)
             _signal_ranks(args, cta.rank, ENDED, value, (begun >= call).to(gl.int32))
 
 

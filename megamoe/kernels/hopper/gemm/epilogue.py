@@ -7,9 +7,9 @@ Operands: factors of the tile's weight rows, topk weights and destinations of it
 to shared memory by one warp during the main loop: tensor cores are idle during an epilogue, so it
 should not wait for memory.
 
-  barrier   arrivals  arrived by               awaited by
-  full      1         who copies the operands  math, before the epilogue
-  empty[2]  GROUPS    math, after it           who copies, before the next tile's; `post_tile`
+  barrier   arrivals  arrived by             awaited by
+  full      1         the warp that copies  math, before the epilogue
+  empty[2]  GROUPS    math, after it        that warp, before the next tile's; `post_tile`
 """
 
 from triton.experimental import gluon
@@ -18,13 +18,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from megamoe.kernels.common.columns import pool_place
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e8m0_scale, pow2
 from megamoe.kernels.common.quantise import round_to_format
-from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
+from megamoe.kernels.gluon.arithmetic import divide, e4m3_scale, glu, nvfp4_scale, reciprocal, times
 from megamoe.kernels.gluon.compat import async_copy, gl, reinterpret
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, Tile, barriers, record
 from megamoe.kernels.portable.acts import CODES
 
 POSTED_WORDS = gl.constexpr(4)  # of a posted tile: expert, n tile, row_begin, row_end
-PREFETCH_STEPS = gl.constexpr(2)  # the operands are copied so many steps before a tile's last one
+PREFETCH_STEPS = gl.constexpr(2)  # the operands are copied this many steps before a tile's last
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _PLANES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 _EXPONENT = gl.constexpr(CODES["fp8_combine"].EXPONENT)
@@ -169,7 +169,7 @@ def fetch_operands(gemm, num_done, tile):
 def publish_operands(gemm, report=0):
     """The same warp, some steps later: the copies are complete.
 
-    After a report, who fills `row_dest` may not have: rows of L2 then go to the first one's place.
+    After a timeout report `row_dest` may be unwritten; all rows then go to destination 0.
     """
     dest = gemm.epilogue.dest
     NUM: gl.constexpr = dest.shape[0]
@@ -205,11 +205,11 @@ def rows_of(gemm, tile, START: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def operand(
-    of, IS_THERE: gl.constexpr, OTHER, START: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr
+    of, IS_USED: gl.constexpr, OTHER, START: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr
 ):
     """FP32 [N] of an operand from START on, or OTHER where the launch does not have it."""
     value = gl.full([N], OTHER, gl.float32, LAYOUT)
-    if IS_THERE:
+    if IS_USED:
         value = of.slice(START, N, 0).load(LAYOUT)
     return value
 
@@ -251,7 +251,7 @@ def _activated(gemm, sums, factor, bias, token_factor, weight, used):
 
 
 @gluon.jit
-def _convert_two(a, b, LAYOUT: gl.constexpr):
+def _convert_both(a, b, LAYOUT: gl.constexpr):
     """Both in another layout, by one conversion."""
     a = a.to(gl.int32, bitcast=True).to(gl.int64)
     b = b.to(gl.int32, bitcast=True).to(gl.int64)
@@ -282,25 +282,25 @@ def _tile_scales(gemm, act, other, tile, slab, num_l1_done, WG: gl.constexpr, CO
     amax = gemm.amax.index(parity * NUM).slice(0, N, 0).load(LANES)
     for i in gl.static_range(1, NUM):
         amax = gl.maximum(amax, gemm.amax.index(parity * NUM + i).slice(0, N, 0).load(LANES))
-    scale, inverse = e4m3_step(amax)
+    scale, inverse = e4m3_scale(amax)
     if WG == 0:
         row = tile.row_begin + gl.arange(0, N, LANES)
         gl.store(gemm.out_scale + slab // 4 * gemm.pool_rows + row, scale, mask=row < tile.row_end)
-    return _convert_two(scale, inverse, COL)
+    return _convert_both(scale, inverse, COL)
 
 
 @gluon.jit
 def _codes(gemm, ratio):
     """E4M3, or its values in BF16 where that is what wgmma multiplies."""
     codes = ratio.to(gl.float8e4nv)
-    return codes.to(gl.bfloat16) if gemm.ACTS.HOLD == "scaled" else codes
+    return codes.to(gl.bfloat16) if gemm.ACTS.STORED_AS == "scaled" else codes
 
 
 @gluon.jit
 def _as_bf16(gemm, act, acts_factor):
     """BF16 [32, N] of activations rounded to their format, if any: code times scale is exact."""
     N: gl.constexpr = act.shape[1]
-    if gemm.ACTS.HOLD == "plain":
+    if gemm.ACTS.STORED_AS == "plain":
         values = act
     else:
         GROUP: gl.constexpr = gemm.ACTS.GROUP
@@ -354,7 +354,7 @@ def finish_gated(gemm, low, high, tile, slab, num_l1_done, WG: gl.constexpr):
         factor = operand(ops.factor, has_factor, 1.0, START + 64, 64, ROW)
         bias = operand(ops.bias, gemm.HAS_BIAS, 0.0, START + 64, 64, ROW)
         other = _activated(gemm, high, factor, bias, token_factor, weight, used)
-    if gemm.ACTS.HOLD == "codes" or gemm.ACTS.HOLD == "scaled":
+    if gemm.ACTS.STORED_AS == "codes" or gemm.ACTS.STORED_AS == "scaled":
         gl.static_assert(GROUPS * gemm.SLABS == 4, "128 outputs share a scale")
         scale, inverse = _tile_scales(gemm, act, other, tile, slab, num_l1_done, WG, COL)
         wide = gl.expand_dims(scale, 0)
@@ -421,14 +421,14 @@ def is_fp8(pointer_dtype):
 
 
 @gluon.jit
-def row_codes(gemm, one, two, tile, first_col, START: gl.constexpr, AXIS: gl.constexpr):
-    """E4M3 of BF16 values of the tile's rows from number START on; their scales are kept.
+def row_codes(gemm, first, second, tile, first_col, START: gl.constexpr, AXIS: gl.constexpr):
+    """E4M3 of BF16 values of the tile's rows from number START on; their scales go to `out_scale`.
 
-    one, two  64 columns each along AXIS, the first from `first_col` on: a block that shares scales
+    first, second  64 columns each along AXIS, from `first_col` on: a block that shares scales
     """
-    one = _within(gemm, one, first_col, AXIS)
-    two = _within(gemm, two, first_col + 64, AXIS)
-    bits = gl.maximum(gl.max(abs_bits(one), AXIS), gl.max(abs_bits(two), AXIS))
+    first = _within(gemm, first, first_col, AXIS)
+    second = _within(gemm, second, first_col + 64, AXIS)
+    bits = gl.maximum(gl.max(abs_bits(first), AXIS), gl.max(abs_bits(second), AXIS))
     code = e8m0_scale(bits, _EXPONENT, _MANTISSA)
     row = tile.row_begin + START + gl.arange(0, code.shape[0], code.type.layout)
     block = first_col // 128
@@ -437,9 +437,9 @@ def row_codes(gemm, one, two, tile, first_col, START: gl.constexpr, AXIS: gl.con
     is_dead = code == 255  # a value is not finite: all are +0
     inverse = gl.expand_dims(pow2(254 - gl.where(is_dead, 0, code)), AXIS)
     is_dead = gl.expand_dims(is_dead, AXIS)
-    one = gl.where(is_dead, 0.0, one * inverse)
-    two = gl.where(is_dead, 0.0, two * inverse)
-    return one.to(gl.float8e4nv), two.to(gl.float8e4nv)
+    first = gl.where(is_dead, 0.0, first * inverse)
+    second = gl.where(is_dead, 0.0, second * inverse)
+    return first.to(gl.float8e4nv), second.to(gl.float8e4nv)
 
 
 @gluon.jit
@@ -482,7 +482,8 @@ def _store_far(gemm, v, tile, first_col, width):
     """BF16 [64 columns, N] to rows that may be other ranks', 16 bytes a thread.
 
     A warp has 16 columns of every token: they are transposed by shuffles, and stored 32 bytes
-    together, as a link takes them. Rows begin at multiples of 16 bytes: so many are a `hidden`.
+    together, as a link takes them. Rows begin at multiples of 16 bytes, as
+    `hidden` is a multiple of 8.
     """
     N: gl.constexpr = v.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 4], [1, 0])

@@ -1,9 +1,9 @@
 """L2's rows where combine="fp8": codes for the link, scales for this rank's memory.
 
 A row is rounded to BF16 and then to `fp8_combine`, as everywhere: E4M3 codes, and an E8M0 scale for
-each 128 columns, which one warpgroup has. Codes go home from the epilogue, 16 bytes a thread. A
-scale is a byte a row and block: scales are kept, [blocks, pool_rows], and `scales_kernel` sends
-those of a row together, after L2.
+each 128 columns, which one warpgroup has. Codes go to the tokens' ranks from the epilogue, 16
+bytes a thread. Scales are single bytes, too small for remote stores: they are collected locally,
+[blocks, pool_rows], and sent by `scales_kernel` after L2.
 """
 
 from triton.experimental import gluon
@@ -45,9 +45,9 @@ def scales_kernel(
         exponents = gl.load(scale + block.to(gl.int64) * pool_rows + row, mask=mask, other=127)
         row = first + gl.arange(0, _GROUP, gl.SliceLayout(1, WIDE))
         used = row < end
-        home = gl.expand_dims(gl.load(dest + row, mask=used, other=0) * 16, 1)
+        to_row = gl.expand_dims(gl.load(dest + row, mask=used, other=0) * 16, 1)
         at = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, WIDE)), 0)
-        to = rows + hidden + home + at
+        to = rows + hidden + to_row + at
         gl.store(
             to, gl.convert_layout(exponents, WIDE), mask=gl.expand_dims(used, 1) & (at < PITCH)
         )

@@ -73,7 +73,7 @@ def fused(
         counters=state.counters, signals=or_unused(world.signals, unused),
         peers=or_unused(world.peers, unused), **inbox_of(world, pool.data.dtype),
         report=state.report, trace=or_unused(trace, unused),
-        bound_ns=int(timeout_s * 1e9), early_steps=config.weights_ahead, absent_rank=world.absent,
+        bound_ns=int(timeout_s * 1e9), weights_ahead=config.weights_ahead, absent_rank=world.absent,
         first_rank=world.first, first_slot=tokens.first * tokens.idx.shape[1], num_slots=slots,
         tokens_per_rank=num_tokens, num_experts=num_experts,
         rows_per_rank=pool.data.shape[0] // world.local, pool_rows=pool.data.shape[0],

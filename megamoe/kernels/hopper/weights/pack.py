@@ -48,7 +48,7 @@ class Packed:
 
     @property
     def num_rows(self) -> int:
-        """Weight rows that are multiplied: L1's outputs are as many as L2's K, padded."""
+        """Weight rows that are multiplied: L1's outputs are L2's K, padded."""
         return 2 * align_up(self.num_outputs, WIDTH) if self.is_gated else self.num_outputs
 
 
