@@ -99,7 +99,6 @@ from megamoe.kernels.gluon.pipeline import (
     stamp_begin,
     wait_for_launch,
 )
-from megamoe.kernels.gluon.pool import read_tile_list
 from megamoe.kernels.gluon.tile_scheduler import (
     next_item,
     num_work_items,
@@ -194,8 +193,7 @@ class TmemGemm:
 def _tile_at(gemm, item):
     """The tile of a work item."""
     ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS * gemm.CTAS
-    tile_idx, n_tile_idx = tile_in_list(gemm, item, ROWS)
-    return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
+    return tile_in_list(gemm, item, ROWS)
 
 
 @gluon.jit

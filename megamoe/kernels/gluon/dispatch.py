@@ -60,6 +60,21 @@ def ready_codes(x_row, scale_row, first_col, hidden, ACTS: tl.constexpr, COLS: t
 
 
 @triton.jit
+def quantised(source, by, ACTS: tl.constexpr, COLS: tl.constexpr):
+    """COLS columns of a token in the format, one element a column, and their scales."""
+    G: tl.constexpr = ACTS.GROUP
+    tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
+    ratio, stored, step = quantise_blocks(tile, by, ACTS)
+    if ACTS.STORED_AS == "values":
+        values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
+    elif ACTS.STORED_AS == "scaled":
+        values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
+    else:
+        values = tl.reshape(ACTS.code(ratio), (COLS,))
+    return values, stored
+
+
+@triton.jit
 def _store_placed(
     codes, stored, row, used, data, scale, first_col, width, ACTS: tl.constexpr,
     COLS: tl.constexpr, ALIGN: tl.constexpr,
@@ -145,17 +160,9 @@ def _pool_kernel(
                 wide = tl.broadcast_to(scales[None, :], scale_place.shape)
                 tl.store(scale + scale_place, wide, mask=scale_mask)
         else:
-            G: tl.constexpr = ACTS.GROUP
             by = tl.load(g + token * g_stride) if HAS_G else 1.0
-            tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
-            ratio, stored, step = quantise_blocks(tile, by, ACTS)
-            if ACTS.STORED_AS == "values":
-                values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
-            else:
-                if ACTS.STORED_AS == "scaled":
-                    values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
-                else:
-                    values = tl.reshape(ACTS.code(ratio), (COLS,))
+            values, stored = quantised(source, by, ACTS, COLS)
+            if ACTS.STORED_AS != "values":
                 wide = tl.broadcast_to(stored, scale_place.shape)
                 tl.store(scale + scale_place, wide, mask=scale_mask)
         tl.store(data + place, tl.broadcast_to(values[None, :], place.shape), mask=mask)

@@ -32,11 +32,11 @@ from torch import Tensor
 from triton.experimental import gluon
 
 from megamoe.kernels.common.columns import token_column
-from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
+from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.compat import gl
-from megamoe.kernels.gluon.dispatch import ready_codes, token_codes
-from megamoe.kernels.gluon.mega.sync import REPORT
+from megamoe.kernels.gluon.dispatch import quantised, ready_codes, token_codes
+from megamoe.kernels.gluon.mega.sync import log2_bytes, report_difference
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
     bounded_wait,
@@ -45,7 +45,6 @@ from megamoe.kernels.gluon.pipeline import (
     wait_for_launch,
     wait_until,
 )
-from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.layout.pushed import LIST_ALIGN, MAX_SOURCES, TokenWords
 from megamoe.planner.launches import Launch
 
@@ -125,17 +124,9 @@ def _quantize_kernel(
                 scales = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
                 tl.store(to_scale, scales, mask=block < width // 128)
         else:
-            G: tl.constexpr = ACTS.GROUP
             by = tl.load(g + token * g_stride) if HAS_G else 1.0
-            tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
-            ratio, stored, step = quantise_blocks(tile, by, ACTS)
-            if ACTS.STORED_AS == "values":
-                values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
-            else:
-                if ACTS.STORED_AS == "scaled":
-                    values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
-                else:
-                    values = tl.reshape(ACTS.code(ratio), (COLS,))
+            values, stored = quantised(source, by, ACTS, COLS)
+            if ACTS.STORED_AS != "values":
                 tl.store(to_scale, tl.reshape(stored, (COLS // 128,)), mask=block < width // 128)
         tl.store(data + token * data_pitch + col, values, mask=col < width)
     if HAS_G and part == 0:
@@ -212,15 +203,10 @@ class Peers:
     RANKS: gl.constexpr
 
 
-@gluon.constexpr_function
-def _log2_bytes(dtype):
-    return (dtype.element_ty.primitive_bitwidth // 8).bit_length() - 1
-
-
 @gluon.jit
 def at_peer(peers, pointer, peer):
     """The same place in a peer's memory; mappings and regions lie at multiples of 128 bytes."""
-    LOG2: gl.constexpr = _log2_bytes(pointer.dtype)
+    LOG2: gl.constexpr = log2_bytes(pointer.dtype)
     return pointer + gl.multiple_of(gl.load(peers + peer) >> LOG2, 128 >> LOG2)
 
 
@@ -247,20 +233,10 @@ def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
     why = gl.where(saw_mismatch, PEER_MISMATCH, WAIT_STOPPED)
     what = gl.where(stopped_by > 0, why, WHAT)
     where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_MISMATCH, peer)
-    _report(p, gl.minimum(value, call), call, what, where)
+    report_difference(p, p.rank, gl.minimum(value, call), call, what, where)
     # Name the first rank that gave up, not the one that forwards it.
     _signal_timeout(p, value, call, gl.where(stopped_by > 0, stopped_by, p.rank + 1))
     return value
-
-
-@gluon.jit
-def _report(p, value, want, what, where):
-    """The layer's report, unless `value` is `want`."""
-    gl.inline_asm_elementwise(
-        REPORT, "=r,l,r,r,r,r,r,r",
-        [p.report.to(gl.int64), value, want, p.rank, gl.program_id(0), what, where],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -271,7 +247,7 @@ def _expect_limit(p, limits, limit, peer, has_pushed):
     """
     theirs = gl.load(limits + peer, volatile=True)
     theirs = gl.where(has_pushed, theirs, limit)
-    _report(p, theirs, limit, gl.to_tensor(CALL_MISMATCH), peer)
+    report_difference(p, p.rank, theirs, limit, gl.to_tensor(CALL_MISMATCH), peer)
     is_same = (theirs == limit).to(gl.int32)
     _signal_timeout(p, is_same, gl.to_tensor(1), p.rank + 1 + SAW_MISMATCH)
     return is_same

@@ -55,6 +55,8 @@ ITEM_SLAB = tl.constexpr(5)
 ITEM_STORED = tl.constexpr(6)
 ITEM_TILE = tl.constexpr(6)
 ITEM_READ = tl.constexpr(7)
+PLACE_BITS = tl.constexpr(10)  # of each of the three numbers in ITEM_PLACE
+PLACE_MASK = tl.constexpr(1023)
 
 # The tile of the plain GEMM.
 PLAIN_TOKENS = tl.constexpr(128)  # rows of the pool
@@ -234,7 +236,7 @@ def schedule_wave(
     tl.store(at + ITEM_ROW_BEGIN, row, mask=mask)
     tl.store(at + ITEM_ROW_END, tl.minimum(row + PLAIN_TOKENS, expert_begin + rows), mask=mask)
     tl.store(at + ITEM_N_TILE, n_tile_idx, mask=mask)
-    tl.store(at + ITEM_PLACE, run | num_runs << 10 | place << 20, mask=mask)
+    tl.store(at + ITEM_PLACE, run | num_runs << PLACE_BITS | place << (2 * PLACE_BITS), mask=mask)
     slab = expert * slabs + n_tile_idx * PLAIN_SLABS
     tl.store(items + (wave * num_ctas + run) * ITEM_WORDS + ITEM_SLAB, slab, mask=begins)
     zero = tl.zeros([CTAS], tl.int32)
@@ -250,6 +252,31 @@ def no_items(items, wave, num_ctas, CTAS: tl.constexpr):
     at = items + (wave * num_ctas + place) * ITEM_WORDS
     tl.store(at + ITEM_EXPERT, place * 0 - 1, mask=place < num_ctas)
     tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)
+
+
+@triton.jit
+def schedule_window(
+    wave, count, row_begin, l1, l2, l1_waves, span, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr
+):
+    """One program: the items of one wave of L1 or, from wave `l1_waves` on, of L2 on its own grid.
+
+    l1, l2  (items, num_n_tiles, slabs, num_ctas) of each linear; otherwise as `schedule_wave`
+    """
+    if tl.sum(count, 0) == 0:
+        if wave < l1_waves:
+            no_items(l1[0], wave, l1[3], CTAS)
+        else:
+            no_items(l2[0], wave - l1_waves, l2[3], CTAS)
+    elif wave < l1_waves:
+        schedule_wave(
+            wave, count, row_begin, l1[0], (l1[1], l1[2]), (l1[1], l1[2]), l1_waves, l1[3], span,
+            CTAS, IS_DYNAMIC,
+        )  # fmt: skip
+    else:
+        schedule_wave(
+            wave - l1_waves, count, row_begin, l2[0], (l2[1], l2[2]), (l2[1], l2[2]), 0, l2[3],
+            span, CTAS, IS_DYNAMIC,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=list(SIZES))
@@ -286,12 +313,12 @@ def num_work_items(gemm, ROWS: gl.constexpr):
 
 @gluon.jit
 def tile_in_list(gemm, item, ROWS: gl.constexpr):
-    """(index in the tile list, n tile) of an item: SPAN tiles share a sweep over the n tiles."""
+    """The tile of an item, round robin: SPAN tiles of tokens share a sweep over the n tiles."""
     n_tiles = num_n_tiles(gemm, ROWS)
     first = item // (gemm.SPAN * n_tiles) * gemm.SPAN
     size = gl.minimum(gl.load(gemm.num_tiles) - first, gemm.SPAN)
     inside = item % (gemm.SPAN * n_tiles)
-    return first + inside % size, inside // size
+    return read_tile_list(gemm.tiles, first + inside % size, inside // size)
 
 
 @gluon.jit
@@ -306,7 +333,7 @@ def end_item(gemm):
     end = num_work_items(gemm, PLAIN_ROWS)
     if gemm.HAS_ITEMS:
         last = gl.maximum(num_waves(gemm) - 1, 0) * gl.num_programs(0) + gl.program_id(0)
-        end = last + gl.where(gl.load(gemm.items + last * ITEM_WORDS) < 0, 0, 1)
+        end = last + gl.where(gl.load(gemm.items + last * ITEM_WORDS + ITEM_EXPERT) < 0, 0, 1)
     return end
 
 
@@ -323,8 +350,7 @@ def tile_at(gemm, item):
             row_end=gl.load(at + ITEM_ROW_END),
         )
     else:
-        tile_idx, n_tile_idx = tile_in_list(gemm, item, PLAIN_ROWS)
-        return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
+        return tile_in_list(gemm, item, PLAIN_ROWS)
 
 
 @gluon.jit
@@ -341,7 +367,7 @@ def place_of(gemm, item):
     runs = gl.inline_asm_elementwise(
         "bfe.u32 $0, $1, 10, 10;", "=r,r", [packed], dtype=gl.int32, is_pure=True, pack=1
     )
-    return packed & 1023, runs, packed >> 20
+    return packed & PLACE_MASK, runs, packed >> (2 * PLACE_BITS)
 
 
 # -- dynamic: the next item, and L2 that follows L1 tile by tile -----------------------------------

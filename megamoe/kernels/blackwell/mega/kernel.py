@@ -213,7 +213,7 @@ def decode(cta, l1, l2):
 
 
 @gluon.jit
-def _finish(cta, l1, l2, item, report, stage, accum):
+def _finish(l1, l2, item, report, stage, accum):
     """This warpgroup's tile, from its sums to memory; -> the next stage and accumulator.
 
     report  not zero: destinations may be garbage, so L2 has no rows
@@ -281,7 +281,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
                     wait_for_wave(cta, item.tile_idx)
                     report = read_report(args)
                 begin = now(args)
-                stage, accum = _finish(cta, l1, l2, item, report, stage, accum)
+                stage, accum = _finish(l1, l2, item, report, stage, accum)
                 _count(cta, item)
                 stamp(args, MATH, i + 1, kind, item.ticket, begin)
             elif l1.FORMAT.PROMOTED:  # it reads stages itself

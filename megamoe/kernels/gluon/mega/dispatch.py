@@ -256,6 +256,41 @@ def _store_placed(args, scale, row, part):
 
 
 @gluon.jit
+def _store_scales(args, scale, row, part, LAYOUT: gl.constexpr):
+    """FP32 scales [1, blocks] of a part to each row of the token."""
+    BLOCKS: gl.constexpr = PART_COLS // 128
+    block = part * BLOCKS + gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT))
+    to = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    at = gl.expand_dims(block * args.pool_rows, 0) + gl.expand_dims(to, 1)
+    mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(block < args.width // 128, 0)
+    scale, at = gl.broadcast(scale, at)
+    gl.store(args.pool_scale + at, scale, mask=mask)
+
+
+@gluon.jit
+def _store_row_operands(cta, row, weight, token, source, here):
+    """What epilogues read of each row of a token: destination, topk weight, NVFP4's factor.
+
+    source, here  several ranks: the token's rank, and its number there
+    """
+    args = cta.args
+    used = row >= 0
+    number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
+    dest = token * args.TOP_K + number
+    if args.RANKS > 1:
+        dest = (here * args.TOP_K + number).to(gl.int64) * args.hidden
+        dest += gl.load(args.peers + source) >> 1  # BF16
+    gl.store(args.row_dest + row, dest, mask=used)
+    gl.store(args.row_weight + row, weight, mask=used)
+    if args.FACTOR == "expert":
+        if args.RANKS == 1:
+            factor = gl.load(args.g + token * args.g_stride) + 0.0 * weight
+        else:
+            factor = read_g(args, cta.rank, source) + 0.0 * weight
+        gl.store(args.row_factor + row, factor, mask=used)
+
+
+@gluon.jit
 def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
     """Parts [begin, end) of tokens: quantise once, write to each row of the token, count them.
 
@@ -281,6 +316,8 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
         place = col  # in memory
         if PACK == 2:
             place = part * (PART_COLS // 2) + gl.arange(0, PART_COLS // 2, gl.SliceLayout(0, WIDE))
+        source = token
+        here = token
         if args.RANKS == 1:
             source_col = col
             if args.BY_GROUP:
@@ -319,30 +356,11 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
         values, at = gl.broadcast(values, at)
         gl.store(args.pool + at, values, mask=mask)
         if args.PROMOTED:
-            BLOCKS: gl.constexpr = PART_COLS // 128
-            block = part * BLOCKS + gl.arange(0, BLOCKS, gl.SliceLayout(0, SMALL))
-            to = gl.convert_layout(row, gl.SliceLayout(1, SMALL), assert_trivial=True)
-            at = gl.expand_dims(block * args.pool_rows, 0) + gl.expand_dims(to, 1)
-            mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(block < args.width // 128, 0)
-            scale, at = gl.broadcast(scale, at)
-            gl.store(args.pool_scale + at, scale, mask=mask)
+            _store_scales(args, scale, row, part, SMALL)
         elif IS_PLACED:
             _store_placed(args, scale, row, part)
         if part == 0:
-            used = row >= 0
-            number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
-            dest = token * args.TOP_K + number
-            if args.RANKS > 1:
-                dest = (here * args.TOP_K + number).to(gl.int64) * args.hidden
-                dest += gl.load(args.peers + source) >> 1  # BF16
-            gl.store(args.row_dest + row, dest, mask=used)
-            gl.store(args.row_weight + row, weight, mask=used)
-            if args.FACTOR == "expert":
-                if args.RANKS == 1:
-                    factor = gl.load(args.g + token * args.g_stride) + 0.0 * weight
-                else:
-                    factor = read_g(args, cta.rank, source) + 0.0 * weight
-                gl.store(args.row_factor + row, factor, mask=used)
+            _store_row_operands(cta, row, weight, token, source, here)
     if begin < end:
         publish_count(counter, end - begin)
 

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.gluon.compat import reinterpret
+from megamoe.kernels.gluon.mega.scheduler import running_sum
 from megamoe.kernels.gluon.mega.state import FLAT, PAIRS, PART_COLS
 from megamoe.kernels.gluon.mega.sync import LAUNCH_MISMATCH, expect_equal, own
 from megamoe.planner.tables.hopper import MAX_RANKS
@@ -46,11 +47,6 @@ def scale_stride(args):
 
 
 @gluon.jit
-def _plus(a, b):
-    return a + b
-
-
-@gluon.jit
 def _tokens_by_source(args, rank):
     """[SOURCES]: tokens of each rank in this call."""
     source = gl.arange(0, SOURCES, FLAT)
@@ -82,7 +78,7 @@ def limits_agree(args, rank):
 @gluon.jit
 def token_ends(cta):
     """[SOURCES]: tokens of all ranks up to and with each."""
-    return gl.associative_scan(_tokens_by_source(cta.args, cta.rank), 0, _plus)
+    return running_sum(_tokens_by_source(cta.args, cta.rank))
 
 
 @gluon.jit
@@ -107,7 +103,7 @@ def inbox_counts(cta):
 def store_row_begins(cta, counts, row_begin):
     """The first row of each source's slots of each expert, for `inbox_rows`."""
     first = gl.convert_layout(row_begin, gl.SliceLayout(0, BY_SOURCE))
-    before = gl.associative_scan(counts, 0, _plus) - counts
+    before = running_sum(counts) - counts
     TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     table = reinterpret(cta.expert_row_begin, gl.int32, [SOURCES, cta.args.EXPERTS], TABLE)
     table.store(gl.expand_dims(first, 0) + before)

@@ -25,9 +25,20 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.gluon.mega.events import FILL, L1, L2
-from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, num_parts
+from megamoe.kernels.gluon.mega.state import (
+    QUEUE_EXPERT,
+    QUEUE_KIND,
+    QUEUE_N_TILE,
+    QUEUE_ROW_BEGIN,
+    QUEUE_ROW_END,
+    QUEUE_TICKET,
+    QUEUE_TILE,
+    QUEUE_WORDS,
+    num_parts,
+)
 from megamoe.kernels.gluon.mega.sync import (
     EXIT,
+    EXIT_TICKET,
     FILLED,
     L1_DONE,
     LAST_CALL,
@@ -70,14 +81,15 @@ def _push(cta, i, item):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
     mbarrier.wait(cta.item_empty.index(slot), ((i >> 1) & 1) ^ 1)
+    begin = slot * QUEUE_WORDS
     zero = gl.zeros([1], gl.int32, LAYOUT)
-    cta.queue.index(slot * QUEUE_WORDS).store(zero + item.kind)
-    cta.queue.index(slot * QUEUE_WORDS + 1).store(zero + item.ticket)
-    cta.queue.index(slot * QUEUE_WORDS + 2).store(zero + item.tile_idx)
-    cta.queue.index(slot * QUEUE_WORDS + 3).store(zero + item.tile.n_tile_idx)
-    cta.queue.index(slot * QUEUE_WORDS + 4).store(zero + item.tile.expert)
-    cta.queue.index(slot * QUEUE_WORDS + 5).store(zero + item.tile.row_begin)
-    cta.queue.index(slot * QUEUE_WORDS + 6).store(zero + item.tile.row_end)
+    cta.queue.index(begin + QUEUE_KIND).store(zero + item.kind)
+    cta.queue.index(begin + QUEUE_TICKET).store(zero + item.ticket)
+    cta.queue.index(begin + QUEUE_TILE).store(zero + item.tile_idx)
+    cta.queue.index(begin + QUEUE_N_TILE).store(zero + item.tile.n_tile_idx)
+    cta.queue.index(begin + QUEUE_EXPERT).store(zero + item.tile.expert)
+    cta.queue.index(begin + QUEUE_ROW_BEGIN).store(zero + item.tile.row_begin)
+    cta.queue.index(begin + QUEUE_ROW_END).store(zero + item.tile.row_end)
     mbarrier.arrive(cta.item_full.index(slot), count=1)
 
 
@@ -92,14 +104,15 @@ def pop_item(cta, i):
     """Every other role: item number i of its CTA."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
+    begin = slot * QUEUE_WORDS
     mbarrier.wait(cta.item_full.index(slot), (i >> 1) & 1)
-    kind = gl.max(cta.queue.index(slot * QUEUE_WORDS).load(LAYOUT), 0)
-    ticket = gl.max(cta.queue.index(slot * QUEUE_WORDS + 1).load(LAYOUT), 0)
-    tile_idx = gl.max(cta.queue.index(slot * QUEUE_WORDS + 2).load(LAYOUT), 0)
-    n_tile_idx = gl.max(cta.queue.index(slot * QUEUE_WORDS + 3).load(LAYOUT), 0)
-    expert = gl.max(cta.queue.index(slot * QUEUE_WORDS + 4).load(LAYOUT), 0)
-    row_begin = gl.max(cta.queue.index(slot * QUEUE_WORDS + 5).load(LAYOUT), 0)
-    row_end = gl.max(cta.queue.index(slot * QUEUE_WORDS + 6).load(LAYOUT), 0)
+    kind = gl.max(cta.queue.index(begin + QUEUE_KIND).load(LAYOUT), 0)
+    ticket = gl.max(cta.queue.index(begin + QUEUE_TICKET).load(LAYOUT), 0)
+    tile_idx = gl.max(cta.queue.index(begin + QUEUE_TILE).load(LAYOUT), 0)
+    n_tile_idx = gl.max(cta.queue.index(begin + QUEUE_N_TILE).load(LAYOUT), 0)
+    expert = gl.max(cta.queue.index(begin + QUEUE_EXPERT).load(LAYOUT), 0)
+    row_begin = gl.max(cta.queue.index(begin + QUEUE_ROW_BEGIN).load(LAYOUT), 0)
+    row_end = gl.max(cta.queue.index(begin + QUEUE_ROW_END).load(LAYOUT), 0)
     mbarrier.arrive(cta.item_empty.index(slot), count=1)
     tile = Tile(expert=expert, n_tile_idx=n_tile_idx, row_begin=row_begin, row_end=row_end)
     return WorkItem(kind=kind, ticket=ticket, tile_idx=tile_idx, tile=tile)
@@ -115,7 +128,7 @@ def _plus(a, b):
 
 @gluon.jit
 def running_sum(v):
-    """[N]: of each and all before it."""
+    """Sums along the first dimension: of each and all before it."""
     return gl.associative_scan(v, 0, _plus)
 
 
@@ -241,9 +254,11 @@ def _finish(cta, num_own, num_tickets):
     wait_for_done(cta)
     mbarrier.arrive(cta.all_done, count=1)
     mbarrier.wait(cta.pool_filled, 0)  # load_tokens of a CTA without a tile may still poll POOL
-    out = gl.atomic_add(cta.counters + EXIT, num_own * 1024 + 1, sem="acq_rel", scope="gpu")
-    if out % 1024 == cta.num_ctas - 1:
-        expect_equal(args, cta.rank, out // 1024 + num_own, num_tickets, WAIT_TICKETS, cta.rank)
+    out = gl.atomic_add(cta.counters + EXIT, num_own * EXIT_TICKET + 1, sem="acq_rel", scope="gpu")
+    if out % EXIT_TICKET == cta.num_ctas - 1:
+        expect_equal(
+            args, cta.rank, out // EXIT_TICKET + num_own, num_tickets, WAIT_TICKETS, cta.rank
+        )
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         word = gl.arange(0, 32, LAYOUT)
         zero = gl.zeros([32], gl.int32, LAYOUT)

@@ -11,7 +11,15 @@ FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # [slots of a token, other slots]: every warp compares its own slots with all others, so that no sum
 # leaves the warp, and code is short.
 PAIRS = gl.constexpr(gl.BlockedLayout([1, PAIR_SLOTS.value // 32], [1, 32], [4, 1], [1, 0]))
-QUEUE_WORDS = gl.constexpr(7)  # of a work item: kind, ticket, tile, n tile, expert, begin, end
+# Words of a work item in the queue.
+QUEUE_WORDS = gl.constexpr(7)
+QUEUE_KIND = gl.constexpr(0)
+QUEUE_TICKET = gl.constexpr(1)
+QUEUE_TILE = gl.constexpr(2)
+QUEUE_N_TILE = gl.constexpr(3)
+QUEUE_EXPERT = gl.constexpr(4)
+QUEUE_ROW_BEGIN = gl.constexpr(5)
+QUEUE_ROW_END = gl.constexpr(6)
 
 
 @record

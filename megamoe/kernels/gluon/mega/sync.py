@@ -14,11 +14,12 @@ from megamoe.kernels.gluon.pipeline import bounded_wait, fence_stores
 POOL = gl.constexpr(0)  # parts of tokens that are in the pool
 TICKET = gl.constexpr(32)  # tickets taken, beyond the two that every CTA has
 DONE = gl.constexpr(64)  # CTAs that have no tile left
-EXIT = gl.constexpr(96)  # CTAs that no longer need the counters; * 1024: tickets they had
+EXIT = gl.constexpr(96)  # CTAs that no longer need the counters; * EXIT_TICKET: their tickets
 PUSHED = gl.constexpr(112)  # several ranks: CTAs that have pushed their tokens; before EXIT counts
 FILLED = gl.constexpr(128)  # of each pool wave: parts of tokens that are in the pool
 L2_DONE = gl.constexpr(160)  # of each pool wave: finished L2 tiles
 L1_DONE = gl.constexpr(192)  # and on, of each tile of tokens: finished L1 tiles
+EXIT_TICKET = gl.constexpr(1024)  # what a ticket adds to EXIT; a CTA adds 1
 
 # Words of a rank's signals. Calls are numbered; nothing is counted or cleared here, so a number is
 # stored, not added, and a wait is for this one or any later one.
@@ -38,9 +39,12 @@ WAIT_PEER = gl.constexpr(7)
 WAIT_END = gl.constexpr(8)
 LAUNCH_MISMATCH = gl.constexpr(9)  # no wait: a rank planned its launch for other bounds
 
-# Unless $2 == $3: the words at $1 become 1, $4 to $7, $3 and $2, if they are not taken. Every
-# thread by itself: warps of a role may see different values, so none may wait for another.
-REPORT = gl.constexpr("""{
+# Bytes of a report's words from its first one, which is 1 once they are written.
+_RANK, _CTA, _WHAT, _WHERE, _WANT, _VALUE = range(4, 28, 4)
+# Unless $2 == $3, and unless there is one: the report at $1 becomes rank $4, CTA $5, what $6,
+# where $7, expected $3, seen $2. Every thread by itself: warps of a role may see different values,
+# so none may wait for another.
+REPORT = gl.constexpr(f"""{{
 .reg .pred p;
 .reg .b32 taken;
 setp.eq.s32 p, $2, $3;
@@ -48,19 +52,19 @@ setp.eq.s32 p, $2, $3;
 atom.relaxed.gpu.global.cas.b32 taken, [$1], 0, 1;
 setp.ne.s32 p, taken, 0;
 @p bra done;
-st.relaxed.gpu.global.b32 [$1+4], $4;
-st.relaxed.gpu.global.b32 [$1+8], $5;
-st.relaxed.gpu.global.b32 [$1+12], $6;
-st.relaxed.gpu.global.b32 [$1+16], $7;
-st.relaxed.gpu.global.b32 [$1+20], $3;
-st.relaxed.gpu.global.b32 [$1+24], $2;
+st.relaxed.gpu.global.b32 [$1+{_RANK}], $4;
+st.relaxed.gpu.global.b32 [$1+{_CTA}], $5;
+st.relaxed.gpu.global.b32 [$1+{_WHAT}], $6;
+st.relaxed.gpu.global.b32 [$1+{_WHERE}], $7;
+st.relaxed.gpu.global.b32 [$1+{_WANT}], $3;
+st.relaxed.gpu.global.b32 [$1+{_VALUE}], $2;
 done:
 mov.b32 $0, 0;
-}""")
+}}""")
 
 
 @gluon.constexpr_function
-def _log2_bytes(dtype):
+def log2_bytes(dtype):
     return (dtype.element_ty.primitive_bitwidth // 8).bit_length() - 1
 
 
@@ -69,7 +73,7 @@ def on_rank(args, pointer, rank):
     """The same address in another rank's buffer; alignment is kept because buffers are multiples of
     128 bytes apart."""
     if args.RANKS > 1:
-        LOG2: gl.constexpr = _log2_bytes(pointer.dtype)
+        LOG2: gl.constexpr = log2_bytes(pointer.dtype)
         pointer += gl.multiple_of(gl.load(args.peers + rank) >> LOG2, 128 >> LOG2)
     return pointer
 
@@ -102,11 +106,12 @@ def wait_for(cta, counter, want, WHAT: gl.constexpr, where):
 @gluon.jit
 def expect_equal(args, rank, value, want, WHAT: gl.constexpr, where):
     """Write the report if `value` differs from `want`."""
-    _expect(args, rank, value, want, gl.to_tensor(WHAT), where)
+    report_difference(args, rank, value, want, gl.to_tensor(WHAT), where)
 
 
 @gluon.jit
-def _expect(args, rank, value, want, what, where):
+def report_difference(args, rank, value, want, what, where):
+    """The same of what is known on the device alone; anything with a `report` will do for args."""
     gl.inline_asm_elementwise(
         REPORT, "=r,l,r,r,r,r,r,r",
         [args.report.to(gl.int64), value, want, rank, gl.program_id(0), what, where],
@@ -189,7 +194,7 @@ def _expect_ranks(args, rank, value, call, WHAT: gl.constexpr):
     timed_out = value == TIMED_OUT
     what = gl.where(timed_out, WAIT_PEER, WHAT)
     value = gl.where(timed_out, value, gl.minimum(value, call))
-    _expect(args, rank, value, call + 0 * number, what, number)
+    report_difference(args, rank, value, call + 0 * number, what, number)
     return gl.min((value == call).to(gl.int32), 0) != 0
 
 

@@ -24,6 +24,7 @@ from megamoe.kernels.gluon.pipeline import (
     record,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
+    ITEM_EXPERT,
     ITEM_READ,
     ITEM_SLAB,
     ITEM_STORED,
@@ -177,7 +178,7 @@ def load_jobs(gemm):
     before = 0  # chunks of earlier waves
     slot = first_stage(1)
     for wave in range(0, num_waves(gemm) * gl.num_programs(0), gl.num_programs(0)):
-        if gl.load(gemm.items + (wave + gl.program_id(0)) * ITEM_WORDS) >= 0:
+        if gl.load(gemm.items + (wave + gl.program_id(0)) * ITEM_WORDS + ITEM_EXPERT) >= 0:
             count = ctas_of_wave(gemm, wave)
             _, runs, place = place_of(gemm, wave + gl.program_id(0))
             for job in range(place, runs * 4 * chunks, count):

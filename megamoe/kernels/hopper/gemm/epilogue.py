@@ -23,7 +23,12 @@ from megamoe.kernels.gluon.compat import async_copy, gl, reinterpret
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, Tile, barriers, record
 from megamoe.kernels.portable.acts import CODES
 
-POSTED_WORDS = gl.constexpr(4)  # of a posted tile: expert, n tile, row_begin, row_end
+# Words of a posted tile.
+POSTED_WORDS = gl.constexpr(4)
+POSTED_EXPERT = gl.constexpr(0)
+POSTED_N_TILE = gl.constexpr(1)
+POSTED_ROW_BEGIN = gl.constexpr(2)
+POSTED_ROW_END = gl.constexpr(3)
 PREFETCH_STEPS = gl.constexpr(2)  # the operands are copied this many steps before a tile's last
 _LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _PLANES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -82,10 +87,10 @@ def post_tile(gemm, num_done, tile):
     mbarrier.wait(ops.empty.index(num_done & 1), ((num_done >> 1) & 1) ^ 1)
     slot = (num_done & 1) * POSTED_WORDS
     zero = gl.zeros([1], gl.int32, _LANES)
-    ops.posted.index(slot).store(zero + tile.expert)
-    ops.posted.index(slot + 1).store(zero + tile.n_tile_idx)
-    ops.posted.index(slot + 2).store(zero + tile.row_begin)
-    ops.posted.index(slot + 3).store(zero + tile.row_end)
+    ops.posted.index(slot + POSTED_EXPERT).store(zero + tile.expert)
+    ops.posted.index(slot + POSTED_N_TILE).store(zero + tile.n_tile_idx)
+    ops.posted.index(slot + POSTED_ROW_BEGIN).store(zero + tile.row_begin)
+    ops.posted.index(slot + POSTED_ROW_END).store(zero + tile.row_end)
     gl.thread_barrier()
 
 
@@ -96,10 +101,10 @@ def read_tile(gemm, num_done):
     slot = (num_done & 1) * POSTED_WORDS
     posted = gemm.epilogue.posted
     return Tile(
-        expert=gl.max(posted.index(slot).load(LAYOUT), 0),
-        n_tile_idx=gl.max(posted.index(slot + 1).load(LAYOUT), 0),
-        row_begin=gl.max(posted.index(slot + 2).load(LAYOUT), 0),
-        row_end=gl.max(posted.index(slot + 3).load(LAYOUT), 0),
+        expert=gl.max(posted.index(slot + POSTED_EXPERT).load(LAYOUT), 0),
+        n_tile_idx=gl.max(posted.index(slot + POSTED_N_TILE).load(LAYOUT), 0),
+        row_begin=gl.max(posted.index(slot + POSTED_ROW_BEGIN).load(LAYOUT), 0),
+        row_end=gl.max(posted.index(slot + POSTED_ROW_END).load(LAYOUT), 0),
     )
 
 

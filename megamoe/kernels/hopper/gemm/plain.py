@@ -492,8 +492,8 @@ def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
 def _finish_fp8(gemm, left, right, tile, START: gl.constexpr, WG: gl.constexpr):
     """E4M3 of sums [64 tokens, 64] of the two halves of 128 columns, which share a scale."""
     col = tile.n_tile_idx * PLAIN_ROWS + WG * 128
-    left = _linear_columns(gemm, left, tile, 0, START, WG)
-    right = _linear_columns(gemm, right, tile, 64, START, WG)
+    left = _linear_columns(gemm, left, 0, START, WG)
+    right = _linear_columns(gemm, right, 64, START, WG)
     left, right = row_codes(gemm, left, right, tile, col, START, 1)
     store_transposed(gemm, left, tile, START, col, gemm.num_outputs, False, WG)
     store_transposed(gemm, right, tile, START, col + 64, gemm.num_outputs, False, WG)
@@ -503,13 +503,13 @@ def _finish_fp8(gemm, left, right, tile, START: gl.constexpr, WG: gl.constexpr):
 def _finish_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
                     WG: gl.constexpr):  # fmt: skip
     """Sums [64 tokens, N] of the warpgroup's columns from COL_START on."""
-    rows = _linear_columns(gemm, sums, tile, COL_START, START, WG)
+    rows = _linear_columns(gemm, sums, COL_START, START, WG)
     col = tile.n_tile_idx * PLAIN_ROWS + WG * 128 + COL_START
     store_transposed(gemm, rows, tile, START, col, gemm.num_outputs, False, WG)
 
 
 @gluon.jit
-def _linear_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
+def _linear_columns(gemm, sums, COL_START: gl.constexpr, START: gl.constexpr,
                     WG: gl.constexpr):  # fmt: skip
     """Sums [64 tokens, N] with their factors and biases, as BF16."""
     LAYOUT: gl.constexpr = sums.type.layout

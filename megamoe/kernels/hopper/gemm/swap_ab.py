@@ -70,7 +70,6 @@ from megamoe.kernels.gluon.pipeline import (
     stamp_begin,
     wait_for_launch,
 )
-from megamoe.kernels.gluon.pool import read_tile_list
 from megamoe.kernels.gluon.tile_scheduler import (
     num_work_items,
     publish_l1_tile,
@@ -271,8 +270,7 @@ def load_token_tile(gemm, row, stage):
 @gluon.jit
 def _tile_at(gemm, item):
     """The tile of a work item, round robin."""
-    tile_idx, n_tile_idx = tile_in_list(gemm, item, GROUPS * gemm.SLABS * 64)
-    return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
+    return tile_in_list(gemm, item, GROUPS * gemm.SLABS * 64)
 
 
 @gluon.jit
