@@ -42,7 +42,6 @@ class KernelArgs:
     row_weight: gl.tensor
     row_factor: gl.tensor
     rows: gl.tensor  # BF16 [slots, hidden]: what combine adds
-    tile_lists: gl.tensor  # int32 [CTAs, tile_list_stride]: of each CTA
     counters: gl.tensor
     signals: gl.tensor  # int32 [32], several ranks: `sync`
     peers: gl.tensor  # int64 [ranks]: bytes from a pointer of this launch to the same of a rank
@@ -55,8 +54,7 @@ class KernelArgs:
     trace: gl.tensor
     bound_ns: gl.tensor
     weights_ahead: gl.tensor  # steps of a CTA's first tile that do not wait for the whole pool
-    absent_rank: gl.tensor  # a rank that never signals its end, for tests of the bound; -1: none
-    first_rank: gl.tensor  # of this launch
+    absent_rank: gl.tensor  # a rank that never signals its end, as `megamoe certify` asks; -1: none
     first_slot: gl.tensor  # of the call: where this launch's slots begin, on each rank
     num_slots: gl.tensor  # one rank: of the call
     tokens_per_rank: gl.tensor

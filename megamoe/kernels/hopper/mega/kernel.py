@@ -329,7 +329,10 @@ def mega_kernel(
     MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr, RING: gl.constexpr,
     ROWS_AS: gl.constexpr,
 ):  # fmt: skip
-    """The launch: persistent CTAs, all resident. Arguments as in `KernelArgs` and `Linear`."""
+    """The launch: persistent CTAs, all resident. Arguments as in `KernelArgs` and `Linear`.
+
+    tile_lists  int32 [CTAs, tile_list_stride]; first_rank: of this launch
+    """
     if RANKS == 1:  # None: no arguments at all
         inbox = report
         inbox_scale = report
@@ -340,11 +343,11 @@ def mega_kernel(
         x=x, x_stride=x_stride, g=g, g_stride=g_stride, topk_idx=topk_idx,
         topk_weights=topk_weights, num_valid=num_valid, error=error, stats=stats, y=y, pool=pool,
         pool_scale=pool_scale, row_dest=row_dest, row_weight=row_weight, row_factor=row_factor,
-        rows=rows, tile_lists=tile_lists, counters=counters, signals=signals, peers=peers,
+        rows=rows, counters=counters, signals=signals, peers=peers,
         inbox=inbox, inbox_scale=inbox_scale, inbox_slots=inbox_slots,
         inbox_weights=inbox_weights, inbox_counts=inbox_counts, report=report, trace=trace,
         bound_ns=bound_ns, weights_ahead=weights_ahead,
-        absent_rank=absent_rank, first_rank=first_rank, first_slot=first_slot,
+        absent_rank=absent_rank, first_slot=first_slot,
         num_slots=num_slots, tokens_per_rank=tokens_per_rank, num_experts=num_experts,
         rows_per_rank=rows_per_rank, pool_rows=pool_rows, wave_rows=wave_rows,
         tile_list_stride=tile_list_stride, num_counters=num_counters, hidden=hidden, width=width,
