@@ -48,16 +48,16 @@ class Arithmetic:
 @functools.cache
 def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
     """The row of `planner.numerics` as the kernels take it."""
-    row, how = recipe_named(recipe), numerics("hopper", recipe, fits_e4m3=fits_e4m3)
+    row, contract = recipe_named(recipe), numerics("hopper", recipe, fits_e4m3=fits_e4m3)
     kinds = {"codes": CODES, "scaled": SCALED, "values": VALUES}
-    kind = PLAIN if how.acts == "plain" else kinds[how.acts][row.acts.name]
-    is_fp8 = how.mma == "fp8"
+    kind = PLAIN if contract.acts == "plain" else kinds[contract.acts][row.acts.name]
+    is_fp8 = contract.mma == "fp8"
     dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-    return Arithmetic(kind, dtype, how.promotion > 0, is_fp8 and row.weights.element.bits == 4)
+    return Arithmetic(kind, dtype, contract.promotion > 0, is_fp8 and row.weights.element.bits == 4)
 
 
-def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
+def pool(arithmetic: Arithmetic, slots: int, width: int, experts: int, block: int,
+         device: torch.device, tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
          rows: int | None = None) -> Pool:  # fmt: skip
     """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
 
@@ -69,8 +69,8 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    data = new(rows, wide, dtype=how.dtype)
-    scale = new(wide // 128, rows) if how.is_promoted else new(1)
+    data = new(rows, wide, dtype=arithmetic.dtype)
+    scale = new(wide // 128, rows) if arithmetic.is_promoted else new(1)
     if tiles is not None:
         return tiles._replace(data=data, scale=scale)
     dest = new(rows, dtype=torch.int64 if is_far else torch.int32)
@@ -93,7 +93,7 @@ def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems
     )
 
 
-def gated(x: Pool, w: Packed, out: Pool, step: Launch, how: Arithmetic, options: Options,
+def gated(x: Pool, w: Packed, out: Pool, step: Launch, arithmetic: Arithmetic, options: Options,
           *, items: Tensor | None = None, bias: Tensor | None = None,
           acts_factor: Tensor | None = None, error: Tensor | None = None,
           use_pdl: bool = False, chain: Chain | None = None) -> None:  # fmt: skip
@@ -105,14 +105,14 @@ def gated(x: Pool, w: Packed, out: Pool, step: Launch, how: Arithmetic, options:
     """
     width = out.data.shape[1]
     _run(
-        x, w, step, how, bias, acts_factor, items, error, out=out.data, out_scale=out.scale,
-        num_outputs=width, out_width=width, clamp=float(options.limit), ACTS=how.acts,
+        x, w, step, arithmetic, bias, acts_factor, items, error, out=out.data, out_scale=out.scale,
+        num_outputs=width, out_width=width, clamp=float(options.limit), ACTS=arithmetic.acts,
         ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
         chain=chain or NO_CHAIN,
     )  # fmt: skip
 
 
-def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
+def linear(x: Pool, w: Packed, out: Tensor, step: Launch, arithmetic: Arithmetic, options: Options,
            *, items: Tensor | None = None, bias: Tensor | None = None,
            acts_factor: Tensor | None = None, error: Tensor | None = None,
            use_pdl: bool = False, chain: Chain | None = None) -> None:  # fmt: skip
@@ -124,7 +124,7 @@ def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, optio
     """
     chain = chain or NO_CHAIN
     _run(
-        x, w, step, how, bias, acts_factor, items, error,
+        x, w, step, arithmetic, bias, acts_factor, items, error,
         0 if chain.after is None else -(-chain.after.num_rows // _block_n(step)), out=out,
         out_scale=or_unused(chain.row_scale, out), num_outputs=w.num_outputs,
         out_width=chain.dest_unit or w.num_outputs, clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu",
@@ -137,7 +137,7 @@ def _block_n(step: Launch) -> int:
     return step.config.block_n
 
 
-def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
+def _run(x: Pool, w: Packed, step: Launch, arithmetic: Arithmetic, bias: Tensor | None,
          acts_factor: Tensor | None, items: Tensor | None, error: Tensor | None,
          l1_n_tiles: int = 0, *, chain: Chain, **rest: Any) -> None:  # fmt: skip
     """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
@@ -166,17 +166,17 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
             "l1_n_tiles": None if is_alone else l1_n_tiles,
             "error": None if is_alone else error,
         }
-        _gemm_swap_ab(x, w, step, step.config, how, rest)
+        _gemm_swap_ab(x, w, step, step.config, arithmetic, rest)
 
 
-def _gemm_swap_ab(x: Pool, w: Packed, step: Launch, tile: GemmSwapAb, how: Arithmetic,
+def _gemm_swap_ab(x: Pool, w: Packed, step: Launch, tile: GemmSwapAb, arithmetic: Arithmetic,
                   rest: dict[str, Any]) -> None:  # fmt: skip
     data, scale = weight_descriptors(w, tile.k_blocks, tile.block_n)
     gemm_swap_ab_kernel[step.grid](
         w=data, w_scale=scale, x=token_descriptor(x.data, tile.block_m),
-        x_scale=scale_descriptor(x.scale, tile.block_m) if how.is_promoted else data,
-        steps=x.data.shape[1] // tile.block_k, WEIGHTS=WEIGHTS[w.kind], PROMOTED=how.is_promoted,
-        FACTOR=w.factor_is, **rest, **tile.constants(),
+        x_scale=scale_descriptor(x.scale, tile.block_m) if arithmetic.is_promoted else data,
+        steps=x.data.shape[1] // tile.block_k, WEIGHTS=WEIGHTS[w.kind],
+        PROMOTED=arithmetic.is_promoted, FACTOR=w.factor_is, **rest, **tile.constants(),
     )  # fmt: skip
 
 
