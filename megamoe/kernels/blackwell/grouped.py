@@ -18,7 +18,7 @@ from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_s
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.blackwell import launch
 from megamoe.kernels.blackwell.launch import BYTES, Arithmetic
-from megamoe.kernels.blackwell.weights import BLOCK, Placed
+from megamoe.kernels.blackwell.weights import ROW_BLOCK, Placed
 from megamoe.kernels.gluon.permute import write_tiles
 from megamoe.kernels.gluon.placed import PLACED_ROWS, placed_group, placed_row
 from megamoe.kernels.gluon.pool import Pool
@@ -124,7 +124,7 @@ def place_groups(x: Quantized, counts: Tensor, step: Launch, arithmetic: Arithme
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    wide, scales = align_up(width, WIDTH) // BLOCK, "plain"
+    wide, scales = align_up(width, WIDTH) // ROW_BLOCK, "plain"
     scale = new(1)
     if arithmetic.scale_dtype is torch.float32:
         scale, scales = new(wide, places), "codes"

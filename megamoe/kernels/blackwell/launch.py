@@ -16,7 +16,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.blackwell.formats import FORMATS, check_tile, operand_layout
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
-from megamoe.kernels.blackwell.weights import BLOCK, Placed
+from megamoe.kernels.blackwell.weights import ROW_BLOCK, Placed
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
 from megamoe.kernels.gluon.pool import Pool
@@ -89,7 +89,7 @@ def pool(arithmetic: Arithmetic, slots: int, width: int, experts: int, block: in
     if arithmetic.scale_dtype is None:
         scale = new(1)
     elif arithmetic.scale_dtype is torch.float32:
-        scale = new(wide // BLOCK, rows)
+        scale = new(wide // ROW_BLOCK, rows)
     else:
         groups = wide // arithmetic.kind.VEC.value
         scale = new(1, rows // block, groups // 4, 2, 256, dtype=arithmetic.scale_dtype)
@@ -174,9 +174,9 @@ def operands(x: Pool, w: Placed, tile: GemmTmem, arithmetic: Arithmetic,
     gathers  copies name each row of a tile: a block of theirs is one row
     """
     kind, k, ctas = arithmetic.kind, tile.block_k, tile.num_ctas
-    w_layout = operand_layout(kind, ctas * BLOCK, k, kind.W_BITS.value, ctas)
+    w_layout = operand_layout(kind, ctas * ROW_BLOCK, k, kind.W_BITS.value, ctas)
     check_tile(kind, tile, w_layout, is_gated=w.is_gated, gathers=gathers)
-    rows = [ctas * BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)]
+    rows = [ctas * ROW_BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)]
     data = _tma(w.data, rows, w_layout)
     x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value, ctas)
     tokens = _tma(x.data, [1 if gathers else tile.block_m, k // arithmetic.pack], x_layout)

@@ -17,7 +17,7 @@ from megamoe.kernels.blackwell.launch import (
     or_unused,
 )
 from megamoe.kernels.blackwell.mega.kernel import mega_tmem_kernel
-from megamoe.kernels.gluon.mega.arguments import ONE, Experts, State, Tokens, World, inbox_of
+from megamoe.kernels.gluon.mega.arguments import ONE_RANK, Experts, State, Tokens, World, inbox_of
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.layout.regions import ceil_div
@@ -27,7 +27,7 @@ from megamoe.problem import Options
 
 def fused(
     tokens: Tokens, pool: Pool, acts: Pool, experts: Experts, step: Launch, arithmetic: Arithmetic,
-    options: Options, state: State, *, world: World = ONE, timeout_s: float = 10.0,
+    options: Options, state: State, *, world: World = ONE_RANK, timeout_s: float = 10.0,
     trace: Tensor | None = None, is_compiled_only: bool = False,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks."""

@@ -40,7 +40,7 @@ class World(NamedTuple):
     absent: int = -1  # a rank that never says it is done, for tests of the bound
 
 
-ONE = World()
+ONE_RANK = World()
 
 
 class Tokens(NamedTuple):

@@ -12,8 +12,8 @@ from triton.experimental.gluon import language as gl
 from megamoe.kernels.gluon.pipeline import allow_next_launch, wait_for_launch
 from megamoe.kernels.gluon.pool import TILE_ROW_BEGIN, TILE_ROW_END, TILE_WORDS
 
-GROUP = 32  # rows whose scales a CTA sends at a time
-_GROUP = gl.constexpr(GROUP)
+SENT_ROWS = 32  # rows whose scales a CTA sends at a time
+_SENT_ROWS = gl.constexpr(SENT_ROWS)
 
 
 @gluon.jit
@@ -29,7 +29,7 @@ def scales_kernel(
     """
     wait_for_launch()
     allow_next_launch()
-    PARTS: gl.constexpr = (BLOCK + _GROUP - 1) // _GROUP  # narrower tiles are one
+    PARTS: gl.constexpr = (BLOCK + _SENT_ROWS - 1) // _SENT_ROWS  # narrower tiles are one
     THREADS: gl.constexpr = BLOCKS // 16  # of a row
     WIDE: gl.constexpr = gl.BlockedLayout(
         [1, 16], [32 // THREADS, THREADS], [gl.num_warps(), 1], [1, 0]
@@ -37,13 +37,13 @@ def scales_kernel(
     ALONG: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, gl.num_warps()], [0, 1])
     for number in range(gl.program_id(0), gl.load(num_tiles) * PARTS, gl.num_programs(0)):
         tile = tiles + number // PARTS * TILE_WORDS
-        first = gl.load(tile + TILE_ROW_BEGIN) + number % PARTS * _GROUP
+        first = gl.load(tile + TILE_ROW_BEGIN) + number % PARTS * _SENT_ROWS
         end = gl.load(tile + TILE_ROW_END)
-        row = gl.expand_dims(first + gl.arange(0, _GROUP, gl.SliceLayout(1, ALONG)), 1)
+        row = gl.expand_dims(first + gl.arange(0, _SENT_ROWS, gl.SliceLayout(1, ALONG)), 1)
         block = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, ALONG)), 0)
         mask = (row < end) & (block * 128 < hidden)
         exponents = gl.load(scale + block.to(gl.int64) * pool_rows + row, mask=mask, other=127)
-        row = first + gl.arange(0, _GROUP, gl.SliceLayout(1, WIDE))
+        row = first + gl.arange(0, _SENT_ROWS, gl.SliceLayout(1, WIDE))
         used = row < end
         to_row = gl.expand_dims(gl.load(dest + row, mask=used, other=0) * 16, 1)
         at = gl.expand_dims(gl.arange(0, BLOCKS, gl.SliceLayout(0, WIDE)), 0)

@@ -7,7 +7,7 @@ import functools
 from torch import Tensor
 
 from megamoe.kernels.gluon.mega.arguments import (
-    ONE,
+    ONE_RANK,
     Experts,
     Inbox,
     State,
@@ -33,7 +33,7 @@ from megamoe.problem import Options
 
 def fused(
     tokens: Tokens, pool: Pool, acts: Pool, experts: Experts, step: Launch, arithmetic: Arithmetic,
-    options: Options, state: State, *, world: World = ONE, timeout_s: float = 10.0,
+    options: Options, state: State, *, world: World = ONE_RANK, timeout_s: float = 10.0,
     trace: Tensor | None = None, is_compiled_only: bool = False,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks."""
