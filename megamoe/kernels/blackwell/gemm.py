@@ -29,7 +29,7 @@ Tiles are round robin, or DYNAMIC: load_weights takes each CTA's next from a cou
 it in shared memory for the other roles.
 
 In a chain (FOLLOWS) tiles wait for their tokens, not for the launch before (`tile_scheduler`): L1
-for rows that are pulled, L2 for L1's tiles, which it counts (PUBLISHES). L2's rows go home to other
+for rows that are pulled, L2 for L1's tiles, which it counts (PUBLISHES). L2's rows go to other
 ranks (IS_FAR).
 
 Roles of a CTA

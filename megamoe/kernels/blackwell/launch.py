@@ -75,7 +75,7 @@ def arithmetic(recipe: str) -> Arithmetic:
 def pool(arithmetic: Arithmetic, slots: int, width: int, experts: int, block: int,
          device: torch.device, tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
          rows: int | None = None) -> Pool:  # fmt: skip
-    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
+    """Memory for `slots` slots on each rank; the routing is that of `tiles` if there is one.
 
     is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
     rows    of a ring on each rank, instead of what the worst routing needs
@@ -129,7 +129,7 @@ def linear(x: Pool, w: Placed, out: Tensor, step: Launch, arithmetic: Arithmetic
 
     chain  the L1 before it; of ranks, rows go where `x.dest` says in values, also to other ranks
     """
-    assert chain.row_scale is None, "rows go home in BF16"
+    assert chain.row_scale is None, "rows go to other ranks in BF16"
     run(
         x, w, step, arithmetic, bias, acts_factor, out=out, out_scale=out,
         num_outputs=w.num_outputs, clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu",

@@ -8,9 +8,10 @@ and sorts its own slots (`permute.place`). `exchange_kernel`, one CTA for each p
 
 into the owner's memory, 16 bytes a thread, and signals once: a store that releases at system scope.
 The same CTA waits for that peer's signal. `finish_kernel` does the same at the end of a call, when
-this rank's rows are home. Waits are bounded; one that times out leaves the layer's report, and
-signals every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
-GEMMs gave up, whose rows are worthless. Nobody adds to a peer's words.
+this rank's rows have been written to their tokens' ranks. Waits are bounded; one that times out
+writes the layer's report, and signals every peer in `state[STOP]`, which all waits between ranks
+read; so does a rank whose own GEMMs gave up, whose rows are worthless. No word is added to by a
+peer.
 
 Words that ranks wait for; numbers of calls only grow, so a wait is for this one or a later one
 
@@ -22,7 +23,7 @@ Words that ranks wait for; numbers of calls only grow, so a wait is for this one
   state[CALL]    + 1         `_rows_kernel` here                     no wait; read by launches
 
 A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
-exchange is written while somebody may still read it. Calls are numbered on the GPU: `state[CALL]`.
+exchange is written while it may still be read. Calls are numbered on the GPU: `state[CALL]`.
 """
 
 import torch
@@ -223,7 +224,7 @@ def _signal(pointer, call):
 def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
     """Wait until a peer's signal here is `call` or later; report it and signal all peers if not.
 
-    -> what was seen.
+    -> the value that was read.
     """
     stop = p.state + STOP
     value = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
@@ -335,13 +336,13 @@ def finish_kernel(
     done, error, state, peers, report, rank, bound_ns, counts_in, pitch, l2_begun, ns_per_row,
     RANKS: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """CTA: signal one peer that this rank's rows for it are home, and wait for its rows.
+    """CTA: signal one peer that this rank's rows for it are written, and wait for its rows.
 
     After a report no peer is signalled: the rows are worthless. A negative `error` says that a wait
     of this rank's GEMMs was given up; then all peers get that signal instead.
 
-    l2_begun  None, or int64 [1]: rows are not home before a link of 1 / ns_per_row rows that was
-              free when L2 began (0: when this launch did) could have brought them
+    l2_begun  None, or int64 [1]: rows do not count as written before a link of 1 / ns_per_row rows
+              that was free when L2 began (0: when this launch did) could have brought them
     """
     wait_for_launch()
     if l2_begun is not None:

@@ -56,7 +56,7 @@ _ORIGIN_BYTES = tl.constexpr(4 * ORIGIN_UNIT)
 
 
 class Pulled(NamedTuple):
-    """What the chain keeps of a pool's rows beside the pool."""
+    """What a chain has of each of a pool's rows besides the pool."""
 
     origin: Tensor  # int64 [R]: 64-byte units from `tokens` here to the row's record
     arrived: Tensor  # int32 [R / ROW_ALIGN]

@@ -99,7 +99,7 @@ class WorkItems:
     """The work items of one or two linears: int32 [waves * ctas, ITEM_WORDS] of each.
 
     span        tiles of an expert that stand together, at most
-    is_dynamic  CTAs take them from a counter: they keep their order
+    is_dynamic  CTAs take them from a counter, so they stay in order
     """
 
     items: Tensor
@@ -119,7 +119,7 @@ class WorkItems:
         *,
         is_dynamic: bool = False,
     ) -> WorkItems:
-        """Room for up to `max_tiles` tiles of tokens, on the device of `like`."""
+        """Memory for up to `max_tiles` tiles of tokens, on the device of `like`."""
         assert ctas <= MAX_CTAS
         waves = [triton.cdiv(max_tiles * linear.num_n_tiles, ctas) for linear in linears]
         items = like.new_empty(sum(waves) * ctas, ITEM_WORDS.value)

@@ -59,7 +59,7 @@ def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
 def pool(arithmetic: Arithmetic, slots: int, width: int, experts: int, block: int,
          device: torch.device, tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
          rows: int | None = None) -> Pool:  # fmt: skip
-    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
+    """Memory for `slots` slots on each rank; the routing is that of `tiles` if there is one.
 
     is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
     rows    of a ring on each rank, instead of what the worst routing needs
@@ -81,7 +81,7 @@ def pool(arithmetic: Arithmetic, slots: int, width: int, experts: int, block: in
 
 
 def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems | None:
-    """Room for the items of one or two linears with these weights, where the tile asks for them."""
+    """Memory for the items of one or two linears with these weights, if the tile has items."""
     tile = step.config
     if not isinstance(tile, Gemm) or not tile.has_items:
         return None

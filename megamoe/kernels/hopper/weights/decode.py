@@ -80,7 +80,7 @@ mul.rn.bf16x2 $3, $3, s1;
 
 # MXFP4 with scales up to 2: bits of a value stand where BF16 has its sign, the end of its exponent
 # and the first of its mantissa, so it is 2**126 too small, 0.5 a subnormal; the scale's exponent,
-# code + 126, makes up for it. Two of a word's four pairs lend their signs to their scales.
+# code + 126, makes up for it. In two of a word's four pairs the scales take the signs.
 PLACED_TO_BF16 = gl.constexpr("""{
 .reg .b32 t, s, s2, s3;
 mul.lo.u32 s, $5, 0x00800080;

@@ -5,7 +5,7 @@ FP4 becomes register images (`decode`), slab after slab along K; rows of L1 are 
 interleaves and pads them on the way.
 
 Images are written expert by expert (`write`) and read back exactly (`unpack`). The one thing that
-some of them do not hold, scales of groups in which every value is zero, is kept aside (`Spare`).
+some of them do not have, scales of groups in which every value is zero, is stored apart (`Spare`).
 """
 
 from __future__ import annotations
