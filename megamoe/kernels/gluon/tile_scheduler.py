@@ -8,6 +8,14 @@ Three ways, from the simplest:
                 time; such tiles rotate over the CTAs, so that each gets its share of them.
   dynamic       the same items in their own order; a CTA takes the next one from an atomic counter
 
+The tiles of an expert are cut evenly into parts of `span` at most. Items of a part run over its
+tiles first, then over n tiles: with two tiles a and b and three n tiles
+
+    item    a0 b0 a1 b1 a2 b2          a run is a0 b0, a1 b1 or a2 b2: the same weights
+
+Static: half tiles take CTA after CTA from where those of the wave before ended, whole ones fill the
+other CTAs downwards.
+
 A work item, int32 [ITEM_WORDS]:
 
   word            meaning
@@ -177,14 +185,6 @@ def schedule_wave(
     l1, l2     (num_n_tiles, slabs) of each linear
     CTAS       num_ctas to the next power of two
 
-    The tiles of an expert are cut evenly into parts of `span` at most. Items of a part run over its
-    tiles first, then over n tiles: with two tiles a and b and three n tiles
-
-        item    a0 b0 a1 b1 a2 b2          a run is a0 b0, a1 b1 or a2 b2: the same weights
-
-    Half tiles take CTA after CTA from where those of the wave before ended, whole ones fill the
-    other CTAs downwards.
-
     Where no expert has a row, `width` is zero, and what is divided by it is anything: words of
     items that have no tile. Readers look at their expert, -1, first.
     """
@@ -213,9 +213,8 @@ def schedule_wave(
     tile = begin + inside_part % width
     row = expert_begin + (tile - first) * PLAIN_TOKENS
     # Only an expert's last tile may be half, the last of its run.
-    has_half = (
-        used & (rows - (size - 1) * PLAIN_TOKENS <= PLAIN_HALF) & (begin + width == first + size)
-    )
+    has_half = used & (rows - (size - 1) * PLAIN_TOKENS <= PLAIN_HALF)
+    has_half = has_half & (begin + width == first + size)
     halves = tl.gather(tl.cumsum(ends_half, 0) - ends_half, expert, 0) * num_n_tiles
     halves += tl.where(has_half, n_tile_idx, 0)
     is_half = has_half & (tile == first + size - 1)
