@@ -19,6 +19,7 @@ from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
 from megamoe.kernels.blackwell.weights import ROW_BLOCK, Placed
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
+from megamoe.kernels.gluon.pipeline import scale_width
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLACED, PLAIN
 from megamoe.layout.regions import align_up, ceil_div
@@ -188,7 +189,7 @@ def operands(x: Pool, w: Placed, tile: GemmTmem, arithmetic: Arithmetic,
         x_scale = _tma(x.scale, [1, 1, words, 2, 256], SCALES_OF_BOTH[ctas])
     elif kind.PROMOTED.value:
         flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-        x_scale = _tma(x.scale.view(-1), [max(tile.block_m, 32)], flat)
+        x_scale = _tma(x.scale.view(-1), [scale_width(tile.block_m)], flat)
     return {"w": data, "w_scale": w_scale, "x": tokens, "x_scale": x_scale}
 
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
+from megamoe.kernels.gluon.pipeline import scale_width
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import PLAIN_HALF, LinearTiles, WorkItems
 from megamoe.kernels.hopper.gemm.plain import gemm_kernel
@@ -241,7 +242,7 @@ def token_descriptor(data: Tensor, tokens: int) -> TensorDescriptor:
 def scale_descriptor(scale: Tensor, tokens: int) -> TensorDescriptor:
     """TMA over their scales."""
     assert scale.is_contiguous()
-    return _described(scale, (scale.numel(),), (1,), (max(tokens, 32),), 0)
+    return _described(scale, (scale.numel(),), (1,), (scale_width(tokens),), 0)
 
 
 def _tma(t: Tensor, block: tuple[int, ...], swizzle: int) -> TensorDescriptor:
