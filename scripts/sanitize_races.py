@@ -38,8 +38,9 @@ EXPLAINED: dict[Pair, str] = {
     ("mega_kernel", "gluon.mega.scheduler._push", "gluon.mega.scheduler.pop_item"): _ITEMS,
     ("mega_kernel", "gluon.mega.dispatch.read_routing", "gluon.mega.scheduler._num_tiles"): _ROUTED,
     ("mega_kernel", "gluon.mega.dispatch._count_slots", "gluon.mega.dispatch._pool_rows"): _ROUTED,
-    ("mega_kernel", "gluon.operands.post_tile", "gluon.operands.read_tile"): _POSTED,
-    ("gemm_swap_ab_kernel", "gluon.operands.post_tile", "gluon.operands.read_tile"): _POSTED,
+    ("mega_kernel", "hopper.gemm.epilogue.post_tile", "hopper.gemm.epilogue.read_tile"): _POSTED,
+    ("gemm_swap_ab_kernel", "hopper.gemm.epilogue.post_tile", "hopper.gemm.epilogue.read_tile"):
+        _POSTED,
 }  # fmt: skip
 
 

@@ -161,13 +161,13 @@ class _OtherMode:
             return None  # what was expected is not the number of a call, or all have begun it
         num = self._num_ranks
         signals, begun, state = _read_now(self._signals, self._begun, self._state)
-        of_fused = signals[sync.BEGUN.value :][:num], signals[sync.CALL.value]
+        of_fused = signals[sync.BEGUN.value :][:num], signals[sync.LAST_CALL.value]
         of_chain = begun[:num], state[CALL.value]
         is_chain = what >= CHAIN
         (mine, _), (others, last) = (of_chain, of_fused) if is_chain else (of_fused, of_chain)
         modes = ("a chain", "a fused launch") if is_chain else ("a fused launch", "a chain")
         for other in range(num):
-            if mine[other] < call and last < others[other] < sync.GAVE_UP.value:
+            if mine[other] < call and last < others[other] < sync.TIMED_OUT.value:
                 self._known = RankError(
                     "all ranks must make a call in the same mode: pass the same max_tokens, and "
                     f"quantised tokens on all ranks or on none; got {modes[0]} on rank {rank}, "

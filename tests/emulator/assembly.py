@@ -4,9 +4,8 @@ import time
 
 import torch
 
-from megamoe.kernels.gluon import arithmetic, exchange, l2_policy, pipeline
+from megamoe.kernels.gluon import arithmetic, exchange, l2_policy, pipeline, tile_scheduler
 from megamoe.kernels.gluon.mega import sync
-from megamoe.kernels.hopper.gemm import decode_per_wave
 from megamoe.kernels.hopper.weights import decode
 from tests.emulator import running
 from tests.emulator.running import HERE, WORDS
@@ -143,7 +142,7 @@ def _report(report, seen, want, rank, cta, what, where):
 
 
 def _give_up(seen, value, given_up, error):
-    """As `decode_per_wave.GIVE_UP`; waits of staged launches end here with what they waited for."""
+    """As `tile_scheduler.GIVE_UP`; waits of staged launches end here with what they waited for."""
     assert bool((seen.t >= value.t).all())
     return Value(0)
 
@@ -172,7 +171,7 @@ ASSEMBLY = {
     **{sync.signal_text(scope): _signal_ranks for scope in ("gpu", "sys")},
     exchange.SIGNAL.value: _signal,
     exchange.STORE_IF_MISSED.value: _store_if_missed,
-    decode_per_wave.GIVE_UP.value: _give_up,
+    tile_scheduler.GIVE_UP.value: _give_up,
     "bfe.u32 $0, $1, 10, 10;": lambda x: x >> 10 & 1023,
     decode.FOUR_TO_E4M3.value: _four_to_e4m3,
     decode.PLACED_TO_BF16.value: _placed_to_bf16,

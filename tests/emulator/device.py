@@ -26,7 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from megamoe.kernels.common import compat
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.compat import reinterpret
-from megamoe.kernels.gluon.follow import GIVE_UP
+from megamoe.kernels.gluon.tile_scheduler import GIVE_UP
 from megamoe.kernels.hopper.weights.decode import NV_TO_BF16
 from tests.emulator import arrays, assembly, running, values
 from tests.emulator.arrays import Pointer, Value, decoded, encoded, raw

@@ -57,7 +57,7 @@ def test_another_mode_is_named_where_a_rank_did_not_begin_the_call_alone(case):
     (what, expected), says = REPORTS[case]
     signals, begun, state = (torch.zeros(n, dtype=torch.int32) for n in (32, 16, 4))
     signals[sync.BEGUN.value :][:2] = torch.tensor([3, 3 if what < status.CHAIN else 4])
-    signals[sync.CALL.value] = 3
+    signals[sync.LAST_CALL.value] = 3
     begun[:2], state[0] = torch.tensor([5, 6 if what < status.CHAIN else 5]), 5
     fused = SimpleNamespace(buffer=SimpleNamespace(signals=signals))
     other = group_calls._OtherMode(fused, SimpleNamespace(begun_calls=(begun, state), num_ranks=2))

@@ -39,7 +39,7 @@ def compiled(
     recipe, phase, tile, arch, *, alone=False, has_mx=False, bytewise=False, activation="swiglu"
 ):
     how = arithmetic(recipe, "sm_100a" if has_mx else "sm_90a")
-    is_coded = how.acts.HOLD.value == "codes"
+    is_coded = how.acts.STORED_AS.value == "codes"
     x, out, some = Stand(how.data_dtype), Stand(U8 if is_coded else BF16), Stand(F32)
     weights = how.weights.name
     block = (tile.block_n, tile.block_k // DEPTH.get(weights, 1))

@@ -379,7 +379,7 @@ def test_a_launch_whose_peer_does_not_come_reports_it_and_signals_no_rank_that_i
 
 def test_a_peer_that_gave_up_is_named_at_once_and_a_later_number_is_no_fault(kernels):
     w, inputs = weights_of("w4a8_block"), tokens(3)
-    for begun, ended, is_late in ((1, sync.GAVE_UP.value, True), (7, 7, False)):
+    for begun, ended, is_late in ((1, sync.TIMED_OUT.value, True), (7, 7, False)):
         ranks = Processes(kernels, w, 2, 5, timeout_s=30.0)  # nobody waits so long
         signals = ranks.buffers[1].signals
         signals[sync.BEGUN.value], signals[sync.ENDED.value] = begun, ended

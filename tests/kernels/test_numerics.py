@@ -38,7 +38,7 @@ def test_blackwell(recipe):
     factor = "expert" if row.weights.has_global else "block" if how.weights[:3] == "fp8" else "none"
     assert kind.FACTOR.value == factor
     acts = blackwell.arithmetic(recipe).acts
-    assert acts.HOLD.value == how.acts
+    assert acts.STORED_AS.value == how.acts
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -47,7 +47,7 @@ def test_hopper(recipe, fits):
     how = numerics("hopper", recipe, fits_e4m3=fits)
     kinds = hopper.arithmetic(recipe, fits_e4m3=fits)
     assert kinds.is_fp8 == (how.mma == "fp8") and kinds.is_promoted == (how.promotion > 0)
-    assert kinds.acts.HOLD.value == how.acts and not how.is_native
+    assert kinds.acts.STORED_AS.value == how.acts and not how.is_native
     assert kinds.to_e4m3 == (how.decodes and how.mma == "fp8")
 
 
@@ -58,7 +58,7 @@ def test_portable(recipe, arch):
     kinds = portable.arithmetic_of(recipe, how)
     assert kinds.weights.name == how.weights and kinds.is_native == how.is_native
     assert kinds.is_ordered == how.decodes == kinds.acts.ORDERED.value
-    assert kinds.acts.HOLD.value == how.acts
+    assert kinds.acts.STORED_AS.value == how.acts
     assert kinds.tokens.PROMOTED.value == (how.promotion > 0)
     assert kinds.has_scale == (how.acts in ("codes", "scaled"))
 

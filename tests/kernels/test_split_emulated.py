@@ -14,9 +14,8 @@ from megamoe.engine.call import Call
 from megamoe.engine.hopper import HOPPER
 from megamoe.engine.status import GAVE_UP, NONE, DeviceStatus
 from megamoe.errors import MegaMoETimeout
-from megamoe.kernels.gluon import pipeline
+from megamoe.kernels.gluon import pipeline, tile_scheduler
 from megamoe.kernels.hopper import launch
-from megamoe.kernels.hopper.gemm import decode_per_wave
 from megamoe.problem import Options
 from megamoe.routing.permute import expert_counts
 from tests import emulator, pretending
@@ -150,7 +149,7 @@ def test_without_l1_the_wait_ends_by_its_bound_and_the_layer_says_so(monkeypatch
                 assembly._store_word(at, torch.tensor(word))
         return Value(0)
 
-    monkeypatch.setitem(assembly.ASSEMBLY, decode_per_wave.GIVE_UP.value, give_up)
+    monkeypatch.setitem(assembly.ASSEMBLY, tile_scheduler.GIVE_UP.value, give_up)
     monkeypatch.setattr(launch, "gated", lambda *args, **rest: None)
     w, inputs, status = weights_of("w8a8"), tokens(6), DeviceStatus(CPU)
     begin = time.monotonic()

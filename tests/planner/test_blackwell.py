@@ -7,7 +7,7 @@ import megamoe as mm
 from megamoe.errors import CapacityError, DTypeError, NotAvailable, RangeError
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import SMEM_PER_CTA
-from megamoe.kernels.blackwell.weights import BLOCK, place_scales
+from megamoe.kernels.blackwell.weights import ROW_BLOCK, place_scales
 from megamoe.layout.tiles import placed_scales
 from megamoe.planner import chain
 from megamoe.planner.blackwell import num_rows, pick
@@ -218,7 +218,7 @@ def taken_back(placed, groups):
     """The inverse of `place_scales`: bytes [blocks, 128, groups]."""
     _, blocks, wide, _, _ = placed.shape
     parts = placed.view(blocks, wide, 32, 4, 4).permute(0, 3, 2, 1, 4)
-    return parts.reshape(blocks, BLOCK, wide * 4)[:, :, :groups]
+    return parts.reshape(blocks, ROW_BLOCK, wide * 4)[:, :, :groups]
 
 
 def test_placed_scales_are_the_map_and_go_back():

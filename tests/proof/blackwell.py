@@ -16,7 +16,7 @@ from megamoe.formats.spec import recipe_named
 from megamoe.kernels.blackwell import decode, epilogue, gemm, grouped, memory
 from megamoe.kernels.blackwell.mega import kernel, smem
 from megamoe.kernels.blackwell.weights import place
-from megamoe.kernels.gluon import compat, follow, pull
+from megamoe.kernels.gluon import compat, pull, tile_scheduler
 from megamoe.kernels.gluon.mega import dispatch, inbox, push, quantise
 from megamoe.planner.grouped import GroupedSpec, plan_grouped
 from megamoe.planner.launches import GemmTmem
@@ -194,9 +194,9 @@ BY_HAND = (
     (gemm, "load_token_tile", "[source, k * WIDTH]", "[row, k * WIDTH]"),
     (gemm, "_gather_tokens", "stage.idx * PARTS + part", "stage.idx * PARTS"),
     (gemm, "_gather_tokens", "row + part * NUM", "row"),
-    (gemm, "draw_item", "post = advance(post, POSTS)", "post = post"),
+    (gemm, "take_item", "post = advance(post, POSTS)", "post = post"),
     (gemm, "next_posted", "post = advance(post, POSTS)", "post = post"),
-    (gemm, "draw_item", "next_item(gemm, end)", "item + gl.num_programs(0) * 2"),
+    (gemm, "take_item", "next_item(gemm, end)", "item + gl.num_programs(0) * 2"),
     (gemm, "load_token_tile", "row // gemm.TOKENS", "0 * row"),
     (gemm, "load_token_tile", "k * gemm.pool_rows + row", "row"),
     (gemm, "_multiply_scaled", "gemm.sums.index(accum.idx * HALVES + half)",
@@ -254,8 +254,8 @@ BY_HAND = (
     (pull, "_scale_at", "row % BLOCK", "row"),
     (pull, "_scale_at", "row // BLOCK", "0 * row"),
     (pull, "_scale_at", "word * WORDS", "word"),
-    (follow, "wait_for_tile", "want = gemm.l1_n_tiles", "want = gemm.l1_n_tiles - 1"),
-    (follow, "wait_for_tile", "want = tile.row_end - tile.row_begin", "want = 1"),
+    (tile_scheduler, "wait_for_tile", "want = gemm.l1_n_tiles", "want = gemm.l1_n_tiles - 1"),
+    (tile_scheduler, "wait_for_tile", "want = tile.row_end - tile.row_begin", "want = 1"),
 )  # fmt: skip
 
 # {mutant: why no run can tell it from the kernel}

@@ -5,8 +5,8 @@ import itertools
 import re
 from collections import Counter
 
-from megamoe.kernels.gluon.operands import post_tile
 from megamoe.kernels.hopper.gemm.decode_per_wave import _post_job
+from megamoe.kernels.hopper.gemm.epilogue import post_tile
 
 _BARRIER = re.compile(r"(@%p\d+ )?bar\.(warp\.)?sync")
 _ARRIVAL = re.compile(r"mbarrier\.arrive\.(expect_tx\.)?shared")
@@ -149,7 +149,7 @@ def _assert_posted_tiles_precede_barriers(lines):
     Another thread of it may arrive at the stage by which math knows that the tile is there.
     """
     text, first = inspect.getsourcelines(post_tile.fn)
-    own = {f"operands.py:{n}" for n in range(first, first + len(text))}
+    own = {f"epilogue.py:{n}" for n in range(first, first + len(text))}
     where, is_open = "", ""
     for line in lines:
         if line.startswith(".loc"):

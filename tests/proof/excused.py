@@ -7,10 +7,10 @@ _PACE = "speed alone: it holds back who would otherwise only be early"
 # {mutant: why no run can tell it from the kernel}. Where one of several suffices, `TOGETHER` drops
 # all of them.
 EXCUSED = {
-    "gluon.operands.publish_operands: no gl.thread_barrier()": _BARRED,
-    "gluon.operands.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
+    "gemm.epilogue.publish_operands: no gl.thread_barrier()": _BARRED,
+    "gemm.epilogue.publish_operands: mbarrier.arrive(gemm.epilogue.full, count=1) before "
     "gl.thread_barrier()": _BARRED,
-    "gluon.operands.post_tile: no gl.thread_barrier()": _BARRED,
+    "gemm.epilogue.post_tile: no gl.thread_barrier()": _BARRED,
     "mega.dispatch.read_routing: no gl.thread_barrier()": _BARRED,
     "mega.dispatch.read_routing: mbarrier.arrive(cta.routed, count=1) before "
     "gl.thread_barrier()": _BARRED,
@@ -43,8 +43,8 @@ EXCUSED = {
     "mega.sync._see_ranks: ge is eq in bounded_wait(words, call + 0 * number, args.report, "
     "bound_ns, _scope(args), 'ge')":
         "no peer is a call ahead; one that gave up is then seen when the bound has come",
-    "gluon.follow.wait_for_tile: ge is eq in bounded_wait(word, want, given_up, bound_ns, 'gpu', "
-    "'ge')": "a tile's count ends at what is wanted",
+    "gluon.tile_scheduler.wait_for_tile: ge is eq in bounded_wait(word, want, timeout, bound_ns, "
+    "'gpu', 'ge')": "a tile's count ends at what is wanted",
     "gluon.tile_scheduler.no_items: no tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)":
         "no CTA has a tile, so nobody decodes and nobody waits",
     "portable.sort._count_kernel: no after_previous()": _PORTABLE,

@@ -28,9 +28,7 @@ from megamoe.kernels.common import compat
 from megamoe.kernels.gluon import (
     dispatch,
     exchange,
-    follow,
     l2_policy,
-    operands,
     permute,
     pipeline,
     pull,
@@ -72,9 +70,9 @@ from tests.pretending import plan_of, pretend_h200
 CPU = torch.device("cpu")
 # What is mutated: every file that synchronises roles, CTAs or launches of a Gluon kernel.
 MODULES = (
-    pipeline, l2_policy, operands, swap_ab, epilogue, decode, sync, mega_dispatch, push, inbox,
+    pipeline, l2_policy, swap_ab, epilogue, decode, sync, mega_dispatch, push, inbox,
     scheduler, state, begin, smem, kernel, combine, plain, tile_scheduler, decode_per_tile,
-    decode_per_wave, follow, pull, exchange, permute, dispatch, sort, portable_combine,
+    decode_per_wave, pull, exchange, permute, dispatch, sort, portable_combine,
     portable_dispatch, compat, fp8_rows,
 )  # fmt: skip
 # Functions that give PTX that waits, and with what; PTX that signals.

@@ -52,7 +52,8 @@ def test_some_waits_for_tiles_that_run_out_are_reported_and_some_need_not_be():
 
 def test_a_wait_that_is_given_up_without_a_report_is_found():
     blackwell.planted_bugs()  # translates the kernels
-    (bug,) = [b for n, b in mutate.mutants((blackwell.follow,), ()).items() if "GIVE_UP" in n]
+    bugs = mutate.mutants((blackwell.tile_scheduler,), ())
+    (bug,) = [b for n, b in bugs.items() if "wait_for_tile" in n and "GIVE_UP" in n]
     with mutate.planted(bug):
         assert is_found(blackwell.case("chain-late"), range(20))[0] is not None
 

@@ -34,7 +34,7 @@ def without_barriers(lines, at):
 def without_the_barrier_after_posting(lines):
     """The one after the last word of a tile that `post_tile` stores."""
     last = max(i for i, line in enumerate(lines) if line.strip().startswith("st.shared.b32")
-               and any("operands.py" in said for said in lines[i - 3 : i]))  # fmt: skip
+               and any("epilogue.py" in said for said in lines[i - 3 : i]))  # fmt: skip
     barrier = next(i for i in range(last, len(lines)) if BARRIER.match(lines[i]))
     return lines[:barrier] + lines[barrier + 1 :]
 

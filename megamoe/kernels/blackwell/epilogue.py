@@ -9,9 +9,8 @@ from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.blackwell.pair import part_of, rows_layout
 from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e4m3_code, e8m0_scale, pow2
-from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
-from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
-from megamoe.kernels.gluon.placed import placed_group, placed_row
+from megamoe.kernels.gluon.arithmetic import divide, e4m3_scale, glu, nvfp4_scale, reciprocal, times
+from megamoe.kernels.gluon.placed import PLACED_ROWS, placed_group, placed_row
 
 # -- L1: activations -----------------------------------------------------------------------------
 
@@ -96,7 +95,7 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
     N: gl.constexpr = gate.shape[1]
     OUTPUTS: gl.constexpr = 128 * gemm.CTAS
     act = _activated(gemm, gate, up, tile, START)
-    if gemm.ACTS.HOLD == "placed":
+    if gemm.ACTS.STORED_AS == "placed":
         G: gl.constexpr = gemm.ACTS.GROUP
         acts_factor = 1.0
         if gemm.FORMAT.FACTOR == "expert":
@@ -106,8 +105,8 @@ def finish_gated(gemm, gate, up, tile, START: gl.constexpr):
         PACKED: gl.constexpr = gemm.ACTS.BITS == 4
         _store_rows(gemm, codes, tile, tile.n_tile_idx * OUTPUTS, START, PACKED)
         _store_scales(gemm, stored, tile, START)
-    elif gemm.ACTS.HOLD == "codes":
-        scale, inverse = e4m3_step(gl.max(abs_bits(act), 0))
+    elif gemm.ACTS.STORED_AS == "codes":
+        scale, inverse = e4m3_scale(gl.max(abs_bits(act), 0))
         row = tile.row_begin + START + gl.arange(0, N, scale.type.layout)
         used = row < tile.row_end
         if gemm.STORE == "pool":

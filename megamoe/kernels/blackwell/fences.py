@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 
 @gluon.jit
 def fence_before_arrival():
-    """In every thread that loaded or stored, before the role arrives for those who come next."""
+    """In every thread that loaded or stored, before the role arrives for the next one."""
     gl.inline_asm_elementwise(
         "tcgen05.fence::before_thread_sync; mov.b32 $0, 0;", "=r", [], dtype=gl.int32,
         is_pure=False, pack=1,

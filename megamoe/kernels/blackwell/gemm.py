@@ -25,11 +25,11 @@ Tokens and results of a layer and of a grouped GEMM alone (`grouped.py`)
   "rows"    from row_source[its first] on         "rows"  at row_dest, scales as `formats` has them
   "gather"  each at row_source, by TMA's gather   "sum"   added to FP32 rows at row_dest, weighted
 
-Tiles are dealt in turn, or DYNAMIC: load_weights draws each CTA's next one from a counter and posts
+Tiles are round robin, or DYNAMIC: load_weights takes each CTA's next from a counter and posts
 it in shared memory for the other roles.
 
-In a chain (FOLLOWS) tiles wait for their tokens, not for the launch before (`gluon/follow.py`): L1
-for rows that are pulled, L2 for L1's tiles, which it counts (PUBLISHES). L2's rows go home to other
+In a chain (FOLLOWS) tiles wait for their tokens, not for the launch before (`tile_scheduler`): L1
+for rows that are pulled, L2 for L1's tiles, which it counts (PUBLISHES). L2's rows go to other
 ranks (IS_FAR).
 
 Roles of a CTA
@@ -44,15 +44,15 @@ Roles of a CTA
 Barriers
 
   mbarrier       n        arrivals           arrived by                      awaited by
-  full           STAGES   2                  both loaders, and their TMA     who reads the stage
+  full           STAGES   2                  both loaders, and their TMA     its reader
   empty          STAGES   1, + store or      issue_mma's commit; store       both loaders
                           decode             (PROMOTED), decode: read it
   summed         SUMS     1                  issue_mma's commit              store
   taken          SUMS     1                  store: sums are in registers    issue_mma
   decoded        DECODES  1                  decode: weights are there       issue_mma
   decoded_empty  DECODES  1                  issue_mma's commit              decode
-  posted_full    POSTS    1                  load_weights: a tile is drawn   the other roles
-  posted_empty   POSTS    the other roles    who has read it                 load_weights
+  posted_full    POSTS    1                  load_weights: a tile is taken   the other roles
+  posted_empty   POSTS    the other roles    each of them                    load_weights
 
 PTX orders a thread's tcgen05.cp before its later MMAs, and MMAs of the same sums; it does not order
 a copy after an earlier MMA. So every stage has its own columns for scales.
@@ -87,7 +87,6 @@ from megamoe.kernels.blackwell.memory import DECODES, allocate_stages, allocate_
 from megamoe.kernels.blackwell.pair import ring_barriers, scales_layout
 from megamoe.kernels.gluon.compat import blackwell_tma as tma
 from megamoe.kernels.gluon.compat import get_tmem_reg_layout, reinterpret
-from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
 from megamoe.kernels.gluon.mega.sync import publish_count
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
@@ -103,12 +102,13 @@ from megamoe.kernels.gluon.pipeline import (
 from megamoe.kernels.gluon.tile_scheduler import (
     next_item,
     num_work_items,
-    read_tile_list,
     tile_in_list,
+    tile_word,
+    wait_for_tile,
 )
 
 BLOCK_ROWS = gl.constexpr(128)  # the MMA's M
-POSTS = gl.constexpr(2)  # drawn tiles that stand in shared memory
+POSTS = gl.constexpr(2)  # tiles taken from the counter that wait in shared memory
 DECODE_REGS = gl.constexpr(216)
 
 
@@ -193,8 +193,7 @@ class TmemGemm:
 def _tile_at(gemm, item):
     """The tile of a work item."""
     ROWS: gl.constexpr = gemm.HALVES * BLOCK_ROWS * gemm.CTAS
-    tile_idx, n_tile_idx = tile_in_list(gemm, item, ROWS)
-    return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
+    return tile_in_list(gemm, item, ROWS)
 
 
 @gluon.jit
@@ -205,7 +204,7 @@ def _end_item(gemm):
 
 
 @gluon.jit
-def draw_item(gemm, item, post, end):
+def take_item(gemm, item, post, end):
     """load_weights: (the CTA's next item, its next place in the ring of posted ones)."""
     if gemm.DYNAMIC:
         item = next_item(gemm, end)
@@ -221,7 +220,7 @@ def draw_item(gemm, item, post, end):
 
 @gluon.jit
 def next_posted(gemm, item, post):
-    """The other roles: the same as load_weights drew it."""
+    """The other roles: the item that load_weights has taken."""
     if gemm.DYNAMIC:
         lanes: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         mbarrier.wait(gemm.posted_full.index(post.idx), post.phase)
@@ -270,7 +269,7 @@ def load_weight_step(gemm, tile, k, stage):
 
 @gluon.jit
 def load_weights(gemm):
-    """The weights of this CTA's tiles, which it draws."""
+    """The weights of this CTA's tiles, which it takes from the counter where DYNAMIC."""
     stage = first_stage(1)
     post = first_stage(1)
     item = gl.program_id(0)
@@ -279,7 +278,7 @@ def load_weights(gemm):
         tile = _tile_at(gemm, item)
         for k in range(gemm.steps):
             stage = load_weight_step(gemm, tile, k, stage)
-        item, post = draw_item(gemm, item, post, end)
+        item, post = take_item(gemm, item, post, end)
 
 
 @gluon.jit
@@ -362,7 +361,8 @@ def scale_block(buf, NUM: gl.constexpr):
 def _scale_columns(gemm, stage, WHICH: gl.constexpr):
     """A stage's place in tensor memory for scales: WHICH half of the weights, or 2, the tokens'.
 
-    Scales cannot be allocated by stages (Gluon 3.6): FP32 of as many columns is, and is renamed.
+    Scales cannot be allocated by stages (Gluon 3.6): FP32 of the same columns is, and
+    is renamed.
     """
     NUM: gl.constexpr = gemm.BLOCK_K // gemm.FORMAT.VEC
     columns = gemm.scales.index(stage.idx * (gemm.HALVES + 1) + WHICH)

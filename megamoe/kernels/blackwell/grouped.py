@@ -18,10 +18,9 @@ from megamoe.formats.quantized import DATA_DTYPE, SCALE_DTYPE, Quantized, data_s
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.blackwell import launch
 from megamoe.kernels.blackwell.launch import BYTES, Arithmetic
-from megamoe.kernels.blackwell.weights import BLOCK, Placed
+from megamoe.kernels.blackwell.weights import ROW_BLOCK, Placed
 from megamoe.kernels.gluon.permute import write_tiles
-from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
-from megamoe.kernels.gluon.placed import placed_group, placed_row
+from megamoe.kernels.gluon.placed import PLACED_ROWS, placed_group, placed_row
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import expert_rows, first_above
 from megamoe.kernels.portable.acts import PLAIN
@@ -45,7 +44,7 @@ def _place_groups_kernel(
     Place p of a group is row `first + p` of all: it reads row source_in[that] of x, and goes to row
     dest_in[that] // TOP_K; without these to its own. SCALES: "placed", "codes" (FP32) or "plain".
     Groups whose counts go beyond the rows are cut there. A source that x does not have is the row
-    after its last, which copies take for zeros; such a destination is -1, which nobody stores to.
+    after its last, which copies take for zeros; such a destination is -1, which is not stored to.
     """
     group = tl.arange(0, GROUPS)
     count = tl.maximum(tl.load(counts + group, mask=group < num_groups, other=0), 0).to(tl.int64)
@@ -113,7 +112,7 @@ class Rows(NamedTuple):
 AS_THEY_LIE = Rows()
 
 
-def place_groups(x: Quantized, counts: Tensor, step: Launch, how: Arithmetic,
+def place_groups(x: Quantized, counts: Tensor, step: Launch, arithmetic: Arithmetic,
                  rows: Rows) -> tuple[Pool, Tensor]:  # fmt: skip
     """(the pool whose data are x itself, the row of x of each of its places)."""
     config, (width, device) = step.config, (x.shape[1], counts.device)
@@ -125,13 +124,13 @@ def place_groups(x: Quantized, counts: Tensor, step: Launch, how: Arithmetic,
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    wide, scales = align_up(width, WIDTH) // BLOCK, "plain"
+    wide, scales = align_up(width, WIDTH) // ROW_BLOCK, "plain"
     scale = new(1)
-    if how.scale_dtype is torch.float32:
+    if arithmetic.scale_dtype is torch.float32:
         scale, scales = new(wide, places), "codes"
-    elif how.scale_dtype is not None:
-        wide, scales = align_up(width, WIDTH) // how.kind.VEC.value, "placed"
-        scale = new(1, places // block, wide // 4, 2, 256, dtype=how.scale_dtype)
+    elif arithmetic.scale_dtype is not None:
+        wide, scales = align_up(width, WIDTH) // arithmetic.kind.VEC.value, "placed"
+        scale = new(1, places // block, wide // 4, 2, 256, dtype=arithmetic.scale_dtype)
     pool = Pool(
         x.data, scale, new(places, dtype=torch.int32), new(places), new(places),
         new(max(max_tiles(sorted_rows, num, block), 1), 4, dtype=torch.int32),
@@ -157,11 +156,11 @@ def place_groups(x: Quantized, counts: Tensor, step: Launch, how: Arithmetic,
 def linear(x: Quantized, w: Placed, counts: Tensor, out: Tensor, steps: tuple[Launch, Launch],
            recipe: str, rows: Rows = AS_THEY_LIE) -> None:  # fmt: skip
     """out[row's destination] = w[g] @ x[row]: BF16 rows, or FP32 sums of weighted ones."""
-    how, (place, gemm) = launch.arithmetic(recipe), steps
-    pool, source = place_groups(x, counts, place, how, rows)
+    arithmetic, (place, gemm) = launch.arithmetic(recipe), steps
+    pool, source = place_groups(x, counts, place, arithmetic, rows)
     sums = out.dtype == torch.float32
     launch.run(
-        pool, w, gemm, how, None, _spread(x.global_scale, counts), source=source,
+        pool, w, gemm, arithmetic, None, _spread(x.global_scale, counts), source=source,
         SOURCE="rows" if rows.source is None else "gather", STORE="sum" if sums else "rows",
         out=out, out_scale=out, num_outputs=w.num_outputs, clamp=0.0, ACTS=PLAIN,
         ACTIVATION="swiglu", WEIGHTED=False,
@@ -172,25 +171,26 @@ def gated(x: Quantized, w: Placed, counts: Tensor, steps: tuple[Launch, Launch],
           options: Options, rows: Rows = AS_THEY_LIE,
           acts_global: Tensor | None = None) -> Quantized:  # fmt: skip
     """Gate, up and the activation of each row, in the format of the recipe's activations."""
-    how, fmt, (place, gemm) = launch.arithmetic(recipe), recipe_named(recipe).acts, steps
+    arithmetic, fmt, (place, gemm) = launch.arithmetic(recipe), recipe_named(recipe).acts, steps
     shape = (x.shape[0] if rows.source is None else len(rows.source), w.num_outputs)
     data = torch.empty(
         data_shape(shape, fmt), dtype=DATA_DTYPE[fmt.element.name], device=counts.device
     )
     scale = None
-    if how.scale_dtype is not None:
+    if arithmetic.scale_dtype is not None:
         scale = torch.empty(
             scale_shape(shape, fmt), dtype=SCALE_DTYPE[fmt.scale], device=counts.device
         )
     result = Quantized(data, scale, fmt.name, shape, acts_global)
     if shape[0] == 0:
         return result
-    pool, source = place_groups(x, counts, place, how, rows)
+    pool, source = place_groups(x, counts, place, arithmetic, rows)
     launch.run(
-        pool, w, gemm, how, None, _spread(acts_global, counts), source=source,
+        pool, w, gemm, arithmetic, None, _spread(acts_global, counts), source=source,
         SOURCE="rows" if rows.source is None else "gather", STORE="rows", out=_raw(data),
         out_scale=data if scale is None else _raw(scale), num_outputs=w.num_outputs,
-        clamp=float(options.limit), ACTS=how.acts, ACTIVATION=options.activation, WEIGHTED=False,
+        clamp=float(options.limit), ACTS=arithmetic.acts, ACTIVATION=options.activation,
+        WEIGHTED=False,
     )  # fmt: skip
     return result
 

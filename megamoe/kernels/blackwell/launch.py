@@ -16,9 +16,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe.formats.spec import Scale, recipe_named
 from megamoe.kernels.blackwell.formats import FORMATS, check_tile, operand_layout
 from megamoe.kernels.blackwell.gemm import gemm_tmem_kernel
-from megamoe.kernels.blackwell.weights import BLOCK, Placed
+from megamoe.kernels.blackwell.weights import ROW_BLOCK, Placed
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
+from megamoe.kernels.gluon.pipeline import scale_width
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLACED, PLAIN
 from megamoe.layout.regions import align_up, ceil_div
@@ -60,39 +61,39 @@ class Arithmetic:
 
 def arithmetic(recipe: str) -> Arithmetic:
     """The row of `planner.numerics` as the kernels take it."""
-    row, how = recipe_named(recipe), numerics("blackwell", recipe)
+    row, contract = recipe_named(recipe), numerics("blackwell", recipe)
     kind = FORMATS[recipe]
     dtypes = {4: BYTES, 8: torch.float8_e4m3fn, 16: torch.bfloat16}
     dtype = dtypes[row.acts.element.bits]
-    if how.acts == "plain":
+    if contract.acts == "plain":
         return Arithmetic(kind, PLAIN, dtype, None)
-    if how.acts == "codes":
+    if contract.acts == "codes":
         return Arithmetic(kind, CODES[row.acts.name], dtype, torch.float32)
     scale = BYTES if row.acts.scale is Scale.E8M0 else torch.float8_e4m3fn
     return Arithmetic(kind, PLACED[row.acts.name], dtype, scale)
 
 
-def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
+def pool(arithmetic: Arithmetic, slots: int, width: int, experts: int, block: int,
+         device: torch.device, tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
          rows: int | None = None) -> Pool:  # fmt: skip
-    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
+    """Memory for `slots` slots on each rank; the routing is that of `tiles` if there is one.
 
     is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
-    rows    of a ring on each rank, instead of as many as any routing needs
+    rows    of a ring on each rank, instead of what the worst routing needs
     """
     wide, rows = align_up(width, WIDTH), ranks * (rows or num_rows(slots, experts, block))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    data = new(rows, wide // how.pack, dtype=how.dtype)
-    if how.scale_dtype is None:
+    data = new(rows, wide // arithmetic.pack, dtype=arithmetic.dtype)
+    if arithmetic.scale_dtype is None:
         scale = new(1)
-    elif how.scale_dtype is torch.float32:
-        scale = new(wide // BLOCK, rows)
+    elif arithmetic.scale_dtype is torch.float32:
+        scale = new(wide // ROW_BLOCK, rows)
     else:
-        groups = wide // how.kind.VEC.value
-        scale = new(1, rows // block, groups // 4, 2, 256, dtype=how.scale_dtype)
+        groups = wide // arithmetic.kind.VEC.value
+        scale = new(1, rows // block, groups // 4, 2, 256, dtype=arithmetic.scale_dtype)
     if tiles is not None:
         return tiles._replace(data=data, scale=scale)
     dest = new(rows, dtype=torch.int64 if is_far else torch.int32)
@@ -102,7 +103,7 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
     )  # fmt: skip
 
 
-def gated(x: Pool, w: Placed, out: Pool, step: Launch, how: Arithmetic, options: Options,
+def gated(x: Pool, w: Placed, out: Pool, step: Launch, arithmetic: Arithmetic, options: Options,
           *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
           error: Tensor | None = None, use_pdl: bool = False,
           chain: Chain = NO_CHAIN) -> None:  # fmt: skip
@@ -113,14 +114,15 @@ def gated(x: Pool, w: Placed, out: Pool, step: Launch, how: Arithmetic, options:
     """
     data, scale = as_bytes(out.data), as_bytes(out.scale)
     run(
-        x, w, step, how, bias, acts_factor, out=data, out_scale=scale,
-        num_outputs=out.data.shape[1] * how.pack, clamp=float(options.limit), ACTS=how.acts,
-        ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", STORE="pool",
+        x, w, step, arithmetic, bias, acts_factor, out=data, out_scale=scale,
+        num_outputs=out.data.shape[1] * arithmetic.pack, clamp=float(options.limit),
+        ACTS=arithmetic.acts, ACTIVATION=options.activation,
+        WEIGHTED=options.weight_at == "l1", STORE="pool",
         launch_pdl=use_pdl, chain=chain, error=error,
     )  # fmt: skip
 
 
-def linear(x: Pool, w: Placed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
+def linear(x: Pool, w: Placed, out: Tensor, step: Launch, arithmetic: Arithmetic, options: Options,
            *, bias: Tensor | None = None, acts_factor: Tensor | None = None,
            error: Tensor | None = None, use_pdl: bool = False,
            chain: Chain = NO_CHAIN) -> None:  # fmt: skip
@@ -128,15 +130,16 @@ def linear(x: Pool, w: Placed, out: Tensor, step: Launch, how: Arithmetic, optio
 
     chain  the L1 before it; of ranks, rows go where `x.dest` says in values, also to other ranks
     """
-    assert chain.row_scale is None, "rows go home in BF16"
+    assert chain.row_scale is None, "rows go to other ranks in BF16"
     run(
-        x, w, step, how, bias, acts_factor, out=out, out_scale=out, num_outputs=w.num_outputs,
-        clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu", WEIGHTED=options.weight_at == "l1",
+        x, w, step, arithmetic, bias, acts_factor, out=out, out_scale=out,
+        num_outputs=w.num_outputs, clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu",
+        WEIGHTED=options.weight_at == "l1",
         STORE="rows", launch_pdl=use_pdl, chain=chain, error=error,
     )  # fmt: skip
 
 
-def run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
+def run(x: Pool, w: Placed, step: Launch, arithmetic: Arithmetic, bias: Tensor | None,
          acts_factor: Tensor | None, *, source: Tensor | None = None, SOURCE: str = "pool",
          chain: Chain = NO_CHAIN, error: Tensor | None = None, **rest: Any) -> None:  # fmt: skip
     """source: int32 [R], where the rows of the pool stand in x, by way of SOURCE (`gemm`)."""
@@ -152,32 +155,32 @@ def run(x: Pool, w: Placed, step: Launch, how: Arithmetic, bias: Tensor | None,
     }  # fmt: skip
     if chain.dest_unit:
         rest["IS_FAR"] = True
-    descriptors = operands(x, w, tile, how, gathers=SOURCE == "gather")
+    descriptors = operands(x, w, tile, arithmetic, gathers=SOURCE == "gather")
     gemm_tmem_kernel[step.grid](
         **descriptors, factor=or_unused(w.factor, unused), bias=or_unused(bias, unused),
         acts_factor=or_unused(acts_factor, unused), row_factor=x.factor, row_weight=x.weight,
         row_dest=x.dest, row_source=or_unused(source, unused), tiles=x.tiles,
         num_tiles=x.num_tiles, pool_rows=len(x.dest),
-        steps=ceil_div(x.data.shape[1] * how.pack, tile.block_k), num_bias=w.num_outputs,
+        steps=ceil_div(x.data.shape[1] * arithmetic.pack, tile.block_k), num_bias=w.num_outputs,
         num_blocks=w.num_blocks, factor_cols=factor_cols(w),
-        FORMAT=how.kind, GATED=w.is_gated, HAS_BIAS=bias is not None, SOURCE=SOURCE, **rest,
+        FORMAT=arithmetic.kind, GATED=w.is_gated, HAS_BIAS=bias is not None, SOURCE=SOURCE, **rest,
         **tile.constants(),
     )  # fmt: skip
 
 
-def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic,
+def operands(x: Pool, w: Placed, tile: GemmTmem, arithmetic: Arithmetic,
              gathers: bool = False) -> dict[str, TensorDescriptor]:  # fmt: skip
     """TMA over weights, tokens and their scales; refuses what the MMA would read otherwise.
 
     gathers  copies name each row of a tile: a block of theirs is one row
     """
-    kind, k, ctas = how.kind, tile.block_k, tile.num_ctas
-    w_layout = operand_layout(kind, ctas * BLOCK, k, kind.W_BITS.value, ctas)
+    kind, k, ctas = arithmetic.kind, tile.block_k, tile.num_ctas
+    w_layout = operand_layout(kind, ctas * ROW_BLOCK, k, kind.W_BITS.value, ctas)
     check_tile(kind, tile, w_layout, is_gated=w.is_gated, gathers=gathers)
-    rows = [ctas * BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)]
+    rows = [ctas * ROW_BLOCK, k * kind.W_BITS.value // max(kind.W_BITS.value, 8)]
     data = _tma(w.data, rows, w_layout)
     x_layout = operand_layout(kind, tile.block_m, k, kind.X_BITS.value, ctas)
-    tokens = _tma(x.data, [1 if gathers else tile.block_m, k // how.pack], x_layout)
+    tokens = _tma(x.data, [1 if gathers else tile.block_m, k // arithmetic.pack], x_layout)
     words = k // (4 * kind.VEC.value)
     w_scale, x_scale = data, tokens
     if w.scale is not None:
@@ -186,7 +189,7 @@ def operands(x: Pool, w: Placed, tile: GemmTmem, how: Arithmetic,
         x_scale = _tma(x.scale, [1, 1, words, 2, 256], SCALES_OF_BOTH[ctas])
     elif kind.PROMOTED.value:
         flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
-        x_scale = _tma(x.scale.view(-1), [max(tile.block_m, 32)], flat)
+        x_scale = _tma(x.scale.view(-1), [scale_width(tile.block_m)], flat)
     return {"w": data, "w_scale": w_scale, "x": tokens, "x_scale": x_scale}
 
 

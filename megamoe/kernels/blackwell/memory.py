@@ -14,7 +14,7 @@ from megamoe.kernels.gluon.compat import get_tmem_reg_layout, reinterpret
 
 GATHERED = gl.constexpr(16)  # rows of one gather
 DECODES = gl.constexpr(2)  # stages whose decoded weights stand in tensor memory
-ONE = gl.constexpr(127)  # E8M0
+E8M0_ONE = gl.constexpr(127)  # E8M0
 
 
 @gluon.jit
@@ -37,7 +37,7 @@ def allocate_tmem(
             rows: gl.constexpr = TensorMemoryScalesLayout()
             REGS: gl.constexpr = get_tmem_reg_layout(gl.uint8, (128, NUM), rows, gl.num_warps())
             ones = allocate_tensor_memory(gl.uint8, [128, NUM], rows)
-            ones.store(gl.full([128, NUM], ONE, gl.uint8, REGS))
+            ones.store(gl.full([128, NUM], E8M0_ONE, gl.uint8, REGS))
             fence_before_arrival()  # entering warp_specialize is one
     if FORMAT.DECODED:
         halves: gl.constexpr = TensorMemoryLayout((128, BLOCK_K), col_stride=1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from megamoe.formats.quantized import Quantized
 from megamoe.layout.regions import align_up, ceil_div
 
-BLOCK = 128
+ROW_BLOCK = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def place_scales(scale: Tensor) -> Tensor:
     Groups beyond the last multiple of four are zero.
     """
     blocks, rows, groups = scale.shape
-    assert rows == BLOCK
+    assert rows == ROW_BLOCK
     padded = torch.nn.functional.pad(scale, (0, -groups % 4))
     parts = padded.view(blocks, 4, 32, -1, 4).permute(0, 3, 2, 1, 4)
     return parts.reshape(1, blocks, -1, 2, 256).contiguous()
@@ -47,10 +47,10 @@ def place_scales(scale: Tensor) -> Tensor:
 
 def _blocks(t: Tensor, rows: int, columns: int) -> Tensor:
     """[matrices, rows, columns], padded with zeros, as [matrices * blocks, 128, columns]."""
-    extra = align_up(rows, BLOCK) - rows, columns - t.shape[-1]
+    extra = align_up(rows, ROW_BLOCK) - rows, columns - t.shape[-1]
     if any(extra):
         t = torch.nn.functional.pad(t, (0, extra[1], 0, extra[0]))
-    return t.reshape(-1, BLOCK, columns)
+    return t.reshape(-1, ROW_BLOCK, columns)
 
 
 def place(w: Quantized) -> Placed:
@@ -58,12 +58,12 @@ def place(w: Quantized) -> Placed:
     *lead, rows, width = w.shape
     is_gated = len(lead) == 2
     bits = w.spec.element.bits
-    wide = align_up(width, BLOCK)
+    wide = align_up(width, ROW_BLOCK)
     data = w.data.view(torch.uint8) if bits == 8 else w.data
     data = _blocks(data.flatten(0, -3), rows, wide * min(bits, 8) // 8).flatten(0, 1)
     if bits == 8:
         data = data.view(torch.float8_e4m3fn)
-    num_blocks, scale, factor = ceil_div(rows, BLOCK), None, None
+    num_blocks, scale, factor = ceil_div(rows, ROW_BLOCK), None, None
     if bits == 4:
         assert w.scale is not None
         group = w.spec.block[1]

@@ -115,14 +115,14 @@ def is_readable(t: Tensor, num: int) -> bool:
 
 
 def new_flags(num: int, device: torch.device) -> Tensor:
-    """Zeros, for so many experts."""
+    """Zeros, for `num` experts."""
     return torch.zeros(4 * num + REST, dtype=torch.int32, device=device)
 
 
 def launch(checks: Sequence[Look], num: int, flags: Tensor) -> None:
     """Or BAD into the flags of `num` experts, or of a bias, that are bad, and then into the first.
 
-    checks  tensors that are runs of as many experts, or biases
+    checks  tensors that are runs of the same experts, or biases
     """
     tensors = tuple(
         Words(words, len(words) // (num if owner < 2 else 1))

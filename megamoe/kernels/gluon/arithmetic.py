@@ -61,7 +61,7 @@ def round_bf16(x):
 
 
 @gluon.jit
-def at_most(x, limit):
+def min_nan(x, limit):
     """The smaller of the two; NaN stays NaN."""
     return gl.inline_asm_elementwise(
         "min.NaN.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1
@@ -69,7 +69,7 @@ def at_most(x, limit):
 
 
 @gluon.jit
-def at_least(x, limit):
+def max_nan(x, limit):
     """The larger of the two; NaN stays NaN."""
     return gl.inline_asm_elementwise(
         "max.NaN.f32 $0, $1, $2;", "=f,f,f", [x, limit], dtype=gl.float32, is_pure=True, pack=1
@@ -79,8 +79,8 @@ def at_least(x, limit):
 @gluon.jit
 def glu(gemm, gate, up):
     """FP32 of the gated activation; gate and up are rounded to BF16 and clamped first."""
-    gate = at_most(round_bf16(gate), gemm.clamp)
-    up = at_least(at_most(round_bf16(up), gemm.clamp), -gemm.clamp)
+    gate = min_nan(round_bf16(gate), gemm.clamp)
+    up = max_nan(min_nan(round_bf16(up), gemm.clamp), -gemm.clamp)
     is_oss: gl.constexpr = gemm.ACTIVATION == "gpt_oss"
     power = exp2(-1.702 * gate * LOG2_E if is_oss else gate * -LOG2_E)
     act = gate * reciprocal(1.0 + power) * (up + 1.0 if is_oss else up)
@@ -88,7 +88,7 @@ def glu(gemm, gate, up):
 
 
 @gluon.jit
-def e4m3_step(bits):
+def e4m3_scale(bits):
     """FP32 scale of E4M3 from the bits of an amax, and its reciprocal; NaN for NaN and Inf."""
     size = bits.to(gl.float32, bitcast=True)
     by: gl.constexpr = 1.0 / 448.0

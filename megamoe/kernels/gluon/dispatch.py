@@ -24,8 +24,7 @@ from megamoe.kernels.gluon.permute import (
     routing_place,
     write_tiles,
 )
-from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
-from megamoe.kernels.gluon.placed import placed_group, placed_row
+from megamoe.kernels.gluon.placed import PLACED_ROWS, placed_group, placed_row
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.gluon.tile_scheduler import WorkItems, expert_rows
 from megamoe.kernels.portable.acts import quantise_blocks
@@ -58,6 +57,21 @@ def ready_codes(x_row, scale_row, first_col, hidden, ACTS: tl.constexpr, COLS: t
     group = first_col // ACTS.GROUP + tl.arange(0, COLS // ACTS.GROUP)
     codes = tl.load(x_row + byte, mask=byte < hidden // PACK, other=0)
     return codes, tl.load(scale_row + group, mask=group < hidden // ACTS.GROUP, other=0)
+
+
+@triton.jit
+def quantised(source, by, ACTS: tl.constexpr, COLS: tl.constexpr):
+    """COLS columns of a token in the format, one element a column, and their scales."""
+    G: tl.constexpr = ACTS.GROUP
+    tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
+    ratio, stored, step = quantise_blocks(tile, by, ACTS)
+    if ACTS.STORED_AS == "values":
+        values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
+    elif ACTS.STORED_AS == "scaled":
+        values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
+    else:
+        values = tl.reshape(ACTS.code(ratio), (COLS,))
+    return values, stored
 
 
 @triton.jit
@@ -116,7 +130,7 @@ def _pool_kernel(
     else:
         row = tl.load(rows + at, mask=own, other=-1)
         used = row >= 0
-    if ACTS.HOLD == "placed":
+    if ACTS.STORED_AS == "placed":
         if READY:
             codes, stored = ready_codes(
                 x + token.to(tl.int64) * x_stride, x_scale + token * tl.cdiv(hidden, ACTS.GROUP),
@@ -138,25 +152,17 @@ def _pool_kernel(
         source = tl.load(
             x + token.to(tl.int64) * x_stride + place_of, mask=place_of < hidden, other=0
         )
-        if READY or ACTS.HOLD == "plain":
+        if READY or ACTS.STORED_AS == "plain":
             values = source
-            if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
+            if READY and ACTS.STORED_AS != "values" and ACTS.STORED_AS != "plain":
                 blocks = tl.cdiv(hidden, 128)
-                known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
-                wide = tl.broadcast_to(known[None, :], scale_place.shape)
+                scales = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
+                wide = tl.broadcast_to(scales[None, :], scale_place.shape)
                 tl.store(scale + scale_place, wide, mask=scale_mask)
         else:
-            G: tl.constexpr = ACTS.GROUP
             by = tl.load(g + token * g_stride) if HAS_G else 1.0
-            tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
-            ratio, stored, step = quantise_blocks(tile, by, ACTS)
-            if ACTS.HOLD == "values":
-                values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
-            else:
-                if ACTS.HOLD == "scaled":
-                    values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
-                else:
-                    values = tl.reshape(ACTS.code(ratio), (COLS,))
+            values, stored = quantised(source, by, ACTS, COLS)
+            if ACTS.STORED_AS != "values":
                 wide = tl.broadcast_to(stored, scale_place.shape)
                 tl.store(scale + scale_place, wide, mask=scale_mask)
         tl.store(data + place, tl.broadcast_to(values[None, :], place.shape), mask=mask)
@@ -166,9 +172,9 @@ def _pool_kernel(
         if HAS_G:
             token_factor = tl.load(g + token * g_stride)
             tl.store(factor + row, tl.zeros([K_SLOTS], tl.float32) + token_factor, mask=used)
-        to, is_given = routing_place(at, TOP_K, SHARED)
-        tl.store(idx_out + to, mine, mask=own & is_given)
-        tl.store(weights_out + to, share, mask=own & is_given)
+        to, is_routed = routing_place(at, TOP_K, SHARED)
+        tl.store(idx_out + to, mine, mask=own & is_routed)
+        tl.store(weights_out + to, share, mask=own & is_routed)
         report_bad(bad, to, error)
         if token == 0:
             if HAS_STATS:
@@ -252,7 +258,7 @@ def permute(
     config = steps["permute"].config
     assert isinstance(config, Permute) and slots == steps.num_slots
     is_small, unused = config.is_small, pool.num_tiles
-    pack = 8 // acts.BITS.value if acts.HOLD.value == "placed" else 1
+    pack = 8 // acts.BITS.value if acts.STORED_AS.value == "placed" else 1
     width = pool.data.shape[1] * pack
     has_count = is_small and routing.num_valid is not None
     _pool_kernel[steps["permute"].grid](

@@ -1,4 +1,4 @@
-"""The pushed exchange between ranks: who has which tokens for whom, without a peer being read.
+"""The pushed exchange between ranks: which tokens go to which rank, without a peer being read.
 
 A source quantises its tokens once, into records that owners of experts read (`quantize_tokens`),
 and sorts its own slots (`permute.place`). `exchange_kernel`, one CTA for each peer, then writes
@@ -8,21 +8,22 @@ and sorts its own slots (`permute.place`). `exchange_kernel`, one CTA for each p
 
 into the owner's memory, 16 bytes a thread, and signals once: a store that releases at system scope.
 The same CTA waits for that peer's signal. `finish_kernel` does the same at the end of a call, when
-this rank's rows are home. Waits are bounded; one that is given up leaves the layer's report, and
-signals every peer in `state[STOP]`, which all waits between ranks look at; so does a rank whose own
-GEMMs gave up, whose rows are worthless. Nobody adds to a peer's words.
+this rank's rows have been written to their tokens' ranks. Waits are bounded; one that times out
+writes the layer's report, and signals every peer in `state[STOP]`, which all waits between ranks
+read; so does a rank whose own GEMMs gave up, whose rows are worthless. No word is added to by a
+peer.
 
 Words that ranks wait for; numbers of calls only grow, so a wait is for this one or a later one
 
   word           becomes     stored by                               awaited by
   begun[source]  the call's  the source's exchange_kernel, last      exchange_kernel here
   done[owner]    the call's  the owner's finish_kernel, after rows   finish_kernel here
-  state[STOP]    1 + a rank  who gave up, anywhere                   every wait, beside its own
-  state[MISSED]  1           exchange_kernel here                    nobody; read by `pull`
-  state[CALL]    + 1         `_rows_kernel` here                     nobody; read by launches
+  state[STOP]    1 + a rank  a rank whose wait timed out              every wait, beside its own
+  state[MISSED]  1           exchange_kernel here                    no wait; read by `pull`
+  state[CALL]    + 1         `_rows_kernel` here                     no wait; read by launches
 
 A call begins once every rank has ended the one before it (`finish_kernel`), so no region of the
-exchange is written while somebody may still read it. Calls are numbered on the GPU: `state[CALL]`.
+exchange is written while it may still be read. Calls are numbered on the GPU: `state[CALL]`.
 """
 
 import torch
@@ -32,11 +33,11 @@ from torch import Tensor
 from triton.experimental import gluon
 
 from megamoe.kernels.common.columns import token_column
-from megamoe.kernels.common.compat import after_previous, overlap, to_bf16
+from megamoe.kernels.common.compat import after_previous, overlap
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.compat import gl
-from megamoe.kernels.gluon.dispatch import ready_codes, token_codes
-from megamoe.kernels.gluon.mega.sync import REPORT
+from megamoe.kernels.gluon.dispatch import quantised, ready_codes, token_codes
+from megamoe.kernels.gluon.mega.sync import log2_bytes, report_difference
 from megamoe.kernels.gluon.pipeline import (
     allow_next_launch,
     bounded_wait,
@@ -45,27 +46,25 @@ from megamoe.kernels.gluon.pipeline import (
     wait_for_launch,
     wait_until,
 )
-from megamoe.kernels.portable.acts import quantise_blocks
 from megamoe.layout.pushed import LIST_ALIGN, MAX_SOURCES, TokenWords
 from megamoe.planner.launches import Launch
 
 # Words of `state`.
 CALL = gl.constexpr(0)  # number of the last call that this rank has planned
 STOP = gl.constexpr(1)  # 1 + the rank that gave up; 0: none. Peers write it, at any time
-SAW_UNLIKE = gl.constexpr(64)  # is added there where some rank saw calls with different bounds
+SAW_MISMATCH = gl.constexpr(64)  # is added there where some rank saw calls with different bounds
 MISSED = gl.constexpr(2)  # 1: this rank did not see every peer's lists; its own, for `pull`
 # Words of `begun`: by rank, the call that it pushed, and the tokens that it planned it for.
 LIMIT = gl.constexpr(MAX_SOURCES // 2)
 
 # What a report names, after those of fused launches.
 WAIT_BEGUN = gl.constexpr(16)
-WAIT_HOME = gl.constexpr(17)
+WAIT_ROWS = gl.constexpr(17)
 WAIT_STOPPED = gl.constexpr(18)
-UNLIKE = gl.constexpr(19)  # no wait: a rank planned its call for another bound
-UNLIKE_STOPPED = gl.constexpr(20)  # and stopped the others
+CALL_MISMATCH = gl.constexpr(19)  # no wait: a rank planned its call for another bound
+PEER_MISMATCH = gl.constexpr(20)  # a peer saw different bounds and stopped the call
 
 ALIGN = gl.constexpr(LIST_ALIGN)
-EXCHANGE_WARPS = 8
 _STEP = gl.constexpr(1024)  # words of a copy: 16 bytes of each thread
 
 # One thread: the word at $1 becomes $2, after all that the CTA stored. It is cumulative: stores of
@@ -107,7 +106,7 @@ def _quantize_kernel(
     after_previous()
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    if ACTS.HOLD == "placed":
+    if ACTS.STORED_AS == "placed":
         _quantize_bytes(
             x + token * x_stride, x_scale + token * tl.cdiv(hidden, ACTS.GROUP),
             g + token * g_stride, data + token * data_pitch, part * COLS, hidden, width,
@@ -119,24 +118,16 @@ def _quantize_kernel(
         place_of = part * COLS + token_column(tl.arange(0, COLS)) if BY_GROUP else col
         source = tl.load(x + token * x_stride + place_of, mask=place_of < hidden, other=0)
         to_scale = words + token * pitch + scales_at + block
-        if READY or ACTS.HOLD == "plain":
+        if READY or ACTS.STORED_AS == "plain":
             values = source
-            if READY and ACTS.HOLD != "values" and ACTS.HOLD != "plain":
+            if READY and ACTS.STORED_AS != "values" and ACTS.STORED_AS != "plain":
                 blocks = tl.cdiv(hidden, 128)
-                known = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
-                tl.store(to_scale, known, mask=block < width // 128)
+                scales = tl.load(x_scale + token * blocks + block, mask=block < blocks, other=1.0)
+                tl.store(to_scale, scales, mask=block < width // 128)
         else:
-            G: tl.constexpr = ACTS.GROUP
             by = tl.load(g + token * g_stride) if HAS_G else 1.0
-            tile = tl.reshape(source.to(tl.float32), (1, COLS // G, G))
-            ratio, stored, step = quantise_blocks(tile, by, ACTS)
-            if ACTS.HOLD == "values":
-                values = to_bf16(tl.reshape(ACTS.round(ratio) * step[:, :, None], (COLS,)))
-            else:
-                if ACTS.HOLD == "scaled":
-                    values = to_bf16(tl.reshape(ACTS.round(ratio), (COLS,)))
-                else:
-                    values = tl.reshape(ACTS.code(ratio), (COLS,))
+            values, stored = quantised(source, by, ACTS, COLS)
+            if ACTS.STORED_AS != "values":
                 tl.store(to_scale, tl.reshape(stored, (COLS // 128,)), mask=block < width // 128)
         tl.store(data + token * data_pitch + col, values, mask=col < width)
     if HAS_G and part == 0:
@@ -182,7 +173,7 @@ def quantize_tokens(
     hidden  where x has two values a byte
     """
     per_word = 4 // raw.element_size()
-    is_placed = acts.HOLD.value == "placed"
+    is_placed = acts.STORED_AS.value == "placed"
     pack = 8 // acts.BITS.value if is_placed else 1
     if x_scale is not None and is_placed:
         x_scale = x_scale.view(torch.uint8)
@@ -213,15 +204,10 @@ class Peers:
     RANKS: gl.constexpr
 
 
-@gluon.constexpr_function
-def _log2_bytes(dtype):
-    return (dtype.element_ty.primitive_bitwidth // 8).bit_length() - 1
-
-
 @gluon.jit
 def at_peer(peers, pointer, peer):
     """The same place in a peer's memory; mappings and regions lie at multiples of 128 bytes."""
-    LOG2: gl.constexpr = _log2_bytes(pointer.dtype)
+    LOG2: gl.constexpr = log2_bytes(pointer.dtype)
     return pointer + gl.multiple_of(gl.load(peers + peer) >> LOG2, 128 >> LOG2)
 
 
@@ -238,30 +224,20 @@ def _signal(pointer, call):
 def _await_peer(p, word, call, peer, WHAT: gl.constexpr):
     """Wait until a peer's signal here is `call` or later; report it and signal all peers if not.
 
-    -> what was seen.
+    -> the value that was read.
     """
     stop = p.state + STOP
     value = bounded_wait(word, call, stop, p.bound_ns, "sys", "ge")
     stopped_by = gl.load(stop, volatile=True)
-    # A peer that gave up is what this rank waits for in vain; why it did is passed on.
-    saw_unlike = stopped_by > SAW_UNLIKE
-    why = gl.where(saw_unlike, UNLIKE_STOPPED, WAIT_STOPPED)
+    # The wait can never succeed once a peer gave up: forward that peer's reason.
+    saw_mismatch = stopped_by > SAW_MISMATCH
+    why = gl.where(saw_mismatch, PEER_MISMATCH, WAIT_STOPPED)
     what = gl.where(stopped_by > 0, why, WHAT)
-    where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_UNLIKE, peer)
-    _report(p, gl.minimum(value, call), call, what, where)
-    # Who gave up first is named, not who passes it on.
-    _signal_given_up(p, value, call, gl.where(stopped_by > 0, stopped_by, p.rank + 1))
+    where = gl.where(stopped_by > 0, (stopped_by - 1) % SAW_MISMATCH, peer)
+    report_difference(p, p.rank, gl.minimum(value, call), call, what, where)
+    # Name the first rank that gave up, not the one that forwards it.
+    _signal_timeout(p, value, call, gl.where(stopped_by > 0, stopped_by, p.rank + 1))
     return value
-
-
-@gluon.jit
-def _report(p, value, want, what, where):
-    """The layer's report, unless `seen` is `want`."""
-    gl.inline_asm_elementwise(
-        REPORT, "=r,l,r,r,r,r,r,r",
-        [p.report.to(gl.int64), value, want, p.rank, gl.program_id(0), what, where],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -272,15 +248,15 @@ def _expect_limit(p, limits, limit, peer, has_pushed):
     """
     theirs = gl.load(limits + peer, volatile=True)
     theirs = gl.where(has_pushed, theirs, limit)
-    _report(p, theirs, limit, gl.to_tensor(UNLIKE), peer)
+    report_difference(p, p.rank, theirs, limit, gl.to_tensor(CALL_MISMATCH), peer)
     is_same = (theirs == limit).to(gl.int32)
-    _signal_given_up(p, is_same, gl.to_tensor(1), p.rank + 1 + SAW_UNLIKE)
+    _signal_timeout(p, is_same, gl.to_tensor(1), p.rank + 1 + SAW_MISMATCH)
     return is_same
 
 
 @gluon.jit
-def _signal_given_up(p, last, want, value):
-    """Unless `seen` >= `want`: signal all ranks, with `value`, that this one gave up."""
+def _signal_timeout(p, last, want, value):
+    """Unless `last` >= `want`: signal all ranks, with `value`, that this one gave up."""
     for other in range(p.RANKS):
         _store_if_missed(at_peer(p.peers, p.state + STOP, other), last, want, value)
 
@@ -360,13 +336,13 @@ def finish_kernel(
     done, error, state, peers, report, rank, bound_ns, counts_in, pitch, l2_begun, ns_per_row,
     RANKS: gl.constexpr, LOCAL: gl.constexpr,
 ):  # fmt: skip
-    """CTA: signal one peer that this rank's rows for it are home, and wait for its rows.
+    """CTA: signal one peer that this rank's rows for it are written, and wait for its rows.
 
     After a report no peer is signalled: the rows are worthless. A negative `error` says that a wait
     of this rank's GEMMs was given up; then all peers get that signal instead.
 
-    l2_begun  None, or int64 [1]: rows are not home before a link of 1 / ns_per_row rows that was
-              free when L2 began (0: when this launch did) could have brought them
+    l2_begun  None, or int64 [1]: rows do not count as written before a link of 1 / ns_per_row rows
+              that was free when L2 began (0: when this launch did) could have brought them
     """
     wait_for_launch()
     if l2_begun is not None:
@@ -378,8 +354,8 @@ def finish_kernel(
     peer = (rank + gl.program_id(0)) % RANKS
     call = gl.load(state + CALL)
     reported = gl.load(error)
-    _signal_given_up(p, reported, gl.to_tensor(0), rank + 1)
+    _signal_timeout(p, reported, gl.to_tensor(0), rank + 1)
     if (reported >= 0) & (gl.load(state + STOP, volatile=True) == 0):
         _signal(at_peer(peers, done, peer) + rank, call)
-    _await_peer(p, done + peer, call, peer, WAIT_HOME)
+    _await_peer(p, done + peer, call, peer, WAIT_ROWS)
     allow_next_launch()

@@ -17,23 +17,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-
-from megamoe.kernels.gluon.pipeline import bounded_wait
-from megamoe.kernels.gluon.pool import ROW_ALIGN
-from megamoe.kernels.gluon.tile_scheduler import GIVEN_UP_WORD
-
-# Unless $1 >= $2: the word at $3 becomes 1, and the one at $4 -1.
-GIVE_UP = gl.constexpr("""{
-.reg .pred p;
-setp.ge.s32 p, $1, $2;
-@p bra done;
-st.relaxed.gpu.global.b32 [$3], 1;
-red.relaxed.gpu.global.min.s32 [$4], -1;
-done:
-mov.b32 $0, 0;
-}""")
 
 
 class Chain(NamedTuple):
@@ -55,25 +38,3 @@ class Chain(NamedTuple):
 
 
 NO_CHAIN = Chain()
-
-
-@gluon.jit
-def tile_word(words, row_begin):
-    """The word of the tile that begins with a row."""
-    return words + row_begin // ROW_ALIGN
-
-
-@gluon.jit
-def wait_for_tile(gemm, tile, error):
-    """Wait until the tokens of a tile are in memory; all threads of a role call it."""
-    want = tile.row_end - tile.row_begin
-    if not gemm.GATED:
-        want = gemm.l1_n_tiles
-    given_up = gemm.num_tiles + GIVEN_UP_WORD
-    bound_ns = gl.to_tensor(1000).to(gl.int64) * gemm.bound_us
-    word = tile_word(gemm.follows, tile.row_begin)
-    reached = bounded_wait(word, want, given_up, bound_ns, "gpu", "ge")
-    gl.inline_asm_elementwise(
-        GIVE_UP, "=r,r,r,l,l", [reached, want, given_up.to(gl.int64), error.to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip

@@ -1,6 +1,6 @@
-"""Weights pass through L2 as a stream: a cache hint for copies by TMA.
+"""Weights pass through the L2 cache as a stream: a cache hint for copies by TMA.
 
-Gluon has no word for the hint. `stream_copy` writes the policy's register into a comment before the
+Gluon cannot express the hint. `stream_copy` writes the policy's register into a comment before the
 copy, and a stage of the compiler (`hinted`) moves it from there into the copy's own instructions.
 Where the compiler has no such stages the comment is all there is, and copies are as without it.
 """
@@ -13,11 +13,11 @@ from triton.experimental.gluon import language as gl
 from megamoe.kernels.gluon.compat import tma
 from megamoe.kernels.gluon.compiler_hooks import change
 
-L2_WARM_BYTES = gl.constexpr(110 << 20)  # of a launch: twice what the L2 cache holds
+L2_WARM_BYTES = gl.constexpr(110 << 20)  # of a launch: twice the size of the L2 cache of H200
 MARK = gl.constexpr("mov.b32 $0, 0; // copies from here: L2 policy $1")
 UNMARK = gl.constexpr("mov.b32 $0, 0; // copies from here: no L2 policy")
-FIRST_OUT = gl.constexpr("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;")
-AS_USUAL = gl.constexpr("createpolicy.fractional.L2::evict_unchanged.b64 $0, 1.0;")
+EVICT_FIRST = gl.constexpr("createpolicy.fractional.L2::evict_first.b64 $0, 1.0;")
+UNCHANGED = gl.constexpr("createpolicy.fractional.L2::evict_unchanged.b64 $0, 1.0;")
 
 _MARKED = re.compile(r"// copies from here: (?:L2 policy (%rd\d+)|no L2 policy)$")
 _BLOCK = re.compile(r"\$L__BB")  # a label that is branched to
@@ -30,13 +30,13 @@ def _policy(ASM: gl.constexpr):
 
 
 @gluon.jit
-def stream_policy(is_early):
-    """How L2 keeps what is copied: usual while a launch is young, then it goes before all else.
+def stream_policy(is_warming):
+    """Cache policy of a copy: normal during a launch's first steps, evict-first afterwards.
 
-    What other kernels left to be written back is so written in one go. Otherwise it goes line by
-    line, all the time, and memory changes between reading and writing.
+    Dirty lines that other kernels left in the L2 cache are then evicted together. With evict-first
+    they go one at a time, and DRAM keeps switching between reads and writes.
     """
-    return gl.where(is_early, _policy(AS_USUAL), _policy(FIRST_OUT))
+    return gl.where(is_warming, _policy(UNCHANGED), _policy(EVICT_FIRST))
 
 
 @gluon.jit

@@ -88,7 +88,7 @@ def write_tiles(
 ):
     """One program: int32 [E] rows per expert to the tile list; its counters are zero.
 
-    SORTED: experts with many rows first, those with as many in their order (C010).
+    SORTED: experts with many rows first, those with equally many in their order (C010).
     """
     AT_ONCE: tl.constexpr = 128
     if SORTED:
@@ -188,9 +188,9 @@ def _place_kernel(
             tl.store(stats + expert, total + count, mask=is_routed)
         write_tiles(count, row_begin, tiles, num_tiles, BLOCK, SORTED)
     else:
-        to, is_given = routing_place(at, TOP_K, SHARED)
-        tl.store(idx_out + to, mine, mask=inside & is_given)
-        tl.store(weights_out + to, share, mask=inside & is_given)
+        to, is_routed = routing_place(at, TOP_K, SHARED)
+        tl.store(idx_out + to, mine, mask=inside & is_routed)
+        tl.store(weights_out + to, share, mask=inside & is_routed)
         report_bad(bad, to, error)
         used = mine >= 0
         row = tl.gather(row_begin + before, tl.maximum(mine, 0), 0) + rank(mine, at, mine, at)

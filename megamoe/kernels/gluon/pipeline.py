@@ -1,4 +1,4 @@
-"""What every Hopper kernel shares: records, the stage ring, barriers, bounded waits, fences."""
+"""What all Gluon kernels share: records, the stage ring, barriers, bounded waits, fences."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -200,10 +200,10 @@ fence.proxy.async.global;
 
 @gluon.jit
 def bounded_wait(counter, want, report, bound_ns, SCOPE: gl.constexpr, COMPARE: gl.constexpr):
-    """Wait until the words at `counter` compare with `want`; -> the values that were seen.
+    """Wait until the words at `counter` compare with `want`; -> the values that were read.
 
     All threads of a role call it. The wait ends early when the word at `report` is not zero, and
-    after `bound_ns`: the caller compares what was seen and writes its report.
+    after `bound_ns`: the caller compares the values and writes its report.
     """
     TEXT: gl.constexpr = wait_text(SCOPE, COMPARE)
     return gl.inline_asm_elementwise(

@@ -8,8 +8,8 @@ same rows follow each other along K. Tokens have 128 rows a tile, however few th
 import triton
 import triton.language as tl
 
-ROWS = tl.constexpr(128)  # of a block
-COLS = tl.constexpr(4)  # scales of a row in a block
+PLACED_ROWS = tl.constexpr(128)  # of a block
+PLACED_COLS = tl.constexpr(4)  # scales of a row in a block
 BLOCK_BYTES = tl.constexpr(512)
 
 
@@ -22,4 +22,4 @@ def placed_row(row):
 @triton.jit
 def placed_group(group):
     """Byte at which a row's scale `group` lies, from where the row begins in its first block."""
-    return group // COLS * BLOCK_BYTES + group % COLS
+    return group // PLACED_COLS * BLOCK_BYTES + group % PLACED_COLS

@@ -6,7 +6,10 @@ from typing import NamedTuple
 
 import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 
+from megamoe.kernels.gluon.pipeline import Tile
 from megamoe.planner.tables import hopper as tables
 
 ROW_ALIGN = tl.constexpr(tables.ROW_ALIGN)  # an expert's first row
@@ -30,3 +33,22 @@ class Pool(NamedTuple):
     factor: Tensor  # FP32 [R]: NVFP4's global scale of the token
     tiles: Tensor  # int32 [max_tiles, TILE_WORDS]: the tile list
     num_tiles: Tensor  # int32 [4]: its length, and the counters of dynamic scheduling
+
+
+@gluon.jit
+def num_n_tiles(gemm, ROWS: gl.constexpr):
+    """N tiles of one tile of tokens; L1's weight rows are twice its outputs."""
+    outputs: gl.constexpr = ROWS // 2 if gemm.GATED else ROWS
+    return (gemm.num_outputs + outputs - 1) // outputs
+
+
+@gluon.jit
+def read_tile_list(tiles, tile_idx, n_tile_idx):
+    """The tile of an entry of the tile list."""
+    at = tiles + tile_idx * TILE_WORDS
+    return Tile(
+        expert=gl.load(at + TILE_EXPERT),
+        n_tile_idx=n_tile_idx,
+        row_begin=gl.load(at + TILE_ROW_BEGIN),
+        row_end=gl.load(at + TILE_ROW_END),
+    )

@@ -46,18 +46,17 @@ from megamoe.kernels.gluon.pool import (
 from megamoe.kernels.gluon.tile_scheduler import (
     expert_rows,
     first_above,
-    no_items,
-    schedule_wave,
+    schedule_window,
 )
 
-DEST_UNIT = 16  # values of a row, so many bytes at least: what L2 writes home begins there
+DEST_UNIT = 16  # values: what L2 writes of a row begins at a multiple of them, of 16 bytes at least
 ORIGIN_UNIT = 16  # words: a record begins at a multiple of 64 bytes
 _UNIT = tl.constexpr(ORIGIN_UNIT)
 _ORIGIN_BYTES = tl.constexpr(4 * ORIGIN_UNIT)
 
 
 class Pulled(NamedTuple):
-    """What the chain keeps of a pool's rows beside the pool."""
+    """What a chain has of each of a pool's rows besides the pool."""
 
     origin: Tensor  # int64 [R]: 64-byte units from `tokens` here to the row's record
     arrived: Tensor  # int32 [R / ROW_ALIGN]
@@ -102,21 +101,10 @@ def _rows_kernel(
     wave = number - RANKS * chunks - 1
     if wave >= 0:
         if CTAS:
-            if tl.sum(here, 0) == 0:
-                if wave < l1_waves:
-                    no_items(l1_items, wave, l1_ctas, CTAS)
-                else:
-                    no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
-            elif wave < l1_waves:
-                schedule_wave(
-                    wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
-                    l1_waves, l1_ctas, span, CTAS, IS_DYNAMIC,
-                )  # fmt: skip
-            else:
-                schedule_wave(
-                    wave - l1_waves, here, begin, l2_items, (l2_n_tiles, l2_slabs),
-                    (l2_n_tiles, l2_slabs), 0, l2_ctas, span, CTAS, IS_DYNAMIC,
-                )  # fmt: skip
+            schedule_window(
+                wave, here, begin, (l1_items, l1_n_tiles, l1_slabs, l1_ctas),
+                (l2_items, l2_n_tiles, l2_slabs, l2_ctas), l1_waves, span, CTAS, IS_DYNAMIC,
+            )  # fmt: skip
     elif wave == -1:
         write_tiles(here, begin, tiles, num_tiles, BLOCK)
         if IS_FIRST:
@@ -133,18 +121,18 @@ def _rows_kernel(
         ends = tl.cumsum(aligned, 0)
         at = number % chunks * CHUNK + tl.arange(0, CHUNK)
         used = at < tl.sum(aligned, 0)
-        whose = first_above(ends, tl.where(used, at, 0))
-        inside = at - (tl.gather(ends, whose, 0) - tl.gather(aligned, whose, 0))
-        used = used & (inside < tl.gather(own, whose, 0))
-        row = tl.gather(row_begin + before, whose, 0) + inside - first_row
+        owner = first_above(ends, tl.where(used, at, 0))
+        inside = at - (tl.gather(ends, owner, 0) - tl.gather(aligned, owner, 0))
+        used = used & (inside < tl.gather(own, owner, 0))
+        row = tl.gather(row_begin + before, owner, 0) + inside - first_row
         used = used & (row >= 0) & (row < pool_rows)
         entry = tl.load(list_in + mine * capacity + at, mask=used, other=0)
         share = tl.load(weight_in + mine * capacity + at, mask=used, other=0.0)
-        away = tl.load(peers + mine)
-        home = away + entry.to(tl.int64) * row_bytes
+        peer_bytes = tl.load(peers + mine)
+        dest_bytes = peer_bytes + entry.to(tl.int64) * row_bytes
         token = (entry // num_dest).to(tl.int64)
-        tl.store(dest + row, home // DEST_BYTES, mask=used)
-        tl.store(origin + row, (away + token * record_bytes) // _ORIGIN_BYTES, mask=used)
+        tl.store(dest + row, dest_bytes // DEST_BYTES, mask=used)
+        tl.store(origin + row, (peer_bytes + token * record_bytes) // _ORIGIN_BYTES, mask=used)
         tl.store(weight + row, share, mask=used)
         begins = used & (row % ROW_ALIGN == 0)
         tl.store(arrived + row // ROW_ALIGN, row * 0, mask=begins)
@@ -186,22 +174,22 @@ def pull_kernel(
         begin, end, first_part, part_row, tiles, origin, BLOCK
     )
     for number in range(begin, end, step):
-        # One trip to a peer for all of a group: its loads stand before its stores, and those that
-        # say where the next one lies between them.
+        # Issue all loads of a group before any store, so that the group pays one link latency; the
+        # next group's addresses are loaded in between.
         used = part_row < num_rows
-        wanted = gl.expand_dims(used, 1)
+        is_used = gl.expand_dims(used, 1)
         record = tokens + gl.expand_dims(units * _UNIT, 1)
         asked_ns = now_ns() if PACE else 0
-        got = gl.load(record + col, mask=wanted & (col < data_words), other=0)
+        got = gl.load(record + col, mask=is_used & (col < data_words), other=0)
         if SCALES:
-            after = wanted & (word < pitch - data_words)
+            after = is_used & (word < pitch - data_words)
             scales = gl.load(record + data_words + word, mask=after, other=0)
         later = _group(number + step, end, first_part, part_row, tiles, origin, BLOCK)
         row = first + part_row
         to_row = data + gl.expand_dims(row.to(gl.int64) * data_words, 1)
-        gl.store(to_row + col, got, mask=wanted & (col < data_words))
+        gl.store(to_row + col, got, mask=is_used & (col < data_words))
         for at in range(COLS, data_words, COLS):  # rows that are too wide for registers
-            mask = wanted & (at + col < data_words)
+            mask = is_used & (at + col < data_words)
             gl.store(to_row + at + col, gl.load(record + at + col, mask=mask, other=0), mask=mask)
         if SCALES:
             _store_scales(
@@ -223,7 +211,7 @@ def pull_kernel(
 
 @gluon.jit
 def _wait_for_link(num_far, time_ns):
-    """Wait until a link could have brought so many rows; for none there is no wait."""
+    """Wait until a link could have brought `num_far` rows; for none there is no wait."""
     if num_far > 0:
         wait_until(time_ns)
 

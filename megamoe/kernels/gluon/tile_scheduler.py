@@ -5,8 +5,16 @@ Three ways, from the simplest:
   static        work items are written before the launch (`schedule_wave`), a wave after another;
                 a wave is one tile of every CTA. Tiles of an expert stand together under each n
                 tile, so that a wave reads few weights. A tile of 64 rows at most takes half the
-                time; such tiles rotate over the CTAs, so that each gets as many of them.
+                time; such tiles rotate over the CTAs, so that each gets its share of them.
   dynamic       the same items in their own order; a CTA takes the next one from an atomic counter
+
+The tiles of an expert are cut evenly into parts of `span` at most. Items of a part run over its
+tiles first, then over n tiles: with two tiles a and b and three n tiles
+
+    item    a0 b0 a1 b1 a2 b2          a run is a0 b0, a1 b1 or a2 b2: the same weights
+
+Static: half tiles take CTA after CTA from where those of the wave before ended, whole ones fill the
+other CTAs downwards.
 
 A work item, int32 [ITEM_WORDS]:
 
@@ -35,14 +43,13 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from megamoe.kernels.gluon.pipeline import Tile, fence_stores
+from megamoe.kernels.gluon.pipeline import Tile, bounded_wait, fence_stores
 from megamoe.kernels.gluon.pool import (
     ROW_ALIGN,
-    TILE_EXPERT,
     TILE_L1_DONE,
-    TILE_ROW_BEGIN,
-    TILE_ROW_END,
     TILE_WORDS,
+    num_n_tiles,
+    read_tile_list,
 )
 from megamoe.planner.tables.hopper import MAX_CTAS
 
@@ -56,16 +63,29 @@ ITEM_SLAB = tl.constexpr(5)
 ITEM_STORED = tl.constexpr(6)
 ITEM_TILE = tl.constexpr(6)
 ITEM_READ = tl.constexpr(7)
+PLACE_BITS = tl.constexpr(10)  # of each of the three numbers in ITEM_PLACE
+PLACE_MASK = tl.constexpr(1023)
 
 # The tile of the plain GEMM.
-TOKENS = tl.constexpr(128)  # rows of the pool
-HALF = tl.constexpr(64)  # rows that a wgmma takes; a tile may have no more
-ROWS = tl.constexpr(256)  # weight rows
-SLABS = tl.constexpr(4)  # of 64 weight rows
+PLAIN_TOKENS = tl.constexpr(128)  # rows of the pool
+PLAIN_HALF = tl.constexpr(64)  # rows that a wgmma takes; a tile may have no more
+PLAIN_ROWS = tl.constexpr(256)  # weight rows
+PLAIN_SLABS = tl.constexpr(4)  # of 64 weight rows
 
 # Words after the number of tiles.
 NEXT_ITEM = gl.constexpr(1)  # L1's counter of taken items, then L2's
-GIVEN_UP_WORD = gl.constexpr(3)  # whether a wait was given up
+TIMEOUT_WORD = gl.constexpr(3)  # 1 once a wait was given up
+BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs of the launch
+# Unless $1 >= $2: the word at $3 becomes 1, and the one at $4 -1.
+GIVE_UP = gl.constexpr("""{
+.reg .pred p;
+setp.ge.s32 p, $1, $2;
+@p bra done;
+st.relaxed.gpu.global.b32 [$3], 1;
+red.relaxed.gpu.global.min.s32 [$4], -1;
+done:
+mov.b32 $0, 0;
+}""")
 
 
 # Arguments of kernels that write items; num_ctas would be an option of Triton's.
@@ -87,7 +107,7 @@ class WorkItems:
     """The work items of one or two linears: int32 [waves * ctas, ITEM_WORDS] of each.
 
     span        tiles of an expert that stand together, at most
-    is_dynamic  CTAs take them from a counter: they keep their order
+    is_dynamic  CTAs take them from a counter, so they stay in order
     """
 
     items: Tensor
@@ -107,7 +127,7 @@ class WorkItems:
         *,
         is_dynamic: bool = False,
     ) -> WorkItems:
-        """Room for up to `max_tiles` tiles of tokens, on the device of `like`."""
+        """Memory for up to `max_tiles` tiles of tokens, on the device of `like`."""
         assert ctas <= MAX_CTAS
         waves = [triton.cdiv(max_tiles * linear.num_n_tiles, ctas) for linear in linears]
         items = like.new_empty(sum(waves) * ctas, ITEM_WORDS.value)
@@ -165,14 +185,6 @@ def schedule_wave(
     l1, l2     (num_n_tiles, slabs) of each linear
     CTAS       num_ctas to the next power of two
 
-    The tiles of an expert are cut evenly into parts of `span` at most. Items of a part run over its
-    tiles first, then over n tiles: with two tiles a and b and three n tiles
-
-        item    a0 b0 a1 b1 a2 b2          a run is a0 b0, a1 b1 or a2 b2: the same weights
-
-    Half tiles take CTA after CTA from where those of the wave before ended, whole ones fill the
-    other CTAs downwards.
-
     Where no expert has a row, `width` is zero, and what is divided by it is anything: words of
     items that have no tile. Readers look at their expert, -1, first.
     """
@@ -181,8 +193,8 @@ def schedule_wave(
     slabs = tl.where(is_l2, l2[1], l1[1])
     wave = tl.where(is_l2, wave - l1_waves, wave)
     items += tl.where(is_l2, l1_waves * num_ctas * ITEM_WORDS, 0)
-    blocks = (count + TOKENS - 1) // TOKENS
-    ends_half = ((count > 0) & (count - (blocks - 1) * TOKENS <= HALF)).to(tl.int32)
+    blocks = (count + PLAIN_TOKENS - 1) // PLAIN_TOKENS
+    ends_half = ((count > 0) & (count - (blocks - 1) * PLAIN_TOKENS <= PLAIN_HALF)).to(tl.int32)
     last = tl.cumsum(blocks, 0)
     place = tl.arange(0, CTAS)
     item = wave * num_ctas + place
@@ -190,7 +202,7 @@ def schedule_wave(
     own = tl.where(used, item // num_n_tiles, 0)  # a tile of the same expert
     expert = first_above(last, own)
     rows = tl.gather(count, expert, 0)
-    size = tl.maximum(tl.cdiv(rows, TOKENS), 1)
+    size = tl.maximum(tl.cdiv(rows, PLAIN_TOKENS), 1)
     first = tl.gather(last, expert, 0) - size  # the expert's first tile
     expert_begin = tl.gather(row_begin, expert, 0)
     width = tl.cdiv(size, tl.cdiv(size, span))  # tiles of a part
@@ -199,9 +211,10 @@ def schedule_wave(
     inside_part = item - begin * num_n_tiles
     n_tile_idx = inside_part // width
     tile = begin + inside_part % width
-    row = expert_begin + (tile - first) * TOKENS
+    row = expert_begin + (tile - first) * PLAIN_TOKENS
     # Only an expert's last tile may be half, the last of its run.
-    has_half = used & (rows - (size - 1) * TOKENS <= HALF) & (begin + width == first + size)
+    has_half = used & (rows - (size - 1) * PLAIN_TOKENS <= PLAIN_HALF)
+    has_half = has_half & (begin + width == first + size)
     halves = tl.gather(tl.cumsum(ends_half, 0) - ends_half, expert, 0) * num_n_tiles
     halves += tl.where(has_half, n_tile_idx, 0)
     is_half = has_half & (tile == first + size - 1)
@@ -220,10 +233,10 @@ def schedule_wave(
     at = items + (wave * num_ctas + cta) * ITEM_WORDS
     tl.store(at + ITEM_EXPERT, tl.where(used, expert, -1), mask=mask)
     tl.store(at + ITEM_ROW_BEGIN, row, mask=mask)
-    tl.store(at + ITEM_ROW_END, tl.minimum(row + TOKENS, expert_begin + rows), mask=mask)
+    tl.store(at + ITEM_ROW_END, tl.minimum(row + PLAIN_TOKENS, expert_begin + rows), mask=mask)
     tl.store(at + ITEM_N_TILE, n_tile_idx, mask=mask)
-    tl.store(at + ITEM_PLACE, run | num_runs << 10 | place << 20, mask=mask)
-    slab = expert * slabs + n_tile_idx * SLABS
+    tl.store(at + ITEM_PLACE, run | num_runs << PLACE_BITS | place << (2 * PLACE_BITS), mask=mask)
+    slab = expert * slabs + n_tile_idx * PLAIN_SLABS
     tl.store(items + (wave * num_ctas + run) * ITEM_WORDS + ITEM_SLAB, slab, mask=begins)
     zero = tl.zeros([CTAS], tl.int32)
     own_item = items + item * ITEM_WORDS
@@ -238,6 +251,31 @@ def no_items(items, wave, num_ctas, CTAS: tl.constexpr):
     at = items + (wave * num_ctas + place) * ITEM_WORDS
     tl.store(at + ITEM_EXPERT, place * 0 - 1, mask=place < num_ctas)
     tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)
+
+
+@triton.jit
+def schedule_window(
+    wave, count, row_begin, l1, l2, l1_waves, span, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr
+):
+    """One program: the items of one wave of L1 or, from wave `l1_waves` on, of L2 on its own grid.
+
+    l1, l2  (items, num_n_tiles, slabs, num_ctas) of each linear; otherwise as `schedule_wave`
+    """
+    if tl.sum(count, 0) == 0:
+        if wave < l1_waves:
+            no_items(l1[0], wave, l1[3], CTAS)
+        else:
+            no_items(l2[0], wave - l1_waves, l2[3], CTAS)
+    elif wave < l1_waves:
+        schedule_wave(
+            wave, count, row_begin, l1[0], (l1[1], l1[2]), (l1[1], l1[2]), l1_waves, l1[3], span,
+            CTAS, IS_DYNAMIC,
+        )  # fmt: skip
+    else:
+        schedule_wave(
+            wave - l1_waves, count, row_begin, l2[0], (l2[1], l2[2]), (l2[1], l2[2]), 0, l2[3],
+            span, CTAS, IS_DYNAMIC,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=list(SIZES))
@@ -267,13 +305,6 @@ def schedule(work: WorkItems, counts: Tensor) -> None:
 
 
 @gluon.jit
-def num_n_tiles(gemm, ROWS: gl.constexpr):
-    """N tiles of one tile of tokens; L1's weight rows are twice its outputs."""
-    outputs: gl.constexpr = ROWS // 2 if gemm.GATED else ROWS
-    return (gemm.num_outputs + outputs - 1) // outputs
-
-
-@gluon.jit
 def num_work_items(gemm, ROWS: gl.constexpr):
     """Work items of the launch; round robin, a CTA takes every num_programs-th."""
     return gl.load(gemm.num_tiles) * num_n_tiles(gemm, ROWS)
@@ -281,39 +312,27 @@ def num_work_items(gemm, ROWS: gl.constexpr):
 
 @gluon.jit
 def tile_in_list(gemm, item, ROWS: gl.constexpr):
-    """(index in the tile list, n tile) of an item: SPAN tiles share a sweep over the n tiles."""
+    """The tile of an item, round robin: SPAN tiles of tokens share a sweep over the n tiles."""
     n_tiles = num_n_tiles(gemm, ROWS)
     first = item // (gemm.SPAN * n_tiles) * gemm.SPAN
     size = gl.minimum(gl.load(gemm.num_tiles) - first, gemm.SPAN)
     inside = item % (gemm.SPAN * n_tiles)
-    return first + inside % size, inside // size
-
-
-@gluon.jit
-def read_tile_list(tiles, tile_idx, n_tile_idx):
-    """The tile of an entry of the tile list."""
-    at = tiles + tile_idx * TILE_WORDS
-    return Tile(
-        expert=gl.load(at + TILE_EXPERT),
-        n_tile_idx=n_tile_idx,
-        row_begin=gl.load(at + TILE_ROW_BEGIN),
-        row_end=gl.load(at + TILE_ROW_END),
-    )
+    return read_tile_list(gemm.tiles, first + inside % size, inside // size)
 
 
 @gluon.jit
 def num_waves(gemm):
     """Waves of the launch; some CTAs have no tile in the last."""
-    return (num_work_items(gemm, ROWS) + gl.num_programs(0) - 1) // gl.num_programs(0)
+    return (num_work_items(gemm, PLAIN_ROWS) + gl.num_programs(0) - 1) // gl.num_programs(0)
 
 
 @gluon.jit
 def end_item(gemm):
     """The end of this CTA's items, of which it takes every num_programs-th."""
-    end = num_work_items(gemm, ROWS)
+    end = num_work_items(gemm, PLAIN_ROWS)
     if gemm.HAS_ITEMS:
         last = gl.maximum(num_waves(gemm) - 1, 0) * gl.num_programs(0) + gl.program_id(0)
-        end = last + gl.where(gl.load(gemm.items + last * ITEM_WORDS) < 0, 0, 1)
+        end = last + gl.where(gl.load(gemm.items + last * ITEM_WORDS + ITEM_EXPERT) < 0, 0, 1)
     return end
 
 
@@ -330,14 +349,13 @@ def tile_at(gemm, item):
             row_end=gl.load(at + ITEM_ROW_END),
         )
     else:
-        tile_idx, n_tile_idx = tile_in_list(gemm, item, ROWS)
-        return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
+        return tile_in_list(gemm, item, PLAIN_ROWS)
 
 
 @gluon.jit
-def tiles_of_wave(gemm, wave):
+def ctas_of_wave(gemm, wave):
     """CTAs that have a tile in the wave that begins with item `wave`."""
-    return gl.minimum(num_work_items(gemm, ROWS) - wave, gl.num_programs(0))
+    return gl.minimum(num_work_items(gemm, PLAIN_ROWS) - wave, gl.num_programs(0))
 
 
 @gluon.jit
@@ -348,7 +366,7 @@ def place_of(gemm, item):
     runs = gl.inline_asm_elementwise(
         "bfe.u32 $0, $1, 10, 10;", "=r,r", [packed], dtype=gl.int32, is_pure=True, pack=1
     )
-    return packed & 1023, runs, packed >> 20
+    return packed & PLACE_MASK, runs, packed >> (2 * PLACE_BITS)
 
 
 # -- dynamic: the next item, and L2 that follows L1 tile by tile -----------------------------------
@@ -382,3 +400,41 @@ def publish_l1_tile(counter):
     """One more L1 tile is in memory, once all warpgroups have stored it."""
     fence_stores()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def tile_word(words, row_begin):
+    """The word of the tile that begins with a row."""
+    return words + row_begin // ROW_ALIGN
+
+
+@gluon.jit
+def wait_for_tile(gemm, tile, error):
+    """Wait until the tokens of a tile are in memory; all threads of a role call it."""
+    want = tile.row_end - tile.row_begin
+    if not gemm.GATED:
+        want = gemm.l1_n_tiles
+    timeout = gemm.num_tiles + TIMEOUT_WORD
+    bound_ns = gl.to_tensor(1000).to(gl.int64) * gemm.bound_us
+    word = tile_word(gemm.follows, tile.row_begin)
+    reached = bounded_wait(word, want, timeout, bound_ns, "gpu", "ge")
+    gl.inline_asm_elementwise(
+        GIVE_UP, "=r,r,r,l,l", [reached, want, timeout.to(gl.int64), error.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def wait_until_reached(gemm, counter, value, timeout):
+    """Wait until the words at `counter` are `value` or more; all threads of a role call it.
+
+    After BOUND_NS, whatever the layer's own bound, it gives up: `timeout` and the layer's error
+    word are set.
+    """
+    bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
+    reached = bounded_wait(counter, value, timeout, bound_ns, "gpu", "ge")
+    gl.inline_asm_elementwise(
+        GIVE_UP, "=r,r,r,l,l",
+        [reached, value, timeout.to(gl.int64), gemm.decoded.error.to(gl.int64)],
+        dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip

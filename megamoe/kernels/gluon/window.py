@@ -1,7 +1,7 @@
 """Split: a window of the rows, so that two GEMMs can share a pool smaller than all of them.
 
-Rows of all slots are known before (`permute.place`). A window holds so many of them, from one on;
-numbers of rows in it begin at zero. Tiles that lie across its ends are cut, which changes no bit.
+Rows of all slots are known before (`permute.place`). A window has `pool_rows` of them from
+`first_row` on, counted from zero. Tiles that lie across its ends are cut, which changes no bit.
 
   program      makes
   0            the tile list
@@ -9,7 +9,7 @@ numbers of rows in it begin at zero. Tiles that lie across its ends are cut, whi
   the rest     a wave of work items each, of L1 and then of L2
 
 Each waits for the launch before, all of it. Counters of L1's tiles stand by the first row of a tile
-(`follow.py`).
+(`tile_scheduler`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ from megamoe.kernels.gluon.pool import ROW_ALIGN, Pool
 from megamoe.kernels.gluon.tile_scheduler import (
     WorkItems,
     expert_rows,
-    no_items,
-    schedule_wave,
+    schedule_window,
 )
 from megamoe.planner.launches import Launch, Window
 
@@ -64,21 +63,10 @@ def _window_kernel(
             tl.store(window_rows + at, tl.where(is_here, row, -1), mask=inside)
     elif CTAS:
         wave = number - 1 - CHUNKS
-        if tl.sum(here, 0) == 0:
-            if wave < l1_waves:
-                no_items(l1_items, wave, l1_ctas, CTAS)
-            else:
-                no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
-        elif wave < l1_waves:
-            schedule_wave(
-                wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
-                l1_waves, l1_ctas, span, CTAS, IS_DYNAMIC,
-            )  # fmt: skip
-        else:
-            schedule_wave(
-                wave - l1_waves, here, begin, l2_items, (l2_n_tiles, l2_slabs),
-                (l2_n_tiles, l2_slabs), 0, l2_ctas, span, CTAS, IS_DYNAMIC,
-            )  # fmt: skip
+        schedule_window(
+            wave, here, begin, (l1_items, l1_n_tiles, l1_slabs, l1_ctas),
+            (l2_items, l2_n_tiles, l2_slabs, l2_ctas), l1_waves, span, CTAS, IS_DYNAMIC,
+        )  # fmt: skip
 
 
 class Slots(NamedTuple):

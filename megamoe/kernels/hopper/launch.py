@@ -15,8 +15,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from megamoe.formats.spec import recipe_named
 from megamoe.kernels.common.numbers import Kind
 from megamoe.kernels.gluon.follow import NO_CHAIN, Chain
+from megamoe.kernels.gluon.pipeline import scale_width
 from megamoe.kernels.gluon.pool import Pool
-from megamoe.kernels.gluon.tile_scheduler import HALF, LinearTiles, WorkItems
+from megamoe.kernels.gluon.tile_scheduler import PLAIN_HALF, LinearTiles, WorkItems
 from megamoe.kernels.hopper.gemm.plain import gemm_kernel
 from megamoe.kernels.hopper.gemm.swap_ab import gemm_swap_ab_kernel
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS
@@ -48,29 +49,29 @@ class Arithmetic:
 @functools.cache
 def arithmetic(recipe: str, *, fits_e4m3: bool = True) -> Arithmetic:
     """The row of `planner.numerics` as the kernels take it."""
-    row, how = recipe_named(recipe), numerics("hopper", recipe, fits_e4m3=fits_e4m3)
+    row, contract = recipe_named(recipe), numerics("hopper", recipe, fits_e4m3=fits_e4m3)
     kinds = {"codes": CODES, "scaled": SCALED, "values": VALUES}
-    kind = PLAIN if how.acts == "plain" else kinds[how.acts][row.acts.name]
-    is_fp8 = how.mma == "fp8"
+    kind = PLAIN if contract.acts == "plain" else kinds[contract.acts][row.acts.name]
+    is_fp8 = contract.mma == "fp8"
     dtype = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
-    return Arithmetic(kind, dtype, how.promotion > 0, is_fp8 and row.weights.element.bits == 4)
+    return Arithmetic(kind, dtype, contract.promotion > 0, is_fp8 and row.weights.element.bits == 4)
 
 
-def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, device: torch.device,
-         tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
+def pool(arithmetic: Arithmetic, slots: int, width: int, experts: int, block: int,
+         device: torch.device, tiles: Pool | None = None, ranks: int = 1, *, is_far: bool = False,
          rows: int | None = None) -> Pool:  # fmt: skip
-    """Room for `slots` slots on each rank; the routing is that of `tiles` where it is given.
+    """Memory for `slots` slots on each rank; the routing is that of `tiles` if there is one.
 
     is_far  rows may go to other ranks: destinations are offsets, not numbers of rows
-    rows    of a ring on each rank, instead of as many as any routing needs
+    rows    of a ring on each rank, instead of what the worst routing needs
     """
     wide, rows = align_up(width, WIDTH), ranks * (rows or num_rows(slots, experts))
 
     def new(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(*shape, dtype=dtype, device=device)
 
-    data = new(rows, wide, dtype=how.dtype)
-    scale = new(wide // 128, rows) if how.is_promoted else new(1)
+    data = new(rows, wide, dtype=arithmetic.dtype)
+    scale = new(wide // 128, rows) if arithmetic.is_promoted else new(1)
     if tiles is not None:
         return tiles._replace(data=data, scale=scale)
     dest = new(rows, dtype=torch.int64 if is_far else torch.int32)
@@ -81,7 +82,7 @@ def pool(how: Arithmetic, slots: int, width: int, experts: int, block: int, devi
 
 
 def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems | None:
-    """Room for the items of one or two linears with these weights, where the tile asks for them."""
+    """Memory for the items of one or two linears with these weights, if the tile has items."""
     tile = step.config
     if not isinstance(tile, Gemm) or not tile.has_items:
         return None
@@ -93,7 +94,7 @@ def work_items(pool: Pool, weights: Sequence[Packed], step: Launch) -> WorkItems
     )
 
 
-def gated(x: Pool, w: Packed, out: Pool, step: Launch, how: Arithmetic, options: Options,
+def gated(x: Pool, w: Packed, out: Pool, step: Launch, arithmetic: Arithmetic, options: Options,
           *, items: Tensor | None = None, bias: Tensor | None = None,
           acts_factor: Tensor | None = None, error: Tensor | None = None,
           use_pdl: bool = False, chain: Chain | None = None) -> None:  # fmt: skip
@@ -105,14 +106,14 @@ def gated(x: Pool, w: Packed, out: Pool, step: Launch, how: Arithmetic, options:
     """
     width = out.data.shape[1]
     _run(
-        x, w, step, how, bias, acts_factor, items, error, out=out.data, out_scale=out.scale,
-        num_outputs=width, out_width=width, clamp=float(options.limit), ACTS=how.acts,
+        x, w, step, arithmetic, bias, acts_factor, items, error, out=out.data, out_scale=out.scale,
+        num_outputs=width, out_width=width, clamp=float(options.limit), ACTS=arithmetic.acts,
         ACTIVATION=options.activation, WEIGHTED=options.weight_at == "l1", launch_pdl=use_pdl,
         chain=chain or NO_CHAIN,
     )  # fmt: skip
 
 
-def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, options: Options,
+def linear(x: Pool, w: Packed, out: Tensor, step: Launch, arithmetic: Arithmetic, options: Options,
            *, items: Tensor | None = None, bias: Tensor | None = None,
            acts_factor: Tensor | None = None, error: Tensor | None = None,
            use_pdl: bool = False, chain: Chain | None = None) -> None:  # fmt: skip
@@ -124,7 +125,7 @@ def linear(x: Pool, w: Packed, out: Tensor, step: Launch, how: Arithmetic, optio
     """
     chain = chain or NO_CHAIN
     _run(
-        x, w, step, how, bias, acts_factor, items, error,
+        x, w, step, arithmetic, bias, acts_factor, items, error,
         0 if chain.after is None else -(-chain.after.num_rows // _block_n(step)), out=out,
         out_scale=or_unused(chain.row_scale, out), num_outputs=w.num_outputs,
         out_width=chain.dest_unit or w.num_outputs, clamp=0.0, ACTS=PLAIN, ACTIVATION="swiglu",
@@ -137,7 +138,7 @@ def _block_n(step: Launch) -> int:
     return step.config.block_n
 
 
-def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
+def _run(x: Pool, w: Packed, step: Launch, arithmetic: Arithmetic, bias: Tensor | None,
          acts_factor: Tensor | None, items: Tensor | None, error: Tensor | None,
          l1_n_tiles: int = 0, *, chain: Chain, **rest: Any) -> None:  # fmt: skip
     """The launch that the plan asks for; only the plain GEMM has items and waits between CTAs."""
@@ -166,17 +167,17 @@ def _run(x: Pool, w: Packed, step: Launch, how: Arithmetic, bias: Tensor | None,
             "l1_n_tiles": None if is_alone else l1_n_tiles,
             "error": None if is_alone else error,
         }
-        _gemm_swap_ab(x, w, step, step.config, how, rest)
+        _gemm_swap_ab(x, w, step, step.config, arithmetic, rest)
 
 
-def _gemm_swap_ab(x: Pool, w: Packed, step: Launch, tile: GemmSwapAb, how: Arithmetic,
+def _gemm_swap_ab(x: Pool, w: Packed, step: Launch, tile: GemmSwapAb, arithmetic: Arithmetic,
                   rest: dict[str, Any]) -> None:  # fmt: skip
     data, scale = weight_descriptors(w, tile.k_blocks, tile.block_n)
     gemm_swap_ab_kernel[step.grid](
         w=data, w_scale=scale, x=token_descriptor(x.data, tile.block_m),
-        x_scale=scale_descriptor(x.scale, tile.block_m) if how.is_promoted else data,
-        steps=x.data.shape[1] // tile.block_k, WEIGHTS=WEIGHTS[w.kind], PROMOTED=how.is_promoted,
-        FACTOR=w.factor_is, **rest, **tile.constants(),
+        x_scale=scale_descriptor(x.scale, tile.block_m) if arithmetic.is_promoted else data,
+        steps=x.data.shape[1] // tile.block_k, WEIGHTS=WEIGHTS[w.kind],
+        PROMOTED=arithmetic.is_promoted, FACTOR=w.factor_is, **rest, **tile.constants(),
     )  # fmt: skip
 
 
@@ -194,7 +195,7 @@ def _gemm(x: Pool, w: Packed, step: Launch, tile: Gemm, rest: dict[str, Any]) ->
         data, scale = weight_descriptors(w, 1, 256)
     rest = {name: value for name, value in rest.items() if name != "ACTS"}
     gemm_kernel[step.grid](
-        w=data, w_scale=scale, x=token_descriptor(x.data, HALF.value),
+        w=data, w_scale=scale, x=token_descriptor(x.data, PLAIN_HALF.value),
         x_scale=scale_descriptor(x.scale, tile.block_m), fp4=fp4, fp4_scale=fp4_scale, ring=ring,
         steps=x.data.shape[1] // 128, DECODED=w.kind == "e4m3_image", **rest, **tile.constants(),
     )  # fmt: skip
@@ -234,14 +235,14 @@ def weight_descriptors(
 
 
 def token_descriptor(data: Tensor, tokens: int) -> TensorDescriptor:
-    """TMA over tokens, so many at a time."""
+    """TMA over tokens, `tokens` at a time."""
     return _tma(data, (tokens, 128), 128)
 
 
 def scale_descriptor(scale: Tensor, tokens: int) -> TensorDescriptor:
     """TMA over their scales."""
     assert scale.is_contiguous()
-    return _described(scale, (scale.numel(),), (1,), (max(tokens, 32),), 0)
+    return _described(scale, (scale.numel(),), (1,), (scale_width(tokens),), 0)
 
 
 def _tma(t: Tensor, block: tuple[int, ...], swizzle: int) -> TensorDescriptor:
@@ -252,8 +253,8 @@ def _described(
     t: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...],
     swizzle: int,
 ) -> TensorDescriptor:  # fmt: skip
-    """Of a tensor as it lies now: only what does not depend on the memory is remembered, so that
-    weights may move, and none that were freed are kept."""
+    """Builds a TMA descriptor. Only the layout is cached, never the pointer, so weights may move or
+    be freed."""
     form = _form(t.dtype, shape, strides, block, swizzle)
     assert t.data_ptr() % 16 == 0, "TMA reads from multiples of 16 bytes"
     descriptor = object.__new__(TensorDescriptor)

@@ -7,7 +7,7 @@ A `Kind` of ACTS says which format the contract asks for and how the tile is sto
           scales (NVFP4's global scale is applied to the sums)
   scaled  the codes' values in BF16 beside FP32 scales: exact too
   placed  the format's bytes, and scales where a block-scaled MMA copies them from (`gluon/placed`)
-ORDERED ones lie in the order of K that FP4 weights want (korder.py): `values`, `scaled` and BF16.
+ORDERED ones lie in the order of K that FP4 weights want (k_order.py): `values`, `scaled` and BF16.
 """
 
 import triton
@@ -63,16 +63,16 @@ def _div_pow2(x, step):
     return x * pow2(254 - field)
 
 
-def _kind(hold: str, name: str) -> Kind:
+def _kind(stored_as: str, name: str) -> Kind:
     """The format of that name stored in one of the ways above."""
     fmt = FORMATS[name]
     is_wide = fmt.element is E4M3
     assert is_wide or fmt.element is E2M1
     scale = {Scale.E8M0: _mx_scale, Scale.E4M3: _nv_scale, Scale.FP32: _fp32_scale}[fmt.scale]
     return Kind(
-        f"{hold}-{name}",
-        HOLD=hold,
-        ORDERED=hold in ("values", "scaled"),
+        f"{stored_as}-{name}",
+        STORED_AS=stored_as,
+        ORDERED=stored_as in ("values", "scaled"),
         BITS=fmt.element.bits,
         GROUP=fmt.block[1],
         EXPONENT=fmt.element.max_exponent,
@@ -84,8 +84,8 @@ def _kind(hold: str, name: str) -> Kind:
     )
 
 
-PLAIN = Kind("plain", HOLD="plain", ORDERED=False)
-ORDERED = Kind("ordered", HOLD="plain", ORDERED=True)
+PLAIN = Kind("plain", STORED_AS="plain", ORDERED=False)
+ORDERED = Kind("ordered", STORED_AS="plain", ORDERED=True)
 CODES = {
     name: _kind("codes", name) for name in ("mxfp8", "mxfp4", "nvfp4", "fp8_1x128", "fp8_combine")
 }
@@ -129,12 +129,12 @@ def store_acts(
     col = first_col + tl.arange(0, COLS)
     mask = row_mask[:, None] & (col < width)[None, :]
     at = row.to(tl.int64)[:, None] * width + col[None, :]
-    if ACTS.HOLD == "plain":
+    if ACTS.STORED_AS == "plain":
         _store_values(to_bf16(x), out, row, row_mask, first_col, width, ACTS, COLS)
     else:
         G: tl.constexpr = ACTS.GROUP
         ratio, stored, scale = quantise_blocks(tl.reshape(x, (ROWS, COLS // G, G)), g, ACTS)
-        if ACTS.HOLD == "values":
+        if ACTS.STORED_AS == "values":
             values = to_bf16(tl.reshape(ACTS.round(ratio) * scale[:, :, None], (ROWS, COLS)))
             _store_values(values, out, row, row_mask, first_col, width, ACTS, COLS)
         else:
@@ -143,7 +143,7 @@ def store_acts(
             scale_at = row.to(tl.int64)[:, None] * num_blocks + block[None, :]
             scale_mask = row_mask[:, None] & (block < num_blocks)[None, :]
             tl.store(out_scale + scale_at, stored.to(out_scale.dtype.element_ty), mask=scale_mask)
-            if ACTS.HOLD == "scaled":
+            if ACTS.STORED_AS == "scaled":
                 values = to_bf16(tl.reshape(ACTS.round(ratio), (ROWS, COLS)))
                 _store_values(values, out, row, row_mask, first_col, width, ACTS, COLS)
             elif ACTS.BITS == 8:

@@ -154,10 +154,10 @@ def check_operands(x: Quantized, w: Quantized, counts: Tensor, *, is_gated: bool
         got=f"{x.device}, {w.device}, {counts.device}",
         kind=DeviceError,
     )
-    for name, g, most in (("x", x.global_scale, 0), ("w", w.global_scale, 1 + is_gated)):
+    for name, g, max_ndim in (("x", x.global_scale, 0), ("w", w.global_scale, 1 + is_gated)):
         require(
-            g is None or g.ndim <= most,
-            f"{name} takes one global scale{' per group at most' if most else ''}",
+            g is None or g.ndim <= max_ndim,
+            f"{name} takes one global scale{' per group at most' if max_ndim else ''}",
             got=None if g is None else tuple(g.shape),
             kind=ShapeError,
         )

@@ -76,7 +76,7 @@ class Arithmetic:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether activations lie in the order of K that FP4 weights want (korder.py)."""
+        """Whether activations lie in the order of K that FP4 weights want (k_order.py)."""
         return bool(self.tokens.ORDERED.value)
 
     @property
@@ -209,7 +209,7 @@ def _tile(step: Launch, how: Arithmetic, order: Order) -> PortableGemm:
     assert tile.block_m == order.tile_m, "slots were sorted for other tiles"
     assert tile.block_k == 128 or not how.tokens.PROMOTED.value
     assert tile.block_k % 128 == 0 or not how.is_ordered
-    assert tile.block_n == 128 or how.acts.HOLD.value not in ("codes", "scaled")
+    assert tile.block_n == 128 or how.acts.STORED_AS.value not in ("codes", "scaled")
     return tile
 
 

@@ -102,7 +102,7 @@ def _upcast_product(w, scale, tokens, acc):
 
 @triton.jit
 def _mxfp4_product(w, scale, tokens, acc):
-    """MXFP4 times BF16, exactly: decoded to BF16 in registers, in the order of korder.py."""
+    """MXFP4 times BF16, exactly: decoded to BF16 in registers, in the order of k_order.py."""
     return dot(_decode(w, e8m0_twice(scale)), tokens, acc)
 
 
@@ -150,7 +150,7 @@ def _scaled_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _ordered_tokens(x, x_scale, row, valid, k0, K, BLOCK_K: tl.constexpr):
-    """In the order of korder.py, zero past the end of K."""
+    """In the order of k_order.py, zero past the end of K."""
     return _token_tile(x, row, k0, stored_cols(K), BLOCK_K, BLOCK_K == 128), 1.0
 
 

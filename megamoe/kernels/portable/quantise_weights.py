@@ -163,34 +163,34 @@ def look(sources: Sequence[Tensor | None], flags: Tensor, fmt: Format) -> list[T
 
 
 def write(
-    held: Quantized, experts: Sequence[int], x: Tensor, flags: Tensor,
+    into: Quantized, experts: Sequence[int], x: Tensor, flags: Tensor,
     largest: Tensor | None = None, *, is_interleaved: bool = False,
 ) -> None:  # fmt: skip
     """Quantise experts `x` [n, ...] into places of canonical ones, if the first flag is 0.
 
     largest  of each, what `look` found: the format has a global scale
     """
-    fmt, (num_rows, width) = held.spec, held.shape[-2:]
-    assert held.scale is not None
-    halves = held.shape[1] if len(held.shape) == 4 else 1
+    fmt, (num_rows, width) = into.spec, into.shape[-2:]
+    assert into.scale is not None
+    halves = into.shape[1] if len(into.shape) == 4 else 1
     is_run = is_a_run(experts)
     places = flags
     if not is_run:
-        places = torch.tensor(list(experts), dtype=torch.int64, device=held.device)
+        places = torch.tensor(list(experts), dtype=torch.int64, device=into.device)
     rest: dict[str, object] = {
-        "x": x, "data": held.data.view(torch.uint8), "flags": flags, "experts": places,
+        "x": x, "data": into.data.view(torch.uint8), "flags": flags, "experts": places,
         "first_expert": experts[0], "num_rows": num_rows, "width": width, "HALVES": halves,
         "INTERLEAVED": is_interleaved and halves == 2, "LISTED": not is_run,
     }  # fmt: skip
     if fmt.name == "fp8_128x128":
         grid = cdiv(width, BLOCK), cdiv(num_rows, BLOCK), len(experts) * halves
-        _quantise_blocks_kernel[grid](scale=held.scale, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **rest)
+        _quantise_blocks_kernel[grid](scale=into.scale, BLOCK=BLOCK, num_warps=BLOCK_WARPS, **rest)
         return
-    g = held.global_scale
+    g = into.global_scale
     grid = cdiv(width, COLS), cdiv(num_rows, ROWS), len(experts) * halves
     _quantise_rows_kernel[grid](
-        scale=held.scale.view(torch.uint8), factor=g, largest=largest, ACTS=CODES[fmt.name],
-        FACTORS=0 if g is None else g.numel() // len(held), ROWS=ROWS, COLS=COLS,
+        scale=into.scale.view(torch.uint8), factor=g, largest=largest, ACTS=CODES[fmt.name],
+        FACTORS=0 if g is None else g.numel() // len(into), ROWS=ROWS, COLS=COLS,
         num_warps=WARPS, **rest,
     )  # fmt: skip
 

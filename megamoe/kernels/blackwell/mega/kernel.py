@@ -22,8 +22,8 @@ CTAs are split over the ranks of a launch in equal parts. Roles of a CTA:
 Barriers of a CTA
 
   mbarrier       n        arrivals            arrived by                       awaited by
-  full           STAGES   2                   both loaders, and their TMA      who reads the stage
-  empty          STAGES   1, + math (PRO-     issue_mma's commit; who reads    both loaders
+  full           STAGES   2                   both loaders, and their TMA      its reader
+  empty          STAGES   1, + math (PRO-     issue_mma's commit; its reader   both loaders
                           MOTED) or decode    it besides
   summed         SUMS     1                   issue_mma's commit               math: its tile
   taken          SUMS     1                   math: sums are in registers      issue_mma
@@ -70,8 +70,6 @@ from megamoe.kernels.gluon.mega.dispatch import (
     fill_pool,
     prefetch_inputs,
     read_routing,
-    wait_for_pool,
-    wait_for_wave,
 )
 from megamoe.kernels.gluon.mega.events import (
     COMBINE,
@@ -91,6 +89,8 @@ from megamoe.kernels.gluon.mega.events import (
 from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
+    wait_for_pool,
+    wait_for_wave,
     wave_of,
 )
 from megamoe.kernels.gluon.mega.state import KernelArgs
@@ -109,7 +109,7 @@ from megamoe.kernels.gluon.pipeline import (
     fast_div,
     first_stage,
 )
-from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
+from megamoe.kernels.gluon.pool import num_n_tiles
 
 
 @gluon.jit
@@ -117,7 +117,7 @@ def load_weights(cta, l1, l2):
     """One warp: the weights of each tile.
 
     Requested weights delay the tokens in memory's queues: this CTA's parts go first, and no more
-    than `early_steps` are requested before the whole pool is filled.
+    than `weights_ahead` are requested before the whole pool is filled.
     """
     stage = first_stage(1)
     i = 0
@@ -133,7 +133,7 @@ def load_weights(cta, l1, l2):
             stamp(cta.args, LOAD_WEIGHTS, i, L2, item.ticket, begin)
         elif kind == L1:
             for k in range(l1.steps):
-                if (i == 0) & (k == cta.args.early_steps):
+                if (i == 0) & (k == cta.args.weights_ahead):
                     mbarrier.wait(cta.pool_filled, 0)
                 stage = load_weight_step(l1, item.tile, k, stage)
             stamp(cta.args, LOAD_WEIGHTS, i, L1, item.ticket, begin)
@@ -213,7 +213,7 @@ def decode(cta, l1, l2):
 
 
 @gluon.jit
-def _finish(cta, l1, l2, item, report, stage, accum):
+def _finish(l1, l2, item, report, stage, accum):
     """This warpgroup's tile, from its sums to memory; -> the next stage and accumulator.
 
     report  not zero: destinations may be garbage, so L2 has no rows
@@ -281,10 +281,10 @@ def math(cta, l1, l2, WG: gl.constexpr):
                     wait_for_wave(cta, item.tile_idx)
                     report = read_report(args)
                 begin = now(args)
-                stage, accum = _finish(cta, l1, l2, item, report, stage, accum)
+                stage, accum = _finish(l1, l2, item, report, stage, accum)
                 _count(cta, item)
                 stamp(args, MATH, i + 1, kind, item.ticket, begin)
-            elif l1.FORMAT.PROMOTED:  # who reads stages
+            elif l1.FORMAT.PROMOTED:  # it reads stages itself
                 stage = _skip(stage, _steps_of(kind, l1, l2), l1.STAGES)
             num_done += 1
         if args.RING:  # noqa: SIM102  known at compile time, unlike the kind
@@ -307,7 +307,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
 
 @gluon.jit(
     do_not_specialize=[
-        "g_stride", "bound_ns", "early_steps", "absent_rank", "first_rank", "first_slot",
+        "g_stride", "bound_ns", "weights_ahead", "absent_rank", "first_rank", "first_slot",
         "num_slots", "tokens_per_rank", "num_experts", "rows_per_rank", "pool_rows", "wave_rows",
         "tile_list_stride", "num_counters", "l1_steps", "l2_steps", "l1_num_blocks",
         "l1_factor_cols", "l2_num_blocks", "l2_factor_cols",
@@ -319,7 +319,7 @@ def mega_tmem_kernel(
     row_dest, row_weight, row_factor, acts, acts_scale, rows, tile_lists, counters, signals, peers,
     inbox, inbox_scale, inbox_slots, inbox_weights, inbox_counts, report, trace,
     bound_ns: gl.int64,
-    early_steps, absent_rank, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
+    weights_ahead, absent_rank, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
     rows_per_rank, pool_rows, wave_rows, tile_list_stride, num_counters, hidden, width, clamp,
     acts_factor,
     l1_w, l1_w_scale, l1_x, l1_x_scale, l1_factor, l1_bias, l1_steps, l1_outputs, l1_num_bias,
@@ -334,7 +334,10 @@ def mega_tmem_kernel(
     MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, DECODE_REGS: gl.constexpr,
     TRACE: gl.constexpr, RING: gl.constexpr, ROWS_AS: gl.constexpr,
 ):  # fmt: skip
-    """The launch: persistent CTAs, all resident. Arguments as in `KernelArgs` and `TmemLinear`."""
+    """The launch: persistent CTAs, all resident. Arguments as in `KernelArgs` and `TmemLinear`.
+
+    tile_lists  int32 [CTAs, tile_list_stride]; first_rank: of this launch
+    """
     if RANKS == 1:  # None: no arguments at all
         inbox = report
         inbox_scale = report
@@ -345,18 +348,18 @@ def mega_tmem_kernel(
         x=x, x_stride=x_stride, g=g, g_stride=g_stride, topk_idx=topk_idx,
         topk_weights=topk_weights, num_valid=num_valid, error=error, stats=stats, y=y, pool=pool,
         pool_scale=pool_scale, row_dest=row_dest, row_weight=row_weight, row_factor=row_factor,
-        rows=rows, tile_lists=tile_lists, counters=counters, signals=signals, peers=peers,
+        rows=rows, counters=counters, signals=signals, peers=peers,
         inbox=inbox, inbox_scale=inbox_scale, inbox_slots=inbox_slots,
         inbox_weights=inbox_weights, inbox_counts=inbox_counts, report=report, trace=trace,
-        bound_ns=bound_ns, early_steps=early_steps,
-        absent_rank=absent_rank, first_rank=first_rank, first_slot=first_slot,
+        bound_ns=bound_ns, weights_ahead=weights_ahead,
+        absent_rank=absent_rank, first_slot=first_slot,
         num_slots=num_slots, tokens_per_rank=tokens_per_rank, num_experts=num_experts,
         rows_per_rank=rows_per_rank, pool_rows=pool_rows, wave_rows=wave_rows,
         tile_list_stride=tile_list_stride, num_counters=num_counters, hidden=hidden, width=width,
         clamp=clamp, ACTS=ACTS, BY_GROUP=False, FACTOR=FORMAT.FACTOR, HAS_BIAS=HAS_BIAS,
         ACTIVATION=ACTIVATION, PROMOTED=FORMAT.PROMOTED, WEIGHTED=WEIGHTED, HAS_COUNT=HAS_COUNT,
         HAS_STATS=HAS_STATS, RANKS=RANKS, LOCAL=LOCAL, EXPERTS=EXPERTS, SLOTS=SLOTS,
-        CHUNK=SLOTS if SLOTS < 512 else 512, TOP_K=TOP_K, SHARED=0, K_SLOTS=K_SLOTS,
+        SLOT_CHUNK=SLOTS if SLOTS < 512 else 512, TOP_K=TOP_K, SHARED=0, K_SLOTS=K_SLOTS,
         TOKENS=TOKENS, ROWS=256, ALIGN=TOKENS, TRACE=TRACE, RING=RING, ROWS_AS=ROWS_AS,
     )  # fmt: skip
     shape = TmemTile(FORMAT=FORMAT, BLOCK_K=BLOCK_K, STAGES=STAGES, SUMS=SUMS, CHUNK=CHUNK)

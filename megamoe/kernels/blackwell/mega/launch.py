@@ -17,7 +17,7 @@ from megamoe.kernels.blackwell.launch import (
     or_unused,
 )
 from megamoe.kernels.blackwell.mega.kernel import mega_tmem_kernel
-from megamoe.kernels.gluon.mega.arguments import ONE, Experts, State, Tokens, World, inbox_of
+from megamoe.kernels.gluon.mega.arguments import ONE_RANK, Experts, State, Tokens, World, inbox_of
 from megamoe.kernels.gluon.pool import Pool
 from megamoe.kernels.portable.acts import CODES, PLAIN
 from megamoe.layout.regions import ceil_div
@@ -26,8 +26,8 @@ from megamoe.problem import Options
 
 
 def fused(
-    tokens: Tokens, pool: Pool, acts: Pool, experts: Experts, step: Launch, how: Arithmetic,
-    options: Options, state: State, *, world: World = ONE, timeout_s: float = 10.0,
+    tokens: Tokens, pool: Pool, acts: Pool, experts: Experts, step: Launch, arithmetic: Arithmetic,
+    options: Options, state: State, *, world: World = ONE_RANK, timeout_s: float = 10.0,
     trace: Tensor | None = None, is_compiled_only: bool = False,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks."""
@@ -43,16 +43,16 @@ def fused(
         ("l1", pool, experts.w13, experts.b13),
         ("l2", acts, experts.w2, experts.b2),
     ):
-        linear = operands(x, w, tile, how) | {
+        linear = operands(x, w, tile, arithmetic) | {
             "factor": or_unused(w.factor, unused), "bias": or_unused(bias, unused),
-            "steps": ceil_div(x.data.shape[1] * how.pack, tile.block_k),
-            "outputs": acts.data.shape[1] * how.pack if w.is_gated else w.num_outputs,
+            "steps": ceil_div(x.data.shape[1] * arithmetic.pack, tile.block_k),
+            "outputs": acts.data.shape[1] * arithmetic.pack if w.is_gated else w.num_outputs,
             "num_bias": w.num_outputs, "num_blocks": w.num_blocks, "factor_cols": factor_cols(w),
         }  # fmt: skip
         linears |= {f"{name}_{key}": value for key, value in linear.items()}
     g = tokens.g
     # Codes that threads pack are bytes; those that the tokens' format has a type for have it.
-    codes = as_bytes(pool.data) if how.acts.HOLD.value == "placed" else pool.data
+    codes = as_bytes(pool.data) if arithmetic.acts.STORED_AS.value == "placed" else pool.data
     scale = as_bytes(pool.scale)
     run = mega_tmem_kernel[step.grid]
     if is_compiled_only:
@@ -68,14 +68,16 @@ def fused(
         signals=or_unused(world.signals, unused), peers=or_unused(world.peers, unused),
         **inbox_of(world, codes.dtype, scale.dtype), report=state.report,
         trace=or_unused(trace, unused), bound_ns=int(timeout_s * 1e9),
-        early_steps=config.weights_ahead, absent_rank=world.absent, first_rank=world.first,
+        weights_ahead=config.weights_ahead, absent_rank=world.absent, first_rank=world.first,
         first_slot=tokens.first * top_k, num_slots=world.num * num_tokens * top_k,
         tokens_per_rank=num_tokens, num_experts=experts.num,
         rows_per_rank=pool.data.shape[0] // world.local, pool_rows=pool.data.shape[0],
         wave_rows=config.wave_rows, tile_list_stride=state.private.stride(0),
-        num_counters=state.counters.shape[0], hidden=hidden, width=pool.data.shape[1] * how.pack,
+        num_counters=state.counters.shape[0], hidden=hidden,
+        width=pool.data.shape[1] * arithmetic.pack,
         clamp=float(options.limit), acts_factor=or_unused(experts.acts_factor, unused), **linears,
-        FORMAT=how.kind, ACTS=how.acts, L2_ACTS=PLAIN, HAS_BIAS=experts.b13 is not None,
+        FORMAT=arithmetic.kind, ACTS=arithmetic.acts, L2_ACTS=PLAIN,
+        HAS_BIAS=experts.b13 is not None,
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None,
         RANKS=world.num, LOCAL=world.local, TOP_K=top_k, TRACE=trace is not None,

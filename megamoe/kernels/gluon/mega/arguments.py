@@ -40,7 +40,7 @@ class World(NamedTuple):
     absent: int = -1  # a rank that never says it is done, for tests of the bound
 
 
-ONE = World()
+ONE_RANK = World()
 
 
 class Tokens(NamedTuple):
@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
     x: Tensor
     idx: Tensor  # int32 or int64
     weights: Tensor
-    num_valid: Tensor | None  # int32 [1] on the device: so many tokens, then padding
+    num_valid: Tensor | None  # int32 [1] on the device: the rest of x is padding
     g: Tensor | None
     rows: Tensor  # BF16 [slots, hidden]
     y: Tensor  # [tokens of all ranks of the launch, hidden]

@@ -18,8 +18,8 @@ def begin_cta(
     """Queue, barriers and memory for the routing; over several ranks, what peers push is here then.
 
     READERS  roles that pop work items
-    STORERS  math warpgroups that store a part of each tile, for `publish` to count; 0: who stores a
-             tile counts it
+    STORERS  math warpgroups that store a part of each tile, for `publish` to count; 0: the
+             warpgroup that stores a tile counts it
     """
     SLOTS: gl.constexpr = args.SLOTS
     queue = gl.allocate_shared_memory(gl.int32, [2 * QUEUE_WORDS, 1], FLAT_SHARED)
@@ -33,7 +33,7 @@ def begin_cta(
     own_done = barriers(1, GROUPS).index(0)
     all_done = barriers(1, 1).index(0)
     if args.RANKS == 1:
-        chunk_shape: gl.constexpr = [SLOTS // args.CHUNK, args.CHUNK]
+        chunk_shape: gl.constexpr = [SLOTS // args.SLOT_CHUNK, args.SLOT_CHUNK]
         slot_expert = gl.allocate_shared_memory(gl.int16, chunk_shape, FLAT_SHARED)
         expert_row_begin = gl.allocate_shared_memory(gl.int32, [args.EXPERTS], FLAT_SHARED)
     else:

@@ -71,7 +71,7 @@ def combine(cta, WG: gl.constexpr):
             slot = token * args.TOP_K + j
             mask = inside & ((bits >> j & 1) != 0)
             row = gl.load(rows + slot * args.hidden + col, mask=mask, other=0.0).to(gl.float32)
-            if args.ROWS_AS.HOLD != "plain":
+            if args.ROWS_AS.STORED_AS != "plain":
                 row = _requantised(row, args.ROWS_AS)
             if not args.WEIGHTED and j < args.TOP_K - args.SHARED:
                 weight = gl.load(weights + (slot - token * args.SHARED))

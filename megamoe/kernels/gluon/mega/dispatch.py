@@ -33,7 +33,6 @@ from megamoe.kernels.gluon.mega.scheduler import (
     ring_row,
     running_sum,
     tiles_of_wave,
-    wave_of,
     write_wave_table,
 )
 from megamoe.kernels.gluon.mega.state import FLAT, PAIR_SLOTS, PAIRS, PART_COLS, num_parts
@@ -41,15 +40,13 @@ from megamoe.kernels.gluon.mega.sync import (
     FILLED,
     L2_DONE,
     POOL,
-    WAIT_POOL,
     WAIT_WAVE,
     own,
     publish_count,
     wait_for,
 )
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, fast_div
-from megamoe.kernels.gluon.placed import ROWS as PLACED_ROWS
-from megamoe.kernels.gluon.placed import placed_group, placed_row
+from megamoe.kernels.gluon.placed import PLACED_ROWS, placed_group, placed_row
 from megamoe.kernels.gluon.pool import (
     TILE_EXPERT,
     TILE_ROW_BEGIN,
@@ -100,8 +97,8 @@ def _count_slots(cta):
     args = cta.args
     E: gl.constexpr = args.EXPERTS
     count = gl.zeros([E], gl.int32, FLAT)
-    for chunk in gl.static_range(args.SLOTS // args.CHUNK):
-        slot = chunk * args.CHUNK + gl.arange(0, args.CHUNK, FLAT)
+    for chunk in gl.static_range(args.SLOTS // args.SLOT_CHUNK):
+        slot = chunk * args.SLOT_CHUNK + gl.arange(0, args.SLOT_CHUNK, FLAT)
         expert, _, _ = read_slots(args, cta.rank, slot, slot // args.TOP_K, slot < args.num_slots)
         mine = local_expert(args, cta.rank, expert)
         cta.slot_expert.index(chunk).store(mine.to(gl.int16))
@@ -212,7 +209,8 @@ def _in_waves(cta, begin, row, is_here, wave_begin, wave_end):
 def prefetch_inputs(args, cta_idx, num_ctas):
     """Bring routing and this CTA's first parts of tokens into the L2 cache: they are read soon.
 
-    Where a token is no whole number of parts, other parts come; a division would cost more.
+    If a token's width is not a multiple of PART_COLS, neighbouring parts are prefetched instead;
+    that is harmless, and cheaper than a division.
     """
     thread = gl.arange(0, 128, FLAT)
     item = cta_idx * _parts_per_cta(args, args.num_slots, num_ctas)
@@ -232,7 +230,8 @@ def prefetch_inputs(args, cta_idx, num_ctas):
 def _computed(values):
     """A volatile no-op, to have the values computed before the wait that follows.
 
-    The assembler still puts some after it, but takes no bytes apart: 48 instructions less.
+    The assembler still sinks some of them below the wait, but no longer unpacks bytes there (48
+    fewer instructions).
     """
     PACK: gl.constexpr = 32 // values.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
@@ -257,6 +256,41 @@ def _store_placed(args, scale, row, part):
 
 
 @gluon.jit
+def _store_scales(args, scale, row, part, LAYOUT: gl.constexpr):
+    """FP32 scales [1, blocks] of a part to each row of the token."""
+    BLOCKS: gl.constexpr = PART_COLS // 128
+    block = part * BLOCKS + gl.arange(0, BLOCKS, gl.SliceLayout(0, LAYOUT))
+    to = gl.convert_layout(row, gl.SliceLayout(1, LAYOUT), assert_trivial=True)
+    at = gl.expand_dims(block * args.pool_rows, 0) + gl.expand_dims(to, 1)
+    mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(block < args.width // 128, 0)
+    scale, at = gl.broadcast(scale, at)
+    gl.store(args.pool_scale + at, scale, mask=mask)
+
+
+@gluon.jit
+def _store_row_operands(cta, row, weight, token, source, here):
+    """What epilogues read of each row of a token: destination, topk weight, NVFP4's factor.
+
+    source, here  several ranks: the token's rank, and its number there
+    """
+    args = cta.args
+    used = row >= 0
+    number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
+    dest = token * args.TOP_K + number
+    if args.RANKS > 1:
+        dest = (here * args.TOP_K + number).to(gl.int64) * args.hidden
+        dest += gl.load(args.peers + source) >> 1  # BF16
+    gl.store(args.row_dest + row, dest, mask=used)
+    gl.store(args.row_weight + row, weight, mask=used)
+    if args.FACTOR == "expert":
+        if args.RANKS == 1:
+            factor = gl.load(args.g + token * args.g_stride) + 0.0 * weight
+        else:
+            factor = read_g(args, cta.rank, source) + 0.0 * weight
+        gl.store(args.row_factor + row, factor, mask=used)
+
+
+@gluon.jit
 def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
     """Parts [begin, end) of tokens: quantise once, write to each row of the token, count them.
 
@@ -266,7 +300,7 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [1, 4], [1, 0])  # [slots, columns]
     SMALL: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])  # slots as in PAIRS
     PACK: gl.constexpr = values_per_element(args.ACTS)
-    IS_PLACED: gl.constexpr = args.ACTS.HOLD == "placed"
+    IS_PLACED: gl.constexpr = args.ACTS.STORED_AS == "placed"
     parts = (args.width + PART_COLS - 1) // PART_COLS
     width = args.width  # elements of a row in memory
     if PACK == 2:
@@ -282,6 +316,8 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
         place = col  # in memory
         if PACK == 2:
             place = part * (PART_COLS // 2) + gl.arange(0, PART_COLS // 2, gl.SliceLayout(0, WIDE))
+        source = token
+        here = token
         if args.RANKS == 1:
             source_col = col
             if args.BY_GROUP:
@@ -320,30 +356,11 @@ def _fill_parts(cta, begin, end, wave_begin, wave_end, counter):
         values, at = gl.broadcast(values, at)
         gl.store(args.pool + at, values, mask=mask)
         if args.PROMOTED:
-            BLOCKS: gl.constexpr = PART_COLS // 128
-            block = part * BLOCKS + gl.arange(0, BLOCKS, gl.SliceLayout(0, SMALL))
-            to = gl.convert_layout(row, gl.SliceLayout(1, SMALL), assert_trivial=True)
-            at = gl.expand_dims(block * args.pool_rows, 0) + gl.expand_dims(to, 1)
-            mask = gl.expand_dims(to >= 0, 1) & gl.expand_dims(block < args.width // 128, 0)
-            scale, at = gl.broadcast(scale, at)
-            gl.store(args.pool_scale + at, scale, mask=mask)
+            _store_scales(args, scale, row, part, SMALL)
         elif IS_PLACED:
             _store_placed(args, scale, row, part)
         if part == 0:
-            used = row >= 0
-            number = gl.arange(0, args.K_SLOTS, gl.SliceLayout(1, PAIRS))
-            dest = token * args.TOP_K + number
-            if args.RANKS > 1:
-                dest = (here * args.TOP_K + number).to(gl.int64) * args.hidden
-                dest += gl.load(args.peers + source) >> 1  # BF16
-            gl.store(args.row_dest + row, dest, mask=used)
-            gl.store(args.row_weight + row, weight, mask=used)
-            if args.FACTOR == "expert":
-                if args.RANKS == 1:
-                    factor = gl.load(args.g + token * args.g_stride) + 0.0 * weight
-                else:
-                    factor = read_g(args, cta.rank, source) + 0.0 * weight
-                gl.store(args.row_factor + row, factor, mask=used)
+            _store_row_operands(cta, row, weight, token, source, here)
     if begin < end:
         publish_count(counter, end - begin)
 
@@ -370,24 +387,6 @@ def fill_wave(cta, wave, item, WG: gl.constexpr):
     begin = item * GROUPS + WG
     end = gl.minimum(begin + 1, num_parts(cta.args, cta.num_tokens))
     _fill_parts(cta, begin, end, wave, wave + 1, cta.counters + FILLED + wave)
-
-
-@gluon.jit
-def wait_for_pool(cta):
-    """One warp: until all tokens are in the pool; the CTA's other roles wait for `pool_filled`."""
-    want = num_parts(cta.args, cta.num_tokens)
-    wait_for(cta, cta.counters + POOL, want, WAIT_POOL, cta.rank)
-    mbarrier.arrive(cta.pool_filled, count=1)
-
-
-@gluon.jit
-def wait_for_wave(cta, tile_idx):
-    """RING: until the tile's pool wave is in the pool; `wait_for_pool` waits for the first two."""
-    if cta.args.RING:
-        wave = wave_of(cta, tile_idx)
-        if wave >= 2:
-            want = num_parts(cta.args, cta.num_tokens)
-            wait_for(cta, cta.counters + FILLED + wave, want, WAIT_WAVE, wave)
 
 
 @gluon.jit

@@ -10,8 +10,9 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from megamoe.kernels.gluon.compat import reinterpret
+from megamoe.kernels.gluon.mega.scheduler import running_sum
 from megamoe.kernels.gluon.mega.state import FLAT, PAIRS, PART_COLS
-from megamoe.kernels.gluon.mega.sync import UNLIKE, expect_equal, own
+from megamoe.kernels.gluon.mega.sync import LAUNCH_MISMATCH, expect_equal, own
 from megamoe.planner.tables.hopper import MAX_RANKS
 
 SOURCES = gl.constexpr(MAX_RANKS)
@@ -32,22 +33,17 @@ def count_stride(experts):
 @gluon.constexpr_function
 def values_per_element(acts):
     """Of a pooled token: two codes of FP4 share a byte."""
-    return 2 if acts.HOLD == "placed" and acts.BITS == 4 else 1
+    return 2 if acts.STORED_AS == "placed" and acts.BITS == 4 else 1
 
 
 @gluon.jit
 def scale_stride(args):
     """Scales of a token in `inbox_scale`, to whole 16 bytes: FP32, or placed ones' bytes."""
-    if args.ACTS.HOLD == "placed":
+    if args.ACTS.STORED_AS == "placed":
         stride = (args.width // args.ACTS.GROUP + 15) // 16 * 16
     else:
         stride = (args.width + 511) // 512 * 4
     return stride
-
-
-@gluon.jit
-def _plus(a, b):
-    return a + b
 
 
 @gluon.jit
@@ -66,23 +62,23 @@ def num_inbox_tokens(args, rank):
 
 @gluon.jit
 def limits_agree(args, rank):
-    """Whether all ranks have planned this launch for as many tokens; a report of who has not.
+    """Whether all ranks have planned this launch for the same number of tokens; else a report.
 
-    Places in an inbox follow from that number: with another one its rows are nobody's.
+    Places in an inbox follow from that number: with another one its rows would be wrong.
     """
     source = gl.arange(0, SOURCES, FLAT)
     at = own(args, args.inbox_counts, rank) + source * count_stride(args.EXPERTS)
     want = args.tokens_per_rank + 0 * source
     limit = gl.load(at + (args.EXPERTS + LIMIT_WORD), mask=source < args.RANKS, other=0)
     limit = gl.where(source < args.RANKS, limit, want)
-    expect_equal(args, rank, limit, want, UNLIKE, source)
+    expect_equal(args, rank, limit, want, LAUNCH_MISMATCH, source)
     return gl.min((limit == want).to(gl.int32), 0) != 0
 
 
 @gluon.jit
 def token_ends(cta):
     """[SOURCES]: tokens of all ranks up to and with each."""
-    return gl.associative_scan(_tokens_by_source(cta.args, cta.rank), 0, _plus)
+    return running_sum(_tokens_by_source(cta.args, cta.rank))
 
 
 @gluon.jit
@@ -107,7 +103,7 @@ def inbox_counts(cta):
 def store_row_begins(cta, counts, row_begin):
     """The first row of each source's slots of each expert, for `inbox_rows`."""
     first = gl.convert_layout(row_begin, gl.SliceLayout(0, BY_SOURCE))
-    before = gl.associative_scan(counts, 0, _plus) - counts
+    before = running_sum(counts) - counts
     TABLE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     table = reinterpret(cta.expert_row_begin, gl.int32, [SOURCES, cta.args.EXPERTS], TABLE)
     table.store(gl.expand_dims(first, 0) + before)

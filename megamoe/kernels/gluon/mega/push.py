@@ -1,4 +1,4 @@
-"""The source's side of the exchange between ranks: tokens and routing go to who needs them.
+"""The source's side of the exchange between ranks: tokens and routing to the ranks that need them.
 
 A rank quantises its own tokens once, in the format of the pool, and stores each to the inbox of
 every rank that owns one of its experts, at a fixed place: [source, token]. To every rank go, of
@@ -28,12 +28,12 @@ from megamoe.kernels.gluon.mega.state import FLAT, PAIR_SLOTS, PAIRS, PART_COLS
 from megamoe.kernels.gluon.mega.sync import num_own_tokens, on_rank, own
 from megamoe.kernels.gluon.pipeline import fast_div
 
-CHUNK = gl.constexpr(512)  # slots that are counted at a time
+COUNTED_SLOTS = gl.constexpr(512)  # slots that are counted at a time
 
 
 @gluon.jit
 def num_ranks(args):
-    """RANKS as a number that the compiler does not know: loops over ranks are one body of code."""
+    """RANKS as a run-time value, so that loops over ranks are not unrolled."""
     return gl.minimum(gl.program_id(0) + args.RANKS, args.RANKS)
 
 
@@ -82,7 +82,7 @@ def _push_parts(args, rank, begin, end):
     BLOCKS: gl.constexpr = PART_COLS // 128
     SCALES: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     PACK: gl.constexpr = values_per_element(args.ACTS)
-    IS_PLACED: gl.constexpr = args.ACTS.HOLD == "placed"
+    IS_PLACED: gl.constexpr = args.ACTS.STORED_AS == "placed"
     width = args.width  # elements of a row in memory
     if PACK == 2:
         width = args.width // 2
@@ -134,8 +134,8 @@ def _push_counts(args, rank, other, num_tokens):
     E: gl.constexpr = args.EXPERTS
     WIDE: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
     count = gl.zeros([E], gl.int32, FLAT)
-    for chunk in range((num_tokens * args.TOP_K + CHUNK - 1) // CHUNK):
-        slot = chunk * CHUNK + gl.arange(0, CHUNK, FLAT)
+    for chunk in range((num_tokens * args.TOP_K + COUNTED_SLOTS - 1) // COUNTED_SLOTS):
+        slot = chunk * COUNTED_SLOTS + gl.arange(0, COUNTED_SLOTS, FLAT)
         token = slot // args.TOP_K
         expert, _, _ = read_slots(args, rank, slot, token, token < num_tokens)
         mine = local_expert(args, other, expert)

@@ -11,8 +11,8 @@ it. Tickets then come in this order:
 
     L1(0) L1(1) | L2(0) fill(2) L1(2) | L2(1) fill(3) L1(3) | ...
 
-fill(w) waits for L2(w - 2), the last to read what it replaces (rows' destinations, and activations
-that L1(w) will replace); L1(w) waits for fill(w).
+fill(w) overwrites the half of pool wave w - 2, so it waits until L2(w - 2) has read it (its rows,
+their destinations, and the activations that L1(w) overwrites); L1(w) waits for fill(w).
 
 Records
   tile list  int32 [tiles, TILE_WORDS] of each CTA in global memory: expert, row_begin, row_end,
@@ -25,21 +25,36 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.gluon.mega.events import FILL, L1, L2
-from megamoe.kernels.gluon.mega.state import QUEUE_WORDS, num_parts
+from megamoe.kernels.gluon.mega.state import (
+    QUEUE_EXPERT,
+    QUEUE_KIND,
+    QUEUE_N_TILE,
+    QUEUE_ROW_BEGIN,
+    QUEUE_ROW_END,
+    QUEUE_TICKET,
+    QUEUE_TILE,
+    QUEUE_WORDS,
+    num_parts,
+)
 from megamoe.kernels.gluon.mega.sync import (
-    CALL,
     EXIT,
+    EXIT_TICKET,
+    FILLED,
     L1_DONE,
+    LAST_CALL,
+    POOL,
     TICKET,
+    WAIT_POOL,
     WAIT_TICKETS,
+    WAIT_WAVE,
     expect_equal,
     own,
     signal_done,
+    wait_for,
     wait_for_done,
 )
 from megamoe.kernels.gluon.pipeline import GROUPS, Tile, fast_div, record
-from megamoe.kernels.gluon.pool import TILE_WAVE, TILE_WORDS
-from megamoe.kernels.gluon.tile_scheduler import num_n_tiles, read_tile_list
+from megamoe.kernels.gluon.pool import TILE_WAVE, TILE_WORDS, num_n_tiles, read_tile_list
 from megamoe.planner.tables.hopper import MAX_WAVES
 
 WAVES = gl.constexpr(MAX_WAVES)
@@ -66,14 +81,15 @@ def _push(cta, i, item):
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
     mbarrier.wait(cta.item_empty.index(slot), ((i >> 1) & 1) ^ 1)
+    begin = slot * QUEUE_WORDS
     zero = gl.zeros([1], gl.int32, LAYOUT)
-    cta.queue.index(slot * QUEUE_WORDS).store(zero + item.kind)
-    cta.queue.index(slot * QUEUE_WORDS + 1).store(zero + item.ticket)
-    cta.queue.index(slot * QUEUE_WORDS + 2).store(zero + item.tile_idx)
-    cta.queue.index(slot * QUEUE_WORDS + 3).store(zero + item.tile.n_tile_idx)
-    cta.queue.index(slot * QUEUE_WORDS + 4).store(zero + item.tile.expert)
-    cta.queue.index(slot * QUEUE_WORDS + 5).store(zero + item.tile.row_begin)
-    cta.queue.index(slot * QUEUE_WORDS + 6).store(zero + item.tile.row_end)
+    cta.queue.index(begin + QUEUE_KIND).store(zero + item.kind)
+    cta.queue.index(begin + QUEUE_TICKET).store(zero + item.ticket)
+    cta.queue.index(begin + QUEUE_TILE).store(zero + item.tile_idx)
+    cta.queue.index(begin + QUEUE_N_TILE).store(zero + item.tile.n_tile_idx)
+    cta.queue.index(begin + QUEUE_EXPERT).store(zero + item.tile.expert)
+    cta.queue.index(begin + QUEUE_ROW_BEGIN).store(zero + item.tile.row_begin)
+    cta.queue.index(begin + QUEUE_ROW_END).store(zero + item.tile.row_end)
     mbarrier.arrive(cta.item_full.index(slot), count=1)
 
 
@@ -88,14 +104,15 @@ def pop_item(cta, i):
     """Every other role: item number i of its CTA."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     slot = i & 1
+    begin = slot * QUEUE_WORDS
     mbarrier.wait(cta.item_full.index(slot), (i >> 1) & 1)
-    kind = gl.max(cta.queue.index(slot * QUEUE_WORDS).load(LAYOUT), 0)
-    ticket = gl.max(cta.queue.index(slot * QUEUE_WORDS + 1).load(LAYOUT), 0)
-    tile_idx = gl.max(cta.queue.index(slot * QUEUE_WORDS + 2).load(LAYOUT), 0)
-    n_tile_idx = gl.max(cta.queue.index(slot * QUEUE_WORDS + 3).load(LAYOUT), 0)
-    expert = gl.max(cta.queue.index(slot * QUEUE_WORDS + 4).load(LAYOUT), 0)
-    row_begin = gl.max(cta.queue.index(slot * QUEUE_WORDS + 5).load(LAYOUT), 0)
-    row_end = gl.max(cta.queue.index(slot * QUEUE_WORDS + 6).load(LAYOUT), 0)
+    kind = gl.max(cta.queue.index(begin + QUEUE_KIND).load(LAYOUT), 0)
+    ticket = gl.max(cta.queue.index(begin + QUEUE_TICKET).load(LAYOUT), 0)
+    tile_idx = gl.max(cta.queue.index(begin + QUEUE_TILE).load(LAYOUT), 0)
+    n_tile_idx = gl.max(cta.queue.index(begin + QUEUE_N_TILE).load(LAYOUT), 0)
+    expert = gl.max(cta.queue.index(begin + QUEUE_EXPERT).load(LAYOUT), 0)
+    row_begin = gl.max(cta.queue.index(begin + QUEUE_ROW_BEGIN).load(LAYOUT), 0)
+    row_end = gl.max(cta.queue.index(begin + QUEUE_ROW_END).load(LAYOUT), 0)
     mbarrier.arrive(cta.item_empty.index(slot), count=1)
     tile = Tile(expert=expert, n_tile_idx=n_tile_idx, row_begin=row_begin, row_end=row_end)
     return WorkItem(kind=kind, ticket=ticket, tile_idx=tile_idx, tile=tile)
@@ -111,7 +128,7 @@ def _plus(a, b):
 
 @gluon.jit
 def running_sum(v):
-    """[N]: of each and all before it."""
+    """Sums along the first dimension: of each and all before it."""
     return gl.associative_scan(v, 0, _plus)
 
 
@@ -178,6 +195,27 @@ def _num_fill_tickets(cta, num_tiles, num_fills):
     return gl.where(num_tiles > 0, gl.maximum(last - 1, 0), 0) * num_fills
 
 
+# -- waits for the pool ----------------------------------------------------------------------------
+
+
+@gluon.jit
+def wait_for_pool(cta):
+    """One warp: until all tokens are in the pool; the CTA's other roles wait for `pool_filled`."""
+    want = num_parts(cta.args, cta.num_tokens)
+    wait_for(cta, cta.counters + POOL, want, WAIT_POOL, cta.rank)
+    mbarrier.arrive(cta.pool_filled, count=1)
+
+
+@gluon.jit
+def wait_for_wave(cta, tile_idx):
+    """RING: until the tile's pool wave is in the pool; `wait_for_pool` waits for the first two."""
+    if cta.args.RING:
+        wave = wave_of(cta, tile_idx)
+        if wave >= 2:
+            want = num_parts(cta.args, cta.num_tokens)
+            wait_for(cta, cta.counters + FILLED + wave, want, WAIT_WAVE, wave)
+
+
 # -- tickets -------------------------------------------------------------------------------------
 
 
@@ -216,9 +254,11 @@ def _finish(cta, num_own, num_tickets):
     wait_for_done(cta)
     mbarrier.arrive(cta.all_done, count=1)
     mbarrier.wait(cta.pool_filled, 0)  # load_tokens of a CTA without a tile may still poll POOL
-    out = gl.atomic_add(cta.counters + EXIT, num_own * 1024 + 1, sem="acq_rel", scope="gpu")
-    if out % 1024 == cta.num_ctas - 1:
-        expect_equal(args, cta.rank, out // 1024 + num_own, num_tickets, WAIT_TICKETS, cta.rank)
+    out = gl.atomic_add(cta.counters + EXIT, num_own * EXIT_TICKET + 1, sem="acq_rel", scope="gpu")
+    if out % EXIT_TICKET == cta.num_ctas - 1:
+        expect_equal(
+            args, cta.rank, out // EXIT_TICKET + num_own, num_tickets, WAIT_TICKETS, cta.rank
+        )
         LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
         word = gl.arange(0, 32, LAYOUT)
         zero = gl.zeros([32], gl.int32, LAYOUT)
@@ -226,14 +266,14 @@ def _finish(cta, num_own, num_tickets):
             gl.store(cta.counters + start + word, zero, mask=start + word < args.num_counters)
         if args.RANKS > 1:
             signals = own(args, args.signals, cta.rank)
-            gl.store(signals + CALL, gl.load(signals + CALL) + 1)
+            gl.store(signals + LAST_CALL, gl.load(signals + LAST_CALL) + 1)
 
 
 @gluon.jit
 def schedule_tiles(cta, l1, l2):
-    """One warp: take tickets and push what they mean, a tile ahead of the other roles.
+    """One warp: take tickets and push what they mean, one work item ahead of the other roles.
 
-    The next ticket is taken when the CTA's last tile begins: taken earlier, a slow CTA would hold a
+    The next ticket is taken when the CTA's last tile begins: taken earlier, a slow CTA would have a
     ticket for which others wait at the end. The other roles do not wait for what takes long here:
     the counter, the tile list, divisions, code that is fetched once a tile.
     """

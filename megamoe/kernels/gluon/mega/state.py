@@ -11,7 +11,15 @@ FLAT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 # [slots of a token, other slots]: every warp compares its own slots with all others, so that no sum
 # leaves the warp, and code is short.
 PAIRS = gl.constexpr(gl.BlockedLayout([1, PAIR_SLOTS.value // 32], [1, 32], [4, 1], [1, 0]))
-QUEUE_WORDS = gl.constexpr(7)  # of a work item: kind, ticket, tile, n tile, expert, begin, end
+# Words of a work item in the queue.
+QUEUE_WORDS = gl.constexpr(7)
+QUEUE_KIND = gl.constexpr(0)
+QUEUE_TICKET = gl.constexpr(1)
+QUEUE_TILE = gl.constexpr(2)
+QUEUE_N_TILE = gl.constexpr(3)
+QUEUE_EXPERT = gl.constexpr(4)
+QUEUE_ROW_BEGIN = gl.constexpr(5)
+QUEUE_ROW_END = gl.constexpr(6)
 
 
 @record
@@ -34,7 +42,6 @@ class KernelArgs:
     row_weight: gl.tensor
     row_factor: gl.tensor
     rows: gl.tensor  # BF16 [slots, hidden]: what combine adds
-    tile_lists: gl.tensor  # int32 [CTAs, tile_list_stride]: of each CTA
     counters: gl.tensor
     signals: gl.tensor  # int32 [32], several ranks: `sync`
     peers: gl.tensor  # int64 [ranks]: bytes from a pointer of this launch to the same of a rank
@@ -46,9 +53,8 @@ class KernelArgs:
     report: gl.tensor
     trace: gl.tensor
     bound_ns: gl.tensor
-    early_steps: gl.tensor  # steps of a CTA's first tile that do not wait for the whole pool
-    absent_rank: gl.tensor  # a rank that never signals its end, for tests of the bound; -1: none
-    first_rank: gl.tensor  # of this launch
+    weights_ahead: gl.tensor  # steps of a CTA's first tile that do not wait for the whole pool
+    absent_rank: gl.tensor  # a rank that never signals its end, as `megamoe certify` asks; -1: none
     first_slot: gl.tensor  # of the call: where this launch's slots begin, on each rank
     num_slots: gl.tensor  # one rank: of the call
     tokens_per_rank: gl.tensor
@@ -74,7 +80,7 @@ class KernelArgs:
     LOCAL: gl.constexpr  # ranks of this launch
     EXPERTS: gl.constexpr  # num_experts to the next power of two
     SLOTS: gl.constexpr  # num_slots to the next size that kernels are compiled for
-    CHUNK: gl.constexpr  # slots of which one warpgroup reads the routing at a time
+    SLOT_CHUNK: gl.constexpr  # slots of which one warpgroup reads the routing at a time
     TOP_K: gl.constexpr  # slots of a token, those of shared experts included
     SHARED: gl.constexpr  # shared experts: the last experts, in the last slots of every token
     K_SLOTS: gl.constexpr  # TOP_K to the next power of two
@@ -106,7 +112,7 @@ class CtaState:
     num_tokens: gl.tensor  # several ranks: of all; 0 where this CTA did not see all of them
     tile_list: gl.tensor  # this CTA's
     counters: gl.tensor  # this rank's
-    # One rank: int16 [SLOTS / CHUNK, CHUNK], each slot's expert or -1; int32 [EXPERTS].
+    # One rank: int16 [SLOTS / SLOT_CHUNK, SLOT_CHUNK], each slot's expert or -1; int32 [EXPERTS].
     # Several: no slots; int32 [sources, EXPERTS], the first row of each source's slots.
     slot_expert: gl.shared_memory_descriptor
     expert_row_begin: gl.shared_memory_descriptor

@@ -1,6 +1,6 @@
 """Synchronisation between CTAs and between launches of several ranks: counters, signals, waits.
 
-A wait that does not see what it expects within its bound writes who, what, expected and seen to the
+A wait that times out writes its CTA, what it waited for, what it expected and what it saw to the
 report, which every wait polls, and goes on: roles keep completing stages of the ring, so no other
 wait is left pending and the launch ends. Its result is then worthless, and the host raises.
 """
@@ -14,18 +14,19 @@ from megamoe.kernels.gluon.pipeline import bounded_wait, fence_stores
 POOL = gl.constexpr(0)  # parts of tokens that are in the pool
 TICKET = gl.constexpr(32)  # tickets taken, beyond the two that every CTA has
 DONE = gl.constexpr(64)  # CTAs that have no tile left
-EXIT = gl.constexpr(96)  # CTAs that no longer need the counters; * 1024: tickets they had
+EXIT = gl.constexpr(96)  # CTAs that no longer need the counters; * EXIT_TICKET: their tickets
 PUSHED = gl.constexpr(112)  # several ranks: CTAs that have pushed their tokens; before EXIT counts
 FILLED = gl.constexpr(128)  # of each pool wave: parts of tokens that are in the pool
 L2_DONE = gl.constexpr(160)  # of each pool wave: finished L2 tiles
 L1_DONE = gl.constexpr(192)  # and on, of each tile of tokens: finished L1 tiles
+EXIT_TICKET = gl.constexpr(1024)  # what a ticket adds to EXIT; a CTA adds 1
 
 # Words of a rank's signals. Calls are numbered; nothing is counted or cleared here, so a number is
 # stored, not added, and a wait is for this one or any later one.
 BEGUN = gl.constexpr(0)  # by rank, the last call whose tokens it has pushed here
 ENDED = gl.constexpr(8)  # by rank, the last call in which it has no tile left
-CALL = gl.constexpr(31)  # the number of this rank's last call
-GAVE_UP = gl.constexpr(2**31 - 1)  # as a number of a call: that rank has a report
+LAST_CALL = gl.constexpr(31)  # the number of this rank's last call
+TIMED_OUT = gl.constexpr(2**31 - 1)  # stored in place of a call number: the rank timed out
 
 # What a report names.
 WAIT_POOL = gl.constexpr(1)
@@ -36,11 +37,14 @@ WAIT_RANK = gl.constexpr(5)
 WAIT_WAVE = gl.constexpr(6)
 WAIT_PEER = gl.constexpr(7)
 WAIT_END = gl.constexpr(8)
-UNLIKE = gl.constexpr(9)  # no wait: a rank planned its launch for other bounds
+LAUNCH_MISMATCH = gl.constexpr(9)  # no wait: a rank planned its launch for other bounds
 
-# Unless $2 == $3: the words at $1 become 1, $4 to $7, $3 and $2, if they are not taken. Every
-# thread by itself: warps of a role may see different values, so none may wait for another.
-REPORT = gl.constexpr("""{
+# Bytes of a report's words from its first one, which is 1 once they are written.
+_RANK, _CTA, _WHAT, _WHERE, _WANT, _VALUE = range(4, 28, 4)
+# Unless $2 == $3, and unless there is one: the report at $1 becomes rank $4, CTA $5, what $6,
+# where $7, expected $3, seen $2. Every thread by itself: warps of a role may see different values,
+# so none may wait for another.
+REPORT = gl.constexpr(f"""{{
 .reg .pred p;
 .reg .b32 taken;
 setp.eq.s32 p, $2, $3;
@@ -48,27 +52,28 @@ setp.eq.s32 p, $2, $3;
 atom.relaxed.gpu.global.cas.b32 taken, [$1], 0, 1;
 setp.ne.s32 p, taken, 0;
 @p bra done;
-st.relaxed.gpu.global.b32 [$1+4], $4;
-st.relaxed.gpu.global.b32 [$1+8], $5;
-st.relaxed.gpu.global.b32 [$1+12], $6;
-st.relaxed.gpu.global.b32 [$1+16], $7;
-st.relaxed.gpu.global.b32 [$1+20], $3;
-st.relaxed.gpu.global.b32 [$1+24], $2;
+st.relaxed.gpu.global.b32 [$1+{_RANK}], $4;
+st.relaxed.gpu.global.b32 [$1+{_CTA}], $5;
+st.relaxed.gpu.global.b32 [$1+{_WHAT}], $6;
+st.relaxed.gpu.global.b32 [$1+{_WHERE}], $7;
+st.relaxed.gpu.global.b32 [$1+{_WANT}], $3;
+st.relaxed.gpu.global.b32 [$1+{_VALUE}], $2;
 done:
 mov.b32 $0, 0;
-}""")
+}}""")
 
 
 @gluon.constexpr_function
-def _log2_bytes(dtype):
+def log2_bytes(dtype):
     return (dtype.element_ty.primitive_bitwidth // 8).bit_length() - 1
 
 
 @gluon.jit
 def on_rank(args, pointer, rank):
-    """The same address in a rank's memory, as well aligned: buffers lie whole cache lines apart."""
+    """The same address in another rank's buffer; alignment is kept because buffers are multiples of
+    128 bytes apart."""
     if args.RANKS > 1:
-        LOG2: gl.constexpr = _log2_bytes(pointer.dtype)
+        LOG2: gl.constexpr = log2_bytes(pointer.dtype)
         pointer += gl.multiple_of(gl.load(args.peers + rank) >> LOG2, 128 >> LOG2)
     return pointer
 
@@ -100,12 +105,13 @@ def wait_for(cta, counter, want, WHAT: gl.constexpr, where):
 
 @gluon.jit
 def expect_equal(args, rank, value, want, WHAT: gl.constexpr, where):
-    """Report it where what was seen is not what was wanted."""
-    _expect(args, rank, value, want, gl.to_tensor(WHAT), where)
+    """Write the report if `value` differs from `want`."""
+    report_difference(args, rank, value, want, gl.to_tensor(WHAT), where)
 
 
 @gluon.jit
-def _expect(args, rank, value, want, what, where):
+def report_difference(args, rank, value, want, what, where):
+    """The same of what is known on the device alone; anything with a `report` will do for args."""
     gl.inline_asm_elementwise(
         REPORT, "=r,l,r,r,r,r,r,r",
         [args.report.to(gl.int64), value, want, rank, gl.program_id(0), what, where],
@@ -127,7 +133,8 @@ def read_report(args):
 
 @gluon.constexpr_function
 def signal_text(scope):
-    """PTX: the words at $1 become $2 where $3 is not 0, after all that this thread knows of.
+    """PTX: the words at $1 become $2 where $3 is not 0, after all stores that happen before in this
+    thread.
 
     One fence for all of a warp's words, then plain stores: PCIe has no atomics.
     """
@@ -155,12 +162,13 @@ def _lanes():
 @gluon.jit
 def _call(args, rank):
     """The number of this call."""
-    return gl.load(own(args, args.signals, rank) + CALL) + 1
+    return gl.load(own(args, args.signals, rank) + LAST_CALL) + 1
 
 
 @gluon.jit
 def _see_ranks(args, rank, WORD: gl.constexpr, call, bound_ns):
-    """[32]: what each rank's word says, once all say this call; then the last rank's again."""
+    """[32] signal words, one per rank, once all have reached this call; lanes beyond RANKS repeat
+    the last rank."""
     number = gl.minimum(_lanes(), args.RANKS - 1)
     words = own(args, args.signals, rank) + WORD + number
     return bounded_wait(words, call + 0 * number, args.report, bound_ns, _scope(args), "ge")
@@ -183,10 +191,10 @@ def _signal_ranks(args, rank, WORD: gl.constexpr, value, to):
 def _expect_ranks(args, rank, value, call, WHAT: gl.constexpr):
     """Report the ranks that do not say this call; -> whether all do."""
     number = gl.minimum(_lanes(), args.RANKS - 1)
-    gave_up = value == GAVE_UP
-    what = gl.where(gave_up, WAIT_PEER, WHAT)
-    value = gl.where(gave_up, value, gl.minimum(value, call))
-    _expect(args, rank, value, call + 0 * number, what, number)
+    timed_out = value == TIMED_OUT
+    what = gl.where(timed_out, WAIT_PEER, WHAT)
+    value = gl.where(timed_out, value, gl.minimum(value, call))
+    report_difference(args, rank, value, call + 0 * number, what, number)
     return gl.min((value == call).to(gl.int32), 0) != 0
 
 
@@ -222,7 +230,7 @@ def signal_done(cta):
         if (num == cta.num_ctas - 1) & (cta.rank != args.absent_rank):
             call = _call(args, cta.rank)
             begun = _see_ranks(args, cta.rank, BEGUN, call, 0 * args.bound_ns)
-            value = gl.where(read_report(args) == 0, call, GAVE_UP)
+            value = gl.where(read_report(args) == 0, call, TIMED_OUT)
             _signal_ranks(args, cta.rank, ENDED, value, (begun >= call).to(gl.int32))
 
 

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from megamoe.kernels.gluon.compat import tma
 from megamoe.kernels.gluon.pipeline import advance, first_stage
-from megamoe.kernels.gluon.tile_scheduler import SLABS, end_item, tile_at
+from megamoe.kernels.gluon.tile_scheduler import PLAIN_SLABS, end_item, tile_at
 from megamoe.kernels.hopper.weights.decode import (
     E4M3_OPERAND,
     PAIR_WORDS,
@@ -20,8 +20,8 @@ def _load_image(gemm, tile, k, image):
     """The FP4 image of K block k of a tile; -> the next slot of the images' ring."""
     full = gemm.image_full.index(image.idx)
     mbarrier.wait(gemm.image_empty.index(image.idx), image.phase)
-    mbarrier.expect(full, SLABS * (4096 + 4 * PAIR_WORDS))
-    slab = tile.n_tile_idx * SLABS
+    mbarrier.expect(full, PLAIN_SLABS * (4096 + 4 * PAIR_WORDS))
+    slab = tile.n_tile_idx * PLAIN_SLABS
     tma.async_copy_global_to_shared(
         gemm.w, [tile.expert, slab, k * 4, 0], full, gemm.image.index(image.idx)
     )
@@ -47,8 +47,8 @@ def load_images(gemm):
 @gluon.jit
 def _read_slab(gemm, idx, slab: gl.constexpr):
     """FP4 words of a slab of image `idx`, and its scales."""
-    NUM: gl.constexpr = gemm.IMAGES * SLABS
-    return read_words(gemm.image, gemm.image_scale, idx * SLABS + slab, NUM)
+    NUM: gl.constexpr = gemm.IMAGES * PLAIN_SLABS
+    return read_words(gemm.image, gemm.image_scale, idx * PLAIN_SLABS + slab, NUM)
 
 
 @gluon.jit

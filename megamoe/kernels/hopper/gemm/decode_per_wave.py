@@ -6,7 +6,8 @@ its tiles load by TMA. The blocks are cut into jobs of 64 rows x CHUNK blocks, s
 decoding warpgroups of all CTAs, K first. CTAs wait for each other, so all must be resident: a
 loader waits for the jobs of its next chunk, a decoder until every CTA has read the blocks that lie
 DEPTH before its own. So a job waits for reads of earlier blocks, and a read for the jobs of its
-block: nothing waits for a later one.
+block: nothing waits for a later one. A wait is given up after `tile_scheduler.BOUND_NS`, two
+seconds, not after the layer's `timeout_s`.
 
 A job, int32 [JOB_WORDS] in shared memory: its first row in the rings (-1: the end), the work item
 whose counter publishes it, and the value that the counter gets.
@@ -16,23 +17,23 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from megamoe.kernels.gluon.compat import gl, tma
-from megamoe.kernels.gluon.follow import GIVE_UP
 from megamoe.kernels.gluon.pipeline import (
     advance,
-    bounded_wait,
     fast_div,
     first_stage,
     record,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
+    ITEM_EXPERT,
     ITEM_READ,
     ITEM_SLAB,
     ITEM_STORED,
     ITEM_WORDS,
+    ctas_of_wave,
     end_item,
     num_waves,
     place_of,
-    tiles_of_wave,
+    wait_until_reached,
 )
 from megamoe.kernels.hopper.weights.decode import (
     E4M3_OPERAND,
@@ -41,9 +42,8 @@ from megamoe.kernels.hopper.weights.decode import (
     read_words,
 )
 
-BOUND_NS = gl.constexpr(2_000_000_000)  # of a wait for other CTAs, before it is given up
 # 64 rows x 128 of K: eight threads have a row, so that a store of a warp is whole lines.
-_ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
+_STORED_ROWS = gl.constexpr(gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0]))
 JOB_WORDS = gl.constexpr(3)
 JOB_ROW = gl.constexpr(0)
 JOB_ITEM = gl.constexpr(1)
@@ -52,7 +52,8 @@ JOB_VALUE = gl.constexpr(2)
 
 @record
 class DecodePerWave:
-    """Where FP4 comes from and E4M3 goes to, the ring's size, and the jobs' own ring.
+    """Source and destination of decoding: FP4 tensors, the E4M3 ring, and the job queue in shared
+    memory.
 
     barrier  n     arrivals  arrived by                  awaited by
     ready    JOBS  2         load_jobs and its TMA       decode_jobs
@@ -76,21 +77,6 @@ class DecodePerWave:
 
 
 @gluon.jit
-def wait_until_reached(gemm, counter, value, given_up):
-    """Wait until the words at `counter` are `value` or more; all threads of a role call it.
-
-    After BOUND_NS it gives up: `given_up` and the layer's error word are set.
-    """
-    bound_ns = gl.to_tensor(BOUND_NS).to(gl.int64)
-    reached = bounded_wait(counter, value, given_up, bound_ns, "gpu", "ge")
-    gl.inline_asm_elementwise(
-        GIVE_UP, "=r,r,r,l,l",
-        [reached, value, given_up.to(gl.int64), gemm.decoded.error.to(gl.int64)],
-        dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def _wait(gemm, counter, value):
     wait_until_reached(gemm, counter, value, gemm.items + ITEM_READ)
 
@@ -104,7 +90,7 @@ def load_decoded(gemm):
     block = 0  # of K, over all tiles
     for item in range(gl.program_id(0), end_item(gemm), gl.num_programs(0)):
         wave = item - gl.program_id(0)
-        count = tiles_of_wave(gemm, wave)
+        count = ctas_of_wave(gemm, wave)
         run, runs, _ = place_of(gemm, item)
         for chunk in range(gemm.steps // CHUNK):
             job = (chunk * runs + run) * 4 + gl.arange(0, 4, FOUR)
@@ -138,7 +124,8 @@ def publish_read(gemm, blocks):
 
 @gluon.jit
 def publish_rest(gemm, blocks, stage):
-    """The last stages too; and, without a tile in the last wave, all that others will read."""
+    """Publishes the blocks still in the ring; a CTA without a tile in the last wave also publishes
+    every chunk that the others will read."""
     CHUNK: gl.constexpr = gemm.decoded.CHUNK
     for i in gl.static_range(gemm.STAGES):
         mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
@@ -180,7 +167,7 @@ def _job_word(gemm, slot, WORD: gl.constexpr):
 
 @gluon.jit
 def load_jobs(gemm):
-    """One warp: the words of this CTA's share of the jobs of each wave that it has a tile of.
+    """One warp: loads FP4 words for this CTA's jobs, in each wave in which it has a tile.
 
     It also waits until the job's place in the ring has been read, so that `decode_jobs` waits for
     one thing only.
@@ -191,8 +178,8 @@ def load_jobs(gemm):
     before = 0  # chunks of earlier waves
     slot = first_stage(1)
     for wave in range(0, num_waves(gemm) * gl.num_programs(0), gl.num_programs(0)):
-        if gl.load(gemm.items + (wave + gl.program_id(0)) * ITEM_WORDS) >= 0:
-            count = tiles_of_wave(gemm, wave)
+        if gl.load(gemm.items + (wave + gl.program_id(0)) * ITEM_WORDS + ITEM_EXPERT) >= 0:
+            count = ctas_of_wave(gemm, wave)
             _, runs, place = place_of(gemm, wave + gl.program_id(0))
             for job in range(place, runs * 4 * chunks, count):
                 chunk = fast_div(job >> 2, runs)
@@ -224,8 +211,8 @@ def load_jobs(gemm):
 def decode_jobs(gemm):
     """One warpgroup: the jobs, from their words to rows of the ring."""
     d = gemm.decoded
-    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, _ROWS)), 1)
-    col = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, _ROWS)), 0)
+    row = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, _STORED_ROWS)), 1)
+    col = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, _STORED_ROWS)), 0)
     slot = first_stage(0)
     mbarrier.wait(d.ready.index(slot.idx), slot.phase)
     first_row = _job_word(gemm, slot.idx, JOB_ROW)
@@ -233,7 +220,7 @@ def decode_jobs(gemm):
         for i in gl.static_range(d.CHUNK):
             at = slot.idx * d.CHUNK + i
             w, s = read_words(d.word_bufs, d.scale_bufs, at, d.JOBS * d.CHUNK)
-            e4m3 = gl.convert_layout(e4m3_of_words(w, s, E4M3_OPERAND), _ROWS)
+            e4m3 = gl.convert_layout(e4m3_of_words(w, s, E4M3_OPERAND), _STORED_ROWS)
             to = d.ring + (first_row + i * 256).to(gl.int64) * 128
             gl.store(to + (row * 128 + col), e4m3)
         fence_async_shared()

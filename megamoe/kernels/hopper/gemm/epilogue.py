@@ -1,24 +1,222 @@
 """Epilogues: sums to activations in the next linear's format, or to rows at their destinations.
 
 Sums of the swap-AB GEMM are FP32 [64 weight rows, tokens]; the plain GEMM calls the arithmetic and
-`store_transposed` with [tokens, weight rows]. Shapes below: N tokens of the tile. Operands come
-from shared memory (`gluon/operands.py`).
+`store_transposed` with [tokens, weight rows]. Shapes below: N tokens of the tile.
+
+Operands: factors of the tile's weight rows, topk weights and destinations of its tokens are copied
+to shared memory by one warp during the main loop: tensor cores are idle during an epilogue, so it
+should not wait for memory.
+
+  barrier   arrivals  arrived by             awaited by
+  full      1         the warp that copies  math, before the epilogue
+  empty[2]  GROUPS    math, after it        that warp, before the next tile's; `post_tile`
 """
 
 from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from megamoe.kernels.common.columns import pool_place
-from megamoe.kernels.common.numbers import INF_BITS, abs_bits
+from megamoe.kernels.common.numbers import INF_BITS, abs_bits, e8m0_scale, pow2
 from megamoe.kernels.common.quantise import round_to_format
-from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, nvfp4_scale, reciprocal, times
-from megamoe.kernels.gluon.compat import reinterpret
-from megamoe.kernels.gluon.operands import operand, rows_of
-from megamoe.kernels.gluon.pipeline import GROUPS
-from megamoe.kernels.hopper.gemm.fp8_rows import row_codes
+from megamoe.kernels.gluon.arithmetic import divide, e4m3_scale, glu, nvfp4_scale, reciprocal, times
+from megamoe.kernels.gluon.compat import async_copy, gl, reinterpret
+from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, Tile, barriers, record
+from megamoe.kernels.portable.acts import CODES
 
+# Words of a posted tile.
+POSTED_WORDS = gl.constexpr(4)
+POSTED_EXPERT = gl.constexpr(0)
+POSTED_N_TILE = gl.constexpr(1)
+POSTED_ROW_BEGIN = gl.constexpr(2)
+POSTED_ROW_END = gl.constexpr(3)
+PREFETCH_STEPS = gl.constexpr(2)  # the operands are copied this many steps before a tile's last
+_LANES = gl.constexpr(gl.BlockedLayout([1], [32], [1], [0]))
 _PLANES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+_EXPONENT = gl.constexpr(CODES["fp8_combine"].EXPONENT)
+_MANTISSA = gl.constexpr(CODES["fp8_combine"].MANTISSA)
+
+# -- operands in shared memory ---------------------------------------------------------------------
+
+
+@record
+class EpilogueOperands:
+    """Two tiles as they were posted, and the operands of one tile's epilogue."""
+
+    posted: gl.shared_memory_descriptor  # int32 [2 * POSTED_WORDS, 1]
+    factor: gl.shared_memory_descriptor  # FP32 [ROWS]: of each weight row
+    bias: gl.shared_memory_descriptor  # FP32 [ROWS]
+    weight: gl.shared_memory_descriptor  # FP32 [TOKENS]: topk weights
+    token_factor: gl.shared_memory_descriptor  # FP32 [TOKENS]: NVFP4's global scale of each token
+    dest: gl.shared_memory_descriptor  # int32 or int64 [TOKENS]: destination of each row
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    FACTOR: gl.constexpr  # "row", "expert" or neither
+    HAS_BIAS: gl.constexpr
+
+
+@gluon.jit
+def allocate_operands(
+    row_dest, ROWS: gl.constexpr, TOKENS: gl.constexpr, FACTOR: gl.constexpr,
+    HAS_BIAS: gl.constexpr,
+):  # fmt: skip
+    """Their shared memory; what a launch does not need stands for `weight`."""
+    posted = gl.allocate_shared_memory(gl.int32, [2 * POSTED_WORDS, 1], FLAT_SHARED)
+    weight = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT_SHARED)
+    dest = gl.allocate_shared_memory(row_dest.dtype.element_ty, [TOKENS], FLAT_SHARED)
+    factor = weight
+    bias = weight
+    token_factor = weight
+    if HAS_BIAS:
+        bias = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT_SHARED)
+    if FACTOR == "row" or FACTOR == "expert":
+        factor = gl.allocate_shared_memory(gl.float32, [ROWS], FLAT_SHARED)
+    if FACTOR == "expert":
+        token_factor = gl.allocate_shared_memory(gl.float32, [TOKENS], FLAT_SHARED)
+    full = barriers(1, 1).index(0)
+    empty = barriers(2, GROUPS)
+    return EpilogueOperands(
+        posted=posted, factor=factor, bias=bias, weight=weight, token_factor=token_factor,
+        dest=dest, full=full, empty=empty, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS,
+    )  # fmt: skip
+
+
+@gluon.jit
+def post_tile(gemm, num_done, tile):
+    """load_tokens: the CTA's tile number `num_done`, before its first stage."""
+    ops = gemm.epilogue
+    mbarrier.wait(ops.empty.index(num_done & 1), ((num_done >> 1) & 1) ^ 1)
+    slot = (num_done & 1) * POSTED_WORDS
+    zero = gl.zeros([1], gl.int32, _LANES)
+    ops.posted.index(slot + POSTED_EXPERT).store(zero + tile.expert)
+    ops.posted.index(slot + POSTED_N_TILE).store(zero + tile.n_tile_idx)
+    ops.posted.index(slot + POSTED_ROW_BEGIN).store(zero + tile.row_begin)
+    ops.posted.index(slot + POSTED_ROW_END).store(zero + tile.row_end)
+    gl.thread_barrier()
+
+
+@gluon.jit
+def read_tile(gemm, num_done):
+    """math: the posted tile, once its first stage is full."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    slot = (num_done & 1) * POSTED_WORDS
+    posted = gemm.epilogue.posted
+    return Tile(
+        expert=gl.max(posted.index(slot + POSTED_EXPERT).load(LAYOUT), 0),
+        n_tile_idx=gl.max(posted.index(slot + POSTED_N_TILE).load(LAYOUT), 0),
+        row_begin=gl.max(posted.index(slot + POSTED_ROW_BEGIN).load(LAYOUT), 0),
+        row_end=gl.max(posted.index(slot + POSTED_ROW_END).load(LAYOUT), 0),
+    )
+
+
+@gluon.jit
+def _opaque(x):
+    """A volatile no-op: addresses are computed after it, or hold registers during all the tile."""
+    return gl.inline_asm_elementwise("", "=r,0", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _part(buf, i):
+    """Values 32 * i and the 31 after it."""
+    return reinterpret(buf, gl.float32, [buf.shape[0] // 32, 32], FLAT_SHARED).index(i)
+
+
+@gluon.jit
+def _fetch_weight_rows(gemm, expert, n_tile_idx):
+    """Factors and biases of a tile's weight rows, 32 after 32: few registers."""
+    ops = gemm.epilogue
+    ROWS: gl.constexpr = ops.bias.shape[0] if ops.HAS_BIAS else ops.factor.shape[0]
+    for i in range(ROWS // 32):
+        r = i * 32 + gl.arange(0, 32, _LANES)
+        row = n_tile_idx * ROWS + r
+        matrix = expert + 0 * r
+        col = row
+        if gemm.GATED:  # 8 gate, 8 up, ...
+            matrix = expert * 2 + r % 16 // 8
+            col = n_tile_idx * (ROWS // 2) + r // 16 * 8 + r % 8
+        if ops.FACTOR == "row":
+            at = gemm.factor + expert * gemm.factor_rows + row
+            async_copy.async_copy_global_to_shared(_part(ops.factor, i), at)
+        elif ops.FACTOR == "expert":
+            async_copy.async_copy_global_to_shared(_part(ops.factor, i), gemm.factor + matrix)
+        if ops.HAS_BIAS:
+            at = gemm.bias + matrix * gemm.num_bias + col
+            to = _part(ops.bias, i)
+            async_copy.async_copy_global_to_shared(to, at, mask=col < gemm.num_bias)
+
+
+@gluon.jit
+def fetch_operands(gemm, num_done, tile):
+    """One warp: begin to copy the operands of the CTA's tile number `num_done`."""
+    ops = gemm.epilogue
+    before = num_done - 1
+    mbarrier.wait(ops.empty.index(before & 1), (before >> 1) & 1)  # no wait for the first tile
+    expert = _opaque(tile.expert)
+    n_tile_idx = _opaque(tile.n_tile_idx)
+    row_begin = _opaque(tile.row_begin)
+    row_end = tile.row_end
+    if ops.HAS_BIAS or ops.FACTOR == "row" or ops.FACTOR == "expert":
+        _fetch_weight_rows(gemm, expert, n_tile_idx)
+    row = row_begin + gl.arange(0, ops.weight.shape[0], _LANES)
+    if gemm.GATED and ops.FACTOR == "expert":
+        async_copy.async_copy_global_to_shared(
+            ops.token_factor, gemm.row_factor + row, mask=row < row_end
+        )
+    if gemm.WEIGHTED and (gemm.GATED or gemm.HAS_BIAS):
+        async_copy.async_copy_global_to_shared(
+            ops.weight, gemm.row_weight + row, mask=row < row_end
+        )
+    if not gemm.GATED:
+        async_copy.async_copy_global_to_shared(ops.dest, gemm.row_dest + row, mask=row < row_end)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def publish_operands(gemm, report=0):
+    """The same warp, some steps later: the copies are complete.
+
+    After a timeout report `row_dest` may be unwritten; all rows then go to destination 0.
+    """
+    dest = gemm.epilogue.dest
+    NUM: gl.constexpr = dest.shape[0]
+    async_copy.wait_group(0)
+    if not gemm.GATED:  # noqa: SIM102  known at compile time
+        if report != 0:
+            dest.store(gl.zeros([NUM], dest.dtype, _LANES))
+    gl.thread_barrier()
+    mbarrier.arrive(gemm.epilogue.full, count=1)
+
+
+@gluon.jit
+def wait_for_operands(gemm, num_done):
+    """math, after the main loop of the CTA's tile number `num_done`."""
+    mbarrier.wait(gemm.epilogue.full, num_done & 1)
+
+
+@gluon.jit
+def release_operands(gemm, num_done):
+    """math: the operands and the posted tile number `num_done` may be overwritten."""
+    mbarrier.arrive(gemm.epilogue.empty.index(num_done & 1), count=1)
+
+
+@gluon.jit
+def rows_of(gemm, tile, START: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr):
+    """[N] rows of `out` of the tile's tokens from number START on, and whether they are used."""
+    row = tile.row_begin + START + gl.arange(0, N, LAYOUT)
+    used = row < tile.row_end
+    if not gemm.GATED:
+        row = gemm.epilogue.dest.slice(START, N, 0).load(LAYOUT)
+    return row, used
+
+
+@gluon.jit
+def operand(
+    of, IS_USED: gl.constexpr, OTHER, START: gl.constexpr, N: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """FP32 [N] of an operand from START on, or OTHER where the launch does not have it."""
+    value = gl.full([N], OTHER, gl.float32, LAYOUT)
+    if IS_USED:
+        value = of.slice(START, N, 0).load(LAYOUT)
+    return value
 
 
 # -- L1: activations -----------------------------------------------------------------------------
@@ -58,7 +256,7 @@ def _activated(gemm, sums, factor, bias, token_factor, weight, used):
 
 
 @gluon.jit
-def _convert_two(a, b, LAYOUT: gl.constexpr):
+def _convert_both(a, b, LAYOUT: gl.constexpr):
     """Both in another layout, by one conversion."""
     a = a.to(gl.int32, bitcast=True).to(gl.int64)
     b = b.to(gl.int32, bitcast=True).to(gl.int64)
@@ -89,25 +287,25 @@ def _tile_scales(gemm, act, other, tile, slab, num_l1_done, WG: gl.constexpr, CO
     amax = gemm.amax.index(parity * NUM).slice(0, N, 0).load(LANES)
     for i in gl.static_range(1, NUM):
         amax = gl.maximum(amax, gemm.amax.index(parity * NUM + i).slice(0, N, 0).load(LANES))
-    scale, inverse = e4m3_step(amax)
+    scale, inverse = e4m3_scale(amax)
     if WG == 0:
         row = tile.row_begin + gl.arange(0, N, LANES)
         gl.store(gemm.out_scale + slab // 4 * gemm.pool_rows + row, scale, mask=row < tile.row_end)
-    return _convert_two(scale, inverse, COL)
+    return _convert_both(scale, inverse, COL)
 
 
 @gluon.jit
 def _codes(gemm, ratio):
     """E4M3, or its values in BF16 where that is what wgmma multiplies."""
     codes = ratio.to(gl.float8e4nv)
-    return codes.to(gl.bfloat16) if gemm.ACTS.HOLD == "scaled" else codes
+    return codes.to(gl.bfloat16) if gemm.ACTS.STORED_AS == "scaled" else codes
 
 
 @gluon.jit
 def _as_bf16(gemm, act, acts_factor):
     """BF16 [32, N] of activations rounded to their format, if any: code times scale is exact."""
     N: gl.constexpr = act.shape[1]
-    if gemm.ACTS.HOLD == "plain":
+    if gemm.ACTS.STORED_AS == "plain":
         values = act
     else:
         GROUP: gl.constexpr = gemm.ACTS.GROUP
@@ -161,7 +359,7 @@ def finish_gated(gemm, low, high, tile, slab, num_l1_done, WG: gl.constexpr):
         factor = operand(ops.factor, has_factor, 1.0, START + 64, 64, ROW)
         bias = operand(ops.bias, gemm.HAS_BIAS, 0.0, START + 64, 64, ROW)
         other = _activated(gemm, high, factor, bias, token_factor, weight, used)
-    if gemm.ACTS.HOLD == "codes" or gemm.ACTS.HOLD == "scaled":
+    if gemm.ACTS.STORED_AS == "codes" or gemm.ACTS.STORED_AS == "scaled":
         gl.static_assert(GROUPS * gemm.SLABS == 4, "128 outputs share a scale")
         scale, inverse = _tile_scales(gemm, act, other, tile, slab, num_l1_done, WG, COL)
         wide = gl.expand_dims(scale, 0)
@@ -218,6 +416,45 @@ def _linear_rows(gemm, sums, tile, SLAB: gl.constexpr):
     return sums.to(gl.bfloat16)
 
 
+# -- rows of combine="fp8" -------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def is_fp8(pointer_dtype):
+    """Whether rows leave as E4M3."""
+    return pointer_dtype.element_ty.primitive_bitwidth == 8
+
+
+@gluon.jit
+def row_codes(gemm, first, second, tile, first_col, START: gl.constexpr, AXIS: gl.constexpr):
+    """E4M3 of BF16 values of the tile's rows from number START on; their scales go to `out_scale`.
+
+    first, second  64 columns each along AXIS, from `first_col` on: a block that shares scales
+    """
+    first = _within(gemm, first, first_col, AXIS)
+    second = _within(gemm, second, first_col + 64, AXIS)
+    bits = gl.maximum(gl.max(abs_bits(first), AXIS), gl.max(abs_bits(second), AXIS))
+    code = e8m0_scale(bits, _EXPONENT, _MANTISSA)
+    row = tile.row_begin + START + gl.arange(0, code.shape[0], code.type.layout)
+    block = first_col // 128
+    at = gemm.out_scale + block.to(gl.int64) * gemm.pool_rows + row
+    gl.store(at, code.to(gl.uint8), mask=row < tile.row_end)
+    is_dead = code == 255  # a value is not finite: all are +0
+    inverse = gl.expand_dims(pow2(254 - gl.where(is_dead, 0, code)), AXIS)
+    is_dead = gl.expand_dims(is_dead, AXIS)
+    first = gl.where(is_dead, 0.0, first * inverse)
+    second = gl.where(is_dead, 0.0, second * inverse)
+    return first.to(gl.float8e4nv), second.to(gl.float8e4nv)
+
+
+@gluon.jit
+def _within(gemm, values, first_col, AXIS: gl.constexpr):
+    """FP32 of 64 columns along AXIS, zero from the last column of a row on."""
+    col = first_col + gl.arange(0, 64, gl.SliceLayout(1 - AXIS, values.type.layout))
+    inside = gl.expand_dims(col < gemm.num_outputs, 1 - AXIS)
+    return gl.where(inside, values.to(gl.float32), 0.0)
+
+
 # -- stores --------------------------------------------------------------------------------------
 
 
@@ -250,7 +487,8 @@ def _store_far(gemm, v, tile, first_col, width):
     """BF16 [64 columns, N] to rows that may be other ranks', 16 bytes a thread.
 
     A warp has 16 columns of every token: they are transposed by shuffles, and stored 32 bytes
-    together, as a link takes them. Rows begin at multiples of 16 bytes: so many are a `hidden`.
+    together, as a link takes them. Rows begin at multiples of 16 bytes, as
+    `hidden` is a multiple of 8.
     """
     N: gl.constexpr = v.shape[1]
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [16, 2], [1, 4], [1, 0])

@@ -8,11 +8,11 @@ bits.
 Dimensions
 
   here        GEMM word  size
-  token       M          TOKENS = 128 per tile, in two halves of 64: the M of one wgmma
-  weight row  N          ROWS = 256 per tile, 128 of each math warpgroup: the N of one wgmma
+  token       M          PLAIN_TOKENS = 128 per tile, two halves of 64: the M of one wgmma
+  weight row  N          PLAIN_ROWS = 256 per tile, 128 a math warpgroup: the N of one wgmma
   K block     BLOCK_K    128 of K: one stage, one wgmma per half, one scale per token
   step        k tile     one stage of one tile; `steps` = K / 128
-  n tile      n block    ROWS weight rows of an expert; L1 (GATED): 8 gate, 8 up, ... -> 128 outputs
+  n tile      n block    PLAIN_ROWS weight rows; L1 (GATED): 8 gate, 8 up, ... -> 128 outputs
   tile        -          one n tile x up to 128 rows of the pool of one expert; a half tile has 64
                          rows at most, and its second half is neither loaded nor multiplied
 
@@ -54,20 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megamoe.kernels.common.numbers import abs_bits
-from megamoe.kernels.gluon.arithmetic import divide, e4m3_step, glu, times
+from megamoe.kernels.gluon.arithmetic import divide, e4m3_scale, glu, times
 from megamoe.kernels.gluon.compat import gl, tma
-from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
-from megamoe.kernels.gluon.operands import (
-    PREFETCH_STEPS,
-    EpilogueOperands,
-    allocate_operands,
-    fetch_operands,
-    post_tile,
-    publish_operands,
-    read_tile,
-    release_operands,
-    wait_for_operands,
-)
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     Tile,
@@ -82,17 +70,20 @@ from megamoe.kernels.gluon.pipeline import (
     wait_for_launch,
 )
 from megamoe.kernels.gluon.tile_scheduler import (
-    GIVEN_UP_WORD,
-    HALF,
-    ROWS,
-    SLABS,
-    TOKENS,
+    PLAIN_HALF,
+    PLAIN_ROWS,
+    PLAIN_SLABS,
+    PLAIN_TOKENS,
+    TIMEOUT_WORD,
     end_item,
     l1_done_counter,
     next_item,
     num_work_items,
     publish_l1_tile,
     tile_at,
+    tile_word,
+    wait_for_tile,
+    wait_until_reached,
 )
 from megamoe.kernels.hopper.gemm.decode_per_tile import decode, load_images
 from megamoe.kernels.hopper.gemm.decode_per_wave import (
@@ -104,10 +95,21 @@ from megamoe.kernels.hopper.gemm.decode_per_wave import (
     publish_jobs,
     publish_read,
     publish_rest,
-    wait_until_reached,
 )
-from megamoe.kernels.hopper.gemm.epilogue import store_transposed
-from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8, row_codes
+from megamoe.kernels.hopper.gemm.epilogue import (
+    PREFETCH_STEPS,
+    EpilogueOperands,
+    allocate_operands,
+    fetch_operands,
+    is_fp8,
+    post_tile,
+    publish_operands,
+    read_tile,
+    release_operands,
+    row_codes,
+    store_transposed,
+    wait_for_operands,
+)
 from megamoe.kernels.hopper.weights.decode import PAIR_WORDS, PLAIN_MMA
 
 
@@ -120,7 +122,7 @@ class PlainGemm:
     x: tma.tensor_descriptor
     x_scale: tma.tensor_descriptor
     w_bufs: gl.shared_memory_descriptor  # E4M3 [STAGES, 256, 128]
-    image: gl.shared_memory_descriptor  # FP4 per tile: int32 [IMAGES, 1, SLABS, 4, 256]
+    image: gl.shared_memory_descriptor  # FP4 per tile: int32 [IMAGES, 1, PLAIN_SLABS, 4, 256]
     image_scale: gl.shared_memory_descriptor
     x_bufs: gl.shared_memory_descriptor  # E4M3 [2 * STAGES, 64, 128]
     xs_bufs: gl.shared_memory_descriptor  # FP32 [STAGES, 128]
@@ -180,12 +182,12 @@ def _load_weight_tile(gemm, tile, stage):
     for k in range(gemm.steps):
         full = gemm.full.index(stage.idx)
         mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-        mbarrier.expect(full, ROWS * 128)
+        mbarrier.expect(full, PLAIN_ROWS * 128)
         if gemm.GATED:
             at = [tile.expert, tile.n_tile_idx * 16, 0, 0, k * 128]
             tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(stage.idx))
         else:
-            at = [tile.expert, tile.n_tile_idx * ROWS, k * 128]
+            at = [tile.expert, tile.n_tile_idx * PLAIN_ROWS, k * 128]
             tma.async_copy_global_to_shared(gemm.w, at, full, gemm.w_bufs.index(stage.idx))
         stage = advance(stage, gemm.STAGES)
     return stage
@@ -200,7 +202,7 @@ def _taken_tile(gemm, num_done):
 
 @gluon.jit
 def _arrive_last(gemm, stage):
-    """A loader: a stage without data, with which math reads that there is no tile any more."""
+    """A loader: completes an empty stage, so that math wakes up and reads expert -1, the end."""
     mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
     mbarrier.arrive(gemm.full.index(stage.idx), count=1)
 
@@ -227,12 +229,12 @@ def _load_token_block(gemm, row, k, both, stage):
     """K block k of a tile's tokens and their scales, of the first 64 or of `both` halves."""
     full = gemm.full.index(stage.idx)
     mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
-    mbarrier.expect(full, TOKENS * 128 + TOKENS * 4, pred=both)
-    mbarrier.expect(full, HALF * 128 + TOKENS * 4, pred=both == 0)
+    mbarrier.expect(full, PLAIN_TOKENS * 128 + PLAIN_TOKENS * 4, pred=both)
+    mbarrier.expect(full, PLAIN_HALF * 128 + PLAIN_TOKENS * 4, pred=both == 0)
     low = gemm.x_bufs.index(2 * stage.idx)
     high = gemm.x_bufs.index(2 * stage.idx + 1)
     tma.async_copy_global_to_shared(gemm.x, [row, k * 128], full, low)
-    tma.async_copy_global_to_shared(gemm.x, [row + HALF, k * 128], full, high, pred=both)
+    tma.async_copy_global_to_shared(gemm.x, [row + PLAIN_HALF, k * 128], full, high, pred=both)
     tma.async_copy_global_to_shared(
         gemm.x_scale, [k * gemm.pool_rows + row], full, gemm.xs_bufs.index(stage.idx)
     )
@@ -259,7 +261,7 @@ def load_tokens(gemm):
         post_tile(gemm, num_done, tile)
         if gemm.FOLLOWS:
             wait_for_tile(gemm, tile, gemm.decoded.error)
-        both = tile.row_begin + HALF < tile.row_end
+        both = tile.row_begin + PLAIN_HALF < tile.row_end
         for k in range(gemm.steps):
             if gemm.PUBLISHES:  # noqa: SIM102  known at compile time
                 if (k == publish) & (num_done > 0):
@@ -296,14 +298,14 @@ def load_dynamic_tokens(gemm):
     """One warp: takes tiles from the counter, posts them, loads tokens and operands.
 
     The next tile is taken when the last blocks of one are loaded: not before, or a slow CTA would
-    hold a tile that another could begin. L2 begins on SMs that L1 has left, tile by tile.
+    have a tile that another could begin. L2 begins on SMs that L1 has left, tile by tile.
     """
     stage = first_stage(1)
     num_done = 0
     prefetch = gl.maximum(gemm.steps - 1 - PREFETCH_STEPS, 0)
     # By this step the epilogue of the tile before is over.
     publish = gl.minimum(gemm.STAGES + 2, gemm.steps - 1)
-    num_items = num_work_items(gemm, ROWS)
+    num_items = num_work_items(gemm, PLAIN_ROWS)
     item = gl.program_id(0)
     before = gemm.tiles  # the counter of the tile before
     while item < num_items:
@@ -312,10 +314,10 @@ def load_dynamic_tokens(gemm):
         post_tile(gemm, num_done, tile)
         mbarrier.arrive(gemm.taken.index(num_done & 1), count=1)
         if not gemm.GATED:
-            wait_until_reached(gemm, counter, gemm.l1_n_tiles, gemm.num_tiles + GIVEN_UP_WORD)
+            wait_until_reached(gemm, counter, gemm.l1_n_tiles, gemm.num_tiles + TIMEOUT_WORD)
         elif gemm.FOLLOWS:
             wait_for_tile(gemm, tile, gemm.decoded.error)
-        both = tile.row_begin + HALF < tile.row_end
+        both = tile.row_begin + PLAIN_HALF < tile.row_end
         for k in range(gemm.steps):
             if gemm.GATED:  # noqa: SIM102  known at compile time
                 if (k == publish) & (num_done > 0):
@@ -356,13 +358,13 @@ def _block_factors(gemm, tile, k, WG: gl.constexpr):
     rows = gemm.factor_rows
     if gemm.GATED:
         n = gl.minimum(tile.n_tile_idx, rows - 1)
-        one = gl.load(gemm.factor + (tile.expert * 2 * rows + n) * gemm.factor_cols + k)
-        two = gl.load(gemm.factor + ((tile.expert * 2 + 1) * rows + n) * gemm.factor_cols + k)
+        factor = gl.load(gemm.factor + (tile.expert * 2 * rows + n) * gemm.factor_cols + k)
+        up_factor = gl.load(gemm.factor + ((tile.expert * 2 + 1) * rows + n) * gemm.factor_cols + k)
     else:
         n = gl.minimum(tile.n_tile_idx * 2 + WG, rows - 1)
-        one = gl.load(gemm.factor + (tile.expert * rows + n) * gemm.factor_cols + k)
-        two = one
-    return one, two
+        factor = gl.load(gemm.factor + (tile.expert * rows + n) * gemm.factor_cols + k)
+        up_factor = factor
+    return factor, up_factor
 
 
 @gluon.jit
@@ -394,24 +396,25 @@ def _multiply(gemm, tile, stage, BOTH: gl.constexpr, WG: gl.constexpr):
         high = gl.zeros([64, 128], gl.float32, PLAIN_MMA)
         low_up = low
         high_up = high
-    KEPT: gl.constexpr = low.type.layout
-    ROW: gl.constexpr = gl.SliceLayout(1, KEPT)
-    one = 1.0
-    two = 1.0
+    SUMS: gl.constexpr = low.type.layout
+    ROW: gl.constexpr = gl.SliceLayout(1, SUMS)
+    factor = 1.0
+    up_factor = 1.0
     if not gemm.DECODED:
-        one, two = _block_factors(gemm, tile, 0, WG)
+        factor, up_factor = _block_factors(gemm, tile, 0, WG)
     for k in range(gemm.steps):
         if not gemm.DECODED:
-            next_one, next_two = _block_factors(gemm, tile, k + 1, WG)
+            next_factor, next_up_factor = _block_factors(gemm, tile, k + 1, WG)
         idx = stage.idx
-        w = gemm.w_bufs.index(idx).reshape([ROWS, 128]).slice(WG * 128, 128, 0).permute((1, 0))
+        w = gemm.w_bufs.index(idx).reshape([PLAIN_ROWS, 128])
+        w = w.slice(WG * 128, 128, 0).permute((1, 0))
         scales = gemm.xs_bufs.index(idx)
         mbarrier.wait(gemm.full.index(idx), stage.phase)
         part = warpgroup_mma(gemm.x_bufs.index(2 * idx), w, part, use_acc=False, is_async=True)
         scale_low = scales.slice(0, 64, 0).load(ROW)
         scale_high = scales.slice(64, 64, 0).load(ROW)
         part = warpgroup_mma_wait(0, deps=[part])
-        low, low_up = _promoted(gemm, low, low_up, part, scale_low, one, two)
+        low, low_up = _promoted(gemm, low, low_up, part, scale_low, factor, up_factor)
         if BOTH:
             x = gemm.x_bufs.index(2 * idx + 1)
             part = warpgroup_mma(x, w, part, use_acc=False, is_async=True)
@@ -419,10 +422,10 @@ def _multiply(gemm, tile, stage, BOTH: gl.constexpr, WG: gl.constexpr):
         fence_async_shared()
         mbarrier.arrive(gemm.empty.index(idx), count=1)
         if BOTH:
-            high, high_up = _promoted(gemm, high, high_up, part, scale_high, one, two)
+            high, high_up = _promoted(gemm, high, high_up, part, scale_high, factor, up_factor)
         if not gemm.DECODED:
-            one = next_one
-            two = next_two
+            factor = next_factor
+            up_factor = next_up_factor
         stage = advance(stage, gemm.STAGES)
     return low, low_up, high, high_up, stage
 
@@ -455,7 +458,7 @@ def _activated(gemm, sums, up, tile, START: gl.constexpr, WG: gl.constexpr):
 def _finish_gated(gemm, act, bits, tile, START: gl.constexpr, WG: gl.constexpr):
     """E4M3 codes and FP32 scales of act [64 tokens, 64 outputs]; `bits` [64]: amax of all 128."""
     LAYOUT: gl.constexpr = act.type.layout
-    scale, inverse = e4m3_step(bits)
+    scale, inverse = e4m3_scale(bits)
     codes = divide(act, gl.expand_dims(scale, 1), gl.expand_dims(inverse, 1)).to(gl.float8e4nv)
     if WG == 0:
         row = tile.row_begin + START + gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
@@ -468,17 +471,18 @@ def _finish_gated(gemm, act, bits, tile, START: gl.constexpr, WG: gl.constexpr):
 
 @gluon.jit
 def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
-    """Rows of sums [64 tokens, 128 outputs] at their destinations, in parts: registers."""
+    """Rows of sums [64 tokens, 128 outputs] at their destinations, 64 or 32 columns at a time, to
+    limit registers."""
     left, right = sums.reshape([64, 2, 64]).permute((0, 2, 1)).split()
     if is_fp8(gemm.out.dtype):
         _finish_fp8(gemm, left, right, tile, START, WG)
     elif gemm.HAS_BIAS:
-        one, two = left.reshape([64, 2, 32]).permute((0, 2, 1)).split()
-        _finish_columns(gemm, one, tile, 0, START, WG)
-        _finish_columns(gemm, two, tile, 32, START, WG)
-        one, two = right.reshape([64, 2, 32]).permute((0, 2, 1)).split()
-        _finish_columns(gemm, one, tile, 64, START, WG)
-        _finish_columns(gemm, two, tile, 96, START, WG)
+        first, second = left.reshape([64, 2, 32]).permute((0, 2, 1)).split()
+        _finish_columns(gemm, first, tile, 0, START, WG)
+        _finish_columns(gemm, second, tile, 32, START, WG)
+        first, second = right.reshape([64, 2, 32]).permute((0, 2, 1)).split()
+        _finish_columns(gemm, first, tile, 64, START, WG)
+        _finish_columns(gemm, second, tile, 96, START, WG)
     else:
         _finish_columns(gemm, left, tile, 0, START, WG)
         _finish_columns(gemm, right, tile, 64, START, WG)
@@ -487,9 +491,9 @@ def _finish_linear(gemm, sums, tile, START: gl.constexpr, WG: gl.constexpr):
 @gluon.jit
 def _finish_fp8(gemm, left, right, tile, START: gl.constexpr, WG: gl.constexpr):
     """E4M3 of sums [64 tokens, 64] of the two halves of 128 columns, which share a scale."""
-    col = tile.n_tile_idx * ROWS + WG * 128
-    left = _linear_columns(gemm, left, tile, 0, START, WG)
-    right = _linear_columns(gemm, right, tile, 64, START, WG)
+    col = tile.n_tile_idx * PLAIN_ROWS + WG * 128
+    left = _linear_columns(gemm, left, 0, START, WG)
+    right = _linear_columns(gemm, right, 64, START, WG)
     left, right = row_codes(gemm, left, right, tile, col, START, 1)
     store_transposed(gemm, left, tile, START, col, gemm.num_outputs, False, WG)
     store_transposed(gemm, right, tile, START, col + 64, gemm.num_outputs, False, WG)
@@ -499,13 +503,13 @@ def _finish_fp8(gemm, left, right, tile, START: gl.constexpr, WG: gl.constexpr):
 def _finish_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
                     WG: gl.constexpr):  # fmt: skip
     """Sums [64 tokens, N] of the warpgroup's columns from COL_START on."""
-    rows = _linear_columns(gemm, sums, tile, COL_START, START, WG)
-    col = tile.n_tile_idx * ROWS + WG * 128 + COL_START
+    rows = _linear_columns(gemm, sums, COL_START, START, WG)
+    col = tile.n_tile_idx * PLAIN_ROWS + WG * 128 + COL_START
     store_transposed(gemm, rows, tile, START, col, gemm.num_outputs, False, WG)
 
 
 @gluon.jit
-def _linear_columns(gemm, sums, tile, COL_START: gl.constexpr, START: gl.constexpr,
+def _linear_columns(gemm, sums, COL_START: gl.constexpr, START: gl.constexpr,
                     WG: gl.constexpr):  # fmt: skip
     """Sums [64 tokens, N] with their factors and biases, as BF16."""
     LAYOUT: gl.constexpr = sums.type.layout
@@ -590,9 +594,9 @@ def _allocate_weights(w, w_scale, IN_STAGE: gl.constexpr, STAGES: gl.constexpr,
     """(stages, FP4 images, their scales); without IN_STAGE decoding the stages alone."""
     if IN_STAGE:
         plain: gl.constexpr = gl.NVMMASharedLayout(128, 8, rank=2)
-        w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, ROWS, 128], plain)
-        image = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, SLABS, 4, 256], w.layout)
-        scale_shape: gl.constexpr = [IMAGES, 1, SLABS, PAIR_WORDS]
+        w_bufs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, PLAIN_ROWS, 128], plain)
+        image = gl.allocate_shared_memory(gl.int32, [IMAGES, 1, PLAIN_SLABS, 4, 256], w.layout)
+        scale_shape: gl.constexpr = [IMAGES, 1, PLAIN_SLABS, PAIR_WORDS]
         image_scale = gl.allocate_shared_memory(gl.int32, scale_shape, w_scale.layout)
         return w_bufs, image, image_scale
     else:
@@ -626,9 +630,9 @@ def gemm_kernel(
         stamp_begin(begun)
     IN_STAGE: gl.constexpr = DECODED and not DEPTH
     w_bufs, image, image_scale = _allocate_weights(w, w_scale, IN_STAGE, STAGES, IMAGES)
-    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, HALF, 128], x.layout)
-    xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, TOKENS], x_scale.layout)
-    amax = gl.allocate_shared_memory(gl.int32, [4, TOKENS], FLAT_SHARED)
+    x_bufs = gl.allocate_shared_memory(gl.float8e4nv, [2 * STAGES, PLAIN_HALF, 128], x.layout)
+    xs_bufs = gl.allocate_shared_memory(gl.float32, [STAGES, PLAIN_TOKENS], x_scale.layout)
+    amax = gl.allocate_shared_memory(gl.int32, [4, PLAIN_TOKENS], FLAT_SHARED)
     COLS: gl.constexpr = 32 if GATED else 64  # as BF16
     rows: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
     transpose_smem = gl.allocate_shared_memory(gl.bfloat16, [2, 64, COLS], rows)
@@ -664,7 +668,7 @@ def gemm_kernel(
         taken = barriers(2, 1)
     FACTOR: gl.constexpr = "row" if DECODED else "none"
     # L1's biases, gate's and up's apart, would take a register more than there is.
-    epilogue = allocate_operands(row_dest, ROWS, TOKENS, FACTOR, HAS_BIAS and not GATED)
+    epilogue = allocate_operands(row_dest, PLAIN_ROWS, PLAIN_TOKENS, FACTOR, HAS_BIAS and not GATED)
     FOLLOWS: gl.constexpr = follows is not None
     PUBLISHES: gl.constexpr = publishes is not None
     # Where L2 begins, and where tiles are followed, only weights and items are read before roles

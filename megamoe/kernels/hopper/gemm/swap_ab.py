@@ -55,18 +55,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megamoe.kernels.gluon.compat import gl, tma
 from megamoe.kernels.gluon.compiler_hooks import ours
-from megamoe.kernels.gluon.follow import tile_word, wait_for_tile
 from megamoe.kernels.gluon.l2_policy import L2_WARM_BYTES, stream_copy, stream_policy
-from megamoe.kernels.gluon.operands import (
-    EpilogueOperands,
-    allocate_operands,
-    fetch_operands,
-    post_tile,
-    publish_operands,
-    read_tile,
-    release_operands,
-    wait_for_operands,
-)
 from megamoe.kernels.gluon.pipeline import (
     FLAT_SHARED,
     GROUPS,
@@ -84,11 +73,24 @@ from megamoe.kernels.gluon.pipeline import (
 from megamoe.kernels.gluon.tile_scheduler import (
     num_work_items,
     publish_l1_tile,
-    read_tile_list,
     tile_in_list,
+    tile_word,
+    wait_for_tile,
 )
-from megamoe.kernels.hopper.gemm.epilogue import finish_fp8, finish_gated, finish_linear
-from megamoe.kernels.hopper.gemm.fp8_rows import is_fp8
+from megamoe.kernels.hopper.gemm.epilogue import (
+    EpilogueOperands,
+    allocate_operands,
+    fetch_operands,
+    finish_fp8,
+    finish_gated,
+    finish_linear,
+    is_fp8,
+    post_tile,
+    publish_operands,
+    read_tile,
+    release_operands,
+    wait_for_operands,
+)
 
 
 @record
@@ -146,7 +148,7 @@ class SwapAbGemm:
     DEPTH: gl.constexpr
     STAGES: gl.constexpr
     SPAN: gl.constexpr  # tiles of tokens that share a sweep over the n tiles
-    IN_FLIGHT: gl.constexpr  # stages in flight once the L2 cache is warm; 0: as many as there are
+    IN_FLIGHT: gl.constexpr  # stages in flight once the L2 cache is warm; 0: all of them
     IS_FAR: gl.constexpr  # rows may be other ranks': `row_dest` has offsets, `out_width` is 1
     FOLLOWS: gl.constexpr  # tiles wait for their tokens, not for the launch before
     PUBLISHES: gl.constexpr
@@ -191,8 +193,8 @@ def _weight_bytes(kind, slabs, depth):
 
 
 @gluon.jit
-def num_warm_steps(gemm):
-    """Steps of a CTA until the launch has replaced what the L2 cache held (`l2_policy`)."""
+def num_warming_steps(gemm):
+    """Steps of a CTA until the launch has replaced what was in the L2 cache (`l2_policy`)."""
     BYTES: gl.constexpr = _weight_bytes(gemm.WEIGHTS, GROUPS * gemm.SLABS, gemm.DEPTH)
     return fast_div(gl.to_tensor(L2_WARM_BYTES // BYTES), gl.num_programs(0))
 
@@ -211,17 +213,17 @@ def _throttle(gemm, stage):
 
 
 @gluon.jit
-def load_weight_step(gemm, tile, k, is_early, stage):
+def load_weight_step(gemm, tile, k, is_warming, stage):
     """Step k of the weights of a tile into the ring, once a stage is empty; -> the next stage."""
     SLABS: gl.constexpr = GROUPS * gemm.SLABS
     kind: gl.constexpr = gemm.WEIGHTS
     BYTES: gl.constexpr = _weight_bytes(kind, SLABS, gemm.DEPTH)
     n_tile_idx = tile.n_tile_idx
-    policy = stream_policy(is_early)
+    policy = stream_policy(is_warming)
     full = gemm.full.index(stage.idx)
     mbarrier.wait(gemm.empty.index(stage.idx), stage.phase)
     if gemm.IN_FLIGHT > 0 and gemm.IN_FLIGHT < gemm.STAGES:  # noqa: SIM102  known at compile time
-        if not is_early:
+        if not is_warming:
             _throttle(gemm, stage)
     mbarrier.expect(full, BYTES)
     if kind.DECODED:
@@ -268,8 +270,7 @@ def load_token_tile(gemm, row, stage):
 @gluon.jit
 def _tile_at(gemm, item):
     """The tile of a work item, round robin."""
-    tile_idx, n_tile_idx = tile_in_list(gemm, item, GROUPS * gemm.SLABS * 64)
-    return read_tile_list(gemm.tiles, tile_idx, n_tile_idx)
+    return tile_in_list(gemm, item, GROUPS * gemm.SLABS * 64)
 
 
 @gluon.jit
@@ -282,14 +283,14 @@ def _end_item(gemm):
 def load_weights(gemm):
     """The weights of this CTA's tiles."""
     stage = first_stage(1)
-    early = 0 * gemm.steps
+    warming_steps = 0 * gemm.steps
     if gemm.GATED:  # the cache is warm when the second linear begins
-        early = num_warm_steps(gemm)
+        warming_steps = num_warming_steps(gemm)
     for item in range(gl.program_id(0), _end_item(gemm), gl.num_programs(0)):
         tile = _tile_at(gemm, item)
         for k in range(gemm.steps):
-            stage = load_weight_step(gemm, tile, k, k < early, stage)
-        early -= gemm.steps
+            stage = load_weight_step(gemm, tile, k, k < warming_steps, stage)
+        warming_steps -= gemm.steps
 
 
 @gluon.jit
@@ -361,7 +362,8 @@ def _token_operand(gemm, idx, j: gl.constexpr):
 def _block_factors(gemm, expert, slab, k, ROW: gl.constexpr):
     """FP32 scales of E4M3 weights at K block k, for the rows of a slab and of the one after it.
 
-    L1: [64], for gate and up have a 128x128 block each. L2: a scalar, both lie in one block.
+    L1: [64], since gate rows and up rows belong to different 128x128 blocks. L2: a scalar, since
+    the 128 rows lie in one block.
     """
     k = gl.minimum(k, gemm.factor_cols - 1)
     if gemm.GATED:
@@ -582,7 +584,8 @@ def gemm_swap_ab_kernel(
     w_bufs, ws_bufs, x_bufs, xs_bufs = allocate_stages(
         w, w_scale, x, x_scale, WEIGHTS, PROMOTED, TOKENS, SLABS, DEPTH, STAGES
     )
-    HALF: gl.constexpr = 2 if GATED and ACTS.HOLD == "codes" else 1  # E4M3 is transposed, not BF16
+    # E4M3 is transposed, not BF16.
+    HALF: gl.constexpr = 2 if GATED and ACTS.STORED_AS == "codes" else 1
     amax = gl.allocate_shared_memory(gl.int32, [2 * GROUPS * 4, TOKENS], FLAT_SHARED)
     transpose_smem = amax
     if TOKENS >= 64:

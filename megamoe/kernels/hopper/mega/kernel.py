@@ -67,8 +67,6 @@ from megamoe.kernels.gluon.mega.dispatch import (
     fill_pool,
     prefetch_inputs,
     read_routing,
-    wait_for_pool,
-    wait_for_wave,
 )
 from megamoe.kernels.gluon.mega.events import (
     COMBINE,
@@ -90,6 +88,8 @@ from megamoe.kernels.gluon.mega.scheduler import (
     pop_item,
     schedule_tiles,
     tiles_of_wave,
+    wait_for_pool,
+    wait_for_wave,
     wave_of,
 )
 from megamoe.kernels.gluon.mega.state import KernelArgs
@@ -100,15 +100,14 @@ from megamoe.kernels.gluon.mega.sync import (
     read_report,
     wait_for,
 )
-from megamoe.kernels.gluon.operands import fetch_operands, publish_operands
 from megamoe.kernels.gluon.pipeline import (
     GROUPS,
     fast_div,
     fence_stores,
     first_stage,
 )
-from megamoe.kernels.gluon.pool import ROW_ALIGN
-from megamoe.kernels.gluon.tile_scheduler import num_n_tiles
+from megamoe.kernels.gluon.pool import ROW_ALIGN, num_n_tiles
+from megamoe.kernels.hopper.gemm.epilogue import fetch_operands, publish_operands
 from megamoe.kernels.hopper.gemm.swap_ab import (
     compute,
     finish,
@@ -116,7 +115,7 @@ from megamoe.kernels.hopper.gemm.swap_ab import (
     load_token_tile,
     load_weight_step,
     multiply,
-    num_warm_steps,
+    num_warming_steps,
 )
 from megamoe.kernels.hopper.mega.smem import Linear, Shape, allocate_shared, gemm_of
 
@@ -126,11 +125,11 @@ def load_weights(cta, l1, l2):
     """One warp: stream the weights of each tile.
 
     Requested weights delay the tokens in memory's queues: this CTA's parts go first, and no more
-    than `early_steps` are requested before the whole pool is filled. Later IN_FLIGHT limits them.
+    than `weights_ahead` are requested before the whole pool is filled. Later IN_FLIGHT limits them.
     """
     stage = first_stage(1)
     i = 0
-    early = num_warm_steps(l1)
+    warming_steps = num_warming_steps(l1)
     mbarrier.wait(cta.own_filled, 0)
     kind = gl.to_tensor(0)
     while kind >= 0:
@@ -139,15 +138,15 @@ def load_weights(cta, l1, l2):
         begin = now(cta.args)
         if kind == L2:
             for k in range(l2.steps):
-                stage = load_weight_step(l2, item.tile, k, k < early, stage)
-            early -= l2.steps
+                stage = load_weight_step(l2, item.tile, k, k < warming_steps, stage)
+            warming_steps -= l2.steps
             stamp(cta.args, LOAD_WEIGHTS, i, L2, item.ticket, begin)
         elif kind == L1:
             for k in range(l1.steps):
-                if (i == 0) & (k == cta.args.early_steps):
+                if (i == 0) & (k == cta.args.weights_ahead):
                     mbarrier.wait(cta.pool_filled, 0)
-                stage = load_weight_step(l1, item.tile, k, k < early, stage)
-            early -= l1.steps
+                stage = load_weight_step(l1, item.tile, k, k < warming_steps, stage)
+            warming_steps -= l1.steps
             stamp(cta.args, LOAD_WEIGHTS, i, L1, item.ticket, begin)
         i += 1
 
@@ -302,7 +301,7 @@ def math(cta, l1, l2, WG: gl.constexpr):
 @ours
 @gluon.jit(
     do_not_specialize=[
-        "g_stride", "bound_ns", "early_steps", "absent_rank", "first_rank", "first_slot",
+        "g_stride", "bound_ns", "weights_ahead", "absent_rank", "first_rank", "first_slot",
         "num_slots", "tokens_per_rank", "num_experts", "rows_per_rank", "pool_rows", "wave_rows",
         "tile_list_stride", "num_counters", "l1_steps", "l2_steps", "l1_factor_rows",
         "l1_factor_cols", "l2_factor_rows", "l2_factor_cols",
@@ -314,7 +313,7 @@ def mega_kernel(
     row_dest, row_weight, row_factor, acts, acts_scale, rows, tile_lists, counters, signals, peers,
     inbox, inbox_scale, inbox_slots, inbox_weights, inbox_counts, report, trace,
     bound_ns: gl.int64,
-    early_steps, absent_rank, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
+    weights_ahead, absent_rank, first_rank, first_slot, num_slots, tokens_per_rank, num_experts,
     rows_per_rank, pool_rows, wave_rows, tile_list_stride, num_counters, hidden, width, clamp,
     acts_factor,
     l1_w, l1_w_scale, l1_x, l1_x_scale, l1_factor, l1_bias, l1_steps, l1_outputs, l1_num_bias,
@@ -330,7 +329,10 @@ def mega_kernel(
     MATH_REGS: gl.constexpr, LOAD_REGS: gl.constexpr, TRACE: gl.constexpr, RING: gl.constexpr,
     ROWS_AS: gl.constexpr,
 ):  # fmt: skip
-    """The launch: persistent CTAs, all resident. Arguments as in `KernelArgs` and `Linear`."""
+    """The launch: persistent CTAs, all resident. Arguments as in `KernelArgs` and `Linear`.
+
+    tile_lists  int32 [CTAs, tile_list_stride]; first_rank: of this launch
+    """
     if RANKS == 1:  # None: no arguments at all
         inbox = report
         inbox_scale = report
@@ -341,18 +343,18 @@ def mega_kernel(
         x=x, x_stride=x_stride, g=g, g_stride=g_stride, topk_idx=topk_idx,
         topk_weights=topk_weights, num_valid=num_valid, error=error, stats=stats, y=y, pool=pool,
         pool_scale=pool_scale, row_dest=row_dest, row_weight=row_weight, row_factor=row_factor,
-        rows=rows, tile_lists=tile_lists, counters=counters, signals=signals, peers=peers,
+        rows=rows, counters=counters, signals=signals, peers=peers,
         inbox=inbox, inbox_scale=inbox_scale, inbox_slots=inbox_slots,
         inbox_weights=inbox_weights, inbox_counts=inbox_counts, report=report, trace=trace,
-        bound_ns=bound_ns, early_steps=early_steps,
-        absent_rank=absent_rank, first_rank=first_rank, first_slot=first_slot,
+        bound_ns=bound_ns, weights_ahead=weights_ahead,
+        absent_rank=absent_rank, first_slot=first_slot,
         num_slots=num_slots, tokens_per_rank=tokens_per_rank, num_experts=num_experts,
         rows_per_rank=rows_per_rank, pool_rows=pool_rows, wave_rows=wave_rows,
         tile_list_stride=tile_list_stride, num_counters=num_counters, hidden=hidden, width=width,
         clamp=clamp, ACTS=ACTS, BY_GROUP=WEIGHTS.BY_GROUP, FACTOR=FACTOR, HAS_BIAS=HAS_BIAS,
         ACTIVATION=ACTIVATION, PROMOTED=PROMOTED, WEIGHTED=WEIGHTED, HAS_COUNT=HAS_COUNT,
         HAS_STATS=HAS_STATS, RANKS=RANKS, LOCAL=LOCAL, EXPERTS=EXPERTS, SLOTS=SLOTS,
-        CHUNK=SLOTS if SLOTS < 512 else 512, TOP_K=TOP_K, SHARED=SHARED, K_SLOTS=K_SLOTS,
+        SLOT_CHUNK=SLOTS if SLOTS < 512 else 512, TOP_K=TOP_K, SHARED=SHARED, K_SLOTS=K_SLOTS,
         TOKENS=TOKENS, ROWS=GROUPS * SLABS * 64, ALIGN=ROW_ALIGN, TRACE=TRACE, RING=RING,
         ROWS_AS=ROWS_AS,
     )  # fmt: skip

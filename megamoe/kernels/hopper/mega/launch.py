@@ -7,7 +7,7 @@ import functools
 from torch import Tensor
 
 from megamoe.kernels.gluon.mega.arguments import (
-    ONE,
+    ONE_RANK,
     Experts,
     Inbox,
     State,
@@ -32,8 +32,8 @@ from megamoe.problem import Options
 
 
 def fused(
-    tokens: Tokens, pool: Pool, acts: Pool, experts: Experts, step: Launch, how: Arithmetic,
-    options: Options, state: State, *, world: World = ONE, timeout_s: float = 10.0,
+    tokens: Tokens, pool: Pool, acts: Pool, experts: Experts, step: Launch, arithmetic: Arithmetic,
+    options: Options, state: State, *, world: World = ONE_RANK, timeout_s: float = 10.0,
     trace: Tensor | None = None, is_compiled_only: bool = False,
 ) -> None:  # fmt: skip
     """One launch: tokens -> tokens.y, over the world's ranks."""
@@ -52,7 +52,7 @@ def fused(
         factor_rows, factor_cols = factor_shape(w)
         linear = {
             "w": data, "w_scale": scale, "x": token_descriptor(x.data, tile.block_m),
-            "x_scale": scale_descriptor(x.scale, tile.block_m) if how.is_promoted else data,
+            "x_scale": scale_descriptor(x.scale, tile.block_m) if arithmetic.is_promoted else data,
             "factor": or_unused(w.factor, unused), "bias": or_unused(bias, unused),
             "steps": x.data.shape[1] // tile.block_k,
             "outputs": acts.data.shape[1] if w.is_gated else w.num_outputs,
@@ -73,15 +73,15 @@ def fused(
         counters=state.counters, signals=or_unused(world.signals, unused),
         peers=or_unused(world.peers, unused), **inbox_of(world, pool.data.dtype),
         report=state.report, trace=or_unused(trace, unused),
-        bound_ns=int(timeout_s * 1e9), early_steps=config.weights_ahead, absent_rank=world.absent,
+        bound_ns=int(timeout_s * 1e9), weights_ahead=config.weights_ahead, absent_rank=world.absent,
         first_rank=world.first, first_slot=tokens.first * tokens.idx.shape[1], num_slots=slots,
         tokens_per_rank=num_tokens, num_experts=num_experts,
         rows_per_rank=pool.data.shape[0] // world.local, pool_rows=pool.data.shape[0],
         wave_rows=config.wave_rows, tile_list_stride=state.private.stride(0),
         num_counters=state.counters.shape[0], hidden=hidden, width=pool.data.shape[1],
         clamp=float(options.limit), acts_factor=or_unused(acts_factor, unused), **linears,
-        WEIGHTS=WEIGHTS[w13.kind], ACTS=how.acts, L2_ACTS=PLAIN, PROMOTED=how.is_promoted,
-        FACTOR=w13.factor_is, HAS_BIAS=b13 is not None,
+        WEIGHTS=WEIGHTS[w13.kind], ACTS=arithmetic.acts, L2_ACTS=PLAIN,
+        PROMOTED=arithmetic.is_promoted, FACTOR=w13.factor_is, HAS_BIAS=b13 is not None,
         WEIGHTED=options.weight_at == "l1", ACTIVATION=options.activation,
         HAS_COUNT=tokens.num_valid is not None, HAS_STATS=tokens.stats is not None,
         RANKS=world.num, LOCAL=world.local, TOP_K=top_k, SHARED=num_shared,

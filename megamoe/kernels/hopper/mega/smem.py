@@ -5,8 +5,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from megamoe.kernels.gluon.compat import reinterpret
-from megamoe.kernels.gluon.operands import EpilogueOperands, allocate_operands
 from megamoe.kernels.gluon.pipeline import FLAT_SHARED, GROUPS, barriers, record
+from megamoe.kernels.hopper.gemm.epilogue import EpilogueOperands, allocate_operands
 from megamoe.kernels.hopper.gemm.swap_ab import SwapAbGemm, allocate_stages
 
 

@@ -16,7 +16,7 @@ from megamoe.kernels.gluon.compat import reinterpret
 
 
 def _to_e4m3(words: int) -> str:
-    """PTX for eight E2M1 a word to as many E4M3, low and high, with the group's exponent added.
+    """PTX for eight E2M1 a word to eight E4M3, low and high, with the group's exponent added.
 
     prmt looks magnitudes up in a table of two registers, which the exponent shifts (bytes by 8 d,
     d = r + 5, r = -5..6: exact); signs are merged in. Operands: low, high of each word, words, d.
@@ -80,7 +80,7 @@ mul.rn.bf16x2 $3, $3, s1;
 
 # MXFP4 with scales up to 2: bits of a value stand where BF16 has its sign, the end of its exponent
 # and the first of its mantissa, so it is 2**126 too small, 0.5 a subnormal; the scale's exponent,
-# code + 126, makes up for it. Two of a word's four pairs lend their signs to their scales.
+# code + 126, makes up for it. In two of a word's four pairs the scales take the signs.
 PLACED_TO_BF16 = gl.constexpr("""{
 .reg .b32 t, s, s2, s3;
 mul.lo.u32 s, $5, 0x00800080;
@@ -169,7 +169,7 @@ def _read_slab(w_bufs, s_bufs, at, NUM: gl.constexpr, SCALE: gl.constexpr):
 
 @gluon.jit
 def read_words(w_bufs, s_bufs, at, NUM: gl.constexpr):
-    """A slab whose columns stand by group (`device.columns`): its words, and a byte for both rows.
+    """A slab whose columns stand by group (`common.columns`): its words, and a byte for both rows.
 
     Words, since bytes that are kept over a loop take a register each.
     """
@@ -194,9 +194,9 @@ def e4m3_of_words(w, s, DOT: gl.constexpr):
         ),
         is_pure=True, pack=4,
     )  # fmt: skip
-    one = gl.join(gl.join(low0, high0), gl.join(low1, high1))
-    two = gl.join(gl.join(low2, high2), gl.join(low3, high3))
-    a = gl.join(one, two).permute((1, 0, 2, 7, 6, 5, 3, 4)).reshape([64, 128])
+    first_half = gl.join(gl.join(low0, high0), gl.join(low1, high1))
+    second_half = gl.join(gl.join(low2, high2), gl.join(low3, high3))
+    a = gl.join(first_half, second_half).permute((1, 0, 2, 7, 6, 5, 3, 4)).reshape([64, 128])
     return gl.convert_layout(a, DOT, assert_trivial=True)
 
 

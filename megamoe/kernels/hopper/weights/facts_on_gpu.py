@@ -225,7 +225,7 @@ def by_gate(w: Quantized) -> tuple[Quantized | None, Quantized | None]:
 def with_powers(
     pair: tuple[Matrix, Matrix], num: int, device: torch.device
 ) -> tuple[Matrix, Matrix]:
-    """The same with room for powers of rows."""
+    """The same with memory for powers of rows."""
     powers = torch.empty(num * sum(m.num_rows for m in pair), dtype=torch.int32, device=device)
     first = num * pair[0].num_rows
     return pair[0]._replace(powers=powers[:first]), pair[1]._replace(powers=powers[first:])

@@ -29,7 +29,7 @@ def _kind(
         SCALE_BYTES=scale_bytes,
         INSTR_K=32 if is_fp8 else 16,
         K_WIDTH=4 if is_fp8 else 2,
-        BY_GROUP=by_group,  # how columns stand (`device.columns`)
+        BY_GROUP=by_group,  # how columns stand (`common.columns`)
         decode=decode,
     )
 

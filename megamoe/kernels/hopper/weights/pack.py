@@ -5,7 +5,7 @@ FP4 becomes register images (`decode`), slab after slab along K; rows of L1 are 
 interleaves and pads them on the way.
 
 Images are written expert by expert (`write`) and read back exactly (`unpack`). The one thing that
-some of them do not hold, scales of groups in which every value is zero, is kept aside (`Spare`).
+some of them do not have, scales of groups in which every value is zero, is stored apart (`Spare`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Packed:
 
     @property
     def num_rows(self) -> int:
-        """Weight rows that are multiplied: L1's outputs are as many as L2's K, padded."""
+        """Weight rows that are multiplied: L1's outputs are L2's K, padded."""
         return 2 * align_up(self.num_outputs, WIDTH) if self.is_gated else self.num_outputs
 
 

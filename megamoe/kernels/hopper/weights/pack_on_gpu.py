@@ -289,7 +289,7 @@ def shifts(kind: str) -> tuple[int, ...]:
 
 
 def moves(kind: str) -> tuple[int, ...]:
-    """The same as (distance, bits that go so far), ...: fewer operations, since many go as far.
+    """The same, grouped by shift distance: one shift and mask for all bits that move equally far.
 
     Words that are placed come with the lower values of all bytes before the upper ones.
     """
