@@ -71,3 +71,20 @@ def test_a_record_that_is_cited_with_a_commit_has_it(page):
         cited = {name for name in re.findall(r"[\w-]+\.(?:txt|json)\b", part) if name in records}
         for commit in commits_in(part) if cited else ():
             assert any(commit[:7] in records[name] for name in cited), (commit, sorted(cited))
+
+
+def test_nothing_says_to_install_what_is_not_released():
+    """Until a release, megamoe is installed from a checkout: no package index has it."""
+    texts = [*PAGES, *(ROOT / "megamoe").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    for page in texts:
+        assert not re.search(r"install '?megamoe\b", page.read_text()), page
+
+
+def test_the_portable_backends_ratios_are_those_of_its_record():
+    record = (ROOT / "benchmarks" / "h200" / "portable-layer.txt").read_text()
+    rows = [line.split("│") for line in record.splitlines() if line.startswith("│ ")]
+    ratios = [float(cells[-5]) for cells in rows]
+    words = re.search(
+        r"took ([\d.]+) to ([\d.]+) times the best peer's time", (ROOT / "README.md").read_text()
+    )
+    assert words.groups() == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")

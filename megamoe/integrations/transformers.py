@@ -443,7 +443,7 @@ def _interfaces() -> list[Any]:
     except ImportError as error:
         raise NotAvailable(
             f"the experts interface of transformers 5 must be there; got {error}; "
-            "pip install 'megamoe[transformers]'"
+            "pip install 'transformers>=5.7'"
         ) from error
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
