@@ -88,6 +88,21 @@ def test_types_are_shipped():
     assert "Typing :: Typed" in PROJECT["classifiers"]
 
 
+def test_data_beside_the_code_is_shipped():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
+    shipped = {
+        path
+        for package, patterns in data.items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    for path in (ROOT / "megamoe").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            assert path in shipped, path
+
+
 def test_doctor_warns_of_an_untested_triton(monkeypatch):
     real = backends.metadata.version
     monkeypatch.setattr(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from megamoe.bench import headline
 from megamoe.bench.cells import TOKENS
-from megamoe.bench.peers import load
+from megamoe.bench.peers import RECORDED, load
 from megamoe.cli.bench import (
     Device,
     Flush,
@@ -24,8 +24,6 @@ from megamoe.cli.bench import (
 )
 from megamoe.cli.shared import Bars, Json, device_named, whole_table, writable_folder
 from megamoe.errors import NotAvailable, require
-
-PEERS = Path(headline.__file__).parents[2] / "benchmarks" / "h200" / "peers.json"
 
 From = Annotated[str | None, typer.Option("--from", help="A record; nothing is measured then.")]
 Markdown = Annotated[
@@ -85,8 +83,7 @@ def _measure(
     from megamoe.bench.layer import Settings
 
     settings = Settings(device=device, repeats=repeats, rounds=rounds, flush=flush)
-    path = PEERS if peers is None else Path(peers)
-    recorded = load(path) if peers is not None or path.is_file() else None
+    recorded = load(RECORDED if peers is None else peers)
 
     def keep(so_far: headline.Record) -> None:
         if folder is not None:
@@ -103,5 +100,6 @@ def _show(record: headline.Record) -> None:
         cells = (headline.text_of(cell).replace("**", "") for cell in record.of_line(line))
         table.add_row(line.model, line.recipe, *cells)
     whole_table(out, table, 2)
-    for words in (*record.summary(), f"{record.how}: {record.provenance}", record.method):
+    where = f"{record.how}: {record.provenance}"
+    for words in (*record.summary(), where, record.method, record.about_peers):
         out.print(words, highlight=False, markup=False, soft_wrap=True)

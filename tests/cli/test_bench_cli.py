@@ -59,7 +59,7 @@ def test_an_interrupted_run_prints_the_cells_that_were_done(tmp_path, how):
 def test_layer_json_is_for_machines(megamoe_cli):
     done = megamoe_cli(
         "bench", "layer", "--workloads", "tiny", "--tokens", "2,4", "--backends", "reference",
-        "--recipes", "w4a16", "--peers", "benchmarks/h200/peers.json", "--json", *QUICK,
+        "--recipes", "w4a16", "--peers", "megamoe/bench/peers.json", "--json", *QUICK,
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert [r["cell"] for r in found["rows"]] == ["tiny/2", "tiny/4"]
