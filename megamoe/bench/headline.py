@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megamoe.bench.cells import TOKENS, cells_named
 from megamoe.bench.peers import Peers, gpu_of
-from megamoe.bench.record import OK, RAISED, Report
+from megamoe.bench.record import NOT_ITS_OWN, OK, RAISED, Report, no_record
 from megamoe.errors import FileError, require
 from megamoe.files import write_atomic
 from megamoe.formats.spec import recipe_named
@@ -108,12 +108,8 @@ class Record:
             cells = tuple(Timed(**cell) for cell in data.pop("cells"))
             kind = data.pop("kind"), data.pop("version")
             record = cls(cells=cells, **data)
-        except OSError as error:
-            raise FileError(f"the record must be readable; got {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileError(
-                f"the record must be a JSON file of megamoe bench headline; got {error!r} in {path}"
-            ) from error
+        except NOT_ITS_OWN as error:
+            raise no_record(error, path, "megamoe bench headline") from error
         require(
             kind == (KIND, VERSION),
             f"the record must be a {KIND} of version {VERSION}",

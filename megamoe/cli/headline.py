@@ -14,16 +14,16 @@ from megamoe.bench import headline
 from megamoe.bench.cells import TOKENS
 from megamoe.bench.peers import RECORDED, load
 from megamoe.cli.bench import (
-    Device,
     Flush,
+    Gpu,
     Out,
     PeersFile,
     Repeats,
     Rounds,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, Json, device_named, whole_table, writable_folder
-from megamoe.errors import NotAvailable, require
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder
+from megamoe.errors import NotAvailable
 
 From = Annotated[str | None, typer.Option("--from", help="A record; nothing is measured then.")]
 Markdown = Annotated[
@@ -43,7 +43,7 @@ def command(
     rounds: Rounds = 3,
     flush: Flush = "memset",
     peers: PeersFile = None,
-    device: Device = "auto",
+    device: Gpu = "auto",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -52,11 +52,7 @@ def command(
         result = headline.Record.load(record)
         folder = None if out is None else writable_folder(out)
     else:
-        where = device_named(device)
-        require(
-            where != "cpu", "the headline is measured on a GPU", got=where,
-            fix="print and draw a record with --from RECORD", kind=NotAvailable,
-        )  # fmt: skip
+        where = gpu_named(device, or_cpu=False, fix="print and draw a record with --from RECORD")
         folder = None if out is None else writable_folder(out)
         result = _measure(where, repeats, rounds, flush, peers, folder, as_json)
     if as_json:

@@ -56,14 +56,16 @@ def device_named(name: str) -> str:
     return name
 
 
-def gpu_named(name: str) -> str:
-    """The device of a benchmark: a GPU unless a CPU is asked for by name."""
+def gpu_named(name: str, *, or_cpu: bool = True, fix: str = "") -> str:
+    """The device of a benchmark: a GPU, or where `or_cpu` a CPU that is asked for by name."""
     device = device_named(name)
+    if or_cpu:
+        fix = "name the CPU with --device cpu to time the reference there"
     require(
-        name != "auto" or device != "cpu",
-        "a benchmark times a GPU",
-        got="none on this machine",
-        fix="name the CPU with --device cpu to time the reference there",
+        device != "cpu" or (or_cpu and name == "cpu"),
+        f"{'a' if or_cpu else 'this'} benchmark times a GPU",
+        got="the CPU" if name == "cpu" else "none on this machine",
+        fix=fix,
         kind=NotAvailable,
     )
     return device

@@ -43,7 +43,7 @@ from megamoe.planner.launches import (
     Window,
 )
 from megamoe.planner.numerics import Numerics, not_on, numerics
-from megamoe.planner.overrides import Overrides, check_pairs, checked, word
+from megamoe.planner.overrides import Overrides, check_pairs, check_values, checked, word
 from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
 from megamoe.planner.tables.hopper import WIDTH
@@ -425,9 +425,11 @@ def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Val
     ('fused', ['mega'])
     """
     hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
-    call = problem if isinstance(problem, CallSpec) else CallSpec(
-        problem, max_tokens=problem.num_tokens
-    )  # fmt: skip
+    if isinstance(problem, CallSpec):
+        call = problem
+    else:  # one rank alone shares no memory, and so has no bound of its tokens
+        bound = problem.num_tokens if problem.num_ranks > 1 else None
+        call = CallSpec(problem, max_tokens=bound)
     return plan_call(call, hw, checked(overrides))
 
 
@@ -482,6 +484,8 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     else:
         passes = portable.staged_passes(call, hw.arch, chosen)
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
+    if backend in ("reference", "portable"):
+        check_values(overrides)
     plan = Plan(call, hw, backend, mode, why, how, passes, mega, num, rest, (), overrides)
     return _with_buffers(plan)
 
@@ -542,6 +546,8 @@ def _mode(
 ) -> tuple[str, str]:
     if backend == "reference":
         mode = "staged" if wanted == "auto" else wanted
+        if mode == "chain":
+            fused.require_mode(mode, chain.why_not_alone(call))
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
         return "staged", "portable has no fused launch"

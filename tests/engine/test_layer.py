@@ -198,3 +198,16 @@ def test_a_recipe_without_a_kernel_on_hopper_is_refused_by_name_and_portable_und
     assert mm.plan(problem, "h200").backend == "portable"
     with pytest.raises(NotAvailable, match=r"backend hopper .*no kernel for recipe nvfp4a16"):
         mm.plan(problem, "h200", backend="hopper")
+
+
+def test_a_layer_alone_has_no_chain_and_no_tile_that_no_backend_has():
+    w = mm.ExpertWeights.quantize(
+        torch.randn(4, 256, 128).bfloat16(), torch.randn(4, 128, 128).bfloat16(), recipe="w8a8"
+    )
+    call = torch.randn(2, 128).bfloat16(), *mm.route(torch.randn(2, 4), mm.Router(4, 2))
+    with pytest.raises(mm.NotAvailable, match="the chain is for ranks"):
+        mm.MoE(w, 4, 2, mode="chain")(*call)
+    with pytest.raises(mm.NotAvailable, match="the chain is for ranks"):
+        mm.moe(*call, w, mode="chain")
+    with pytest.raises(mm.RangeError, match="block_m must be a power of two"):
+        mm.moe(*call, w, overrides={"block_m": 7})
