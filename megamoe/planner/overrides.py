@@ -44,6 +44,13 @@ Overrides = tuple[tuple[str, Value], ...]
 
 def checked(overrides: Mapping[str, Value], *, legal: tuple[str, ...] | None = None) -> Overrides:
     """Overrides as a sorted, hashable value; one of None is not given."""
+    require(
+        isinstance(overrides, Mapping),
+        "overrides must map names to values",
+        got=repr(overrides),
+        fix='such as {"block_m": 64}',
+        kind=DTypeError,
+    )
     names = tuple(OVERRIDES) if legal is None else legal
     for name, value in overrides.items():
         near = get_close_matches(name, names, 1)

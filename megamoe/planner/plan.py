@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megamoe.errors import NotAvailable, RangeError, one_of, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import BF16, recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace, align_up
@@ -425,6 +425,13 @@ def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Val
     ('fused', ['mega'])
     """
     hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
+    require(
+        isinstance(problem, Problem | CallSpec) and isinstance(hw, Hardware),
+        "a plan is of a Problem or a CallSpec on a Hardware or the name of one",
+        got=f"{problem!r}, {hardware!r}",
+        fix='such as mm.Problem(8, 4096, 2048, 256, 6) and "h200"; megamoe plan takes presets',
+        kind=DTypeError,
+    )
     if isinstance(problem, CallSpec):
         call = problem
     else:  # one rank alone shares no memory, and so has no bound of its tokens
