@@ -46,8 +46,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         one_of(self.recipe, RECIPES, "recipe")
-        for name in ("num_tokens", "num_experts", "num_ranks"):
-            check_whole(name, getattr(self, name))
+        check_whole("num_tokens", self.num_tokens)
         require(
             self.num_tokens >= 0,
             "num_tokens must not be negative",
@@ -56,20 +55,7 @@ class Problem:
         )
         for name in ("hidden", "intermediate"):
             check_width(name, getattr(self, name))
-        for name in ("num_experts", "num_ranks"):
-            require(
-                getattr(self, name) >= 1,
-                f"{name} must be at least 1",
-                got=getattr(self, name),
-                kind=ShapeError,
-            )
-        require(
-            self.num_experts % self.num_ranks == 0,
-            "num_experts must be a multiple of num_ranks",
-            got=f"{self.num_experts} experts over {self.num_ranks} ranks",
-            fix=f"use {_divisors(self.num_experts)} ranks, or pad with empty experts",
-            kind=ShapeError,
-        )
+        check_even(self.num_experts, self.num_ranks)
         check_top_k(self.top_k, self.num_experts)
 
     @property
@@ -147,6 +133,20 @@ def _divisors(num_experts: int) -> str:
     """
     divisors = [str(n) for n in range(1, min(num_experts, 64) + 1) if num_experts % n == 0]
     return " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
+
+
+def check_even(num_experts: int, num_ranks: int) -> None:
+    """Require that ranks share experts evenly, one or more each."""
+    for name, value in (("num_experts", num_experts), ("num_ranks", num_ranks)):
+        check_whole(name, value)
+        require(value >= 1, f"{name} must be at least 1", got=value, kind=ShapeError)
+    require(
+        num_experts % num_ranks == 0,
+        "num_experts must be a multiple of num_ranks",
+        got=f"{num_experts} experts over {num_ranks} ranks",
+        fix=f"use {_divisors(num_experts)} ranks",
+        kind=ShapeError,
+    )
 
 
 def check_whole(name: str, value: object) -> None:

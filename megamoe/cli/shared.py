@@ -17,10 +17,12 @@ from rich.text import Text
 
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.files import writable_folder, write_atomic
+from megamoe.hardware import Hardware
+from megamoe.tested import gpu_warning
 
 __all__ = [
     "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table",
-    "whole_table", "writable_folder", "write_atomic",
+    "untested", "whole_table", "writable_folder", "write_atomic",
 ]  # fmt: skip
 
 # metavar="": a flag takes no value, and help must not show one.
@@ -71,6 +73,12 @@ def gpu_named(name: str, *, or_cpu: bool = True, fix: str = "") -> str:
     return device
 
 
+def untested(hardware: Hardware) -> str:
+    """A line on a GPU that nothing was run on; "" where something was, and for a CPU."""
+    warning = gpu_warning(hardware.label) if hardware.arch.startswith("sm_") else ""
+    return f"{hardware.label}: {warning}" if warning else ""
+
+
 def plain_where_needed() -> None:
     """Let a terminal or file that has no Unicode show plain signs, where printing would raise."""
     codecs.register_error("plain", _plain)
@@ -91,7 +99,9 @@ class Bars:
 
     def __init__(self, *, quiet: bool) -> None:
         columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
-        self.bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+        console = Console(stderr=True)  # in a pipe bars would end in an empty line
+        is_off = quiet or not console.is_interactive
+        self.bars = Progress(*columns, console=console, transient=True, disable=is_off)
         self.tasks: dict[str, Any] = {}
 
     def __enter__(self) -> Bars:

@@ -135,6 +135,13 @@ class Plan:
             return ()
         return (portable.quantize_rows("quantize", p.num_tokens, p.hidden, f"codes-{acts}"),)
 
+    @property
+    def why_no_launches(self) -> str:
+        """Of a plan without any."""
+        if self.backend == "reference":
+            return "no launches: computed by the oracle"
+        return "no launches: a call without tokens computes nothing"
+
     def launch(self, name: str) -> Launch:
         """The first launch of that name.
 
@@ -301,6 +308,10 @@ class Plan:
         best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
+        recipes = [self.problem.recipe, *([self.call.shared.recipe] if self.call.shared else [])]
+        lack = next(filter(None, (not_on(best, recipe) for recipe in recipes)), "")
+        if self.backend != best and lack:
+            return f"{best} has {lack}"
         if best in OPT_IN and not self.call.is_certified and "backend" not in dict(self.overrides):
             return f"{best} is opt-in: {NO_CERTIFICATE}"
         return (
@@ -323,20 +334,21 @@ class Plan:
         p = self.problem
         names = ", ".join(one.name for one in self.launches) or "no launches"
         return (
-            f"Plan({p.num_tokens} tokens x {p.num_ranks} ranks, {p.recipe}, {self.backend} "
-            f"{self.mode} on {self.hardware.name}: {names})"
+            f"Plan({p.num_tokens} tokens x {ranks_in_words(p.num_ranks)}, {p.recipe}, "
+            f"{self.backend} {self.mode} on {self.hardware.name}: {names})"
         )
 
     def __str__(self) -> str:
         p = self.problem
         rows = [
-            f"{p.num_tokens} tokens a rank, {p.num_ranks} ranks, {p.num_experts} experts, "
-            f"top-{p.top_k}, {p.hidden} x {p.intermediate}, {p.recipe} on {self.hardware.label}",
+            f"{p.num_tokens} tokens a rank, {ranks_in_words(p.num_ranks)}, "
+            f"{p.num_experts} experts, top-{p.top_k}, {p.hidden} x {p.intermediate}, {p.recipe} "
+            f"on {self.hardware.label}",
             "choices",
         ]
         shown = [(c.name, "none" if c.value is None else str(c.value), c.why) for c in self.choices]
         rows += [f"  {name:<12}{value:<34} {why}" for name, value, why in shown]
-        rows.append("launches" if self.launches else "no launches: computed by the oracle")
+        rows.append("launches" if self.launches else self.why_no_launches)
         for one in self.launches:
             grid = " x ".join(map(str, one.grid))
             side = f" on {one.partition}_sms" * bool(one.partition)
@@ -348,6 +360,15 @@ class Plan:
         if self.backend != "reference":
             rows += ["floor of the call", str(self.floor)]
         return "\n".join(rows)
+
+
+def ranks_in_words(num: int) -> str:
+    """Of a plan's text.
+
+    >>> ranks_in_words(1), ranks_in_words(8)
+    ('1 rank', '8 ranks')
+    """
+    return "1 rank" if num == 1 else f"{num} ranks"
 
 
 def choose_backend(
