@@ -118,3 +118,16 @@ def test_a_gpu_that_was_never_run_is_named(name, warns):
     assert not triton_warning("3.6.1")
     assert triton_warning("3.9.0").startswith("compiled there, never run; tested is 3.6")
     assert triton_warning("3.10.0").startswith("untested; tested is 3.6")
+
+
+def test_workflows_name_no_host_of_packages():
+    """A mirror of the user's own serves CI too: actions and the runner are all that is named."""
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        assert not re.search(r"https?://|--(extra-)?index-url", path.read_text()), path
+    assert "./test --every" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_the_packages_are_those_of_megamoe_alone():
+    """A folder beside it, such as megamoe-simulation, is none."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert tool["packages"]["find"]["include"] == ["megamoe", "megamoe.*"]
