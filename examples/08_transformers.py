@@ -15,7 +15,7 @@ import torch
 try:
     import transformers
 except ImportError:
-    sys.exit("needs transformers 5.7 or newer: pip install 'megamoe[transformers]'")
+    sys.exit("needs transformers 5.7 or newer: pip install 'transformers>=5.7'")
 
 import megamoe as mm
 from megamoe.integrations.transformers import give_back, register, use

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral, Real
 
-from megamoe.errors import RangeError, ShapeError, one_of, require
+from megamoe.errors import DTypeError, RangeError, ShapeError, one_of, require
 
 # The names of the numerics contract; `formats/spec.py` says what each one means.
 RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4", "nvfp4a16")
@@ -45,6 +46,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         one_of(self.recipe, RECIPES, "recipe")
+        check_whole("num_tokens", self.num_tokens)
         require(
             self.num_tokens >= 0,
             "num_tokens must not be negative",
@@ -53,20 +55,7 @@ class Problem:
         )
         for name in ("hidden", "intermediate"):
             check_width(name, getattr(self, name))
-        for name in ("num_experts", "num_ranks"):
-            require(
-                getattr(self, name) >= 1,
-                f"{name} must be at least 1",
-                got=getattr(self, name),
-                kind=ShapeError,
-            )
-        require(
-            self.num_experts % self.num_ranks == 0,
-            "num_experts must be a multiple of num_ranks",
-            got=f"{self.num_experts} experts over {self.num_ranks} ranks",
-            fix=f"use {_divisors(self.num_experts)} ranks, or pad with empty experts",
-            kind=ShapeError,
-        )
+        check_even(self.num_experts, self.num_ranks)
         check_top_k(self.top_k, self.num_experts)
 
     @property
@@ -110,11 +99,24 @@ class Options:
         one_of(self.activation, tuple(OWN_CLAMP), "activation")
         one_of(self.weight_at, ("l1", "combine"), "weight_at")
         one_of(self.combine, ("bf16", "fp8"), "combine")
+        is_number = isinstance(self.clamp, Real) and not isinstance(self.clamp, bool)
+        require(
+            self.clamp is None or is_number,
+            "clamp must be a number, or None",
+            got=repr(self.clamp),
+            kind=DTypeError,
+        )
         require(
             self.clamp is None or self.clamp >= 0,
             "clamp must not be negative, or None",
             got=self.clamp,
             kind=RangeError,
+        )
+        require(
+            isinstance(self.fast_math, bool),
+            "fast_math must be True or False",
+            got=repr(self.fast_math),
+            kind=DTypeError,
         )
 
     @property
@@ -133,8 +135,29 @@ def _divisors(num_experts: int) -> str:
     return " or ".join(filter(None, (", ".join(divisors[:-1]), divisors[-1])))
 
 
+def check_even(num_experts: int, num_ranks: int) -> None:
+    """Require that ranks share experts evenly, one or more each."""
+    for name, value in (("num_experts", num_experts), ("num_ranks", num_ranks)):
+        check_whole(name, value)
+        require(value >= 1, f"{name} must be at least 1", got=value, kind=ShapeError)
+    require(
+        num_experts % num_ranks == 0,
+        "num_experts must be a multiple of num_ranks",
+        got=f"{num_experts} experts over {num_ranks} ranks",
+        fix=f"use {_divisors(num_experts)} ranks",
+        kind=ShapeError,
+    )
+
+
+def check_whole(name: str, value: object) -> None:
+    """Require an integer; True and False are none."""
+    is_whole = isinstance(value, Integral) and not isinstance(value, bool)
+    require(is_whole, f"{name} must be an integer", got=repr(value), kind=DTypeError)
+
+
 def check_width(name: str, value: int) -> None:
     """Require a positive multiple of 32."""
+    check_whole(name, value)
     require(
         value > 0 and value % WIDTH_MULTIPLE == 0,
         f"{name} must be a positive multiple of {WIDTH_MULTIPLE}",
@@ -146,6 +169,8 @@ def check_width(name: str, value: int) -> None:
 
 def check_top_k(top_k: int, num_experts: int) -> None:
     """Require 1 <= top_k <= min(num_experts, 32)."""
+    for name, value in (("top_k", top_k), ("num_experts", num_experts)):
+        check_whole(name, value)
     require(
         1 <= top_k <= min(num_experts, MAX_TOP_K),
         f"top_k must lie between 1 and min(num_experts, {MAX_TOP_K})",

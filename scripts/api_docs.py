@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,19 @@ GROUPS = {
         "CapacityError", "NotAvailable", "RankError", "MegaMoETimeout",
     ),
 }  # fmt: skip
+# What public functions return, where it is no name of `mm`: value -> its module.
+VALUES = {
+    "Prediction": "simulator.prediction", "Schedule": "simulator.schedule",
+    "Constants": "simulator.constants", "Launch": "planner.launches", "Pass": "planner.launches",
+    "Buffer": "planner.plan", "CallSpec": "planner.call", "Report": "engine.backends",
+    "Picked": "engine.loader",
+}  # fmt: skip
 HEAD = """# API reference
 
 Everything that `import megamoe as mm` offers, made from the docstrings by
 `scripts/api_docs.py`. Errors are `mm.MegaMoEError` and its kinds; each also derives from the
-built-in error that fits, so `except ValueError` works too.
+built-in error that fits, so `except ValueError` works too. Grouped GEMMs alone are in
+`megamoe.engine.grouped`, which may still change.
 """
 # What these mean wherever they occur; those of Options and Problem are said there.
 COMMON = {
@@ -107,9 +116,9 @@ def texts(thing: Any) -> tuple[str, dict[str, str]]:
     return rest, {name: text for name, text in found.items() if name in names | {"returns"}}
 
 
-def type_of(p: inspect.Parameter) -> str:
+def type_of(annotation: Any) -> str:
     """A union with "or": a bar would end the cell of the table."""
-    parts = [] if p.annotation is p.empty else str(p.annotation).split(" | ")
+    parts = [] if annotation is inspect.Parameter.empty else str(annotation).split(" | ")
     return " or ".join(f"`{part}`" for part in parts)
 
 
@@ -129,10 +138,10 @@ def default_of(p: inspect.Parameter) -> str:
 
 
 def table(thing: Any, found: dict[str, str]) -> list[str]:
-    rows = [
-        f"| `{stars(p)}{p.name}` | {type_of(p)} | {default_of(p)} | {found.get(p.name, '')} |"
-        for p in parameters(thing)
-    ]
+    rows = []
+    for p in parameters(thing):
+        cells = f"`{stars(p)}{p.name}`", type_of(p.annotation), default_of(p)
+        rows.append(f"| {' | '.join(cells)} | {found.get(p.name, '')} |")
     if not rows:
         return []
     return ["", "| argument | type | default | meaning |", "| --- | --- | --- | --- |", *rows]
@@ -145,9 +154,9 @@ def described(title: str, thing: Any, level: str) -> list[str]:
         return ["", f"{level} `{title}`", "", doc, "", f"Derives from {bases}."]
     rest, found = texts(thing)
     lines = ["", f"{level} `{title}`", "", _paragraphs(rest), *table(thing, found)]
-    if "returns" in found:
-        lines += ["", f"Returns {found['returns']}."]
-    return lines
+    kind = "" if isinstance(thing, type) else type_of(inspect.signature(thing).return_annotation)
+    said = [part for part in ("" if kind == "`None`" else kind, found.get("returns", "")) if part]
+    return [*lines, "", f"Returns {': '.join(said)}."] if said else lines
 
 
 def _paragraphs(text: str) -> str:
@@ -184,6 +193,21 @@ def members(cls: type) -> list[tuple[str, Any]]:
     ]
 
 
+def of_members(name: str, thing: type) -> list[str]:
+    """The methods of a class, then its properties."""
+    found, lines = members(thing), []
+    properties = [(n, v) for n, v in found if isinstance(v, property)]
+    for own, value in found:
+        if not isinstance(value, property):
+            lines += described(f"{name}.{own}", getattr(thing, own), "####")
+    if properties:
+        lines += ["", "| property | type | meaning |", "| --- | --- | --- |"]
+    for own, value in properties:
+        kind = type_of(inspect.signature(value.fget).return_annotation)
+        lines.append(f"| `{own}` | {kind} | {_first(inspect.getdoc(value) or '')} |")
+    return lines
+
+
 def page() -> str:
     lines = [HEAD.strip()]
     for group, names in GROUPS.items():
@@ -191,16 +215,12 @@ def page() -> str:
         for name in names:
             thing = getattr(mm, name)
             lines += described(f"mm.{name}", thing, "###")
-            if not isinstance(thing, type) or issubclass(thing, BaseException):
-                continue
-            found = members(thing)
-            properties = [(n, v) for n, v in found if isinstance(v, property)]
-            for own, value in found:
-                if not isinstance(value, property):
-                    lines += described(f"{name}.{own}", getattr(thing, own), "####")
-            if properties:
-                lines += ["", "| property | meaning |", "| --- | --- |"]
-                lines += [f"| `{n}` | {_first(inspect.getdoc(v) or '')} |" for n, v in properties]
+            if isinstance(thing, type) and not issubclass(thing, BaseException):
+                lines += of_members(name, thing)
+    lines += ["", "## Values that these return", "", "They are no names of `mm`."]
+    for name, module in VALUES.items():
+        thing = getattr(import_module(f"megamoe.{module}"), name)
+        lines += [*described(f"megamoe.{module}.{name}", thing, "###"), *of_members(name, thing)]
     return "\n".join(lines) + "\n"
 
 

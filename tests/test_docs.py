@@ -71,3 +71,52 @@ def test_a_record_that_is_cited_with_a_commit_has_it(page):
         cited = {name for name in re.findall(r"[\w-]+\.(?:txt|json)\b", part) if name in records}
         for commit in commits_in(part) if cited else ():
             assert any(commit[:7] in records[name] for name in cited), (commit, sorted(cited))
+
+
+def test_nothing_says_to_install_what_is_not_released():
+    """Until a release, megamoe is installed from a checkout: no package index has it."""
+    texts = [*PAGES, *(ROOT / "megamoe").rglob("*.py"), *(ROOT / "examples").glob("*.py")]
+    for page in texts:
+        assert not re.search(r"install '?megamoe\b", page.read_text()), page
+
+
+def test_the_portable_backends_ratios_are_those_of_its_record():
+    record = (ROOT / "benchmarks" / "h200" / "portable-layer.txt").read_text()
+    rows = [line.split("│") for line in record.splitlines() if line.startswith("│ ")]
+    ratios = [float(cells[-5]) for cells in rows]
+    words = re.search(
+        r"took ([\d.]+) to ([\d.]+) times the best peer's time", (ROOT / "README.md").read_text()
+    )
+    assert words.groups() == (f"{min(ratios):.2f}", f"{max(ratios):.2f}")
+
+
+RECORDS = ROOT / "benchmarks" / "h200"
+CHANGED = set(
+    re.findall(
+        r"`([\w-]+\.(?:txt|json))`",
+        (ROOT / "benchmarks" / "README.md")
+        .read_text()
+        .partition("Of kernels that have changed")[2],
+    )
+)
+OLD = ("docs/history.md", "docs/measurements/portable.md")  # all of it of earlier kernels
+SAYS_SO = re.compile(r"changed\s+since|not\s+measured\s+since|earlier\s+(form|kernels)|history\.md")
+
+
+@pytest.mark.parametrize("page", list(citing()))
+def test_a_figure_of_earlier_kernels_says_so(page):
+    """In each paragraph, row or item that cites such a record; two pages have nothing else."""
+    assert {name for name in CHANGED if not (RECORDS / name).is_file()} == set() != CHANGED
+    text = page.read_text()
+    if str(page.relative_to(ROOT)) in OLD:
+        assert "changed since" in " ".join(text[:900].split()) or "have changed" in text[:900]
+        return
+    for part in re.split(r"\n\s*\n|\n(?=\||- )", text):
+        cited = CHANGED.intersection(re.findall(r"[\w-]+\.(?:txt|json)\b", part))
+        assert not cited or SAYS_SO.search(part), (sorted(cited), part[:200])
+
+
+def test_every_record_names_its_commit():
+    """What is published elsewhere has its source instead."""
+    for path in RECORDS.iterdir():
+        assert path.name.startswith("peers-public") or commits_in(path.read_text()), path.name

@@ -1,7 +1,9 @@
 """What is installed: bounds that go together, and files that a source archive must have."""
 
 import re
+import subprocess
 import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -54,12 +56,26 @@ def test_ci_installs_what_pyproject_allows():
             assert name in CONSTRAINTS and allows(need, CONSTRAINTS[name]), need
 
 
-def test_the_source_archive_has_docs_examples_and_tests():
-    lines = (ROOT / "MANIFEST.in").read_text()
-    for name in ("docs", "examples", "tests", "benchmarks", "constraints.txt", "CHANGELOG.md"):
-        assert name in lines
-    for name in re.findall(r"^include (.*)$", lines, re.MULTILINE)[0].split():
-        assert (ROOT / name).is_file(), name
+def test_the_source_archive_has_every_file_of_the_checkout():
+    """Tests read documents, records and data: without one of them they fail in an archive."""
+    lines = [line.split() for line in (ROOT / "MANIFEST.in").read_text().splitlines()]
+    single = {name for words in lines if words[0] == "include" for name in words[1:]}
+    assert all((ROOT / name).is_file() for name in single)
+    trees = [words[1:] for words in lines if words[0] == "recursive-include"]
+    by_setuptools = {"README.md", "LICENSE", "MANIFEST.in", "pyproject.toml"}
+    git = subprocess.run(["git", "-C", ROOT, "ls-files"], capture_output=True, text=True)
+    if git.returncode:
+        pytest.skip("no git checkout")
+    for path in git.stdout.splitlines():
+        name = path.rpartition("/")[2]
+        assert (
+            path in single | by_setuptools | {".gitignore"}
+            or path.startswith("megamoe/")
+            or any(
+                path.startswith(f"{folder}/") and any(fnmatch(name, one) for one in patterns)
+                for folder, *patterns in trees
+            )
+        ), path
 
 
 def test_authors_are_those_of_the_license():
@@ -70,6 +86,21 @@ def test_authors_are_those_of_the_license():
 def test_types_are_shipped():
     assert (ROOT / "megamoe" / "py.typed").is_file()
     assert "Typing :: Typed" in PROJECT["classifiers"]
+
+
+def test_data_beside_the_code_is_shipped():
+    data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
+        "package-data"
+    ]
+    shipped = {
+        path
+        for package, patterns in data.items()
+        for pattern in patterns
+        for path in (ROOT / package.replace(".", "/")).glob(pattern)
+    }
+    for path in (ROOT / "megamoe").rglob("*"):
+        if path.is_file() and path.suffix not in (".py", ".pyc"):
+            assert path in shipped, path
 
 
 def test_doctor_warns_of_an_untested_triton(monkeypatch):
@@ -87,3 +118,16 @@ def test_a_gpu_that_was_never_run_is_named(name, warns):
     assert not triton_warning("3.6.1")
     assert triton_warning("3.9.0").startswith("compiled there, never run; tested is 3.6")
     assert triton_warning("3.10.0").startswith("untested; tested is 3.6")
+
+
+def test_workflows_name_no_host_of_packages():
+    """A mirror of the user's own serves CI too: actions and the runner are all that is named."""
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        assert not re.search(r"https?://|--(extra-)?index-url", path.read_text()), path
+    assert "./test --every" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_the_packages_are_those_of_megamoe_alone():
+    """A folder beside it, such as megamoe-simulation, is none."""
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert tool["packages"]["find"]["include"] == ["megamoe", "megamoe.*"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from megamoe.files import write_atomic
 
 
 def write_json(path: str | Path, whole: dict[str, Any]) -> None:
-    """One object as a file, whole or not at all."""
+    """One object as a file in a folder that exists, whole or not at all."""
+    parent = Path(os.path.realpath(path)).parent
+    require(parent.is_dir(), "the folder must exist", got=parent, kind=FileError)
     write_atomic(path, json.dumps(whole) + "\n")
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from megamoe.balance.files import read_json, write_json
 from megamoe.errors import FileError, MegaMoEError, RangeError, ShapeError, require
+from megamoe.problem import check_even
 
 KIND, VERSION = "megamoe.placement", 1
 
@@ -63,13 +64,7 @@ class Placement:
 
         num_experts  over all ranks, a multiple of num_ranks
         """
-        require(
-            num_ranks >= 1 and num_experts % num_ranks == 0 and num_experts >= num_ranks,
-            "num_experts must be a multiple of num_ranks",
-            got=f"{num_experts} experts over {num_ranks} ranks",
-            fix="pad with empty experts",
-            kind=ShapeError,
-        )
+        check_even(num_experts, num_ranks)
         local = num_experts // num_ranks
         return cls(
             num_experts,

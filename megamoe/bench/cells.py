@@ -16,7 +16,7 @@ from megamoe.problem import Options, check_touched
 TOKENS = (8, 64, 512, 2048, 8192)  # decode to prefill
 
 # With this seed the three smallest cells touch 25, 33 and 27 experts: as many as in the recorded
-# runs of benchmarks/h200/peers.json, so that a call reads the same bytes.
+# runs of megamoe/bench/peers.json, so that a call reads the same bytes.
 SEED = 127
 
 AT = "@"  # before the experts touched

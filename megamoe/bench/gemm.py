@@ -235,7 +235,8 @@ def _timed(
 ) -> dict[str, Row]:
     """The rows with figures; ours with their ratio to each of the others."""
     sizes = sorted({entry.weight_bytes for entry, _ in ready.values()})
-    reads = {f"read {n}": reader.prepare(n, timer) for n in sizes}
+    on_gpu = timer.device.type != "cpu"  # a CPU's read is no floor of its products
+    reads = {f"read {n}": reader.prepare(n, timer) for n in sizes if on_gpu}
     times = timer.time({name: one for name, (_, one) in ready.items()} | reads)
     others = {name: times[name].us for name, (entry, _) in ready.items() if not entry.ours}
     for name, (entry, one) in ready.items():
@@ -246,7 +247,7 @@ def _timed(
             continue
         token_bytes = entry.row_bytes + 2 * sum(shape.rows) * shape.n
         cost = Cost(shape.flops, entry.weight_bytes, token_bytes, entry.mma)
-        read, us = times[f"read {entry.weight_bytes}"], times[name].us
+        read, us = times.get(f"read {entry.weight_bytes}"), times[name].us
         columns: dict[str, Any] = Measured(cost, times[name], read, report.ceilings).columns()
         versus = {other: us / theirs for other, theirs in others.items()} if entry.ours else {}
         rows[name] = replace(rows[name], versus=versus, **columns)

@@ -15,8 +15,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from megamoe.bench.cells import TOKENS, cells_named
-from megamoe.bench.peers import Peers
-from megamoe.bench.record import OK, RAISED, Report
+from megamoe.bench.peers import Peers, gpu_of
+from megamoe.bench.record import NOT_ITS_OWN, OK, RAISED, Report, no_record
 from megamoe.errors import FileError, require
 from megamoe.files import write_atomic
 from megamoe.formats.spec import recipe_named
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 KIND, VERSION = "megamoe headline", 1
 MEASURED, ASSEMBLED = "measured in one run", "assembled from records"
-RECORDED = (
-    "The peers' times were recorded in other processes and on another machine "
-    "(`benchmarks/h200/peers.json`, 2026-11-15), torch's in the same run as ours. So treat ratios "
-    "between 0.85 and 1.15 as undecided"
-)
 RIVALS = ("torch-bf16", "torch-fp8")  # timed beside ours; the others' times are recorded
 FAMILIES = {  # how the name of a contestant begins -> (whose it is, bits of its weights)
     "dg-": ("DeepGEMM", 8),
@@ -99,6 +94,7 @@ class Record:
     method: str
     cells: tuple[Timed, ...]
     exit_code: int = 0
+    about_peers: str = ""  # where the others' times are from, or why none were compared
 
     def to_json(self) -> str:
         whole = {"kind": KIND, "version": VERSION, **asdict(self)}
@@ -112,12 +108,8 @@ class Record:
             cells = tuple(Timed(**cell) for cell in data.pop("cells"))
             kind = data.pop("kind"), data.pop("version")
             record = cls(cells=cells, **data)
-        except OSError as error:
-            raise FileError(f"the record must be readable; got {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FileError(
-                f"the record must be a JSON file of megamoe bench headline; got {error!r} in {path}"
-            ) from error
+        except NOT_ITS_OWN as error:
+            raise no_record(error, path, "megamoe bench headline") from error
         require(
             kind == (KIND, VERSION),
             f"the record must be a {KIND} of version {VERSION}",
@@ -167,8 +159,8 @@ class Record:
                 f"{100 * max(spreads):.1f}% ({most.model}, {most.num_tokens:,} tokens); half of "
                 f"the cells by less than {100 * median(spreads):.1f}%."
             )
-        if any(c.peer_source for c in self.cells):
-            lines.append(f"- {RECORDED}.")
+        if self.about_peers:
+            lines.append(f"- {self.about_peers}.")
         for where, cells in sources.items():
             if where:
                 lines.append(f"- {where}: {', '.join(cells)}.")
@@ -245,12 +237,19 @@ def measure(
     progress: Callable[[str, int, int], None] = lambda step, done, of: None,
     on_cell: Callable[[Record], None] = lambda so_far: None,
 ) -> Record:
-    """Check and time every cell on the device of `settings`; calls are shuffled one by one."""
-    from megamoe.bench.layer import measure as layers
+    """Check and time every cell on the device of `settings`; calls are shuffled one by one.
 
+    Recorded peers of another GPU are left out, and the record says so.
+    """
+    import torch
+
+    from megamoe.bench.layer import measure as layers
+    from megamoe.bench.provenance import provenance
+
+    peers, about = comparable(peers, gpu_of(provenance(torch.device(settings.device))))
     names = {line: [f"{line.workload}/{n}" for n in line.tokens] for line in lines}
     num_cells = sum(map(len, names.values()))
-    before = Record(MEASURED, "", "", ())
+    before = Record(MEASURED, "", "", (), about_peers=about)
     for line in lines:
         one = replace(settings, backends=("auto", *RIVALS), recipes=(line.recipe,))
 
@@ -272,8 +271,24 @@ def _with_line(before: Record, line: Line, report: Report, peers: Peers | None) 
         cells.append(cell_of(line, replace(report, rows=rows), peers))
     return Record(
         MEASURED, report.provenance, report.method, (*before.cells, *cells),
-        _worse(before.exit_code, report.exit_code),
+        _worse(before.exit_code, report.exit_code), before.about_peers,
     )  # fmt: skip
+
+
+def comparable(peers: Peers | None, gpu: str) -> tuple[Peers | None, str]:
+    """The recorded peers that times of this GPU are compared with, and what is said of them."""
+    if peers is None:
+        return None, "No recorded peers were compared: the fastest peer is torch's"
+    if peers.gpu and peers.gpu != gpu:
+        return None, (
+            f"The recorded peers are of {peers.gpu} and were not compared with {gpu}: the fastest "
+            "peer is torch's"
+        )
+    return peers, (
+        "The peers' times were recorded in other processes "
+        f"({peers.provenance or 'the file does not say where'}), torch's in the same run as ours. "
+        "So treat ratios between 0.85 and 1.15 as undecided"
+    )
 
 
 def _worse(one: int, other: int) -> int:
@@ -341,7 +356,8 @@ def draw(record: Record, path: Path) -> Path:
     for axes in panels[2:]:
         axes.set_xlabel("our time / fastest peer's   (left of the line: megamoe is faster)")
     figure.suptitle(
-        "One MoE layer call on one NVIDIA H200, measured: megamoe against the fastest peer",
+        f"One MoE layer call on one {gpu_of(record.provenance)}, measured: megamoe against the "
+        "fastest peer",
         fontsize=13, fontweight="bold",
     )  # fmt: skip
     peers = "; peers recorded before" if any(c.peer_source for c in record.cells) else ""

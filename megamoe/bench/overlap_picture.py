@@ -14,6 +14,7 @@ from typing import Any
 
 from megamoe.bench.overlap import Overlap
 from megamoe.bench.plots import pyplot_or_refuse, save
+from megamoe.bench.record import NOT_ITS_OWN, no_record
 from megamoe.errors import FileError, MegaMoEError, require
 
 COMPUTE, LINKS, BOTH = "#2f7fc1", "#e0a458", "#1b9e77"
@@ -26,11 +27,11 @@ def load(path: Path) -> list[Overlap]:
     try:
         with path.open(encoding="utf-8") as file:
             rows = [{**UNSAVED, **row} for row in json.load(file)]
-        return [Overlap(**{name: row[name] for name in names}) for row in rows]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileError(
-            f"--from must be a record of bench overlap; got {path}: {error!r}"
-        ) from error
+        cells = [Overlap(**{name: row[name] for name in names}) for row in rows]
+    except NOT_ITS_OWN as error:
+        raise no_record(error, path, "megamoe bench overlap") from error
+    require(bool(cells), "the record must have a cell", got=f"none in {path}", kind=FileError)
+    return cells
 
 
 def draw(rows: Sequence[Overlap], path: Path) -> Path:

@@ -1,18 +1,21 @@
 """Recorded times of other libraries, kept as data beside the package, and ratios to them.
 
 A file has "provenance", "method" and "cells": {"flash-ep8/8": {"some-peer": microseconds}}.
-The best peer of a cell is the fastest one listed. Standard library only.
+The best peer of a cell is the fastest one listed. `RECORDED` has the times that megamoe compares
+with: its "provenance" begins with the GPU. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from megamoe.errors import FileError, require
 
 BEST = "best"
+RECORDED = Path(__file__).with_name("peers.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,11 @@ class Peers:
     provenance: str
     method: str
     cells: dict[str, dict[str, float]]
+
+    @property
+    def gpu(self) -> str:
+        """The GPU that the times are of; empty where the file does not say."""
+        return gpu_of(self.provenance)
 
     def best(self, cell: str) -> tuple[str, float] | None:
         """Name and time of the fastest peer in a cell."""
@@ -40,6 +48,15 @@ class Peers:
         """The peers that were recorded in every cell."""
         sets = [set(times) for times in self.cells.values()]
         return tuple(sorted(set.intersection(*sets))) if sets else ()
+
+
+def gpu_of(provenance: str) -> str:
+    """The machine that a provenance begins with.
+
+    >>> gpu_of("one NVIDIA H200, driver 580"), gpu_of("NVIDIA H100 (cuda, 8 CPU threads), torch 2")
+    ('NVIDIA H200', 'NVIDIA H100')
+    """
+    return re.split(r", | \(", provenance.removeprefix("one "))[0]
 
 
 def load(path: str | Path) -> Peers:

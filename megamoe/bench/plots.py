@@ -53,9 +53,7 @@ def pyplot_or_refuse() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise NotAvailable(
-            "plots need matplotlib; got none; install it with pip install megamoe[plots]"
-        ) from error
+        raise NotAvailable("plots need matplotlib; got none; pip install matplotlib") from error
     matplotlib.use("agg")
     from matplotlib import pyplot
 

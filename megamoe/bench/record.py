@@ -221,6 +221,24 @@ def write(report: Report, folder: str | Path, name: str) -> list[Path]:
     return [as_json, as_csv]
 
 
+NOT_ITS_OWN = (OSError, ValueError, KeyError, TypeError, AttributeError)  # what reading raises
+
+
+def no_record(error: Exception, path: str | Path, of: str) -> FileError:
+    """The error of a file that is no record: which of its parts is missing, or that it is none.
+
+    >>> str(no_record(KeyError("rows"), "a.json", "megamoe bench"))
+    "the record must be a JSON file of megamoe bench; got a.json: it has no 'rows'"
+    """
+    if isinstance(error, OSError):
+        return FileError(f"the record must be readable; got {error}")
+    if isinstance(error, KeyError):
+        why = f"it has no {error.args[0]!r}"
+    else:
+        why = f"no JSON, {error}" if isinstance(error, ValueError) else "its contents are others"
+    return FileError(f"the record must be a JSON file of {of}; got {path}: {why}")
+
+
 def read(path: str | Path, peers: Peers | None = None) -> Report:
     """The report that `write` left as JSON; `peers`, if given, take the place of its own."""
     try:
@@ -234,12 +252,8 @@ def read(path: str | Path, peers: Peers | None = None) -> Report:
         return Report(
             data["title"], data["provenance"], data["method"], ceilings, tuple(rows), peers
         )
-    except OSError as error:
-        raise FileError(f"the record must be readable; got {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise FileError(
-            f"the record must be a JSON file of megamoe bench; got {error!r} in {path}"
-        ) from error
+    except NOT_ITS_OWN as error:
+        raise no_record(error, path, "megamoe bench") from error
 
 
 def write_csv(rows: Sequence[Row], file: TextIO) -> None:

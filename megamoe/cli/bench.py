@@ -93,6 +93,7 @@ GraphCalls = Annotated[
     int, typer.Option(help="Calls in a graph, each after a dense product, not counted.")
 ]
 Device = Annotated[str, typer.Option(help="cuda, cuda:1, ...; auto is a GPU; cpu if asked for.")]
+Gpu = Annotated[str, typer.Option("--device", help="cuda, cuda:1, ...; auto is a GPU.")]
 Out = Annotated[str | None, typer.Option(help="Folder for JSON, CSV and plots.")]
 PeersFile = Annotated[str | None, typer.Option("--peers", help="Recorded times; prints ratios.")]
 Eager = Annotated[bool, typer.Option("--eager", help="Time calls without CUDA graphs.", metavar="")]
@@ -259,13 +260,15 @@ def show(report: Report, console: Console, columns: Columns = COLUMNS) -> None:
         for name in report.rivals
     }
     every: Columns = columns | rivals
+    timed = [row for row in report.rows if row.status == OK]
+    if timed:  # without the columns that no row has a figure in
+        every = {n: text for n, text in every.items() if any(text(row) != "-" for row in timed)}
     every["error"] = lambda r: "-" if r.error is None else f"{r.error:.1e}"
     table = Table(*every, title=report.title)
     for column in table.columns[3:]:
         column.justify = "right"
-    for row in report.rows:
-        if row.status == OK:
-            table.add_row(*(text(row) for text in every.values()))
+    for row in timed:
+        table.add_row(*(text(row) for text in every.values()))
     wide = one_line_a_row(console)
     if table.row_count:
         whole_table(wide, table, 3)

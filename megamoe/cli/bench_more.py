@@ -21,6 +21,7 @@ from megamoe.cli.bench import (
     Device,
     Eager,
     Flush,
+    Gpu,
     GraphCalls,
     Out,
     Recipes,
@@ -75,13 +76,13 @@ def sweep(
         float, typer.Option(help="Seconds after which no further tile is begun.")
     ] = 600.0,
     workers: Annotated[int, typer.Option(help="Processes that compile tiles first; 0: none.")] = 8,
-    device: Device = "auto",
+    device: Gpu = "auto",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Time Hopper's layer with every candidate tile: is the table's choice the best?"""
     cells = cells_named(names_in(workloads), None if tokens is None else counts_in(tokens))
-    where = gpu_named(device)
+    where = gpu_named(device, or_cpu=False)
     if out is not None:
         writable_folder(out)
     from megamoe.bench.layer import Settings

@@ -18,6 +18,7 @@ from megamoe.formats.spec import RECIPES, recipe_named
 from megamoe.hardware import MACHINES, Hardware
 from megamoe.planner.call import SharedSpec
 from megamoe.planner.plan import MODES
+from megamoe.problem import check_even
 
 if TYPE_CHECKING:
     from megamoe.engine.recording import LayerSpec
@@ -107,10 +108,7 @@ def layer_spec(
         mode != "chain" or ranks > 1, "mode chain is for the ranks of a group",
         got=f"--ranks {ranks}", fix="give --ranks 2 to 8", kind=RangeError,
     )  # fmt: skip
-    require(
-        ranks >= 1 and num % ranks == 0, f"{num} experts must divide evenly over ranks", got=ranks,
-        kind=RangeError,
-    )  # fmt: skip
+    check_even(num, ranks)
     extra = None
     if shared and model.num_shared:
         apart = "" if fmt.name == "mxfp4" and not model.has_bias else f"shared experts in {recipe}"
@@ -153,6 +151,8 @@ def sizes_from(text: str) -> list[int]:
         is_number = first.isdigit() and (not dash or last.isdigit())
         require(is_number, "tokens must be numbers or ranges", got=part, fix="such as 1,8,64-128",
                 kind=RangeError)  # fmt: skip
+        require(int(first) <= int(last or first), "a range of tokens must go up", got=part,
+                fix="such as 64-128", kind=RangeError)  # fmt: skip
         sizes |= set(range(int(first), int(last or first) + 1))
     sizes -= {0}
     require(

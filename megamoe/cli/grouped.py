@@ -10,7 +10,7 @@ from rich.console import Console
 
 from megamoe.bench.cells import GemmShape
 from megamoe.cli.plan import launch_dict, print_shared_memory, shared_memory_dict, shown
-from megamoe.cli.shared import reason_table
+from megamoe.cli.shared import reason_table, untested
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import Value
 from megamoe.planner.grouped import GroupedPlan, GroupedSpec, plan_grouped
@@ -33,6 +33,8 @@ def print_plans(
     if as_json:
         print(json.dumps({name: _as_dict(one) for name, one in plans.items()}, indent=2))
         return
+    if warning := untested(hw):
+        out.print(warning, highlight=False, soft_wrap=True, style="bold")
     for name, one in plans.items():
         s = one.spec
         rows = ", ".join(map(str, next(each.rows for each in shapes if each.name == name)))

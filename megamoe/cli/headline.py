@@ -12,20 +12,18 @@ from rich.table import Table
 
 from megamoe.bench import headline
 from megamoe.bench.cells import TOKENS
-from megamoe.bench.peers import load
+from megamoe.bench.peers import RECORDED, load
 from megamoe.cli.bench import (
-    Device,
     Flush,
+    Gpu,
     Out,
     PeersFile,
     Repeats,
     Rounds,
     one_line_a_row,
 )
-from megamoe.cli.shared import Bars, Json, device_named, whole_table, writable_folder
-from megamoe.errors import NotAvailable, require
-
-PEERS = Path(headline.__file__).parents[2] / "benchmarks" / "h200" / "peers.json"
+from megamoe.cli.shared import Bars, Json, gpu_named, whole_table, writable_folder
+from megamoe.errors import NotAvailable
 
 From = Annotated[str | None, typer.Option("--from", help="A record; nothing is measured then.")]
 Markdown = Annotated[
@@ -45,7 +43,7 @@ def command(
     rounds: Rounds = 3,
     flush: Flush = "memset",
     peers: PeersFile = None,
-    device: Device = "auto",
+    device: Gpu = "auto",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
@@ -54,11 +52,7 @@ def command(
         result = headline.Record.load(record)
         folder = None if out is None else writable_folder(out)
     else:
-        where = device_named(device)
-        require(
-            where != "cpu", "the headline is measured on a GPU", got=where,
-            fix="print and draw a record with --from RECORD", kind=NotAvailable,
-        )  # fmt: skip
+        where = gpu_named(device, or_cpu=False, fix="print and draw a record with --from RECORD")
         folder = None if out is None else writable_folder(out)
         result = _measure(where, repeats, rounds, flush, peers, folder, as_json)
     if as_json:
@@ -85,8 +79,7 @@ def _measure(
     from megamoe.bench.layer import Settings
 
     settings = Settings(device=device, repeats=repeats, rounds=rounds, flush=flush)
-    path = PEERS if peers is None else Path(peers)
-    recorded = load(path) if peers is not None or path.is_file() else None
+    recorded = load(RECORDED if peers is None else peers)
 
     def keep(so_far: headline.Record) -> None:
         if folder is not None:
@@ -103,5 +96,6 @@ def _show(record: headline.Record) -> None:
         cells = (headline.text_of(cell).replace("**", "") for cell in record.of_line(line))
         table.add_row(line.model, line.recipe, *cells)
     whole_table(out, table, 2)
-    for words in (*record.summary(), f"{record.how}: {record.provenance}", record.method):
+    where = f"{record.how}: {record.provenance}"
+    for words in (*record.summary(), where, record.method, record.about_peers):
         out.print(words, highlight=False, markup=False, soft_wrap=True)

@@ -105,7 +105,7 @@ def run(
         typer.Option(help=f"{', '.join(RECIPES)}; default: what it is deployed in there."),
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per rank.")] = 64,
-    ranks: Annotated[int, typer.Option(help="Ranks, in one process.")] = 1,
+    ranks: Annotated[int, typer.Option(help="Ranks, a process each.")] = 1,
     scale: Annotated[
         str, typer.Option(help="Shrink both widths by this factor, or auto to fit this machine.")
     ] = "auto",

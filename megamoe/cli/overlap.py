@@ -14,7 +14,7 @@ from rich.table import Table
 from megamoe.bench.cells import cells_named
 from megamoe.cli.bench import (
     ALL_SHARES,
-    Device,
+    Gpu,
     Out,
     Recipes,
     Repeats,
@@ -62,7 +62,7 @@ def overlap(
     ] = None,
     repeats: Repeats = 9,
     rounds: Rounds = 2,
-    device: Device = "auto",
+    device: Gpu = "auto",
     out: Out = None,
     picture: Annotated[
         bool,
@@ -83,7 +83,7 @@ def overlap(
         rows = _recorded(Path(record), out, quiet=as_json)
         raise typer.Exit(_simulated(rows, as_json) if simulate else _shown(rows, as_json))
     cells = cells_named(names_in(workloads), counts_in(tokens) if tokens else None)
-    where = gpu_named(device)
+    where = gpu_named(device, or_cpu=False)
     folder = None if out is None else writable_folder(out)
     require(
         folder is not None or not picture, "--picture needs a folder", got="no --out",

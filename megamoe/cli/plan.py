@@ -14,8 +14,8 @@ from rich.table import Table
 
 from megamoe.bench.cells import GEMM_SHAPES, gemms_named
 from megamoe.cli import problems as of
-from megamoe.cli.shared import Json, reason_table
-from megamoe.errors import one_of
+from megamoe.cli.shared import Json, reason_table, untested
+from megamoe.errors import RangeError, one_of, require
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import SharedMemory
 from megamoe.planner.floor import Floor
@@ -60,6 +60,14 @@ def command(
     if gemm is not None:
         from megamoe.cli import grouped
 
+        layers = {"a preset": preset, "--hidden": hidden, "--intermediate": intermediate,
+                  "--experts": experts, "--top-k": top_k, "--compare": compare, "--study": study,
+                  "--cubins": cubins}  # fmt: skip
+        options = [name for name, value in layers.items() if value is not None]
+        require(
+            not options, "--gemm plans grouped GEMMs alone, without what describes a layer",
+            got=", ".join(options), fix="leave it out, or leave out --gemm", kind=RangeError,
+        )  # fmt: skip
         shapes = gemms_named([word.strip() for word in gemm.split(",")])
         of_gemm = of.overrides_from(overrides)
         grouped.print_plans(out, shapes, hardware, recipe, of_gemm, as_json=as_json)
@@ -93,6 +101,9 @@ def command(
         print(json.dumps(dicts if compare else dicts[plans[0].hardware.name], indent=2))
         return
     out.print(head, highlight=False, soft_wrap=True)
+    for one in plans:
+        if warning := untested(one.hardware):
+            out.print(warning, highlight=False, soft_wrap=True, style="bold")
     if compare:
         out.print(_side_by_side(plans))
     else:
@@ -217,7 +228,7 @@ def _print_plan(plan: Plan) -> None:
         columns = ("launch", "kernel", "grid", "configuration")
         reason_table(out, title, columns, launches, right=(2,))
     else:
-        out.print("no launches: the oracle computes this call", highlight=False)
+        out.print(plan.why_no_launches, highlight=False)
     if plan.shared_memory is not None:
         print_shared_memory(out, plan.shared_memory)
     _print_memory(plan)

@@ -17,10 +17,12 @@ from rich.text import Text
 
 from megamoe.errors import NotAvailable, RangeError, require
 from megamoe.files import writable_folder, write_atomic
+from megamoe.hardware import Hardware
+from megamoe.tested import gpu_warning
 
 __all__ = [
     "Bars", "Json", "device_named", "gpu_named", "plain_where_needed", "reason_table",
-    "whole_table", "writable_folder", "write_atomic",
+    "untested", "whole_table", "writable_folder", "write_atomic",
 ]  # fmt: skip
 
 # metavar="": a flag takes no value, and help must not show one.
@@ -56,17 +58,25 @@ def device_named(name: str) -> str:
     return name
 
 
-def gpu_named(name: str) -> str:
-    """The device of a benchmark: a GPU unless a CPU is asked for by name."""
+def gpu_named(name: str, *, or_cpu: bool = True, fix: str = "") -> str:
+    """The device of a benchmark: a GPU, or where `or_cpu` a CPU that is asked for by name."""
     device = device_named(name)
+    if or_cpu:
+        fix = "name the CPU with --device cpu to time the reference there"
     require(
-        name != "auto" or device != "cpu",
-        "a benchmark times a GPU",
-        got="none on this machine",
-        fix="name the CPU with --device cpu to time the reference there",
+        device != "cpu" or (or_cpu and name == "cpu"),
+        f"{'a' if or_cpu else 'this'} benchmark times a GPU",
+        got="the CPU" if name == "cpu" else "none on this machine",
+        fix=fix,
         kind=NotAvailable,
     )
     return device
+
+
+def untested(hardware: Hardware) -> str:
+    """A line on a GPU that nothing was run on; "" where something was, and for a CPU."""
+    warning = gpu_warning(hardware.label) if hardware.arch.startswith("sm_") else ""
+    return f"{hardware.label}: {warning}" if warning else ""
 
 
 def plain_where_needed() -> None:
@@ -89,7 +99,9 @@ class Bars:
 
     def __init__(self, *, quiet: bool) -> None:
         columns = (TextColumn("{task.description:8}"), BarColumn(), MofNCompleteColumn())
-        self.bars = Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet)
+        console = Console(stderr=True)  # in a pipe bars would end in an empty line
+        is_off = quiet or not console.is_interactive
+        self.bars = Progress(*columns, console=console, transient=True, disable=is_off)
         self.tasks: dict[str, Any] = {}
 
     def __enter__(self) -> Bars:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from megamoe.cli import problems as of
-from megamoe.cli.shared import Bars, Json, reason_table, writable_folder, write_atomic
+from megamoe.cli.shared import Bars, Json, reason_table, untested, writable_folder, write_atomic
 from megamoe.errors import FileError, MegaMoEError, one_of, require
 from megamoe.hardware import Hardware
 from megamoe.planner.choice import Value
@@ -232,6 +232,8 @@ def _print(name: str, prediction: Prediction, written: list[str]) -> None:
     )
     if prediction.schedule.study:
         out.print(f"[bold red]{prediction.schedule.label}[/]", highlight=False, soft_wrap=True)
+    if warning := untested(prediction.schedule.hardware):
+        out.print(f"[bold]{warning}[/]", highlight=False, soft_wrap=True)
     if prediction.note:
         out.print(f"[bold]{prediction.note}[/]", highlight=False, soft_wrap=True)
     rows = (

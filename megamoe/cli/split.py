@@ -11,8 +11,8 @@ from rich.table import Table
 
 from megamoe.bench.cells import SPLIT, cells_named
 from megamoe.cli.bench import (
-    Device,
     Flush,
+    Gpu,
     Out,
     Recipes,
     Repeats,
@@ -49,14 +49,14 @@ def split(
     repeats: Repeats = 25,
     rounds: Rounds = 3,
     flush: Flush = "memset",
-    device: Device = "auto",
+    device: Gpu = "auto",
     out: Out = None,
     as_json: Json = False,
 ) -> None:
     """Time L1 and L2 side by side on parts of the SMs, beside staged and fused launches."""
     cells = cells_named(names_in(workloads), counts_in(tokens) if tokens else None)
     parts = [_sms(one) for one in names_in(partitions)]
-    where = gpu_named(device)
+    where = gpu_named(device, or_cpu=False)
     folder = None if out is None else writable_folder(out)
     from megamoe.bench.split import measure
 

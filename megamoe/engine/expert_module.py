@@ -29,6 +29,7 @@ class ExpertModule(nn.Module):
         super().__init__()
         self.owns = False  # the caller's tensors, which others may hold too
         self.was_loaded = False  # since the layer last looked
+        self.is_blank = False  # zeros of `MoE.empty`, into which nothing was loaded yet
         self.take(weights)
 
     def take(self, weights: ExpertWeights) -> None:
@@ -113,6 +114,7 @@ class ExpertModule(nn.Module):
     ) -> None:
         """Load into tensors of this module's own: those it was built from may be others' too."""
         self.was_loaded = True
+        self.is_blank &= not any(name.startswith(prefix) for name in state_dict)
         if self._of_buffers:
             self._load_packed(state_dict, prefix, local_metadata, *args)
             return

@@ -37,7 +37,7 @@ from megamoe.engine.graphs import Graphs, Parts
 from megamoe.engine.group_op import group_moe_op, handle_of
 from megamoe.engine.launch_options import LaunchOptions
 from megamoe.engine.op import describe, moe_op
-from megamoe.engine.planning import ONE_RANK, Ranks, Traits, plan_for, traits_of
+from megamoe.engine.planning import LOG, ONE_RANK, Ranks, Traits, plan_for, traits_of
 from megamoe.engine.refresh import Refresh
 from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import DTypeError, NotAvailable, ShapeError, require
@@ -177,19 +177,23 @@ class MoE(nn.Module):
         hidden: int,
         intermediate: int,
         *,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
         **options: Any,
     ) -> MoE:
         """A layer without weights, for `load_state_dict`.
 
         num_experts  of the layer, all of them here
         top_k        experts of a token: the columns of topk_idx
-        device   where its tensors lie; "meta": nowhere yet, until `to_empty(device=...)`
+        device   where its tensors lie; "meta": nowhere yet, until `to_empty(device=...)`; None:
+                 torch's default device
+
+        A call before the first load computes zeros, and the log `megamoe` says so once.
         options  the other arguments of the class
         """
         weights = ExpertWeights.empty(recipe, num_experts, hidden, intermediate, device)
         layer = cls(weights, num_experts, top_k, **options)
         layer.experts.owns = True  # no other layer has them: a load may write in place
+        layer.experts.is_blank = True
         return layer
 
     def _build(
@@ -514,6 +518,9 @@ class MoE(nn.Module):
 
     def _check(self, x: Tensor | Quantized, topk_idx: Tensor, topk_weights: Tensor) -> None:
         weights, shared = self._parts()
+        if self.experts.is_blank:
+            self.experts.is_blank = False
+            LOG.warning("a layer of MoE.empty was called before any experts were loaded: zeros")
         check_tokens(x, topk_idx, topk_weights, weights, self.num_experts)
         check_shared(shared, x, weights)
         check_num_experts(topk_idx, self.top_k)
@@ -572,6 +579,7 @@ class MoE(nn.Module):
         values = w13, w2, experts, b13, b2, gate_up
         if self._world is None:
             Refresh.of(module.weights, *values).apply(module.weights)
+            module.is_blank = False
             return
         parts: list[Refresh] = []
 
@@ -581,6 +589,7 @@ class MoE(nn.Module):
 
         self._world.rendezvous.gather("refresh", check)
         parts[0].write(module.weights)
+        module.is_blank = False
 
     def reset(self) -> None:
         """Wait for the GPU and make the layer usable after a timeout of a fused launch."""

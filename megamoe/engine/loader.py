@@ -21,7 +21,7 @@ from megamoe.engine import checkpoint, model_config, stored
 from megamoe.engine.backends import arch_of
 from megamoe.engine.shards import Shards, read_json
 from megamoe.engine.stored import KINDS, Stored
-from megamoe.errors import FileError, NotAvailable, RangeError, ShapeError, require
+from megamoe.errors import DTypeError, FileError, NotAvailable, RangeError, ShapeError, require
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import recipe_named, recipe_on
 from megamoe.problem import check_width
@@ -89,6 +89,10 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path) -> None:
+        require(
+            isinstance(folder, str | Path), "a checkpoint is a folder, by its path",
+            got=repr(folder), kind=DTypeError,
+        )  # fmt: skip
         self.shards = Shards(folder)
         config = self.shards.folder / "config.json"
         require(config.is_file(), "the folder must hold config.json", got=config, kind=FileError)

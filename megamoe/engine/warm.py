@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -13,7 +13,7 @@ from megamoe.engine.layer import MoE
 from megamoe.engine.planning import log_once
 from megamoe.engine.row_counts import row_counts
 from megamoe.engine.status import DeviceStatus
-from megamoe.errors import MegaMoEError, RangeError, require
+from megamoe.errors import DTypeError, MegaMoEError, RangeError, require
 
 
 def warmup(
@@ -35,6 +35,11 @@ def warmup(
     read it, and all leave together, so that no rank is late for the first call. On a CPU there is
     nothing to compile.
     """
+    require(
+        isinstance(token_counts, Iterable), "token counts must be a sequence of integers",
+        got=repr(token_counts), fix="such as [8, 64]", kind=DTypeError,
+    )  # fmt: skip
+    token_counts = list(token_counts)
     wrong = [num for num in token_counts if not isinstance(num, int) or num < 0]
     require(not wrong, "token counts must be integers from 0 on", got=wrong, kind=RangeError)
 

@@ -17,7 +17,7 @@ from megamoe.errors import DeviceError, RangeError, ShapeError, one_of, require
 from megamoe.formats.quantize import dequantize, quantize_into, weight_global_scale
 from megamoe.formats.quantized import Quantized, empty
 from megamoe.formats.spec import recipe_named
-from megamoe.problem import check_width
+from megamoe.problem import check_even, check_width
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -333,13 +333,7 @@ class ExpertWeights:
 
     def for_rank(self, rank: int, num_ranks: int) -> ExpertWeights:
         """The experts of one rank: the rank-th of num_ranks equal runs, as views."""
-        require(
-            num_ranks >= 1 and self.num_experts % num_ranks == 0,
-            "num_experts must be a multiple of num_ranks",
-            got=f"{self.num_experts} experts over {num_ranks} ranks",
-            fix="pad with empty experts",
-            kind=ShapeError,
-        )
+        check_even(self.num_experts, num_ranks)
         require(
             0 <= rank < num_ranks,
             f"rank must lie between 0 and {num_ranks - 1}",
@@ -450,13 +444,15 @@ class ExpertWeights:
         num_experts: int,
         hidden: int,
         intermediate: int,
-        device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
     ) -> ExpertWeights:
-        """Experts of these sizes, all zero, to be loaded into; on a device, "meta" too.
+        """Experts of these sizes, all zero, to be loaded into.
 
         num_experts  that these weights hold: over ranks, one rank's
+        device       where they lie, "meta" too; None: torch's default device
         """
-        weights = _empty(recipe, num_experts, intermediate, hidden, torch.device(device))
+        where = torch.get_default_device() if device is None else torch.device(device)
+        weights = _empty(recipe, num_experts, intermediate, hidden, where)
         for t in (weights.w13.data, weights.w13.scale, weights.w2.data, weights.w2.scale):
             if t is not None:
                 t.view(torch.uint8).zero_()

@@ -1,6 +1,6 @@
 """SGLang: experts through `mm.MoE`, as a MoE runner of its own (docs/sglang.md).
 
-    pip install megamoe                                   # beside SGLang
+    pip install /path/to/megamoe                          # beside SGLang
     python -m sglang.launch_server ... --moe-runner-backend megamoe_layer
 
 `register` is the entry point `megamoe` of the group `sglang.srt.plugins`: SGLang calls it in every

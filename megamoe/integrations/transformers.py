@@ -92,6 +92,8 @@ def register(
     """
     if recipe is not None:
         recipe_named(recipe)
+    require(isinstance(name, str) and bool(name.strip()), "the name must be a word",
+            got=repr(name), kind=RangeError)  # fmt: skip
     require(backend in backends.NAMES, f"backend must be one of {', '.join(backends.NAMES)}",
             got=repr(backend), kind=RangeError)  # fmt: skip
     interfaces, over_ranks = _interfaces(), _ep_interface()
@@ -139,6 +141,10 @@ def use(
         take or not cuda_graphs, "graphs are of layers that hold their experts",
         got="cuda_graphs without take", fix="use(model, take=True, cuda_graphs=True)",
         kind=NotAvailable,
+    )  # fmt: skip
+    require(
+        callable(getattr(model, "modules", None)), "use takes a model that is in memory",
+        got=repr(model), fix="load it first, with from_pretrained", kind=DTypeError,
     )  # fmt: skip
     register(name, recipe=recipe, backend=backend)
     modules = [
@@ -470,7 +476,7 @@ def _interfaces() -> list[Any]:
     except ImportError as error:
         raise NotAvailable(
             f"the experts interface of transformers 5 must be there; got {error}; "
-            "pip install 'megamoe[transformers]'"
+            "pip install 'transformers>=5.7'"
         ) from error
     try:
         from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS

@@ -183,11 +183,18 @@ def following(tile: Tile | GemmTmem, *, is_split: bool = False) -> Following:
     return Following(True, True, True)
 
 
+def why_not_alone(call: CallSpec) -> fused.Refusal | None:
+    """Why the chain does not take the call of a layer without ranks; None where it has ranks."""
+    if call.problem.num_ranks > 1 or call.max_tokens is not None:
+        return None
+    return fused.Refusal("the chain is for ranks; one layer alone runs staged or fused")
+
+
 def why_not(call: CallSpec) -> fused.Refusal | None:
     """Why the chain does not take a call; None where it does."""
     p = call.problem
-    if p.num_ranks == 1 and call.max_tokens is None:
-        return fused.Refusal("the chain is for ranks; one layer alone runs staged or fused")
+    if (alone := why_not_alone(call)) is not None:
+        return alone
     if p.num_ranks > tables.MAX_RANKS:
         return fused.Refusal(f"the chain takes {tables.MAX_RANKS} ranks at most")
     if call.is_group and not call.max_tokens:

@@ -147,7 +147,13 @@ def plan_grouped(
         kind=NotAvailable,
     )  # fmt: skip
     name, passed = choose_backend(asked, "auto", reasons, not_certified=not_certified)
-    why = Choice("backend", name, passed or f"{hw.label} is {hw.arch}")
+    if asked != "auto":
+        because = "asked for"
+    elif name == "portable":
+        because = f"no other backend has a grouped GEMM alone on {hw.arch}"
+    else:
+        because = f"{hw.label} is {hw.arch}"
+    why = Choice("backend", name, passed or because)
     if name == "portable":
         return _portable(spec, hw, why, schedule, sort_by_m, chosen)
     return _blackwell(spec, hw, why, schedule, sort_by_m, chosen)

@@ -23,6 +23,8 @@ def mode_of(
     """
     if backend == "reference":
         mode = "staged" if asked == "auto" else asked
+        if mode == "chain":
+            fused.require_mode(mode, chain.why_not_alone(call))
         return mode, "computed by the oracle: the same result, no launches"
     if backend == "portable":
         return "staged", "portable has no fused launch"

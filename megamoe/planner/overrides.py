@@ -44,6 +44,13 @@ Overrides = tuple[tuple[str, Value], ...]
 
 def checked(overrides: Mapping[str, Value], *, legal: tuple[str, ...] | None = None) -> Overrides:
     """Overrides as a sorted, hashable value; one of None is not given."""
+    require(
+        isinstance(overrides, Mapping),
+        "overrides must map names to values",
+        got=repr(overrides),
+        fix='such as {"block_m": 64}',
+        kind=DTypeError,
+    )
     names = tuple(OVERRIDES) if legal is None else legal
     for name, value in overrides.items():
         near = get_close_matches(name, names, 1)
@@ -75,6 +82,25 @@ def checked(overrides: Mapping[str, Value], *, legal: tuple[str, ...] | None = N
                 kind=RangeError,
             )
     return tuple(sorted((n, v) for n, v in overrides.items() if v is not None))
+
+
+POWERS = {"block_m": (8, 256), "block_n": (16, 512), "block_k": (16, 1024), "num_warps": (1, 32)}
+WORDS = {"kernel": ("swap_ab", "gemm"), "schedule": ("strided", "static", "dynamic", "sorted")}
+
+
+def check_values(overrides: Overrides) -> None:
+    """Refuse what no backend takes; the tables of Hopper and Blackwell say more of their own."""
+    for name, value in overrides:
+        if name in POWERS and isinstance(value, int):
+            low, high = POWERS[name]
+            require(
+                low <= value <= high and value & (value - 1) == 0,
+                f"{name} must be a power of two from {low} to {high}",
+                got=value,
+                kind=RangeError,
+            )
+        elif name in WORDS:
+            one_of(value, WORDS[name], name)
 
 
 def check_pairs(backend: str, overrides: Overrides) -> None:

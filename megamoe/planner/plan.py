@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from megamoe.errors import NotAvailable, RangeError, one_of, require
+from megamoe.errors import DTypeError, NotAvailable, RangeError, one_of, require
 from megamoe.formats.spec import recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import Workspace
@@ -43,7 +43,7 @@ from megamoe.planner.launches import (
 from megamoe.planner.memory import Buffer
 from megamoe.planner.modes import mode_of
 from megamoe.planner.numerics import Numerics, not_on, numerics
-from megamoe.planner.overrides import Overrides, check_pairs, checked, word
+from megamoe.planner.overrides import Overrides, check_pairs, check_values, checked, word
 from megamoe.planner.tables.blackwell import SCHEDULES as BLACKWELL_SCHEDULES
 from megamoe.planner.tables.split import why_not_auto
 from megamoe.problem import Problem
@@ -129,6 +129,13 @@ class Plan:
         """
         p = self.problem
         return copies.put(num_tokens, p.hidden, p.top_k, self.num_passes)
+
+    @property
+    def why_no_launches(self) -> str:
+        """Of a plan without any."""
+        if self.backend == "reference":
+            return "no launches: computed by the oracle"
+        return "no launches: a call without tokens computes nothing"
 
     def launch(self, name: str) -> Launch:
         """The first launch of that name.
@@ -296,6 +303,10 @@ class Plan:
         best = next(name for name, why in reasons.items() if not why)
         if self.backend == "portable" and self.call.not_hopper:
             return self.call.not_hopper
+        recipes = [self.problem.recipe, *([self.call.shared.recipe] if self.call.shared else [])]
+        lack = next(filter(None, (not_on(best, recipe) for recipe in recipes)), "")
+        if self.backend != best and lack:
+            return f"{best} has {lack}"
         if best in OPT_IN and not self.call.is_certified and "backend" not in dict(self.overrides):
             return f"{best} is opt-in: {NO_CERTIFICATE}"
         return (
@@ -318,20 +329,21 @@ class Plan:
         p = self.problem
         names = ", ".join(one.name for one in self.launches) or "no launches"
         return (
-            f"Plan({p.num_tokens} tokens x {p.num_ranks} ranks, {p.recipe}, {self.backend} "
-            f"{self.mode} on {self.hardware.name}: {names})"
+            f"Plan({p.num_tokens} tokens x {ranks_in_words(p.num_ranks)}, {p.recipe}, "
+            f"{self.backend} {self.mode} on {self.hardware.name}: {names})"
         )
 
     def __str__(self) -> str:
         p = self.problem
         rows = [
-            f"{p.num_tokens} tokens a rank, {p.num_ranks} ranks, {p.num_experts} experts, "
-            f"top-{p.top_k}, {p.hidden} x {p.intermediate}, {p.recipe} on {self.hardware.label}",
+            f"{p.num_tokens} tokens a rank, {ranks_in_words(p.num_ranks)}, "
+            f"{p.num_experts} experts, top-{p.top_k}, {p.hidden} x {p.intermediate}, {p.recipe} "
+            f"on {self.hardware.label}",
             "choices",
         ]
         shown = [(c.name, "none" if c.value is None else str(c.value), c.why) for c in self.choices]
         rows += [f"  {name:<12}{value:<34} {why}" for name, value, why in shown]
-        rows.append("launches" if self.launches else "no launches: computed by the oracle")
+        rows.append("launches" if self.launches else self.why_no_launches)
         for one in self.launches:
             grid = " x ".join(map(str, one.grid))
             side = f" on {one.partition}_sms" * bool(one.partition)
@@ -343,6 +355,15 @@ class Plan:
         if self.backend != "reference":
             rows += ["floor of the call", str(self.floor)]
         return "\n".join(rows)
+
+
+def ranks_in_words(num: int) -> str:
+    """Of a plan's text.
+
+    >>> ranks_in_words(1), ranks_in_words(8)
+    ('1 rank', '8 ranks')
+    """
+    return "1 rank" if num == 1 else f"{num} ranks"
 
 
 def choose_backend(
@@ -433,9 +454,18 @@ def plan(problem: Problem | CallSpec, hardware: Hardware | str, **overrides: Val
     ('fused', ['mega'])
     """
     hw = Hardware.named(hardware) if isinstance(hardware, str) else hardware
-    call = problem if isinstance(problem, CallSpec) else CallSpec(
-        problem, max_tokens=problem.num_tokens
-    )  # fmt: skip
+    require(
+        isinstance(problem, Problem | CallSpec) and isinstance(hw, Hardware),
+        "a plan is of a Problem or a CallSpec on a Hardware or the name of one",
+        got=f"{problem!r}, {hardware!r}",
+        fix='such as mm.Problem(8, 4096, 2048, 256, 6) and "h200"; megamoe plan takes presets',
+        kind=DTypeError,
+    )
+    if isinstance(problem, CallSpec):
+        call = problem
+    else:  # one rank alone shares no memory, and so has no bound of its tokens
+        bound = problem.num_tokens if problem.num_ranks > 1 else None
+        call = CallSpec(problem, max_tokens=bound)
     return plan_call(call, hw, checked(overrides))
 
 
@@ -490,6 +520,8 @@ def plan_call(call: CallSpec, hw: Hardware, overrides: Overrides) -> Plan:
     else:
         passes = portable.staged_passes(call, hw.arch, chosen)
         rest = (portable.combine(call.problem.num_tokens, call.problem.hidden),)
+    if backend in ("reference", "portable"):
+        check_values(overrides)
     plan = Plan(
         call=call, hardware=hw, backend=backend, mode=mode, why=why, numerics=how, passes=passes,
         mega=mega, num_passes=num, rest=rest, buffers=(), overrides=overrides,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from megamoe.errors import CapacityError, require
+from megamoe.errors import CapacityError, DTypeError, require
 from megamoe.planner.plan import Plan
 from megamoe.simulator.chain import parts, run_chain
 from megamoe.simulator.constants import Constants, constants_for
@@ -47,6 +47,13 @@ def simulate(
     constants  of the model; None: those of the hardware
     progress  called with the blocks that were played and their number
     """
+    require(
+        isinstance(plan, Plan | Schedule),
+        "a simulation is of a Plan or a Schedule",
+        got=type(plan).__name__,
+        fix='make a plan first: mm.plan(problem, "h200")',
+        kind=DTypeError,
+    )
     how = plan if isinstance(plan, Schedule) else Schedule.of_plan(plan)
     constants = constants_for(how.hardware) if constants is None else constants
     if counts is None:

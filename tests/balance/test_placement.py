@@ -7,7 +7,7 @@ import pytest
 
 from megamoe.balance.placement import Placement, propose
 from megamoe.balance.statistics import Statistics
-from megamoe.errors import FileError, MegaMoEError
+from megamoe.errors import FileError, MegaMoEError, ShapeError
 
 LOADS = [1000, 10, 20, 30, 500, 10, 10, 20]
 
@@ -120,5 +120,17 @@ def test_a_file_that_is_no_statistics_is_refused(text, tmp_path):
         Statistics.load(tmp_path / "stats.json")
     with pytest.raises(FileError, match="got"):
         Placement.load(tmp_path / "stats.json")
-    with pytest.raises(FileError, match="writable"):
+    with pytest.raises(FileError, match=r"the folder must exist|writable"):
         statistics().save(tmp_path / "stats.json" / "inside.json")
+
+
+def test_files_go_into_a_folder_that_exists(tmp_path):
+    with pytest.raises(FileError, match="the folder must exist"):
+        Placement.contiguous(8, 2).save(tmp_path / "nope" / "placement.json")
+    assert not (tmp_path / "nope").exists()
+
+
+def test_ranks_share_experts_evenly():
+    for num, words in ((3, "use 1, 2, 4 or 8 ranks"), (0, "num_ranks must be at least 1; got 0")):
+        with pytest.raises(ShapeError, match=words):
+            Placement.contiguous(8, num)

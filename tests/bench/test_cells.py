@@ -28,7 +28,7 @@ from megamoe.routing.samplers import sample_routing
 
 H200 = Ceilings(4293.3, 4345.2, {"bf16": 784.5, "fp8": 1492.9}, 4.7, "recorded")
 RECORDED = Path(__file__).parent.parent.parent / "benchmarks" / "h200"
-PEERS = RECORDED / "peers.json"
+PEERS = peers.RECORDED
 
 
 def test_the_fifteen_cells():

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from megamoe.bench.cells import TOKENS, cells_named
 from megamoe.bench.floors import Ceilings
 from megamoe.bench.headline import LINES, Record, Timed
 from megamoe.bench.layer import Settings
-from megamoe.bench.peers import Peers, load
+from megamoe.bench.peers import RECORDED, Peers, load
 from megamoe.bench.record import FAILED, OK, WRONG, Report, Row
 from megamoe.errors import FileError
 
@@ -75,7 +76,7 @@ def test_readmes_table_equals_the_record_cell_by_cell():
 @pytest.mark.parametrize("cell", [c for c in RECORD.cells if c.peer], ids=lambda c: c.cell)
 def test_the_peer_is_the_fastest_that_serves_the_checkpoint(cell):
     """Of those that were recorded, and of those that were timed in the same run."""
-    recorded = load(ROOT / "benchmarks" / "h200" / "peers.json").cells.get(cell.cell, {})
+    recorded = load(RECORDED).cells.get(cell.cell, {})
     times = {n: us for n, us in (cell.timed | recorded).items() if headline.serves(n, cell.recipe)}
     assert (cell.peer, cell.peer_us) == min(times.items(), key=lambda item: item[1])
     assert cell.whose in {name for name, _ in headline.FAMILIES.values()}
@@ -84,6 +85,30 @@ def test_the_peer_is_the_fastest_that_serves_the_checkpoint(cell):
 def test_the_record_was_measured_in_one_run_and_readme_says_so():
     assert RECORD.how == headline.MEASURED and all(cell.us for cell in RECORD.cells)
     assert "measured in one run" in README and "recorded in other processes" in README
+
+
+def test_the_words_on_the_peers_are_those_of_their_file():
+    peers, about = headline.comparable(load(RECORDED), "NVIDIA H200")
+    assert peers == load(RECORDED) and about == RECORD.about_peers
+    assert peers.provenance in about
+
+
+def test_peers_of_another_gpu_are_not_compared_and_the_record_says_so():
+    line = headline.Line("DeepSeek-V4-Flash", "w8a8", "tiny", (2,))
+    others = Peers("one NVIDIA H200, 2026-11-15", "", {"tiny/2": {"dg-masked": 1e-3}})
+    for given, words in ((others, "are of NVIDIA H200 and were not compared with"), (None, "No")):
+        record = headline.measure(Settings(device="cpu", repeats=1, rounds=1), given, lines=[line])
+        assert words in record.about_peers and record.about_peers in record.markdown()
+        assert record.cells[0].peer == "torch-bf16" and not record.cells[0].peer_source
+
+
+def test_the_picture_names_the_records_gpu(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    titles = []
+    monkeypatch.setattr(figure, "suptitle", lambda self, text, **more: titles.append(text))
+    other = replace(RECORD, provenance="NVIDIA H100, driver 580, torch 2.11.0")
+    headline.draw(other, tmp_path / "h100.png")
+    assert "on one NVIDIA H100, measured" in titles[0]
 
 
 def test_peers_of_fewer_bits_serve_another_model():

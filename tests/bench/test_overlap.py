@@ -34,7 +34,7 @@ def test_a_record_is_printed_and_drawn_again(tmp_path, capsys):
     assert end.value.exit_code == 0 and "90%" in capsys.readouterr().out
     assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
     file.write_text('[{"cell": "flash-ep8/512"}]')
-    with pytest.raises(mm.FileError, match=r"record of bench overlap; got .*overlap\.json"):
+    with pytest.raises(mm.FileError, match=r"of megamoe bench overlap; got .*\.json: it has"):
         overlap_picture.load(file)
 
 

@@ -24,6 +24,7 @@ def megamoe_cli(megamoe):
     return lambda *args: Done(*megamoe(*args))
 
 
+OR_CPU, GPU_ALONE = ("layer", "gemm", "calls", "fixed"), ("headline", "sweep", "overlap", "split")
 QUICK = ("--device", "cpu", "--repeats", "1", "--rounds", "1")
 
 
@@ -62,7 +63,7 @@ def test_an_interrupted_run_prints_the_cells_that_were_done(tmp_path, how):
 def test_layer_json_is_for_machines(megamoe_cli):
     done = megamoe_cli(
         "bench", "layer", "--workloads", "tiny", "--tokens", "2,4", "--backends", "reference",
-        "--recipes", "w4a16", "--peers", "benchmarks/h200/peers.json", "--json", *QUICK,
+        "--recipes", "w4a16", "--peers", "megamoe/bench/peers.json", "--json", *QUICK,
     )  # fmt: skip
     found = json.loads(done.stdout)
     assert [r["cell"] for r in found["rows"]] == ["tiny/2", "tiny/4"]
@@ -81,7 +82,6 @@ def test_layer_json_is_for_machines(megamoe_cli):
         (("gemm", "--shapes", "Z"), 2, "shape must be one of A, B, C, D"),
         (("fixed", "--workloads", "huge"), 2, "workload must be one of"),
         (("overlap", "--workloads", "huge"), 2, "workload must be one of"),
-        (("overlap", "--workloads", "tiny", "--links", "0", *QUICK), 2, "must have a bandwidth"),
         (("split", "--workloads", "huge"), 2, "workload must be one of"),
         (("split", "--l1-sms", "88,few"), 2, "must be whole numbers, or plan"),
         (("fixed", "--workloads", "tiny", "--touched", "2,4,9"), 2, "between top_k (2) and"),
@@ -103,10 +103,39 @@ def test_errors_are_one_readable_line_and_an_exit_code(megamoe, args, code, word
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would be timed")
-@pytest.mark.parametrize("name", ["layer", "gemm", "calls", "fixed", "sweep", "overlap", "split"])
+@pytest.mark.parametrize("name", (*OR_CPU, *GPU_ALONE))
 def test_without_a_gpu_nothing_is_begun(megamoe, name):
     code, out, err = megamoe("bench", name)
-    assert (code, out) == (3, "") and "a benchmark times a GPU" in err
+    assert (code, out) == (3, "") and "benchmark times a GPU; got none on this machine" in err
+    assert ("--device cpu" in err) == (name in OR_CPU)
+
+
+@pytest.mark.parametrize("name", GPU_ALONE)
+def test_what_runs_on_a_gpu_alone_refuses_the_cpu_without_naming_it_again(megamoe, name):
+    code, out, err = megamoe("bench", name, "--device", "cpu")
+    assert (code, out) == (3, "") and "this benchmark times a GPU; got the CPU" in err
+    assert "reference" not in err and "--device" not in err
+
+
+def test_a_cpu_has_no_columns_of_what_it_reads(megamoe):
+    code, out, _ = megamoe("bench", "layer", "--workloads", "tiny/2", *QUICK)
+    assert code == 0 and "x floor" in out and "read us" not in out and "x read" not in out
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "no json", '{"rows": [{"cell": 1}]}', '"rows"'])
+@pytest.mark.parametrize(
+    "args", [("plot",), ("headline", "--from"), ("overlap", "--from")], ids=" ".join
+)
+def test_what_is_no_record_is_refused_in_words(megamoe, tmp_path, args, text):
+    (tmp_path / "a.json").write_text(text)
+    code, out, err = megamoe("bench", *args, str(tmp_path / "a.json"))
+    words = (
+        "must have a cell"
+        if args[0] == "overlap" and text in ("[]", "{}")
+        else "must be a JSON file of"
+    )
+    assert (code, out) == (2, "") and f"the record {words}" in err
+    assert "Error(" not in err
 
 
 def test_help_lists_them_all(megamoe):
@@ -202,9 +231,10 @@ def test_a_sweep_is_shown_cell_by_cell(monkeypatch, capsys):
     report = Report("", "on this GPU", "so", Ceilings(1, 1, {}, 0, ""), tuple(rows))
     choice = sweeping.choice_of(cell, "w4a8_block", report)
     made = sweeping.Sweep("w4a8_block", report, (choice,))
+    monkeypatch.setattr(bench_more, "gpu_named", lambda name, or_cpu: "cpu")
     monkeypatch.setattr(sweeping, "sweep", lambda *args, **options: made)
     with pytest.raises(typer.Exit) as stop:
-        bench_more.sweep(workloads=cell.name, device="cpu")
+        bench_more.sweep(workloads=cell.name)
     text = capsys.readouterr().out
     assert stop.value.exit_code == 0 and choice.worse_by == pytest.approx(0.1)
     assert f"{labels[0]} is 10.0% above the best" in text and "the table's" in text

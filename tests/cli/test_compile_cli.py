@@ -34,7 +34,7 @@ def test_a_plan_counts_them_too(megamoe):
 @pytest.mark.parametrize(("args", "why"), [
     (("--tokens", "x"), "numbers or ranges"),
     (("--tokens", "0"), "1 to 16384"),
-    (("--ranks", "3"), "divide evenly over ranks"),
+    (("--ranks", "3"), "use 1, 2, 4 or 8 ranks"),
     (("--gpu", "p100"), "hardware must be one of"),
     (("--mode", "fast"), "mode must be one of"),
     (("--mode", "chain"), "give --ranks 2 to 8"),

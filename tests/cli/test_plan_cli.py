@@ -251,3 +251,48 @@ def test_one_rank_is_one_rank_and_ids_of_the_checklist_are_not_shown(megamoe):
     assert "8 tokens a rank, 1 rank," in more
     _, study, _ = megamoe("plan", "--study", "deep_gemm")
     assert not re.search(r"\b[A-F]0\d\d\b", text + more + study)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("plan", "deepseek-v3", "--gemm", "A"), "got a preset; leave it out"),
+        (("plan", "--gemm", "A", "--hidden", "512", "--cubins", "1"), "got --hidden, --cubins"),
+        (("plan", "--ranks", "0"), "num_ranks must be at least 1; got 0"),
+        (("plan", "--ranks", "3"), "256 experts over 3 ranks; use 1, 2, 4, 8, 16, 32 or 64 ranks"),
+        (("compile", "tiny", "--tokens", "4-2"), "a range of tokens must go up; got 4-2"),
+        (("compile", "tiny", "--ranks", "0"), "num_ranks must be at least 1"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_planned_says_why(megamoe, args, words):
+    code, out, err = megamoe(*args)
+    assert (code, out) == (2, "") and words in err and not err.startswith("\n")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("--recipe", "nvfp4a16", "--ranks", "1"), "hopper has no kernel for recipe nvfp4a16"),
+        (("--gemm", "A"), "no other backend has a grouped GEMM alone on sm_90a"),
+        (("--tokens", "0", "--ranks", "1"), "no launches: a call without tokens computes nothing"),
+        (("--set", "backend=reference"), "no launches: computed by the oracle"),
+    ],
+    ids=str,
+)
+def test_a_plan_gives_the_reason_that_holds(megamoe, args, says):
+    code, out, _ = megamoe("plan", *args)
+    assert code == 0 and says in out
+    assert "asked for" not in out or "backend=reference" in args
+
+
+@pytest.mark.parametrize("command", [("plan",), ("plan", "--gemm", "A"), ("simulate", "tiny")])
+def test_a_machine_that_nothing_was_run_on_is_named(megamoe, command):
+    for machine in ("h100", "h20", "b200"):
+        code, out, _ = megamoe(*command, "--hardware", machine)
+        assert code == 0 and "never run on it by us; tested is NVIDIA H200" in out
+    assert "never run" not in megamoe(*command, "--hardware", "h200")[1]
+
+
+def test_machines_side_by_side_have_the_note_too(megamoe):
+    assert "NVIDIA B200 (HGX): never run" in megamoe("plan", "--compare", "h200,b200")[1]

@@ -198,3 +198,39 @@ def test_a_recipe_without_a_kernel_on_hopper_is_refused_by_name_and_portable_und
     assert mm.plan(problem, "h200").backend == "portable"
     with pytest.raises(NotAvailable, match=r"backend hopper .*no kernel for recipe nvfp4a16"):
         mm.plan(problem, "h200", backend="hopper")
+
+
+def test_a_layer_alone_has_no_chain_and_no_tile_that_no_backend_has():
+    w = mm.ExpertWeights.quantize(
+        torch.randn(4, 256, 128).bfloat16(), torch.randn(4, 128, 128).bfloat16(), recipe="w8a8"
+    )
+    call = torch.randn(2, 128).bfloat16(), *mm.route(torch.randn(2, 4), mm.Router(4, 2))
+    with pytest.raises(mm.NotAvailable, match="the chain is for ranks"):
+        mm.MoE(w, 4, 2, mode="chain")(*call)
+    with pytest.raises(mm.NotAvailable, match="the chain is for ranks"):
+        mm.moe(*call, w, mode="chain")
+    with pytest.raises(mm.RangeError, match="block_m must be a power of two"):
+        mm.moe(*call, w, overrides={"block_m": 7})
+
+
+def test_an_empty_layer_lies_on_torchs_default_device():
+    with torch.device("meta"):
+        empty = mm.MoE.empty("w4a8", E, K, H, I)
+        assert mm.ExpertWeights.empty("w8a8", E, H, I).device.type == "meta"
+    assert empty.weights.device.type == "meta" and empty.stats.is_meta
+    assert mm.MoE.empty("w4a8", E, K, H, I).weights.device.type == "cpu"
+
+
+@pytest.mark.parametrize("how", ["never", "load", "refresh", "nothing"])
+def test_a_call_before_the_first_load_is_logged_once(how, caplog):
+    made, empty = mm.MoE(weights(), E, K), mm.MoE.empty("w4a8", E, K, H, I)
+    if how == "load":
+        empty.load_state_dict(made.state_dict())
+    elif how == "refresh":
+        empty.refresh(torch.randn(E, 2 * I, H), torch.randn(E, H, I))
+    elif how == "nothing":
+        empty.load_state_dict({}, strict=False)
+    for num in (10, 4):
+        empty(*tokens(num))
+    is_blank = how in ("never", "nothing")
+    assert caplog.text.count("called before any experts were loaded") == is_blank

@@ -170,3 +170,31 @@ def test_names_that_are_arguments_of_their_own_are_sent_there():
         ("block_m", 8),
         ("num_stages", 3),
     )
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"block_m": 7}, {"block_n": 24}, {"block_k": 4096}, {"num_warps": 3}, {"num_warps": 64},
+        {"kernel": "both"}, {"schedule": "any"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_the_reference_refuses_what_no_backend_takes(given):
+    with pytest.raises(RangeError, match=next(iter(given))):
+        plan(DECODE, "h200", backend="reference", **given)
+    for legal in ({"block_m": 64}, {"num_warps": 4}, {"schedule": "sorted"}, {"kernel": "gemm"}):
+        assert plan(DECODE, "h200", backend="reference", **legal).launches == ()
+
+
+def test_portable_refuses_warps_that_no_gpu_has():
+    with pytest.raises(RangeError, match="num_warps must be a power of two from 1 to 32; got 3"):
+        plan(DECODE, "h200", backend="portable", num_warps=3)
+
+
+@pytest.mark.parametrize("backend", ["hopper", "reference"])
+def test_one_rank_alone_has_no_chain(backend):
+    with pytest.raises(NotAvailable, match="the chain is for ranks"):
+        plan(DECODE, "h200", backend=backend, mode="chain")
+    ranks = replace(DECODE, num_experts=256, num_ranks=8)
+    assert plan(ranks, "h200", backend=backend, mode="chain").mode == "chain"

@@ -370,3 +370,9 @@ def test_decode_ahead_is_for_many_rows_and_says_its_chunk():
     tile = found.tile
     assert isinstance(tile, Gemm) and tile.decode_ahead == 64 and tile.decode_chunk == 4
     assert found.launch("l1").config.constants()["launch_cooperative_grid"]
+
+
+def test_a_plan_counts_its_ranks_in_words():
+    one, many = plan(replace(FLASH, num_ranks=1), "h200"), plan(FLASH, "h200")
+    assert "x 1 rank," in repr(one) and "a rank, 1 rank," in str(one)
+    assert f"x {FLASH.num_ranks} ranks," in repr(many)

@@ -1,6 +1,6 @@
 """vLLM: experts through `mm.MoE`, by vLLM's own plugin mechanism (docs/vllm.md).
 
-    pip install megamoe                                   # beside vLLM; nothing else to do
+    pip install /path/to/megamoe                          # beside vLLM; nothing else to do
     VLLM_PLUGINS= vllm serve ...                          # without any plugin, ours too
     vllm serve ... --additional-config '{"megamoe": {"mxfp4": "w4a8_block"}}'
 

