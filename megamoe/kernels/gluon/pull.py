@@ -46,7 +46,8 @@ from megamoe.kernels.gluon.pool import (
 from megamoe.kernels.gluon.tile_scheduler import (
     expert_rows,
     first_above,
-    schedule_window,
+    no_items,
+    schedule_wave,
 )
 
 DEST_UNIT = 16  # values: what L2 writes of a row begins at a multiple of them, of 16 bytes at least
@@ -101,10 +102,21 @@ def _rows_kernel(
     wave = number - RANKS * chunks - 1
     if wave >= 0:
         if CTAS:
-            schedule_window(
-                wave, here, begin, (l1_items, l1_n_tiles, l1_slabs, l1_ctas),
-                (l2_items, l2_n_tiles, l2_slabs, l2_ctas), l1_waves, span, CTAS, IS_DYNAMIC,
-            )  # fmt: skip
+            if tl.sum(here, 0) == 0:
+                if wave < l1_waves:
+                    no_items(l1_items, wave, l1_ctas, CTAS)
+                else:
+                    no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
+            elif wave < l1_waves:
+                schedule_wave(
+                    wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
+                    l1_waves, l1_ctas, span, CTAS, IS_DYNAMIC,
+                )  # fmt: skip
+            else:
+                schedule_wave(
+                    wave - l1_waves, here, begin, l2_items, (l2_n_tiles, l2_slabs),
+                    (l2_n_tiles, l2_slabs), 0, l2_ctas, span, CTAS, IS_DYNAMIC,
+                )  # fmt: skip
     elif wave == -1:
         write_tiles(here, begin, tiles, num_tiles, BLOCK)
         if IS_FIRST:

@@ -253,31 +253,6 @@ def no_items(items, wave, num_ctas, CTAS: tl.constexpr):
     tl.store(at + ITEM_READ, place * 0, mask=place < num_ctas)
 
 
-@triton.jit
-def schedule_window(
-    wave, count, row_begin, l1, l2, l1_waves, span, CTAS: tl.constexpr, IS_DYNAMIC: tl.constexpr
-):
-    """One program: the items of one wave of L1 or, from wave `l1_waves` on, of L2 on its own grid.
-
-    l1, l2  (items, num_n_tiles, slabs, num_ctas) of each linear; otherwise as `schedule_wave`
-    """
-    if tl.sum(count, 0) == 0:
-        if wave < l1_waves:
-            no_items(l1[0], wave, l1[3], CTAS)
-        else:
-            no_items(l2[0], wave - l1_waves, l2[3], CTAS)
-    elif wave < l1_waves:
-        schedule_wave(
-            wave, count, row_begin, l1[0], (l1[1], l1[2]), (l1[1], l1[2]), l1_waves, l1[3], span,
-            CTAS, IS_DYNAMIC,
-        )  # fmt: skip
-    else:
-        schedule_wave(
-            wave - l1_waves, count, row_begin, l2[0], (l2[1], l2[2]), (l2[1], l2[2]), 0, l2[3],
-            span, CTAS, IS_DYNAMIC,
-        )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=list(SIZES))
 def _schedule_kernel(
     counts, num_experts, items, l1_n_tiles, l1_slabs, l2_n_tiles, l2_slabs, l1_waves, wave_ctas,

@@ -27,7 +27,8 @@ from megamoe.kernels.gluon.pool import ROW_ALIGN, Pool
 from megamoe.kernels.gluon.tile_scheduler import (
     WorkItems,
     expert_rows,
-    schedule_window,
+    no_items,
+    schedule_wave,
 )
 from megamoe.planner.launches import Launch, Window
 
@@ -63,10 +64,21 @@ def _window_kernel(
             tl.store(window_rows + at, tl.where(is_here, row, -1), mask=inside)
     elif CTAS:
         wave = number - 1 - CHUNKS
-        schedule_window(
-            wave, here, begin, (l1_items, l1_n_tiles, l1_slabs, l1_ctas),
-            (l2_items, l2_n_tiles, l2_slabs, l2_ctas), l1_waves, span, CTAS, IS_DYNAMIC,
-        )  # fmt: skip
+        if tl.sum(here, 0) == 0:
+            if wave < l1_waves:
+                no_items(l1_items, wave, l1_ctas, CTAS)
+            else:
+                no_items(l2_items, wave - l1_waves, l2_ctas, CTAS)
+        elif wave < l1_waves:
+            schedule_wave(
+                wave, here, begin, l1_items, (l1_n_tiles, l1_slabs), (l1_n_tiles, l1_slabs),
+                l1_waves, l1_ctas, span, CTAS, IS_DYNAMIC,
+            )  # fmt: skip
+        else:
+            schedule_wave(
+                wave - l1_waves, here, begin, l2_items, (l2_n_tiles, l2_slabs),
+                (l2_n_tiles, l2_slabs), 0, l2_ctas, span, CTAS, IS_DYNAMIC,
+            )  # fmt: skip
 
 
 class Slots(NamedTuple):
