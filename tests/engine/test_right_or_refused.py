@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine.packed import from_picture, pictured
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -351,3 +352,26 @@ def test_what_is_refused_after_a_load_is_refused_in_every_call(monkeypatch):
     for _ in range(2):
         with pytest.raises(NotAvailable, match="no such experts"):
             layer(*tokens())
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+def test_images_in_place_of_others_are_refused(gpu):
+    layer = mm.MoE(weights(), E, K, mode="staged")
+    assert layer.weights.is_packed
+    image = layer.experts.w13_image
+    layer.experts.w13_image = image.clone()
+    with pytest.raises(NotAvailable, match="packed experts must be replaced by load_state_dict"):
+        layer(*tokens())
+    layer.experts.w13_image = image
+    assert torch.equal(layer(*tokens()), mm.moe(*tokens(), weights(), backend="reference"))
+
+
+def test_an_image_is_not_read_as_one_of_another_kind(gpu):
+    matrix = mm.MoE(weights(), E, K, mode="staged").weights.w13
+    kind, *rest = pictured(matrix)
+    assert from_picture([kind, *rest], matrix.held()) is matrix
+    other = "mx_image" if kind != "mx_image" else "placed_image"
+    with pytest.raises(RangeError, match=f"must be the {other} .* got {kind}"):
+        from_picture([other, *rest], matrix.held())
