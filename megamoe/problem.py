@@ -99,19 +99,8 @@ class Options:
         one_of(self.activation, tuple(OWN_CLAMP), "activation")
         one_of(self.weight_at, ("l1", "combine"), "weight_at")
         one_of(self.combine, ("bf16", "fp8"), "combine")
-        is_number = isinstance(self.clamp, Real) and not isinstance(self.clamp, bool)
-        require(
-            self.clamp is None or is_number,
-            "clamp must be a number, or None",
-            got=repr(self.clamp),
-            kind=DTypeError,
-        )
-        require(
-            self.clamp is None or self.clamp >= 0,
-            "clamp must not be negative, or None",
-            got=self.clamp,
-            kind=RangeError,
-        )
+        if self.clamp is not None:
+            object.__setattr__(self, "clamp", _clamp(self.clamp))
         require(
             isinstance(self.fast_math, bool),
             "fast_math must be True or False",
@@ -190,3 +179,11 @@ def check_touched(num_touched: int, num_tokens: int, num_experts: int, top_k: in
         got=num_touched,
         kind=RangeError,
     )
+
+
+def _clamp(clamp: float) -> float:
+    """A clamp that was given, as a number that is not negative."""
+    is_number = isinstance(clamp, Real) and not isinstance(clamp, bool)
+    require(is_number, "clamp must be a number, or None", got=repr(clamp), kind=DTypeError)
+    require(clamp >= 0, "clamp must not be negative, or None", got=clamp, kind=RangeError)
+    return float(clamp)
