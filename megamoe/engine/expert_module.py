@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +26,27 @@ class ExpertModule(nn.Module):
     tensors, unpacked, under the same names as on any other machine.
     """
 
+    alive: WeakSet[ExpertModule] = WeakSet()
+
     def __init__(self, weights: ExpertWeights) -> None:
         super().__init__()
         self.owns = False  # the caller's tensors, which others may hold too
         self.was_loaded = False  # since the layer last looked
         self.is_blank = False  # zeros of `MoE.empty`, into which nothing was loaded yet
         self.take(weights)
+        self.alive.add(self)
+
+    def require_own_memory(self) -> None:
+        """Refuse to write to experts that another layer has too: its results would change."""
+        mine = _storages(self)
+        for other in list(self.alive):
+            require(
+                other is self or not mine & _storages(other),
+                "experts that are written must belong to one layer",
+                got="another layer that was built from the same weights",
+                fix="build each layer from tensors of its own (weights.take copies experts)",
+                kind=NotAvailable,
+            )
 
     def take(self, weights: ExpertWeights) -> None:
         """Hold these experts from now on."""
@@ -178,6 +194,11 @@ class ExpertModule(nn.Module):
             f"{w.recipe}, {w.num_experts} of {w.hidden} x {w.intermediate}, {megabytes(w.nbytes)}"
             + (", packed" if w.is_packed else "")
         )
+
+
+def _storages(module: ExpertModule) -> set[int]:
+    """Where the memory of a module's tensors begins."""
+    return {t.untyped_storage().data_ptr() for t in module.buffers() if not t.is_meta and t.numel()}
 
 
 @contextmanager

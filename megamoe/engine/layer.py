@@ -566,7 +566,8 @@ class MoE(nn.Module):
         shared   True: of the shared experts
 
         Checked whole before anything is written: shapes, NaN, and values that would need another
-        kernel, which are refused. Tensors may lie anywhere; beside the layer one expert at a time
+        kernel, which are refused, as are experts that another layer has too. The memory is that of
+        the tensors that the layer was built from. Values may lie anywhere; beside the layer one expert at a time
         is in memory. The writes are on the current stream. Over a group all ranks call it, each for
         its own experts; what one refuses, all refuse.
         """
@@ -576,6 +577,7 @@ class MoE(nn.Module):
             module is not None, "the layer must have shared experts", got="none", kind=ShapeError
         )
         assert module is not None
+        module.require_own_memory()
         values = w13, w2, experts, b13, b2, gate_up
         if self._world is None:
             Refresh.of(module.weights, *values).apply(module.weights)

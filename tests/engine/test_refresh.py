@@ -324,3 +324,21 @@ def test_what_scales_alone_say_of_an_expert_is_true_of_its_values(recipe):
         if facts is not None:
             assert facts == pack.facts_of(w[expert : expert + 1])
             checkpoint.refuse_nan(w[expert : expert + 1], "w13")
+
+
+def test_experts_that_two_layers_have_are_not_written():
+    """The other's results would change; so would those of slices of the same experts."""
+    w13, w2 = torch.randn(4, 128, 64).bfloat16(), torch.randn(4, 64, 64).bfloat16()
+    w = mm.ExpertWeights.quantize(w13, w2, "w8a8")
+    one, other = mm.MoE(w, 4, 2), mm.MoE(w[:2], 2, 2)
+    before = {name: t.clone() for name, t in w.state_dict().items()}
+    for layer in (one, other):
+        with pytest.raises(mm.NotAvailable, match="must belong to one layer"):
+            layer.refresh(w13=2 * w13[: layer.weights.num_experts])
+    assert all(torch.equal(t, before[name]) for name, t in w.state_dict().items())
+    del other, layer
+    one.refresh(w13=2 * w13)
+    assert torch.equal(one.weights.w13.data, w.w13.data)  # what it was built from
+    apart = mm.MoE(w.take(range(4)), 4, 2)
+    apart.refresh(w13=w13)
+    one.refresh(w13=w13)
