@@ -6,7 +6,10 @@ cd "$(dirname "$0")/.."
 . scripts/setup.sh
 setup "[test]" torch numpy rich safetensors typer
 python=$("$PY" -c "import sys; print(sys.executable)")
-isolation=$(has "$PY" setuptools && echo --no-build-isolation || true)
+isolation=""    # setuptools that can build this is used as it is, an older one is not
+if "$python" -c "import setuptools as s; exit(int(s.__version__.split('.')[0]) < 77)" 2>/dev/null; then
+    isolation=--no-build-isolation
+fi
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 git ls-files -z README.md LICENSE pyproject.toml megamoe | xargs -0 cp --parents -t "$folder"

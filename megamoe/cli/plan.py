@@ -63,10 +63,10 @@ def command(
         layers = {"a preset": preset, "--hidden": hidden, "--intermediate": intermediate,
                   "--experts": experts, "--top-k": top_k, "--compare": compare, "--study": study,
                   "--cubins": cubins}  # fmt: skip
-        options = [name for name, value in layers.items() if value is not None]
+        others = [name for name, value in layers.items() if value is not None]
         require(
-            not options, "--gemm plans grouped GEMMs alone, without what describes a layer",
-            got=", ".join(options), fix="leave it out, or leave out --gemm", kind=RangeError,
+            not others, "--gemm plans grouped GEMMs alone, without what describes a layer",
+            got=", ".join(others), fix="leave it out, or leave out --gemm", kind=RangeError,
         )  # fmt: skip
         shapes = gemms_named([word.strip() for word in gemm.split(",")])
         of_gemm = of.overrides_from(overrides)

@@ -28,7 +28,7 @@ def refuse(values: dict[str, Values], held: dict[str, Values], experts: Sequence
     for name in names:
         for part, t in _parts(values[name]):
             for other, its, place in places:
-                if not _overlap(t, place):
+                if not overlap(t, place):
                     continue
                 is_there = is_run and (name, part) == (other, its) and t.dtype == place.dtype
                 require(
@@ -60,7 +60,7 @@ def refuse_shared(names: Sequence[str], held: dict[str, Values]) -> None:
 
 def _share(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share bytes; each expert's may lie beside the other's."""
-    if not _overlap(a, b):
+    if not overlap(a, b):
         return False
     if a.ndim == 0 or b.ndim == 0 or len(a) < 2 or len(b) < 2:
         return True
@@ -90,7 +90,7 @@ def _parts(t: Values) -> list[tuple[str, Tensor]]:
     return [(name, part) for name in names if (part := getattr(one, name)) is not None]
 
 
-def _overlap(a: Tensor, b: Tensor) -> bool:
+def overlap(a: Tensor, b: Tensor) -> bool:
     """Whether some byte may belong to both."""
     if a.device != b.device or a.is_meta or a.numel() == 0 or b.numel() == 0:
         return False

@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from operator import is_
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 
-from megamoe.engine import checkpoint
+from megamoe.engine import aliases, checkpoint
 from megamoe.engine.fingerprint import counted
 from megamoe.engine.packed import TENSORS, PackedMatrix
 from megamoe.engine.weights import ExpertWeights
@@ -26,7 +26,7 @@ class ExpertModule(nn.Module):
     tensors, unpacked, under the same names as on any other machine.
     """
 
-    alive: WeakSet[ExpertModule] = WeakSet()
+    alive: ClassVar[WeakSet[ExpertModule]] = WeakSet()
 
     def __init__(self, weights: ExpertWeights) -> None:
         super().__init__()
@@ -38,10 +38,11 @@ class ExpertModule(nn.Module):
 
     def require_own_memory(self) -> None:
         """Refuse to write to experts that another layer has too: its results would change."""
-        mine = _storages(self)
+        mine = self.each()
         for other in list(self.alive):
+            theirs = () if other is self else other.each()
             require(
-                other is self or not mine & _storages(other),
+                not any(aliases.overlap(a, b) for a in mine for b in theirs),
                 "experts that are written must belong to one layer",
                 got="another layer that was built from the same weights",
                 fix="build each layer from tensors of its own (weights.take copies experts)",
@@ -194,11 +195,6 @@ class ExpertModule(nn.Module):
             f"{w.recipe}, {w.num_experts} of {w.hidden} x {w.intermediate}, {megabytes(w.nbytes)}"
             + (", packed" if w.is_packed else "")
         )
-
-
-def _storages(module: ExpertModule) -> set[int]:
-    """Where the memory of a module's tensors begins."""
-    return {t.untyped_storage().data_ptr() for t in module.buffers() if not t.is_meta and t.numel()}
 
 
 @contextmanager

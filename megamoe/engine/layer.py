@@ -567,9 +567,9 @@ class MoE(nn.Module):
 
         Checked whole before anything is written: shapes, NaN, and values that would need another
         kernel, which are refused, as are experts that another layer has too. The memory is that of
-        the tensors that the layer was built from. Values may lie anywhere; beside the layer one expert at a time
-        is in memory. The writes are on the current stream. Over a group all ranks call it, each for
-        its own experts; what one refuses, all refuse.
+        the tensors that the layer was built from. Values may lie anywhere; beside the layer one
+        expert at a time is in memory. The writes are on the current stream. Over a group all ranks
+        call it, each for its own experts; what one refuses, all refuse.
         """
         self._renew()
         module = self.shared if shared else self.experts

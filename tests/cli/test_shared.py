@@ -7,8 +7,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from megamoe.cli import shared
 from megamoe.cli.shared import reason_table, whole_table, writable_folder, write_atomic
 from megamoe.errors import FileError
+from megamoe.hardware import Hardware
 
 WHY = "a reason that is long enough to need two lines on any terminal of eighty columns, and more"
 ROWS = [("block_m", "128", WHY), ("staged_tile", "x" * 60, "short"), ("mode", "[bold]", "")]
@@ -85,3 +87,15 @@ def _umask():
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def test_bars_leave_nothing_in_a_pipe(capsys):
+    """An error after them is the first line there."""
+    with shared.Bars(quiet=False) as bars:
+        bars("cells", 1, 2)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_gpu_on_which_nothing_ran_is_named_and_no_cpu():
+    assert shared.untested(Hardware.named("h20")).startswith("NVIDIA H20: never run on it by us")
+    assert shared.untested(Hardware.named("h200")) == ""

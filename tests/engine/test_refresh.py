@@ -335,10 +335,12 @@ def test_experts_that_two_layers_have_are_not_written():
     for layer in (one, other):
         with pytest.raises(mm.NotAvailable, match="must belong to one layer"):
             layer.refresh(w13=2 * w13[: layer.weights.num_experts])
-    assert all(torch.equal(t, before[name]) for name, t in w.state_dict().items())
+    bits = {name: (t.view(torch.uint8), before[name].view(torch.uint8))
+            for name, t in w.state_dict().items()}  # fmt: skip
+    assert all(torch.equal(*pair) for pair in bits.values())
     del other, layer
     one.refresh(w13=2 * w13)
-    assert torch.equal(one.weights.w13.data, w.w13.data)  # what it was built from
+    assert one.weights.w13.data.data_ptr() == w.w13.data.data_ptr()  # what it was built from
     apart = mm.MoE(w.take(range(4)), 4, 2)
     apart.refresh(w13=w13)
     one.refresh(w13=w13)
