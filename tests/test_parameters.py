@@ -78,11 +78,6 @@ def test_kernels_are_launched_by_keyword():
 BY_POSITION = {
     ("cli/bench_more.py", "Table"), ("cli/bench_more.py", "table.add_row"),
     ("compat/deep_gemm/buffer.py", "SymmBuffer"),
-    ("engine/blackwell.py", "rows"),
-    ("engine/chain.py", "_Ranked"),
-    ("engine/fused.py", "Tokens"),
-    ("engine/group_graphs.py", "cls"),
-    ("engine/hopper.py", "run_pass"),
     ("engine/layer.py", "Parts"),
     ("engine/loader.py", "Picked"),
     ("engine/weights.py", "checkpoint.extras"),
