@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
-from megamoe.errors import RangeError, ShapeError, one_of, require
+from megamoe.errors import DTypeError, RangeError, ShapeError, one_of, require
 
 # The names of the numerics contract; `formats/spec.py` says what each one means.
 RECIPES = ("bf16", "w8a8", "w4a16", "w4a8", "w4a8_block", "w4a4", "nvfp4", "nvfp4a16")
@@ -110,11 +111,17 @@ class Options:
         one_of(self.activation, tuple(OWN_CLAMP), "activation")
         one_of(self.weight_at, ("l1", "combine"), "weight_at")
         one_of(self.combine, ("bf16", "fp8"), "combine")
+        if self.clamp is None:
+            return
         require(
-            self.clamp is None or self.clamp >= 0,
-            "clamp must not be negative, or None",
-            got=self.clamp,
-            kind=RangeError,
+            isinstance(self.clamp, Real) and not isinstance(self.clamp, bool),
+            "clamp must be a number, or None",
+            got=repr(self.clamp),
+            kind=DTypeError,
+        )
+        object.__setattr__(self, "clamp", float(self.clamp))
+        require(
+            self.clamp >= 0, "clamp must not be negative, or None", got=self.clamp, kind=RangeError
         )
 
     @property

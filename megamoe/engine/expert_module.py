@@ -119,10 +119,11 @@ class ExpertModule(nn.Module):
         if not self.owns:
             for key in self._names:
                 self._buffers[key] = self.get_buffer(key).clone()
-            self.owns = True
         mine = self._as_held(state_dict, prefix)
         self._weights, self._of_buffers = None, ()  # load_state_dict(assign=True) replaces tensors
         super()._load_from_state_dict(mine, prefix, local_metadata, *args)
+        # What is assigned are the caller's tensors: the next load may not write to them.
+        self.owns = not local_metadata.get("assign_to_params_buffers", False)
 
     def _as_held(self, state_dict: Any, prefix: str) -> dict[str, Any]:
         """This module's tensors of a state_dict, in its dtypes; refuses other ones, and NaN."""
@@ -166,7 +167,7 @@ class ExpertModule(nn.Module):
         except BaseException:
             self.take(before)
             raise
-        self.owns = True
+        self.owns = not is_assigned
         self.take(loaded)
 
     def extra_repr(self) -> str:

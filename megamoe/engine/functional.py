@@ -347,6 +347,8 @@ def _check_x(x: Tensor | Quantized, weights: ExpertWeights) -> None:
             got=None if x.global_scale is None else tuple(x.global_scale.shape),
             kind=ShapeError,
         )
+        for part in x.tensors().values():
+            _check_no_grad("x", part)
     else:
         require(
             isinstance(x, Tensor),

@@ -700,10 +700,22 @@ class MoE(nn.Module):
         modules = [one for one in (self.experts, self.shared) if one is not None]
         for one in modules:
             one.look()
-        if not any(one.was_loaded for one in modules):
+        loaded = [one for one in modules if one.was_loaded]
+        if not loaded:
             return
-        for one in modules:
+        for one in loaded:
             one.was_loaded = False
+        try:
+            self._follow()
+        except BaseException:
+            for one in loaded:
+                one.was_loaded = True  # the next call may not go on with half of it
+            raise
+        for one in loaded:
+            one.owns |= one.last.is_packed  # the images are of what was loaded
+
+    def _follow(self) -> None:
+        """Make what goes with other experts."""
         device = self.weights.device
         if self.stats.device != device:
             self.stats = torch.zeros(self.stats.shape, dtype=torch.int64, device=device)

@@ -412,6 +412,18 @@ def from_picture(picture: list[Any], tensors: dict[str, Tensor]) -> PackedMatrix
     known = _BY_IMAGE.get((data.data_ptr(), len(data), kind))
     if known is not None and known.device == data.device:
         return known
+    others = [
+        one.kind
+        for (address, num, _), one in list(_BY_IMAGE.items())
+        if (address, num) == (data.data_ptr(), len(data)) and one.device == data.device
+    ]
+    require(
+        not others,
+        f"an image must be the {kind} that its call was made for",
+        got=" and ".join(others),
+        fix="compile the layer again after its experts were replaced",
+        kind=RangeError,
+    )
     image = Packed(kind, *(tensors.get(name) for name in TENSORS), *how)  # type: ignore[arg-type]
     return PackedMatrix(image, format, Aside(len(image.data), Facts(*facts)), global_ndim)
 

@@ -60,18 +60,32 @@ def gate_of(module: nn.Module) -> Gate:
 
 
 class Asked:
-    """The attributes of a module that its gate may read, as they were when it was asked."""
+    """What a module's gate was found to be, and the attributes that it may have read."""
 
     def __init__(self, module: nn.Module) -> None:
-        self._values = _attributes(module)
+        self._gate, self._values = _form(module), _attributes(module)
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether they are the same objects or numbers, and no tensor of them was written to."""
-        now = _attributes(module)
-        return now.keys() == self._values.keys() and all(
-            (a is b or (isinstance(a, PLAIN) and type(a) is type(b) and a == b)) and v == w
-            for (a, v), (b, w) in zip(now.values(), self._values.values(), strict=True)
-        )
+        """Whether the gate is the same; it is asked again where an attribute is another one."""
+        now, before = _attributes(module), self._values
+        if now.keys() == before.keys() and all(map(_is_same, now.values(), before.values())):
+            return True
+        is_same = _form(module) == self._gate
+        if is_same:
+            self._values = now
+        return is_same
+
+
+def _form(module: nn.Module) -> tuple[Gate, bool]:
+    """The gate, and whether weights are transposed."""
+    return gate_of(module), bool(getattr(module, "is_transposed", False))
+
+
+def _is_same(one: tuple[Any, int], other: tuple[Any, int]) -> bool:
+    """Whether an attribute is the same object, not written to, or an equal number or text."""
+    (a, version), (b, before) = one, other
+    is_equal = isinstance(a, PLAIN) and type(a) is type(b) and a == b
+    return version == before and (a is b or is_equal)
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, int]]:

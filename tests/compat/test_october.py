@@ -568,3 +568,22 @@ def test_fp4_tokens_that_are_not_finite_stay_so():
     )  # fmt: skip
     y = case.run(buffer)
     assert y.isnan().any(dim=1).tolist() == [False, True, True, False, False]
+
+
+def test_ids_that_are_no_integers_are_refused():
+    case = Case("fp8xfp4", 5)
+    buffer = case.buffer()
+    with pytest.raises(DTypeError, match="topk_idx must be int32 or int64"):
+        deep_gemm.mega_moe_pre_dispatch(
+            case.x, case.idx.float(), case.weight, buffer.x, buffer.x_sf, buffer.topk_idx,
+            buffer.topk_weights, 5,
+        )  # fmt: skip
+
+
+def test_shared_experts_are_bf16_under_autocast():
+    case, rng = Case("bf16xbf16", 3), torch.Generator().manual_seed(7)
+    plain = (torch.randn(shape, generator=rng).bfloat16() for shape in ((2 * I, H), (H, I)))
+    l1, l2 = deep_gemm.transform_weights_for_mega_moe(*plain)
+    wanted = shared_rows(l1, l2, case.x, I, mm.Options())
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert torch.equal(shared_rows(l1, l2, case.x, I, mm.Options()), wanted)

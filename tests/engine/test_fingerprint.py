@@ -87,6 +87,7 @@ def test_a_layers_buffers_are_counted_wherever_they_come_from():
     assert not any(t.is_inference() for t in layer.weights.state_dict().values())
     held = {t.data_ptr() for t in layer.weights.state_dict().values()}
     assert held == {t.data_ptr() for t in layer.experts.buffers()}
+    layer.load_state_dict(tensors)  # beside what was assigned, which is the caller's
     version = layer.weights.w13.data._version
     layer.load_state_dict(tensors)
     assert layer.weights.w13.data._version > version

@@ -3,10 +3,12 @@
 import io
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 import megamoe as mm
+from megamoe.engine.packed import from_picture, pictured
 from megamoe.errors import (
     CapacityError,
     DTypeError,
@@ -308,3 +310,68 @@ def test_a_layer_may_be_unpickled_on_another_device():
     assert again._at == "meta"
     again.load_state_dict(layer.state_dict(), assign=True)
     assert torch.equal(again(*tokens()), layer(*tokens()))
+
+
+def test_a_load_after_an_assignment_leaves_the_callers_tensors():
+    one, two = mm.MoE(dense(seed=0), E, K), mm.MoE(dense(seed=1), E, K)
+    wanted = two(*tokens())
+    one.load_state_dict(two.state_dict(), assign=True)
+    assert torch.equal(one(*tokens()), wanted)
+    one.load_state_dict(mm.MoE(dense(seed=2), E, K).state_dict())
+    assert torch.equal(two(*tokens()), wanted) and not torch.equal(one(*tokens()), wanted)
+
+
+# -- arguments -------------------------------------------------------------------------------------
+
+
+def test_quantised_tokens_get_no_gradient_silently():
+    x, idx, weight = tokens()
+    ready = mm.quantize(x.float().requires_grad_(), "bf16")
+    for call in (mm.MoE(dense(), E, K), lambda *args: mm.moe(*args, dense())):
+        with pytest.raises(NotAvailable, match="x must not require grad"):
+            call(ready, idx, weight)
+
+
+def test_a_clamp_is_a_number():
+    for bad in (True, "3", torch.tensor(3.0)):
+        with pytest.raises(DTypeError, match="clamp must be a number"):
+            mm.moe(*tokens(), dense(), clamp=bad)
+    wanted = mm.moe(*tokens(), dense(), clamp=0.5)
+    layer = mm.MoE(dense(), E, K, clamp=np.float32(0.5))
+    assert torch.equal(layer(*tokens()), wanted)
+
+
+def test_what_is_refused_after_a_load_is_refused_in_every_call(monkeypatch):
+    layer = mm.MoE(dense(), E, K)
+
+    def refuse():
+        raise NotAvailable("no such experts")
+
+    monkeypatch.setattr(layer, "_refresh", refuse)
+    layer.load_state_dict(layer.state_dict())
+    for _ in range(2):
+        with pytest.raises(NotAvailable, match="no such experts"):
+            layer(*tokens())
+
+
+# -- images ----------------------------------------------------------------------------------------
+
+
+def test_images_in_place_of_others_are_refused(gpu):
+    layer = mm.MoE(weights(), E, K, mode="staged")
+    assert layer.weights.is_packed
+    image = layer.experts.w13_image
+    layer.experts.w13_image = image.clone()
+    with pytest.raises(NotAvailable, match="packed experts must be replaced by load_state_dict"):
+        layer(*tokens())
+    layer.experts.w13_image = image
+    assert torch.equal(layer(*tokens()), mm.moe(*tokens(), weights(), backend="reference"))
+
+
+def test_an_image_is_not_read_as_one_of_another_kind(gpu):
+    matrix = mm.MoE(weights(), E, K, mode="staged").weights.w13
+    kind, *rest = pictured(matrix)
+    assert from_picture([kind, *rest], matrix.held()) is matrix
+    other = "mx_image" if kind != "mx_image" else "placed_image"
+    with pytest.raises(RangeError, match=f"must be the {other} .* got {kind}"):
+        from_picture([other, *rest], matrix.held())

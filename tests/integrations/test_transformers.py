@@ -279,8 +279,16 @@ def test_clamps_are_found_wherever_they_are():
         ours.gate_of(Stub(hidden_clamp, most=30.0))
 
 
+def count_layers(monkeypatch):
+    made, make = [], ours.make_layer
+    monkeypatch.setattr(
+        ours, "make_layer", lambda *args, **how: made.append(1) or make(*args, **how)
+    )
+    return made
+
+
 @pytest.mark.parametrize("is_taken", [False, True])
-def test_another_gate_than_at_the_first_call_is_seen(is_taken):
+def test_another_gate_than_at_the_first_call_is_seen(is_taken, monkeypatch):
     module, forward = experts(model("qwen3"))[0], ours.experts_forward()
     module.gate_up_proj.data.normal_()
     module.bfloat16()
@@ -289,10 +297,15 @@ def test_another_gate_than_at_the_first_call_is_seen(is_taken):
         ours.Implementation(None, "auto").take(module, 2)
     module.act_fn = torch.nn.GELU()
     if is_taken:
-        with pytest.raises(NotAvailable, match="run as they were taken; got another gate"):
-            call(forward, module)
+        for _ in range(2):
+            with pytest.raises(NotAvailable, match="run as they were taken; got another gate"):
+                call(forward, module)
         return
     assert torch.equal(call(forward, module), call(ours.experts_forward(), module))
+    made = count_layers(monkeypatch)
+    for module.num_calls in range(3):  # nothing that a gate reads
+        call(forward, module)
+    assert not made
     module.act_fn = torch.nn.Mish()
     with pytest.raises(NotAvailable, match="must be one of swiglu"):
         call(forward, module)

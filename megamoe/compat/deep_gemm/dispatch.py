@@ -109,6 +109,12 @@ def _check_tokens(
 ) -> None:
     require(x.dtype == torch.bfloat16, "x must be bfloat16", got=x.dtype, kind=DTypeError)
     require(
+        topk_idx.dtype in (torch.int32, torch.int64) and topk_weights.is_floating_point(),
+        "topk_idx must be int32 or int64, and topk_weights float",
+        got=f"{topk_idx.dtype} and {topk_weights.dtype}",
+        kind=DTypeError,
+    )
+    require(
         x.ndim == 2 and num == x.shape[0] <= buf_x.shape[0],
         f"x must be [num_tokens, hidden] with at most {buf_x.shape[0]} tokens",
         got=f"{tuple(x.shape)} and num_tokens {num}",

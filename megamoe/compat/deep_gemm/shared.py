@@ -39,11 +39,12 @@ def shared_rows(
     """
     experts = _prepared(l1, l2, width)
     tokens = (x if isinstance(x, Tensor) else dequantize(x)).bfloat16()
-    gate, up = (tokens @ experts.w13.mT).float().chunk(2, dim=1)
-    acts = gated(options.activation, options.clamp, gate, up)
-    if not isinstance(x, Tensor):
-        acts = dequantize(quantize(acts, x.format))
-    return (acts.bfloat16() @ experts.w2.mT).float()
+    with torch.autocast(tokens.device.type, enabled=False):  # the products are BF16's
+        gate, up = (tokens @ experts.w13.mT).float().chunk(2, dim=1)
+        acts = gated(options.activation, options.clamp, gate, up)
+        if not isinstance(x, Tensor):
+            acts = dequantize(quantize(acts, x.format))
+        return (acts.bfloat16() @ experts.w2.mT).float()
 
 
 def _prepared(l1: Weights, l2: Weights, width: int) -> _Prepared:
