@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up
 from megamoe.planner import hopper
+from megamoe.planner.backends import reasons_on
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.modes import auto_over_group
@@ -74,13 +75,28 @@ def bucket_of(num_tokens: int, max_tokens: int) -> int:
     return min(bucket, max_tokens)
 
 
-def planned_bound(call: CallSpec, overrides: Mapping[str, Value], max_tokens: int) -> int:
-    """The bound that a call of a layer is planned for, where its ranks pass `max_tokens`.
+def size_of(sizes: Sequence[UpTo], bound: int) -> UpTo:
+    """The size of a call with this bound: the first that holds it, or the largest.
+
+    >>> size_of((UpTo(120, "fused", ""), UpTo(4096, "chain", "")), 121).mode
+    'chain'
+    """
+    return next((one for one in sizes if bound <= one.tokens), sizes[-1])
+
+
+def planned_call(
+    call: CallSpec, arch: str, overrides: Mapping[str, Value], max_tokens: int
+) -> CallSpec:
+    """The call as a layer plans it where its ranks pass `max_tokens`: with a bucket's bound.
 
     call  with the layer's own bound
     """
     mode, most = overrides.get("mode", "auto"), call.max_tokens or 0
-    if mode == "staged" or (mode == "fused" and hopper.passes_of(call)[0] > 1):
-        return most
-    sizes = [one.tokens for one in group_modes(call, overrides)] if mode == "auto" else [most]
-    return bucket_of(max_tokens, next((edge for edge in sizes if max_tokens <= edge), most))
+    if not call.is_group or not most or mode == "staged":
+        return call
+    if mode != "chain" and reasons_on(arch)["hopper"]:
+        return call  # fused calls of Blackwell have the layer's bound, staged ones none
+    if mode == "fused" and hopper.passes_of(call)[0] > 1:
+        return call
+    edge = size_of(group_modes(call, overrides), max_tokens).tokens if mode == "auto" else most
+    return replace(call, max_tokens=bucket_of(max_tokens, edge))
