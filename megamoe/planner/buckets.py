@@ -33,12 +33,12 @@ def group_modes(call: CallSpec, overrides: Mapping[str, Value]) -> tuple[UpTo, .
     >>> [found[:2] for found in group_modes(CallSpec(flash, max_tokens=4096), {})]
     [(120, 'fused'), (4096, 'chain')]
     """
-    p, most = call.problem, call.max_tokens or 0
+    p, max_tokens = call.problem, call.max_tokens or 0
     edge = hopper.tokens_of_a_launch(
-        p.recipe, most, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
+        p.recipe, max_tokens, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
     )
     modes: list[UpTo] = []
-    for bound in sorted({min(edge, most) or most, most}):
+    for bound in sorted({min(edge, max_tokens) or max_tokens, max_tokens}):
         here = replace(call, problem=replace(p, num_tokens=min(bound, 1)), max_tokens=bound)
         mode, why = auto_over_group(here, hopper.why_not_fused(here, overrides))
         if modes and modes[-1].mode == mode:
@@ -55,13 +55,13 @@ def quantized_mode(call: CallSpec, overrides: Mapping[str, Value]) -> UpTo | Non
     >>> quantized_mode(CallSpec(flash, max_tokens=64), {})[:2]
     (64, 'chain')
     """
-    p, most = call.problem, call.max_tokens or 0
+    p, max_tokens = call.problem, call.max_tokens or 0
     if recipe_named(p.recipe).acts.name == "bf16":
         return None
-    small = replace(p, num_tokens=min(p.num_tokens, most, 1))
+    small = replace(p, num_tokens=min(p.num_tokens, max_tokens, 1))
     here = replace(call, problem=small, is_quantized=True)
     mode, why = auto_over_group(here, hopper.why_not_fused(here, overrides))
-    return UpTo(most, mode, why)
+    return UpTo(max_tokens, mode, why)
 
 
 def bucket_of(num_tokens: int, max_tokens: int) -> int:
@@ -91,12 +91,12 @@ def planned_call(
 
     call  with the layer's own bound
     """
-    mode, most = overrides.get("mode", "auto"), call.max_tokens or 0
-    if not call.is_group or not most or mode == "staged":
+    mode, largest = overrides.get("mode", "auto"), call.max_tokens or 0
+    if not call.is_group or not largest or mode == "staged":
         return call
     if mode != "chain" and reasons_on(arch)["hopper"]:
         return call  # fused calls of Blackwell have the layer's bound, staged ones none
     if mode == "fused" and hopper.passes_of(call)[0] > 1:
         return call
-    edge = size_of(group_modes(call, overrides), max_tokens).tokens if mode == "auto" else most
+    edge = size_of(group_modes(call, overrides), max_tokens).tokens if mode == "auto" else largest
     return replace(call, max_tokens=bucket_of(max_tokens, edge))
