@@ -22,7 +22,7 @@ from megamoe.engine.weights import ExpertWeights
 from megamoe.errors import NotAvailable, require
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up, ceil_div
-from megamoe.planner.launches import Launch, Mega
+from megamoe.planner.launches import GemmSwapAb, Launch, Mega
 from megamoe.planner.tables.hopper import WIDTH
 from megamoe.problem import Problem
 from megamoe.trace.stamps import Recording, events_of, first_ns, since
@@ -122,6 +122,7 @@ class _Call:
             block_n=rows,
             block_k=tile.block_k,
             num_stages=tile.num_stages,
+            tile=tile if isinstance(tile, GemmSwapAb) else None,
             num_n_tiles=(ceil_div(acts, rows // 2), ceil_div(shape.hidden, rows)),
             num_ctas=len(stamps),
             events=events_of(stamps),

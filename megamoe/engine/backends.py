@@ -1,6 +1,6 @@
 """Backends: what is installed and works here, and why not. `auto` is the first row that works.
 
-Which architecture a backend runs on is the planner's rule (`planner.plan.reasons_on`).
+Which architecture a backend runs on is the planner's rule (`planner.backends`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from megamoe import __version__
 from megamoe.engine import certified
 from megamoe.errors import DeviceError, require
+from megamoe.planner.backends import reasons_on as why_not_on
 from megamoe.planner.plan import OPT_IN, choose_backend
-from megamoe.planner.plan import reasons_on as why_not_on
 from megamoe.tested import gpu_warning, triton_warning
 
 

@@ -13,7 +13,8 @@ import torch
 
 from megamoe import __version__, certificate
 from megamoe.certificate import Certificate, Machine
-from megamoe.planner.plan import OPT_IN, reasons_on
+from megamoe.planner.backends import reasons_on
+from megamoe.planner.plan import OPT_IN
 
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 

@@ -27,7 +27,7 @@ from megamoe.errors import (
     MegaMoETimeout,
     RankError,
 )
-from megamoe.planner.buckets import UpTo
+from megamoe.planner.buckets import UpTo, size_of
 from megamoe.planner.modes import WITHOUT_HOST
 from megamoe.planner.plan import Plan
 
@@ -122,10 +122,10 @@ class GroupCalls:
     def pick(self, max_tokens: int | None, *, is_quantized: bool = False) -> Picked:
         """Who makes a call with this bound, which all ranks pass."""
         bound = self.checked(max_tokens)
-        is_fused = self.fused is not None and bound <= self.fused.num_tokens
-        if is_quantized and self.quantized is not None:
-            is_fused = False  # no fused launch takes them
-        calls = self.fused if is_fused else self.chain
+        calls: FusedGroup | ChainGroup | None = self.chain
+        if not (is_quantized and self.quantized is not None):  # no fused launch takes those
+            is_fused = size_of(self.sizes, bound).mode == "fused"
+            calls = self.fused if is_fused else self.chain
         if calls is None:
             return Picked(None, bound)
         return Picked(calls, calls.bucket(bound))

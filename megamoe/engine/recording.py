@@ -42,7 +42,7 @@ from megamoe.kernels.gluon import compiler_hooks
 from megamoe.kernels.gluon.mega.arguments import World
 from megamoe.kernels.hopper.weights import pack
 from megamoe.planner import chain as chain_plan
-from megamoe.planner.buckets import bucket_of, planned_bound
+from megamoe.planner.buckets import bucket_of, planned_call
 from megamoe.planner.call import CallSpec, SharedSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.copies import around
@@ -138,9 +138,7 @@ class LayerSpec:
             max_tokens=self.max_tokens if self.num_ranks > 1 else None, has_bias=self.has_bias,
         )  # fmt: skip
         overrides = checked(dict(self.overrides))
-        has_buckets = self.hardware.arch == "sm_90a" or dict(overrides).get("mode") == "chain"
-        if call.is_group and call.max_tokens and has_buckets:
-            call = replace(call, max_tokens=planned_bound(call, dict(overrides), num_tokens))
+        call = planned_call(call, self.hardware.arch, dict(overrides), num_tokens)
         return plan_call(call, self.hardware, overrides)
 
 

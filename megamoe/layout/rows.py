@@ -11,6 +11,7 @@ _SCALE_BYTES = {Scale.NONE: 0, Scale.E8M0: 1, Scale.E4M3: 1, Scale.FP32: 4}
 def row_bytes(width: int, fmt: Format) -> int:
     """Bytes of one stored row of values, a multiple of 16 so that TMA may copy it (A055).
 
+    >>> from megamoe.formats.spec import BF16
     >>> row_bytes(100, BF16)
     208
     """
@@ -20,7 +21,7 @@ def row_bytes(width: int, fmt: Format) -> int:
 def scale_words(width: int, fmt: Format) -> int:
     """32-bit words of one row's scales: four E8M0 or E4M3 bytes, or one FP32, a word.
 
-    >>> from megamoe.formats.spec import MXFP8, NVFP4, FP8_1X128
+    >>> from megamoe.formats.spec import BF16, FP8_1X128, MXFP8, NVFP4
     >>> [scale_words(7168, f) for f in (MXFP8, NVFP4, FP8_1X128, BF16)]
     [56, 112, 56, 0]
     """

@@ -121,10 +121,10 @@ def tile_of(recipe: str, shape: Shape, num_ctas: int = 1) -> GemmTmem:
 def max_stages(recipe: str, tile: GemmTmem) -> int:
     """Stages that fit into shared memory, and their scales into tensor memory."""
     sums = shared_memory(recipe, tile)
-    most = min((sums.limit - sums.fixed_bytes) // sums.stage_bytes, tables.MAX_STAGES)
-    while most and tmem_columns(recipe, replace(tile, num_stages=most)) > tables.TMEM_COLUMNS:
-        most -= 1
-    return most
+    stages = min((sums.limit - sums.fixed_bytes) // sums.stage_bytes, tables.MAX_STAGES)
+    while stages and tmem_columns(recipe, replace(tile, num_stages=stages)) > tables.TMEM_COLUMNS:
+        stages -= 1
+    return stages
 
 
 def shipped(recipe: str) -> list[GemmTmem]:
@@ -250,8 +250,9 @@ def staged_pass(sizes: Sizes, tile: GemmTmem, num_sms: int, why: str, experts: s
         if is_counted:
             launches += count_and_scan(chunks, sizes.num_experts, permute_tables.CHUNK, max_experts)
         place = Place(
-            block_m=tile.block_m, chunk=permute_tables.CHUNK, look=permute_tables.COUNT_CHUNK,
-            is_counted=is_counted, max_experts=max_experts, max_ctas=0, is_dynamic=False,
+            block_m=tile.block_m, chunk=permute_tables.CHUNK,
+            count_chunk=permute_tables.COUNT_CHUNK, is_counted=is_counted,
+            max_experts=max_experts, max_ctas=0, is_dynamic=False,
             num_warps=permute_tables.PLACE_WARPS[sizes.num_shared > 0], row_align=tile.block_m,
             is_sorted=tile.schedule == "sorted",
         )  # fmt: skip

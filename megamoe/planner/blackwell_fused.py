@@ -38,8 +38,8 @@ def shared_memory(recipe: str, tile: GemmTmem, routing: int) -> SharedMemory:
 def as_fused(recipe: str, tile: GemmTmem, routing: int = 0) -> tuple[GemmTmem | None, str]:
     """(the tile of a fused launch, "") or (None, why only launches of their own hold it)."""
     limit = tables.FUSED[recipe]
-    if tile.block_m > limit.most:
-        return None, f"up to {limit.most} tokens a tile: {limit.why}"
+    if tile.block_m > limit.block_m:
+        return None, f"up to {limit.block_m} tokens a tile: {limit.why}"
     fitted = replace(
         tile,
         num_sums=tile.num_sums if numerics("blackwell", recipe).promotion else GROUPS,
@@ -149,7 +149,7 @@ def fused_launch(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -
         each=each,
         tile=tile,
         why=why,
-        most_rows=rows,
+        max_rows=rows,
         num_sms=num_sms,
         overrides=overrides,
         align=align,

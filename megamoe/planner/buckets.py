@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from megamoe.formats.spec import recipe_named
 from megamoe.layout.regions import align_up
 from megamoe.planner import hopper
+from megamoe.planner.backends import reasons_on
 from megamoe.planner.call import CallSpec
 from megamoe.planner.choice import Value
 from megamoe.planner.modes import auto_over_group
@@ -32,12 +33,12 @@ def group_modes(call: CallSpec, overrides: Mapping[str, Value]) -> tuple[UpTo, .
     >>> [found[:2] for found in group_modes(CallSpec(flash, max_tokens=4096), {})]
     [(120, 'fused'), (4096, 'chain')]
     """
-    p, most = call.problem, call.max_tokens or 0
+    p, max_tokens = call.problem, call.max_tokens or 0
     edge = hopper.tokens_of_a_launch(
-        p.recipe, most, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
+        p.recipe, max_tokens, p.num_ranks * p.top_k, p.num_experts, fits_e4m3=call.fits_e4m3
     )
     modes: list[UpTo] = []
-    for bound in sorted({min(edge, most) or most, most}):
+    for bound in sorted({min(edge, max_tokens) or max_tokens, max_tokens}):
         here = replace(call, problem=replace(p, num_tokens=min(bound, 1)), max_tokens=bound)
         mode, why = auto_over_group(here, hopper.why_not_fused(here, overrides))
         if modes and modes[-1].mode == mode:
@@ -54,13 +55,13 @@ def quantized_mode(call: CallSpec, overrides: Mapping[str, Value]) -> UpTo | Non
     >>> quantized_mode(CallSpec(flash, max_tokens=64), {})[:2]
     (64, 'chain')
     """
-    p, most = call.problem, call.max_tokens or 0
+    p, max_tokens = call.problem, call.max_tokens or 0
     if recipe_named(p.recipe).acts.name == "bf16":
         return None
-    small = replace(p, num_tokens=min(p.num_tokens, most, 1))
+    small = replace(p, num_tokens=min(p.num_tokens, max_tokens, 1))
     here = replace(call, problem=small, is_quantized=True)
     mode, why = auto_over_group(here, hopper.why_not_fused(here, overrides))
-    return UpTo(most, mode, why)
+    return UpTo(max_tokens, mode, why)
 
 
 def bucket_of(num_tokens: int, max_tokens: int) -> int:
@@ -74,13 +75,28 @@ def bucket_of(num_tokens: int, max_tokens: int) -> int:
     return min(bucket, max_tokens)
 
 
-def planned_bound(call: CallSpec, overrides: Mapping[str, Value], max_tokens: int) -> int:
-    """The bound that a call of a layer is planned for, where its ranks pass `max_tokens`.
+def size_of(sizes: Sequence[UpTo], bound: int) -> UpTo:
+    """The size of a call with this bound: the first that holds it, or the largest.
+
+    >>> size_of((UpTo(120, "fused", ""), UpTo(4096, "chain", "")), 121).mode
+    'chain'
+    """
+    return next((one for one in sizes if bound <= one.tokens), sizes[-1])
+
+
+def planned_call(
+    call: CallSpec, arch: str, overrides: Mapping[str, Value], max_tokens: int
+) -> CallSpec:
+    """The call as a layer plans it where its ranks pass `max_tokens`: with a bucket's bound.
 
     call  with the layer's own bound
     """
-    mode, most = overrides.get("mode", "auto"), call.max_tokens or 0
-    if mode == "staged" or (mode == "fused" and hopper.passes_of(call)[0] > 1):
-        return most
-    sizes = [one.tokens for one in group_modes(call, overrides)] if mode == "auto" else [most]
-    return bucket_of(max_tokens, next((edge for edge in sizes if max_tokens <= edge), most))
+    mode, largest = overrides.get("mode", "auto"), call.max_tokens or 0
+    if not call.is_group or not largest or mode == "staged":
+        return call
+    if mode != "chain" and reasons_on(arch)["hopper"]:
+        return call  # fused calls of Blackwell have the layer's bound, staged ones none
+    if mode == "fused" and hopper.passes_of(call)[0] > 1:
+        return call
+    edge = size_of(group_modes(call, overrides), max_tokens).tokens if mode == "auto" else largest
+    return replace(call, max_tokens=bucket_of(max_tokens, edge))

@@ -270,17 +270,17 @@ def windows(
     call: CallSpec, tile: Tile | GemmTmem, overrides: Mapping[str, Value]
 ) -> tuple[int, int]:
     """(rows of the pool, passes): `pool_rows` bounds the pool, and more rows run in passes."""
-    most, wanted, align = max_rows(call, tile), overrides.get("pool_rows"), row_align(tile)
+    num_rows, wanted, align = max_rows(call, tile), overrides.get("pool_rows"), row_align(tile)
     if wanted is None:
-        return most, 1
+        return num_rows, 1
     assert isinstance(wanted, int)
-    rows = min(wanted // align * align, most)
-    passes = ceil_div(most, max(rows, 1))
+    rows = min(wanted // align * align, num_rows)
+    passes = ceil_div(num_rows, max(rows, 1))
     require(
         rows > 0 and passes <= tables.MAX_WAVES,
-        f"a call of up to {most} rows must go through its pool in {tables.MAX_WAVES} passes",
+        f"a call of up to {num_rows} rows must go through its pool in {tables.MAX_WAVES} passes",
         got=f"pool_rows {wanted}",
-        fix=f"give at least {align_up(ceil_div(most, tables.MAX_WAVES), align)}",
+        fix=f"give at least {align_up(ceil_div(num_rows, tables.MAX_WAVES), align)}",
         kind=CapacityError,
     )
     return rows, passes
@@ -378,11 +378,11 @@ def source_pass(call: CallSpec, backend: str) -> Pass:
         grid = (p.num_tokens, ceil_div(width, cols))
         why = "by the source, once: owners pull tokens in the recipe's format"
         launches.append(Launch("quantize", "_quantize_kernel", grid, Records(cols, warps), why))
-        chunks, most = ceil_div(slots, tables.CHUNK), next_power_of_2(experts, 2)
-        launches += hopper.count_and_scan(chunks, experts, tables.CHUNK, most)
+        chunks, max_experts = ceil_div(slots, tables.CHUNK), next_power_of_2(experts, 2)
+        launches += hopper.count_and_scan(chunks, experts, tables.CHUNK, max_experts)
         place = Place(
-            block_m=128, chunk=tables.CHUNK, look=tables.COUNT_CHUNK, is_counted=True,
-            max_experts=most,
+            block_m=128, chunk=tables.CHUNK, count_chunk=tables.COUNT_CHUNK, is_counted=True,
+            max_experts=max_experts,
             max_ctas=0, is_dynamic=False, num_warps=tables.PLACE_WARPS[False],
             row_align=tables.ROW_ALIGN,
         )  # fmt: skip

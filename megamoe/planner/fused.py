@@ -114,8 +114,8 @@ def passes_of(call: CallSpec, fits: Fits) -> tuple[int, int]:
 def max_tokens(call: CallSpec, fits: Fits) -> int:
     """Tokens of the largest call of one rank that a fused launch takes."""
     p = call.problem
-    most = max(tables.MAX_SLOTS // (p.top_k + call.joined), 1)
-    return max(tokens_of_a_launch(fits, most, p.top_k, p.num_experts), 1)
+    limit = max(tables.MAX_SLOTS // (p.top_k + call.joined), 1)
+    return max(tokens_of_a_launch(fits, limit, p.top_k, p.num_experts), 1)
 
 
 # -- memory ----------------------------------------------------------------------------------------
@@ -136,24 +136,24 @@ def routing_bytes(num_slots: int, num_experts: int, num_ranks: int = 1) -> int:
 
 
 def ring(
-    most_rows: int, pool_rows: int | None, block_m: int, align: int = tables.ROW_ALIGN
+    max_rows: int, pool_rows: int | None, block_m: int, align: int = tables.ROW_ALIGN
 ) -> tuple[int, int]:
-    """(rows of the pool, those of a wave or 0) of a call with up to `most_rows` rows.
+    """(rows of the pool, those of a wave or 0) of a call with up to `max_rows` rows.
 
     align  rows at whose multiples experts begin
 
     >>> ring(100, None, 8), ring(100, 104, 8), ring(1000, 500, 8)
     ((100, 0), (100, 0), (496, 240))
     """
-    if pool_rows is None or pool_rows >= most_rows:
-        return most_rows, 0
+    if pool_rows is None or pool_rows >= max_rows:
+        return max_rows, 0
     waves = tables.MAX_WAVES
     half = pool_rows // (2 * align) * align
     wave_rows = half - block_m
-    least = 2 * (max(align_up(ceil_div(most_rows, waves), align), block_m) + block_m)
+    least = 2 * (max(align_up(ceil_div(max_rows, waves), align), block_m) + block_m)
     require(  # waves of less than a tile could be empty
-        wave_rows >= block_m and ceil_div(most_rows, wave_rows) <= waves,
-        f"the pool of a call with up to {most_rows} rows must have {least} at least",
+        wave_rows >= block_m and ceil_div(max_rows, wave_rows) <= waves,
+        f"the pool of a call with up to {max_rows} rows must have {least} at least",
         got=f"pool_rows {pool_rows}",
         fix=f"there are {waves} waves at most, each of at least a tile of {block_m} rows",
         kind=CapacityError,
@@ -214,20 +214,20 @@ def launch(
     each: int,
     tile: GemmSwapAb | GemmTmem,
     why: str,
-    most_rows: int,
+    max_rows: int,
     num_sms: int,
     overrides: Mapping[str, Value],
     align: int = tables.ROW_ALIGN,
 ) -> Launch:
     """The launch of a fused call with `each` tokens of a rank, or of each of its passes.
 
-    most_rows  of the pool, where any routing fits; `align` as `ring`
+    max_rows  of the pool, where any routing fits; `align` as `ring`
     """
     p, slots = call.problem, num_slots(call, each)
     reserve, pool_rows = overrides.get("reserve_sms", 0), overrides.get("pool_rows")
     assert isinstance(reserve, int) and (pool_rows is None or isinstance(pool_rows, int))
     check_grid(num_sms, reserve, call.local_ranks)
-    rows, wave_rows = ring(most_rows, pool_rows, tile.block_m, align)
+    rows, wave_rows = ring(max_rows, pool_rows, tile.block_m, align)
     config = Mega(
         tile=tile,
         max_slots=slot_size(slots) if p.num_ranks == 1 else 0,

@@ -14,12 +14,13 @@ from megamoe.formats.spec import recipe_named
 from megamoe.hardware import Hardware
 from megamoe.layout.regions import ceil_div
 from megamoe.planner import blackwell, copies, portable
+from megamoe.planner.backends import reasons_on
 from megamoe.planner.choice import Choice, SharedMemory, Value
 from megamoe.planner.hopper import max_tiles
 from megamoe.planner.launches import GemmTmem, Launch, PlaceGroups, next_power_of_2
 from megamoe.planner.numerics import Numerics, not_on, numerics
 from megamoe.planner.overrides import checked
-from megamoe.planner.plan import NO_CERTIFICATE, OPT_IN, choose_backend, reasons_on
+from megamoe.planner.plan import NO_CERTIFICATE, OPT_IN, choose_backend
 from megamoe.planner.tables import blackwell as tables
 
 VARIANTS = {

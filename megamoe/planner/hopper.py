@@ -406,7 +406,7 @@ def staged_pass(sizes: Sizes, tile: Tile, num_sms: int, why: str, experts: str) 
         place = Place(
             block_m=tile.block_m,
             chunk=tables.CHUNK,
-            look=tables.COUNT_CHUNK,
+            count_chunk=tables.COUNT_CHUNK,
             is_counted=is_counted,
             max_experts=max_experts,
             max_ctas=next_power_of_2(num_sms) if has_items else 0,

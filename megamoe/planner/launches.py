@@ -268,7 +268,7 @@ class Place:
 
     block_m: int
     chunk: int  # slots of a program
-    look: int  # slots that are counted together
+    count_chunk: int  # slots that are counted together
     is_counted: bool  # counts of all chunks are known from launches before
     max_experts: int
     max_ctas: int  # CTAs that get work items, to a power of two; 0: there are no items
@@ -281,7 +281,7 @@ class Place:
         """Of Hopper's `_place_kernel`."""
         return {
             "BLOCK": self.block_m, "ALIGN": self.row_align, "CHUNK": self.chunk,
-            "AT_ONCE": self.look,
+            "AT_ONCE": self.count_chunk,
             "IS_COUNTED": self.is_counted, "E": self.max_experts, "CTAS": self.max_ctas,
             "IS_DYNAMIC": self.is_dynamic, "SORTED": self.is_sorted, "num_warps": self.num_warps,
         }  # fmt: skip

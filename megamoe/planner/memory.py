@@ -17,7 +17,16 @@ from megamoe.planner import blackwell, chain, fused, hopper, split
 from megamoe.planner.buckets import group_modes, quantized_mode
 from megamoe.planner.call import CallSpec
 from megamoe.planner.floor import weight_bytes
-from megamoe.planner.launches import Gemm, GemmTmem, Launch, Mega, Pass, PortableGemm, Window
+from megamoe.planner.launches import (
+    Gemm,
+    GemmTmem,
+    Launch,
+    Mega,
+    Pass,
+    Place,
+    PortableGemm,
+    Window,
+)
 from megamoe.planner.numerics import Numerics, image_of, numerics
 from megamoe.planner.portable import is_ordered
 from megamoe.planner.tables.blackwell import WIDTH as BLACKWELL_WIDTH
@@ -29,7 +38,6 @@ if TYPE_CHECKING:
 
 ITEM_BYTES, TILE_BYTES, COUNTERS_BYTES = 32, 16, 16  # of a work item, of a tile list, beside it
 WAVE_BYTES = 256  # after each CTA's tile list in a fused launch
-SORT_ROWS = 128  # rows of a tile in the list of a source's slots
 RING_BLOCK = 256 * 128  # bytes of a K block of decoded weights
 
 
@@ -338,7 +346,9 @@ def _chained(plan: Plan) -> list[Buffer]:
     lists = 4 * experts + (0 if num else 16 * 4)
     if num:
         rows = hopper.num_rows(num, experts)
-        tiles = hopper.max_tiles(num, experts, SORT_ROWS)
+        place = source["place"].config
+        assert isinstance(place, Place)
+        tiles = hopper.max_tiles(num, experts, place.block_m)
         lists += 8 * rows + tiles * TILE_BYTES + COUNTERS_BYTES + _sorted(source, has_counts=False)
     listed = [_checked(num), _one("own slots", lists, "by expert of all ranks")]
     is_split = plan.mode == "split"

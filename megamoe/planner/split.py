@@ -94,22 +94,22 @@ def tile_for(call: CallSpec, on: Parts, overrides: Mapping[str, Value]) -> tuple
     return tile, why
 
 
-def windows(most: int, overrides: Mapping[str, Value]) -> tuple[int, int]:
-    """(rows of a window, windows) of a call with up to `most` rows.
+def windows(num_rows: int, overrides: Mapping[str, Value]) -> tuple[int, int]:
+    """(rows of a window, windows) of a call with up to `num_rows` rows.
 
     >>> windows(1000, {}), windows(1000, {"pool_rows": 512}), windows(1000, {"pool_rows": 2000})
     ((1000, 1), (256, 4), (1000, 1))
     """
     wanted = overrides.get("pool_rows")
     assert wanted is None or isinstance(wanted, int)
-    if wanted is None or wanted >= most:
-        return most, 1
+    if wanted is None or wanted >= num_rows:
+        return num_rows, 1
     rows = wanted // (WINDOWS * tables.ROW_ALIGN) * tables.ROW_ALIGN
-    num = ceil_div(most, max(rows, 1))
-    least = align_up(ceil_div(most, tables.MAX_WAVES), tables.ROW_ALIGN)
+    num = ceil_div(num_rows, max(rows, 1))
+    least = align_up(ceil_div(num_rows, tables.MAX_WAVES), tables.ROW_ALIGN)
     require(
         rows > 0 and num <= tables.MAX_WAVES,
-        f"the pool of a call of up to {most} rows must have {WINDOWS * least} at least",
+        f"the pool of a call of up to {num_rows} rows must have {WINDOWS * least} at least",
         got=f"pool_rows {wanted}",
         fix=f"there are {tables.MAX_WAVES} windows at most, two of them in the pool",
         kind=CapacityError,
@@ -138,14 +138,17 @@ def passes(call: CallSpec, num_sms: int, overrides: Mapping[str, Value]) -> tupl
 
 def _rows_of_slots(sizes: hopper.Sizes, tile: Tile) -> list[Launch]:
     """The row of every slot, of all windows."""
-    chunks, most = ceil_div(sizes.num_slots, tables.CHUNK), next_power_of_2(sizes.num_experts, 2)
+    chunks, max_experts = (
+        ceil_div(sizes.num_slots, tables.CHUNK),
+        next_power_of_2(sizes.num_experts, 2),
+    )
     place = Place(
-        block_m=tile.block_m, chunk=tables.CHUNK, look=tables.COUNT_CHUNK, is_counted=True,
-        max_experts=most, max_ctas=0, is_dynamic=False,
+        block_m=tile.block_m, chunk=tables.CHUNK, count_chunk=tables.COUNT_CHUNK, is_counted=True,
+        max_experts=max_experts, max_ctas=0, is_dynamic=False,
         num_warps=tables.PLACE_WARPS[sizes.num_shared > 0], row_align=tables.ROW_ALIGN,
     )  # fmt: skip
     return [
-        *hopper.count_and_scan(chunks, sizes.num_experts, tables.CHUNK, most),
+        *hopper.count_and_scan(chunks, sizes.num_experts, tables.CHUNK, max_experts),
         Launch("place", "_place_kernel", (chunks + 1,), place, "counts are known to `window` too"),
     ]
 

@@ -172,16 +172,18 @@ _STORY = (
 
 def _simulated(recording: Recording, hw: Hardware) -> Prediction:
     """The recording's own launch: its tile on its CTAs, all of L1, then all of L2."""
-    p = recording.problem
-    shape = Shape(
-        recording.block_m, recording.block_n // (SLAB * WARPGROUPS), recording.block_k // K_BLOCK
-    )
-    tile = hopper.tile_of(p.recipe, shape)
-    assert isinstance(tile, GemmSwapAb)
-    if recording.num_stages:
-        tile = replace(tile, num_stages=recording.num_stages)
+    p, tile = recording.problem, recording.tile or _tile_of_sizes(recording)
     how = numerics("hopper", p.recipe)
     return simulate(fused_schedule(p, hw, how, tile, recording.ctas_per_rank), recording.counts)
+
+
+def _tile_of_sizes(recording: Recording) -> GemmSwapAb:
+    """The tile of a file that has its sizes alone."""
+    slabs = recording.block_n // (SLAB * WARPGROUPS)
+    shape = Shape(recording.block_m, slabs, recording.block_k // K_BLOCK)
+    tile = hopper.tile_of(recording.problem.recipe, shape)
+    assert isinstance(tile, GemmSwapAb)
+    return replace(tile, num_stages=recording.num_stages) if recording.num_stages else tile
 
 
 def _later(line: Timeline, from_us: float) -> Timeline:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from megamoe.errors import FileError, RangeError, require
 from megamoe.layout.regions import ceil_div
 from megamoe.layout.stamps import L1, L2, MATH
+from megamoe.planner.launches import GemmSwapAb
 from megamoe.problem import Problem
 from megamoe.simulator.sample import Counts, checked
 
@@ -55,6 +56,7 @@ class Recording:
     traced_us: float | None = None  # and with them
     provenance: str = ""
     num_stages: int = 0  # of the ring in shared memory; 0: as many as the planner gives the tile
+    tile: GemmSwapAb | None = None  # the plan's; None: a file that has only the sizes
 
     def __post_init__(self) -> None:
         ranks = self.problem.num_ranks
@@ -129,6 +131,8 @@ class Recording:
             )
             data["problem"] = Problem(**data["problem"])
             data["counts"] = tuple(map(tuple, data["counts"]))
+            if data.get("tile") is not None:
+                data["tile"] = GemmSwapAb(**data["tile"])
             data["num_n_tiles"] = tuple(data["num_n_tiles"])
             data["events"] = tuple(_events(data["events"]))
             return Recording(**data)

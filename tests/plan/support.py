@@ -101,14 +101,15 @@ def fused_over_ranks(plan, w, options, num):
     group(layer, *inputs(num), torch.empty(E, dtype=torch.int64, device=META), lambda: None)
 
 
-def chain_over_ranks(plan, w, options, num, shared=None):
+def chain_over_ranks(plan, w, options, num, shared=None, ready=None):
     """What `ChainGroup` launches on this rank."""
     where = planned.memory(plan.call, plan.backend)
     memory = torch.empty(where.num_bytes, dtype=torch.uint8, device=META)
     peers = torch.empty(8, dtype=torch.int64, device=META)
     me = chain.Member(chain.buffer_in(memory, where), peers, 0, 8)
     stats = torch.empty(E, dtype=torch.int64, device=META)
-    chain.run(me, Call(*inputs(num), w, options, shared, status(), stats), plan)
+    tokens = inputs(num) if ready is None else ready
+    chain.run(me, Call(*tokens, w, options, shared, status(), stats), plan)
 
 
 def staged_over_ranks(plan, w, options, num, shared=None, ready=None):

@@ -377,6 +377,20 @@ def test_a_chain_in_passes_with_shared_experts_and_fp8_rows(launched, num):
     assert_planned(launched, plan.launches)
 
 
+@pytest.mark.parametrize("mode", ["chain", "split"])
+@pytest.mark.parametrize("recipe", ["w8a8", "w4a8", "nvfp4"])
+def test_quantised_tokens_over_ranks(launched, monkeypatch, recipe, mode):
+    monkeypatch.setattr(partition, "fork", lambda *args: OneByOne(launched, []))
+    w, options, num = experts(recipe), Options(combine="fp8"), 300
+    plan = plan_for(
+        w, options, Traits(), num_tokens=num, top_k=K, ranks=Ranks(8, 8 * E, max_tokens=512),
+        overrides=checked({"backend": "hopper", "mode": mode}), is_quantized=True,
+    )  # fmt: skip
+    ready = inputs(num, is_quantized=True, recipe=recipe)
+    chain_over_ranks(plan, w, options, num, ready=ready)
+    assert_planned(launched, plan.launches)
+
+
 @pytest.mark.parametrize("given", [{}, {"pool_rows": 5000}, {"l1_sms": 72, "reserve_sms": 4}])
 def test_split_over_eight_ranks(launched, monkeypatch, given):
     sides, w, options, num = [], experts("w4a8_block"), Options(), 300

@@ -8,7 +8,8 @@ import torch
 from megamoe.engine import backends
 from megamoe.errors import NotAvailable
 from megamoe.hardware import H200
-from megamoe.planner.plan import plan, reasons_on
+from megamoe.planner.backends import reasons_on
+from megamoe.planner.plan import plan
 from megamoe.problem import Problem
 
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_103", "sm_110", "sm_120")

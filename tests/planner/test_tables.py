@@ -151,20 +151,20 @@ def test_numerics_hold_both_operands(recipe, backend, arch):
 
 @SETTINGS
 @given(st.integers(1, 40_000), st.integers(1, 12_000), st.sampled_from([8, 16, 32]))
-def test_a_ring_holds_two_waves_and_their_last_tiles(most_rows, pool_rows, block_m):
+def test_a_ring_holds_two_waves_and_their_last_tiles(max_rows, pool_rows, block_m):
     try:
-        rows, wave = fused.ring(most_rows, pool_rows, block_m)
+        rows, wave = fused.ring(max_rows, pool_rows, block_m)
     except CapacityError as error:
         least = int(str(error).split("must have ")[1].split()[0])
         assert pool_rows < least
-        assert fused.ring(most_rows, least, block_m)[0] <= least
+        assert fused.ring(max_rows, least, block_m)[0] <= least
         return
     if wave == 0:
-        assert rows == most_rows <= pool_rows
+        assert rows == max_rows <= pool_rows
         return
-    assert rows <= pool_rows < most_rows and rows % 16 == 0 and wave % 8 == 0
+    assert rows <= pool_rows < max_rows and rows % 16 == 0 and wave % 8 == 0
     assert wave + block_m <= rows // 2, "a wave and the tile that reaches beyond it"
-    assert -(-most_rows // wave) <= tables.MAX_WAVES
+    assert -(-max_rows // wave) <= tables.MAX_WAVES
 
 
 def fits(rows):

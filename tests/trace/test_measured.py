@@ -22,6 +22,8 @@ from megamoe.layout.stamps import (
     ROUTE,
     WAIT,
 )
+from megamoe.planner import hopper
+from megamoe.planner.tables.hopper import Shape
 from megamoe.problem import Problem
 from megamoe.simulator.timeline import Span, Timeline
 from megamoe.trace import measured, stamps
@@ -283,6 +285,20 @@ def test_the_simulated_launch_is_the_recordings_own():
     old = json.loads(odd.to_json())
     del old["num_stages"]
     assert Recording.from_json(json.dumps(old)) == replace(odd, num_stages=0)
+
+
+def test_the_recorded_tile_is_simulated_as_it_stands(found):
+    """Also what its sizes do not say: here, how many stages are asked for at once."""
+    shape = hopper.tile_of(found.problem.recipe, Shape(8, 2, 1))
+    own = replace(shape, max_in_flight=1, num_stages=4)
+    recorded = replace(found, tile=own)
+    assert Recording.from_json(recorded.to_json()) == recorded
+    wide = replace(own, num_stages=3)
+    rings = [
+        Pair.of(replace(found, tile=tile)).prediction.schedule.experts.l1.ring_bytes
+        for tile in (own, wide)
+    ]
+    assert rings[0] * 3 == rings[1] * 4
 
 
 def test_the_summary_has_every_figure(found):

@@ -59,7 +59,7 @@ FUSED_RESERVE = 2 << 10  # work items, barriers
 class Fused(NamedTuple):
     """How a recipe's fused launch is held, whatever its tile: registers are a thread's."""
 
-    most: int  # tokens of a tile
+    block_m: int  # at most
     why: str  # no more
     chunk: int = 16  # tokens that an epilogue has in registers: 32 spill (NVFP4: 56 bytes)
     math_regs: int = 216  # as on Hopper: twelve warps too
