@@ -75,9 +75,8 @@ LEFT: dict[str, set[str]] = {
     "most": {
         "bench/headline.py", "compat/deep_gemm/run.py", "engine/bounds.py", "engine/graphs.py",
         "engine/group_calls.py", "engine/layer.py", "engine/row_counts.py",
-        "integrations/vllm/exchange.py", "layout/pushed.py", "planner/blackwell.py",
-        "planner/buckets.py", "planner/chain.py", "planner/fused.py", "planner/split.py",
-        "planner/tables/blackwell.py", "planner/tables/split.py",
+        "integrations/vllm/exchange.py", "layout/pushed.py", "planner/tables/blackwell.py",
+        "planner/tables/split.py",
     },
     "notes": {"bench/job.py", "trace/perfetto.py"},
     "picked": {
