@@ -1,13 +1,38 @@
 """The one file that knows what Triton's interpreter and versions lack."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.language.target_info import current_target
+from triton.runtime import jit
 from triton.runtime.jit import constexpr_function
 
 # The interpreter keeps BF16 as raw 16-bit words and would multiply those: go through FP32 there.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+def _hash_callees_first(finder: Any) -> None:
+    """Make keys of our kernels in Triton's disk cache the same in every process.
+
+    Triton merges the constants of a called function into its caller's key before it has hashed that
+    function: what the key has depends on which kernels were hashed before, so a server would not
+    find what `megamoe compile` made. Keys of other kernels are as they were.
+    """
+    merge = getattr(finder, "_update_hash", None)
+    if merge is None:
+        return
+
+    def hash_and_merge(self: Any, function: Any) -> None:
+        if getattr(function, "__module__", "").startswith("megamoe."):
+            function.cache_key  # noqa: B018  hashes it
+        merge(self, function)
+
+    finder._update_hash = hash_and_merge
+
+
+_hash_callees_first(jit.DependenciesFinder)
 
 
 @constexpr_function
