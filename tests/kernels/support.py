@@ -14,8 +14,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     interpreter.install()
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# Without the interpreter these are GPU tests; `./test` runs them in the interpreter as well.
-MARKS = [] if INTERPRETED else [pytest.mark.gpu]
+# Without the interpreter these are GPU tests; `./test` runs them in the interpreter as well, and
+# there nothing else: what needs neither ran before.
+MARKS = [pytest.mark.interpreted] if INTERPRETED else [pytest.mark.gpu]
+
+
+def in_interpreter(reason="TRITON_INTERPRET=1"):
+    """A mark of what needs the interpreter."""
+    return pytest.mark.interpreted if INTERPRETED else pytest.mark.skip(reason=reason)
 
 
 def tolerance(recipe, combine="bf16"):

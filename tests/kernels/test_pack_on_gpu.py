@@ -14,7 +14,7 @@ from megamoe.kernels.hopper.weights import facts_on_gpu, pack, pack_on_gpu
 from megamoe.kernels.portable import quantise_weights
 from megamoe.kernels.portable.acts import CODES
 from tests.kernels.compiling import Stand, compile_kernel, resources
-from tests.kernels.support import DEVICE, INTERPRETED, MARKS
+from tests.kernels.support import DEVICE, INTERPRETED, MARKS, in_interpreter
 
 DEV = torch.device(DEVICE)
 KINDS = {"e4m3_image": "w4a8_block", "placed_image": "w4a16", "mx_image": "w4a16",
@@ -94,7 +94,7 @@ def as_a_gpu(monkeypatch):
     packing.agrees.cache_clear()
 
 
-needs_interpreter = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1")
+needs_interpreter = in_interpreter()
 
 
 def bits(w):

@@ -14,7 +14,7 @@ from megamoe.kernels.portable.sort import Order, sort_slots
 from megamoe.planner import portable
 from megamoe.routing.permute import permute
 from tests.kernels.steps import combine_step, quantize, rows_step, sort_steps
-from tests.kernels.support import DEVICE, INTERPRETED, MARKS
+from tests.kernels.support import DEVICE, INTERPRETED, MARKS, in_interpreter
 
 pytestmark = MARKS
 
@@ -172,7 +172,7 @@ def test_packing_together_with_the_routing(name, id_dtype, shape, top_k, num_val
         assert (got[2][num_valid:] == -1).all() and (got[3][num_valid:] == 0).all()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="compiled kernels keep the limit they were made with")
+@in_interpreter("compiled kernels keep the limit they were made with")
 @pytest.mark.parametrize("name", [*FORMATS, "combine"])
 def test_more_rows_than_one_axis_of_a_grid_holds(name, monkeypatch):
     monkeypatch.setattr(grid, "MAX_BLOCKS", tl.constexpr(3))

@@ -16,9 +16,9 @@ from megamoe.engine import images, packing
 from megamoe.engine.fingerprint import Seal
 from megamoe.engine.refresh import Refresh
 from megamoe.errors import NotAvailable, RangeError
-from tests.kernels.support import INTERPRETED
+from tests.kernels.support import in_interpreter
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="TRITON_INTERPRET=1")
+pytestmark = in_interpreter()
 E, I, H = 3, 64, 96
 RECIPES = ("w4a8_block", "w4a16", "nvfp4", "w8a8", "bf16")
 VIEWS = r"view|slice|select|detach|unflatten|alias"
