@@ -266,7 +266,9 @@ def test_an_absent_rank_of_one_launch_is_reported_and_forgotten_by_reset(monkeyp
     ranks.check()
 
 
-@pytest.mark.parametrize(("num_sms", "part"), [(1, 2), (3, 4)])
+@pytest.mark.parametrize(("num_sms", "part"), [
+    (1, 2), pytest.param(3, 4, marks=pytest.mark.every),
+])  # fmt: skip
 def test_a_ring_of_some_of_the_rows_has_the_bits_of_all(num_sms, part, monkeypatch):
     emulator.install(monkeypatch, num_sms)
     w, inputs, status = weights_of("w4a8_block", 6), tokens(40, 6, skew="zipf"), DeviceStatus(CPU)

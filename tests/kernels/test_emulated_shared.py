@@ -50,7 +50,7 @@ def test_shared_experts_are_tiles_of_the_same_launch(recipe, options, num, kerne
         fuse(inputs, w, Options(**options), status, shared=shared)
 
 
-@pytest.mark.parametrize("num", [40, 132])
+@pytest.mark.parametrize("num", [40, pytest.param(132, marks=pytest.mark.every)])
 def test_staged_shared_experts_have_the_bits_of_a_pass_of_their_own(num, monkeypatch, kernels):
     """However rows are found, with padding after a count, and for tokens that come quantised."""
     monkeypatch.setattr(tables, "SMALL_SLOTS", 256)

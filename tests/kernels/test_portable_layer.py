@@ -76,8 +76,17 @@ def test_the_layer_agrees_with_the_reference(recipe, options):
     assert error(got, wanted) <= tolerance(recipe, options.get("combine", "bf16"))
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("skew", ["hot_expert", "masked", "dirichlet"])
+def by(values, always):
+    """(recipe, value): `always` in every recipe, the others in two, and in all with --every."""
+    return [
+        pytest.param(
+            recipe, value,
+            marks=() if value == always or recipe in ("bf16", "w4a8_block") else pytest.mark.every,
+        ) for recipe in RECIPES for value in values
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "skew"), by(["hot_expert", "masked", "dirichlet"], "masked"))
 def test_skew_masks_and_the_same_expert_twice(recipe, skew):
     w = experts(recipe, E, I, H)
     x, idx, weight = tokens(T, E, K, H, skew=skew)
@@ -87,8 +96,7 @@ def test_skew_masks_and_the_same_expert_twice(recipe, skew):
     assert error(got, wanted) <= tolerance(recipe)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("num", [0, 1, 80])
+@pytest.mark.parametrize(("recipe", "num"), by([0, 1, 80], 80))
 def test_few_and_many_tokens(recipe, num):
     """80 tokens on two experts take the wide tile."""
     w = experts(recipe, 2, I, H)

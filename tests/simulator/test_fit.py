@@ -16,6 +16,7 @@ from tests.simulator.peer_cells import CELLS, FLASH, OTHERS, OWN, SHAPES
 BAR = 0.25
 
 
+@pytest.mark.every
 def test_the_table_holds_what_the_flash_cells_alone_give():
     start = replace(
         DEFAULT, stream_share=0.6, row_share=0.4, start_us=12.0, gap_us=6.0, epilogue_us=3.0
@@ -26,6 +27,7 @@ def test_the_table_holds_what_the_flash_cells_alone_give():
         assert "flash-ep8" in TABLE[name].source
 
 
+@pytest.mark.every
 def test_the_fit_beats_its_neighbours():
     def error(constants):
         return sum(ratio * ratio for ratio in log_ratios(FLASH, constants))
