@@ -28,7 +28,7 @@ def refuse(values: dict[str, Values], held: dict[str, Values], experts: Sequence
     for name in names:
         for part, t in _parts(values[name]):
             for other, its, place in places:
-                if not overlap(t, place):
+                if not _overlap(t, place):
                     continue
                 is_there = is_run and (name, part) == (other, its) and t.dtype == place.dtype
                 require(
@@ -48,7 +48,7 @@ def refuse_shared(names: Sequence[str], held: dict[str, Values]) -> None:
     """
     places = [(name, t) for name, matrix in held.items() for _, t in _parts(matrix)]
     for i, (name, t) in enumerate(places):
-        others = [other for j, (other, u) in enumerate(places) if i != j and _share(t, u)]
+        others = [other for j, (other, u) in enumerate(places) if i != j and share(t, u)]
         require(
             name not in names or not (others or _overlaps_itself(t)),
             "experts that are written must each have memory of their own",
@@ -58,9 +58,9 @@ def refuse_shared(names: Sequence[str], held: dict[str, Values]) -> None:
         )
 
 
-def _share(a: Tensor, b: Tensor) -> bool:
+def share(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors share bytes; each expert's may lie beside the other's."""
-    if not overlap(a, b):
+    if not _overlap(a, b):
         return False
     if a.ndim == 0 or b.ndim == 0 or len(a) < 2 or len(b) < 2:
         return True
@@ -90,7 +90,7 @@ def _parts(t: Values) -> list[tuple[str, Tensor]]:
     return [(name, part) for name in names if (part := getattr(one, name)) is not None]
 
 
-def overlap(a: Tensor, b: Tensor) -> bool:
+def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether some byte may belong to both."""
     if a.device != b.device or a.is_meta or a.numel() == 0 or b.numel() == 0:
         return False

@@ -314,20 +314,26 @@ def refuse_values(t: Tensor, part: str, name: str) -> None:
     if t.is_meta or is_fp4:
         return
     is_scale = part.endswith(("scale", "_global")) and t.dtype == torch.float32
-    for expert, one in enumerate(t if t.ndim else t[None]):
-        if t.dtype in FLOATS:
-            ok = bool(one.isfinite().all())
-            is_positive = one >= 0 if part.endswith(".scale") else one > 0
-            ok = ok and (not is_scale or bool(is_positive.all()))
-        else:
-            ok = not any(_has_nan(rows) for rows in one.flatten(0, -2).split(256))
-        require(
-            ok,
-            f"{name} must be finite" + (", and scales positive" if is_scale else ""),
-            got=f"otherwise in expert {expert}",
-            fix="check the checkpoint; NaN weights would spoil every token they meet",
-            kind=RangeError,
-        )
+    each = [_is_legal(one, part, is_scale) for one in (t if t.ndim else t[None])]
+    wrong = (~torch.stack(each)).nonzero().flatten().tolist()  # a GPU is waited for once
+    require(
+        not wrong,
+        f"{name} must be finite" + (", and scales positive" if is_scale else ""),
+        got=f"otherwise in expert {wrong[0]}" if wrong else "",
+        fix="check the checkpoint; NaN weights would spoil every token they meet",
+        kind=RangeError,
+    )
+
+
+def _is_legal(one: Tensor, part: str, is_scale: bool) -> Tensor:
+    """bool []: whether an expert's tensor is finite, and its scales positive."""
+    if one.dtype not in FLOATS:
+        rows = one.flatten(0, -2) if one.ndim > 1 else one[None]
+        return ~torch.stack([_is_nan(some).any() for some in rows.split(256)]).any()
+    ok = one.isfinite().all()
+    if is_scale:
+        ok = ok & (one >= 0 if part.endswith(".scale") else one > 0).all()
+    return ok
 
 
 def _data(data: object, fmt: Format, name: str) -> Tensor:
@@ -428,9 +434,13 @@ def _global(g: object, fmt: Format, name: str, shape: tuple[int, ...]) -> Tensor
 
 
 def _has_nan(t: Tensor) -> bool:
+    return bool(_is_nan(t).any())
+
+
+def _is_nan(t: Tensor) -> Tensor:
     """NaN in E8M0 codes, E4M3 or FP32 values, read off the bits of one-byte types."""
     if t.dtype == torch.uint8:
-        return bool((t == 255).any())
+        return t == 255
     if t.dtype == torch.float8_e4m3fn:
-        return bool(((t.view(torch.uint8) & 0x7F) == 0x7F).any())
-    return bool(t.isnan().any())
+        return (t.view(torch.uint8) & 0x7F) == 0x7F
+    return t.isnan()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -38,16 +39,30 @@ class ExpertModule(nn.Module):
 
     def require_own_memory(self) -> None:
         """Refuse to write to experts that another layer has too: its results would change."""
-        mine = self.each()
-        for other in list(self.alive):
-            theirs = () if other is self else other.each()
-            require(
-                not any(aliases.overlap(a, b) for a in mine for b in theirs),
-                "experts that are written must belong to one layer",
-                got="another layer that was built from the same weights",
-                fix="build each layer from tensors of its own (weights.take copies experts)",
-                kind=NotAvailable,
-            )
+        is_shared = self._is_shared()
+        if is_shared:  # by a layer that is gone, and waits for the collector?
+            gc.collect()
+            is_shared = self._is_shared()
+        require(
+            not is_shared,
+            "experts that are written must belong to one layer",
+            got="another layer that was built from the same weights",
+            fix="build each layer from tensors of its own (weights.take copies experts)",
+            kind=NotAvailable,
+        )
+
+    def _is_shared(self) -> bool:
+        """Whether another module has bytes of these matrices or biases."""
+        mine = self._written()
+        own = {t.untyped_storage().data_ptr() for t in mine}
+        others = (t for module in list(self.alive) if module is not self for t in module._written())
+        near = [t for t in others if t.untyped_storage().data_ptr() in own]
+        return any(aliases.share(t, other) for t in mine for other in near)
+
+    def _written(self) -> list[Tensor]:
+        """What a refresh may write to."""
+        fixed = ("x_global", "acts_global")
+        return [t for key, t in self._buffers.items() if t is not None and key not in fixed]
 
     def take(self, weights: ExpertWeights) -> None:
         """Hold these experts from now on."""
@@ -115,7 +130,7 @@ class ExpertModule(nn.Module):
             if device != weights.device:
                 self.take(weights.to(device))
             return self
-        self._weights, self._of_buffers = None, ()
+        self._weights, self._built, self._of_buffers = None, (), ()
         super()._apply(move, recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -139,7 +154,11 @@ class ExpertModule(nn.Module):
             for key in self._names:
                 self._buffers[key] = self.get_buffer(key).clone()
         mine = self._as_held(state_dict, prefix)
-        self._weights, self._of_buffers = None, ()  # load_state_dict(assign=True) replaces tensors
+        self._weights, self._built, self._of_buffers = (
+            None,
+            (),
+            (),
+        )  # load_state_dict(assign=True) replaces tensors
         super()._load_from_state_dict(mine, prefix, local_metadata, *args)
         # What is assigned are the caller's tensors: the next load may not write to them.
         self.owns = not local_metadata.get("assign_to_params_buffers", False)

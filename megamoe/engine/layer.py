@@ -577,15 +577,16 @@ class MoE(nn.Module):
             module is not None, "the layer must have shared experts", got="none", kind=ShapeError
         )
         assert module is not None
-        module.require_own_memory()
         values = w13, w2, experts, b13, b2, gate_up
         if self._world is None:
+            module.require_own_memory()
             Refresh.of(module.weights, *values).apply(module.weights)
             module.is_blank = False
             return
         parts: list[Refresh] = []
 
         def check() -> None:
+            module.require_own_memory()
             parts.append(Refresh.of(module.weights, *values))
             parts[0].check(module.weights)
 

@@ -486,8 +486,8 @@ class ExpertWeights:
 
 def _plain(t: Tensor, *, dense: bool) -> Tensor:
     """A tensor as kernels read it and as writes to it are counted, without gradients."""
-    t = counted(t).detach() if t.requires_grad else counted(t)
-    return t.contiguous() if dense else t
+    t = t.contiguous() if dense else t
+    return counted(t).detach() if t.requires_grad else counted(t)
 
 
 def _empty(

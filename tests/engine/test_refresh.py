@@ -344,3 +344,19 @@ def test_experts_that_two_layers_have_are_not_written():
     apart = mm.MoE(w.take(range(4)), 4, 2)
     apart.refresh(w13=w13)
     one.refresh(w13=w13)
+
+
+def test_a_layer_that_is_gone_or_lies_beside_keeps_nobody_from_writing():
+    """In a cycle until the collector comes; slices of one tensor; a factor that is not written."""
+    both = torch.randn(4, 2, 128, 64).bfloat16(), torch.randn(4, 2, 64, 64).bfloat16()
+    apart = [
+        mm.ExpertWeights.from_quantized(both[0][:, i], None, both[1][:, i], None, recipe="bf16")
+        for i in range(2)
+    ]
+    one, other = (mm.MoE(w, 4, 2) for w in apart)
+    one.refresh(w13=torch.ones(4, 128, 64))
+    assert not other.weights.w13.data.eq(1).all()
+    gone = mm.MoE(apart[0], 4, 2)
+    gone.me = [gone]
+    del gone
+    one.refresh(w13=torch.zeros(4, 128, 64))
