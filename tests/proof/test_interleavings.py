@@ -31,10 +31,10 @@ NUM = {
     "swap-ab-deep": 100, "plain": 100, "plain-static": 100, "plain-dynamic": 150,
     "plain-idle": 100, "plain-fp4": 100, "plain-per-wave": 50, "plain-tail": 100,
     "plain-late": 50, "staged-small": 100, "staged-large": 100, "staged-per-wave": 30,
-    "chain": 100, "chain-nvfp4": 50, "chain-static": 100, "chain-dynamic": 100,
-    "chain-whole": 200, "chain-replayed": 100, "chain-passes": 100, "chain-ready": 100,
-    "chain-apart": 200, "chain-shared": 100, "chain-four": 50, "chain-absent": 50,
-    "chain-fp8-rows": 50, "chain-given-up": 50, "chain-late": 100, "chain-hurried": 100,
+    "chain": 50, "chain-nvfp4": 50, "chain-static": 50, "chain-dynamic": 50,
+    "chain-whole": 100, "chain-replayed": 50, "chain-passes": 50, "chain-ready": 50,
+    "chain-apart": 100, "chain-shared": 50, "chain-four": 50, "chain-absent": 50,
+    "chain-fp8-rows": 50, "chain-given-up": 50, "chain-late": 50, "chain-hurried": 50,
     "chain-split": 100, "chain-split-per-wave": 50,
 }  # fmt: skip
 
