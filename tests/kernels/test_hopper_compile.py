@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megamoe.engine import recording
 from megamoe.formats.quantized import (
     DATA_DTYPE,
     SCALE_DTYPE,
@@ -14,6 +15,7 @@ from megamoe.formats.quantized import (
     scale_shape,
 )
 from megamoe.formats.spec import Scale, recipe_named
+from megamoe.hardware import H200
 from megamoe.kernels.gluon import dispatch, permute
 from megamoe.kernels.hopper import launch
 from megamoe.kernels.hopper.weights.pack import pack
@@ -276,3 +278,18 @@ def test_routing_compiles_without_a_spill(tile, slots, experts, shared, monkeypa
     assert len(made) == 1 + (not is_small) + (slots > tables.MIDDLE_SLOTS)
     for kernel in made:
         assert resources(kernel)["stack"] == 0
+
+
+GEMMS = ("gemm_kernel", "gemm_swap_ab_kernel", "mega_kernel")
+
+
+@pytest.mark.parametrize(("num_experts", "top_k"), [(256, 6), (384, 6), (32, 4)])
+def test_what_stands_around_the_gemms_compiles_for_models(num_experts, top_k):
+    """With the layer's statistics, and as many experts as models have, whichever block is wider."""
+    machine = H200.label, H200.num_sms, H200.arch, H200.hbm_bytes
+    layer = recording.LayerSpec("w4a8_block", 4096, 2048, num_experts, top_k, machine)
+    made = recording.cubins_of(layer, [8, 64, 256, 4096])
+    around = [one for one in made if one.kernel not in GEMMS]
+    assert {"_pool_kernel", "_place_kernel", "_count_kernel"} <= {one.kernel for one in around}
+    for one in around:
+        assert one.compile().asm["cubin"]

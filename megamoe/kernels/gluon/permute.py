@@ -183,9 +183,9 @@ def _place_kernel(
             )  # fmt: skip
     elif number == 0:
         if HAS_STATS and not IS_COUNTED:
-            is_routed = expert < num_experts - SHARED
-            total = tl.load(stats + expert, mask=is_routed)
-            tl.store(stats + expert, total + count, mask=is_routed)
+            is_counted = expert < num_experts - SHARED
+            total = tl.load(stats + expert, mask=is_counted)
+            tl.store(stats + expert, total + count, mask=is_counted)
         write_tiles(count, row_begin, tiles, num_tiles, BLOCK, SORTED)
     else:
         to, is_routed = routing_place(at, TOP_K, SHARED)
