@@ -1,4 +1,4 @@
-"""Thousands of fused launches on a Hopper GPU, one behind the other: races show as wrong bits."""
+"""Thousands of fused launches on a Hopper GPU, one after the other: races show as wrong bits."""
 
 import random
 
